@@ -1,0 +1,70 @@
+"""The exceptions of the package, in one tree.
+
+    TuneError                      exit code   what it is for
+    ├── UsageError                     2       the user's input is wrong: says what and what to do
+    ├── CorruptionError                3       bytes that were wrong and could not be made right
+    │   └── SourceChangedError         3       the source changed under the copy: not a transfer fault
+    ├── StallError                     4       something does not return, or a preflight failed
+    ├── OutOfMemoryError               5       it does not fit and cannot be made to
+    ├── InterruptedRunError          130       stopped by the user; a checkpoint was written
+    └── SeamError                      1       a private upstream seam is missing: our bug, or a new upstream
+
+A message is one line: what is wrong, what was found, what to do next. Foreign exceptions are turned into these
+at one boundary (the entry point), with ``from``, so nothing is lost for a bug report.
+"""
+
+from __future__ import annotations
+
+
+class TuneError(Exception):
+    """Base of every error that this package raises on purpose.
+
+    Args:
+        message: one line that says what is wrong, what was found and what to do.
+
+    Attributes:
+        exit_code: what our own process returns when this ends it.
+    """
+
+    exit_code: int = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class UsageError(TuneError):
+    """The user's input is wrong. Nothing was changed or overwritten."""
+
+    exit_code = 2
+
+
+class CorruptionError(TuneError):
+    """Bytes arrived wrong, and no way of sending them again made them right."""
+
+    exit_code = 3
+
+
+class SourceChangedError(CorruptionError):
+    """The source of a transfer no longer has the bytes that were digested: host memory or a file changed."""
+
+
+class StallError(TuneError):
+    """A step or a collective does not return, or a preflight failed."""
+
+    exit_code = 4
+
+
+class OutOfMemoryError(TuneError):
+    """The work does not fit in memory and cannot be made to fit."""
+
+    exit_code = 5
+
+
+class InterruptedRunError(TuneError):
+    """The user stopped the run; a checkpoint was written first."""
+
+    exit_code = 130
+
+
+class SeamError(TuneError):
+    """A private place of an upstream library, on which verification depends, is not where it was."""
