@@ -1,0 +1,40 @@
+# `make demo` and `make test` need Python 3.11 or newer and make; what else they need, `make setup` puts into .venv.
+# HF_ROCM_TUNE_TORCH=rocm7.2|cpu|cuda|keep|<requirement>|<index address> overrides which torch is installed.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+VENV := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-long lint format wheel clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: ## create .venv with the right torch; quick when there is nothing to do
+	@$(PYTHON) scripts/setup_env.py
+
+demo: setup ## fine-tune a small model, with no network, and verify every byte that it trained on
+	@$(VENV) -m hf_rocm_tune.demo
+
+test: lint ## lint, type check, and every test that fits into 15 minutes on two cores
+	@$(VENV) -m pytest $(PYTEST_ARGS)
+
+test-long: lint ## the same, with the full matrices
+	@$(VENV) -m pytest -m "long or not long" $(PYTEST_ARGS)
+
+lint: setup ## ruff and mypy
+	@$(VENV) -m ruff check .
+	@$(VENV) -m ruff format --check .
+	@$(VENV) -m mypy
+
+format: setup ## let ruff format the code and sort the imports
+	@$(VENV) -m ruff check --fix .
+	@$(VENV) -m ruff format .
+
+wheel: setup ## build the wheel into dist/
+	@$(VENV) -m hatchling build -t wheel -d dist
+
+clean: ## remove what was built, .venv included
+	rm -rf .venv build dist demo-output .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find hf_rocm_tune scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,286 @@
+"""The command line of a fine-tuning job: every flag of ``trl sft``, ours, and recipe files.
+
+A value comes from the command line, else from the recipe, else from our defaults, else from TRL's. Where our default
+differs from TRL's, the difference is recorded with its reason, so that a run can print it.
+
+Wrong input ends as one ``UsageError`` before anything is built; building ``SFTConfig`` comes last, because it makes
+Accelerate's state (and, with several ranks, connects them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, NoReturn
+
+import yaml
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
+
+from hf_rocm_tune import process, recipe_file
+from hf_rocm_tune.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneArguments:
+    """The flags that ``trl sft`` does not have. Their meaning is in the help of each."""
+
+    _argument_group_name = "verification and run control (hf-rocm-tune)"
+
+    verify: Literal["full", "sample", "off"] = field(
+        default="full", metadata={"help": "Which transfers to the device are verified: all, a sample, or none."}
+    )
+    on_corruption: Literal["recover", "stop"] = field(
+        default="recover",
+        metadata={"help": "Whether bytes that arrived wrong are sent again, or end the run with exit code 3 at once."},
+    )
+    consent_unverified: bool = field(
+        default=False, metadata={"help": "Train although `--verify full` does not cover every byte on the device."}
+    )
+    sentinel_every: int = field(
+        default=50,
+        metadata={"help": "Steps between two looks at weights that must not change. 0 turns the looks off."},
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Use an output directory that holds another run; its files are replaced."}
+    )
+    eval_split_size: float | None = field(
+        default=None,
+        metadata={
+            "help": "Evaluation rows to split off when the dataset has no test split: a share below 1, or a number."
+        },
+    )
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "Stop after this many evaluations without a better metric."}
+    )
+    early_stopping_threshold: float = field(
+        default=0.0, metadata={"help": "How much better the metric must be to count for early stopping."}
+    )
+    print_config: bool = field(
+        default=False, metadata={"help": "Print the resolved configuration as a YAML recipe and exit."}
+    )
+
+    def __post_init__(self) -> None:
+        size = self.eval_split_size
+        if size is not None and not (0 < size < 1 or (size >= 1 and size == int(size))):
+            raise ValueError(f"--eval_split_size must be a share between 0 and 1 or a number of rows, got {size}")
+        if self.sentinel_every < 0:
+            raise ValueError(f"--sentinel_every must be 0 (off) or more, got {self.sentinel_every}")
+        if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
+            raise ValueError(f"--early_stopping_patience must be 1 or more, got {self.early_stopping_patience}")
+        if self.early_stopping_threshold < 0:
+            raise ValueError(f"--early_stopping_threshold must be 0 or more, got {self.early_stopping_threshold}")
+
+    @property
+    def eval_rows(self) -> int | float | None:
+        """``eval_split_size`` as ``train_test_split(test_size=)`` has it: an int counts rows, a float is a share."""
+        size = self.eval_split_size
+        return int(size) if size is not None and size >= 1 else size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A default of ours that differs from TRL's, where the user gave no value.
+
+    Args:
+        name: the flag without its dashes.
+        trl: the value that ``trl sft`` would use.
+        ours: the value that is used.
+        reason: why.
+    """
+
+    name: str
+    trl: object
+    ours: object
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """A job's settings, complete and checked.
+
+    Args:
+        script, training, model, mixture: TRL's own objects, as ``trl sft`` builds them.
+        tune: our own settings.
+        given: names that the user set, by flag or recipe.
+        differences: our defaults in use that differ from TRL's.
+    """
+
+    script: ScriptArguments
+    training: SFTConfig
+    model: ModelConfig
+    mixture: DatasetMixtureConfig
+    tune: TuneArguments
+    given: frozenset[str]
+    differences: tuple[Difference, ...]
+
+    def resolved(self) -> dict[str, object]:
+        """Every setting by name, as plain JSON values. Access tokens are left out."""
+        flat: dict[str, object] = {}
+        for part in (self.tune, self.script, self.model, self.mixture, self.training):
+            for each in dataclasses.fields(part):
+                if each.init and each.name not in _SECRETS:
+                    flat[each.name] = _plain(getattr(part, each.name))
+        return flat
+
+    def to_yaml(self) -> str:
+        """The settings as a recipe: ``--config`` of it gives the same job again, and so does ``trl sft``'s own.
+
+        ``print_config`` is left out, or the recipe would only print itself.
+        """
+        settings = {name: value for name, value in self.resolved().items() if name != "print_config"}
+        return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+
+
+def parse(
+    argv: Sequence[str], *, accelerator: bool | None = None, bf16_supported: bool | None = None
+) -> Arguments:
+    """Read a command line and its recipe.
+
+    Args:
+        argv: the arguments, without the program's name.
+        accelerator: whether there is a GPU; torch is asked unless given.
+        bf16_supported: whether that GPU computes in bfloat16; torch is asked unless given.
+
+    Returns:
+        The settings. The recipe's ``env`` is in ``os.environ`` (what was set there before is kept).
+
+    Raises:
+        UsageError: the input is wrong; one message names everything that could be found at once.
+        SystemExit: 0, after ``--help``.
+    """
+    parser = build_parser()
+    path, rest = recipe_file.take_flag(argv, recipe_file.FLAG)
+    given = _read_flags(parser, rest)
+    if path is not None:
+        recipe = recipe_file.read_recipe(path)
+        recipe_file.apply_environment(argv, os.environ)
+        given = _read_recipe_values(parser, recipe) | given
+    _check(given)
+    return _resolve(given, accelerator=accelerator, bf16_supported=bf16_supported)
+
+
+def build_parser() -> _Parser:
+    """The parser of all flags: ours first in its help, then TRL's."""
+    parser = _Parser(
+        (TuneArguments, *_TRL_TYPES),
+        prog="hf-rocm-tune sft",
+        description="Fine-tune a language model; every byte that goes to the device is verified.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        recipe_file.FLAG, metavar="RECIPE.yaml", help="Read flags from a YAML mapping; the command line wins over it."
+    )
+    for action in parser._actions:
+        if action.type is string_to_bool:  # upstream wants a value after flags whose default is None, as `--bf16`
+            action.nargs, action.const = "?", True
+    return parser
+
+
+class _Parser(HfArgumentParser):  # type: ignore[misc]  # trl ships no type information
+    """TRL's parser, with errors as ``UsageError``."""
+
+    def error(self, message: str) -> NoReturn:
+        """Turn argparse's complaint into ours: one spelling of the flag, and where to read on."""
+        if message.startswith("argument "):
+            option, _, complaint = message.removeprefix("argument ").partition(": ")
+            message = f"{option.split('/')[0]}: {complaint}"
+        raise UsageError(message)
+
+
+_TRL_TYPES = (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
+_SECRETS = frozenset({"hub_token", "push_to_hub_token"})
+_UNSET = object()
+_OWNERS = {each.name: owner for owner in (TuneArguments, *_TRL_TYPES) for each in dataclasses.fields(owner) if each.init}
+_HINTS = {name: typing.get_type_hints(owner)[name] for name, owner in _OWNERS.items()}
+
+
+def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
+    """What the command line sets, by name."""
+    # A default is only filled in where the namespace has no value, so what is still _UNSET was not given.
+    empty = argparse.Namespace(**dict.fromkeys(_OWNERS, _UNSET), config=None)
+    namespace, unknown = parser.parse_known_args(list(argv), namespace=empty)
+    flags = [argument for argument in unknown if argument.startswith("--")]
+    if flags:
+        raise UsageError("; ".join(_unknown(flag.partition("=")[0], dashes="--") for flag in flags))
+    if unknown:
+        raise UsageError(f"unexpected argument {unknown[0]!r}; flags begin with --, see --help")
+    return {name: value for name in _OWNERS if (value := getattr(namespace, name)) is not _UNSET}
+
+
+def _read_recipe_values(parser: _Parser, recipe: recipe_file.Recipe) -> dict[str, Any]:
+    """What a recipe sets, by name, in the types of the flags."""
+    values, faults = {}, []
+    for key, value in recipe.values.items():
+        name = key.removeprefix("--").replace("-", "_")
+        try:
+            if name not in _OWNERS:
+                raise UsageError(_unknown(key, dashes=""))
+            values[name] = _convert(parser, name, value)
+        except UsageError as error:
+            faults.append(str(error))
+    if faults:
+        raise UsageError(f"recipe {recipe.path}: {'; '.join(faults)}")
+    return values
+
+
+def _convert(parser: _Parser, name: str, value: Any) -> Any:
+    """A YAML value in the type of a flag: through the flag's own parser, so that both accept the same."""
+    allowed = _members(_HINTS[name])
+    if value is None:
+        if type(None) in allowed:
+            return None
+        raise UsageError(f"--{name}: expected a value, got nothing")
+    if isinstance(value, dict):
+        if dict in allowed:
+            return value
+        raise UsageError(f"--{name}: expected a single value, got a mapping")
+    if isinstance(value, list):
+        if list not in allowed:
+            raise UsageError(f"--{name}: expected a single value, got a list")
+        if not value or any(not isinstance(item, str) for item in value) or str in allowed:
+            return value
+        return _read_flags(parser, [f"--{name}", *value])[name]
+    if isinstance(value, bool) and bool not in allowed:
+        value = "yes" if value else "no"  # YAML reads the bare words as booleans: `eval_strategy: no`
+    return _read_flags(parser, [f"--{name}={value}"])[name]
+
+
+def _members(hint: Any) -> set[Any]:
+    """The types that a hint allows, without their parameters: ``list[str] | None`` has ``list`` and ``NoneType``."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return {member for each in typing.get_args(hint) for member in _members(each)}
+    return {typing.get_origin(hint) or hint}
+
+
+def _unknown(name: str, *, dashes: str) -> str:
+    """The message for a name that nobody knows: the nearest that exists, or whose it is."""
+    from hf_rocm_tune.launch import is_launcher_flag
+
+    plain = name.removeprefix("--").replace("-", "_")
+    what = "flag" if dashes else "key"
+    if is_launcher_flag(plain):
+        return f"{what} {name} belongs to the launcher; give it on the command line of `hf-rocm-tune sft`"
+    nearest = difflib.get_close_matches(plain, [*_OWNERS, "config"], n=1, cutoff=0.5)
+    hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else "; see --help for those that exist"
+    return f"unknown {what} {name}{hint}"
+
+
+def _plain(value: object) -> object:
+    """A setting as a JSON value."""
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

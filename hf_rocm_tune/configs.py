@@ -1,0 +1,84 @@
+"""The accelerate configurations that ship with the package: list them, find them, copy them.
+
+They stand in ``accelerate_configs/`` at the top of a checkout, and inside the package in an installed wheel; the
+callers need not know which.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+from hf_rocm_tune.errors import UsageError
+
+_SUFFIX = ".yaml"
+
+
+def _directory() -> Path:
+    """Where the files are: in the installed package, else beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "accelerate_configs"
+    return installed if installed.is_dir() else package.parent / "accelerate_configs"
+
+
+def names() -> list[str]:
+    """The names of all configurations, sorted, without their ``.yaml``."""
+    return sorted(file.stem for file in _directory().glob(f"*{_SUFFIX}"))
+
+
+def path(name: str) -> Path:
+    """The file of one configuration.
+
+    Args:
+        name: one of :func:`names`, with or without ``.yaml``.
+
+    Raises:
+        UsageError: there is none of that name; the message gives the nearest one and all of them.
+    """
+    known = names()
+    wanted = name.removesuffix(_SUFFIX)
+    if wanted in known:
+        return _directory() / f"{wanted}{_SUFFIX}"
+    nearest = difflib.get_close_matches(wanted, known, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    raise UsageError(f"no accelerate configuration is named {name!r}: {hint}there are {', '.join(known) or 'none'}")
+
+
+def describe(name: str) -> str:
+    """What one configuration is for: the first line of its opening comment.
+
+    Raises:
+        UsageError: as :func:`path`.
+    """
+    with path(name).open(encoding="utf-8") as file:
+        return file.readline().lstrip("#").strip()
+
+
+def copy(name: str, dest: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Copy one configuration to where the user can edit it.
+
+    Args:
+        name: as for :func:`path`.
+        dest: the new file, or an existing directory that gets the file under its own name.
+        overwrite: replace a file that is already there.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        UsageError: unknown name, the file exists and ``overwrite`` is false, or it cannot be written.
+    """
+    source = path(name)
+    text = source.read_bytes()  # before the target is opened: with overwrite it may be the same file
+    target = Path(dest)
+    if target.is_dir():
+        target = target / source.name
+    try:
+        with target.open("wb" if overwrite else "xb") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UsageError(f"{target} exists and was left as it is: choose another name, or overwrite it") from error
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}; choose another place") from error
+    return target

@@ -1,0 +1,141 @@
+"""Loaders that begin the verified transfer of a batch one batch ahead of the one in use.
+
+Accelerate still shards, seeds and resumes; it places nothing. A prepared loader becomes a *true subclass of its own
+class that shares its state*: the same ``__dict__``, so ``set_epoch``, samplers, ``end_of_dataloader``, ``remainder``,
+pickling and persistent workers behave as before, and the object that is iterated is the one that Accelerate knows as
+the active loader.
+
+``DataLoaderShard`` reads one batch ahead of the one that it delivers. Its inner loader is made to start the transfer
+of each batch as it is read, so the copy and the digest of batch N+1 run while batch N computes, and nothing reads
+further ahead than stock (which would break the count of the last batch). ``DataLoaderDispatcher`` transfers through
+``accelerate.data_loader.send_to_device`` and slices afterwards: there the transfer is verified on the spot.
+
+Batches are handed out with the transfer still in flight: :meth:`hf_rocm_tune.transfer.Mover.settle` gives the verdict
+and must come before any use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+
+from hf_rocm_tune import upstream
+from hf_rocm_tune.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from hf_rocm_tune.transfer import Mover
+
+_MOVER = "_hf_rocm_tune_mover"
+_ACTIVE: ContextVar[Mover | None] = ContextVar("hf_rocm_tune_active_mover", default=None)
+
+
+def verify_loader(loader: DataLoader[Any], mover: Mover) -> DataLoader[Any]:
+    """Makes a prepared loader send its batches through the mover.
+
+    Args:
+        loader: what ``Accelerator.prepare`` returned, or a plain ``DataLoader``.
+        mover: the one door to the device.
+
+    Returns:
+        An instance of a subclass of the loader's own class that shares its state. A loader that already is one is
+        returned as it is.
+
+    Raises:
+        UsageError: batches that rank 0 reads and broadcasts (``dispatch_batches=true`` with several processes) cannot
+            be verified where they arrive.
+    """
+    if _MOVER in vars(loader):
+        return loader
+    upstream.replace_for_good("skip_first_batches", _skip_first_batches)
+    if isinstance(loader, DataLoaderDispatcher):
+        if loader.state.num_processes > 1 and mover.settings.verify == "full":
+            raise UsageError(
+                "batches that rank 0 reads and broadcasts cannot be verified on the other ranks: set "
+                '--accelerator_config \'{"dispatch_batches": false}\', or choose --verify sample or off'
+            )
+        upstream.replace_for_good("send_to_device", _send_to_device)
+        return _adopt(loader, _VerifiedDispatcher, mover)
+    if isinstance(loader, DataLoaderShard):
+        upstream.resolve("shard_iteration")
+        verified = _adopt(loader, _VerifiedShard, mover)
+        verified.device = None
+        verified.base_dataloader = _adopt(_unpinned(loader.base_dataloader), _feeding(type(loader.base_dataloader)), mover)
+        return verified
+    return _adopt(_unpinned(loader), _feeding(type(loader)), mover)
+
+
+class _VerifiedShard(DataLoaderShard):  # type: ignore[misc]  # accelerate is untyped
+    """A ``DataLoaderShard`` that places nothing: its inner loader starts the transfers."""
+
+    def __reduce__(self) -> Any:
+        return DataLoaderShard.__reduce__(self)
+
+
+class _VerifiedDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # accelerate is untyped
+    """A ``DataLoaderDispatcher`` whose ``send_to_device`` is the mover's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = super().__iter__()
+        while True:
+            token = _ACTIVE.set(vars(self)[_MOVER])
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                _ACTIVE.reset(token)
+            yield batch
+
+
+@cache
+def _feeding(stock: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    """Subclass of a loader class that starts the transfer of each batch as it is read."""
+
+    class Feeding(stock):  # type: ignore[misc,valid-type]
+        def __iter__(self) -> Iterator[Any]:
+            mover = vars(self)[_MOVER]
+            for batch in super().__iter__():
+                yield mover.begin(batch)
+
+    Feeding.__name__ = f"Verified{stock.__name__}"
+    return Feeding
+
+
+def _adopt(loader: Any, subclass: type[Any], mover: Mover) -> Any:
+    adopted = subclass.__new__(subclass)
+    adopted.__dict__ = loader.__dict__
+    adopted.__dict__[_MOVER] = mover
+    return adopted
+
+
+def _unpinned(loader: Any) -> Any:
+    # The mover's ring is the pinned memory; pinning in the loader would allocate and copy once more per batch.
+    loader.__dict__["pin_memory"] = False
+    return loader
+
+
+def _skip_first_batches(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        skipped = stock(dataloader, num_batches)
+        mover = getattr(dataloader, "__dict__", {}).get(_MOVER)
+        return skipped if mover is None else verify_loader(skipped, mover)
+
+    return skip_first_batches
+
+
+def _send_to_device(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
+        mover = _ACTIVE.get()
+        if mover is None:
+            return stock(tensor, device, non_blocking=non_blocking, skip_keys=skip_keys)
+        moved = mover.begin(tensor)
+        mover.settle(moved)
+        return moved
+
+    return send_to_device

@@ -1,0 +1,198 @@
+"""Directories and files that appear whole or not at all.
+
+Everything is written beside its destination, on the same file system, under a name that says who is writing
+(``_staging.<final name>.<boot>-<pid>-<start>-<n>``), flushed to the device, and renamed into place. A process that is
+killed leaves such a name behind and nothing else; `clean_leftovers` knows from the name whether its writer is gone.
+
+The names begin with an underscore, not a dot, because transformers uploads ``output_dir`` to the Hub with the ignore
+pattern ``_*``: an upload that runs while a checkpoint is being written must not pick half of it up.
+
+Not covered: a file system that acknowledges fsync and loses the data, and writers on another host, whose processes
+cannot be seen from here (the run's lock file keeps them apart).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+_BEING_WRITTEN = "_staging"
+_BEING_REPLACED = "_replaced"
+_BEING_DELETED = "_deleted"
+_LEFTOVER = re.compile(
+    rf"^(?P<kind>{_BEING_WRITTEN}|{_BEING_REPLACED}|{_BEING_DELETED})\.(?P<final>.+)"
+    r"\.(?P<boot>[0-9a-f]+)-(?P<pid>\d+)-(?P<start>\d+)-\d+$"
+)
+_counter = itertools.count()
+
+
+@contextlib.contextmanager
+def staged_directory(final: Path) -> Iterator[Path]:
+    """An empty directory to write into that becomes ``final`` when the block ends without an exception.
+
+    Raises:
+        OSError: as the operating system gave it (a full disk, a missing permission). ``final`` is as it was before.
+    """
+    staging = create_staging(final)
+    try:
+        yield staging
+        replace_directory(staging, final)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def create_staging(final: Path) -> Path:
+    """Make the empty directory in which ``final`` is prepared: a sibling, so that a rename is enough."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staging = _private_name(_BEING_WRITTEN, final)
+    staging.mkdir()
+    return staging
+
+
+def replace_directory(staging: Path, final: Path) -> None:
+    """Flush ``staging`` and rename it to ``final``; an older ``final`` is deleted after the new one is in place.
+
+    A kill between the two renames leaves the older one under a name from which `clean_leftovers` restores it.
+    """
+    flush_tree(staging)
+    older = None
+    if final.exists():
+        older = _private_name(_BEING_REPLACED, final)
+        final.rename(older)
+    try:
+        staging.rename(final)
+    except OSError:
+        if older is not None:
+            older.rename(final)
+        raise
+    flush(final.parent)
+    if older is not None:
+        shutil.rmtree(older, ignore_errors=True)
+
+
+def move_files(staging: Path, final: Path) -> list[str]:
+    """Flush ``staging`` and rename each of its files over the one of the same name in ``final``, which keeps the rest.
+
+    Returns:
+        The names that are now in ``final``, relative to it, sorted.
+    """
+    flush_tree(staging)
+    names = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
+    for name in names:
+        (final / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / name, final / name)
+    for directory in {(final / name).parent for name in names} | {final}:
+        flush(directory)
+    return names
+
+
+def delete_directory(path: Path) -> None:
+    """Delete a directory in such a way that a kill halfway leaves nothing under its name."""
+    doomed = _private_name(_BEING_DELETED, path)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write ``text`` (UTF-8) to ``path``: a reader sees the old content or the new, never a part of it.
+
+    Raises:
+        OSError: as the operating system gave it; the old content is still there.
+    """
+    staging = _private_name(_BEING_WRITTEN, path)
+    try:
+        with open(staging, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
+    flush(path.parent)
+
+
+def clean_leftovers(parent: Path) -> list[str]:
+    """Remove what killed processes left in ``parent``, and restore a directory that was being replaced.
+
+    Names whose writer is still alive are left alone, so is every name that is not of this module's making.
+
+    Returns:
+        One line for each leftover: its name and what was done.
+    """
+    done = []
+    for path in sorted(parent.iterdir()):
+        match = _LEFTOVER.match(path.name)
+        if match is None or _alive(match["boot"], int(match["pid"]), match["start"]):
+            continue
+        final = parent / match["final"]
+        if match["kind"] == _BEING_REPLACED and not final.exists():
+            path.rename(final)
+            done.append(f"{path.name}: restored as {final.name}")
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        done.append(f"{path.name}: removed")
+    return done
+
+
+def flush_tree(directory: Path) -> None:
+    """fsync every file and directory below ``directory``, and itself: a rename must not overtake the data."""
+    for folder, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            flush(Path(folder, name))
+        flush(Path(folder))
+
+
+def flush(path: Path) -> None:
+    """fsync one file or directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _private_name(kind: str, final: Path) -> Path:
+    pid = os.getpid()
+    return final.with_name(f"{kind}.{final.name}.{_boot()}-{pid}-{_start_of(pid)}-{next(_counter)}")
+
+
+@cache
+def _boot() -> str:
+    """The id of this boot, shortened: the same pid after a reboot is another process. "0" where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:12].strip()
+    except OSError:
+        return "0"
+
+
+def _start_of(pid: int) -> str:
+    """When a process began, in clock ticks since boot (field 22 of proc(5) stat): pids are used again. "0": unknown."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "0"
+    # The second field is the command in brackets and may hold spaces and brackets itself.
+    return stat.rpartition(")")[2].split()[19]
+
+
+def _alive(boot: str, pid: int, start: str) -> bool:
+    if boot != _boot():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return _start_of(pid) == start

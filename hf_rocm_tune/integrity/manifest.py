@@ -1,0 +1,245 @@
+"""``integrity.json``: which files belong to a checkpoint or a finished run, their sizes and SHA-256 digests.
+
+``write`` takes each digest from the file as it lies on disk: the file is flushed (fsync), dropped from the page cache
+where the system allows it (posix_fadvise), and read again. On a local disk that read comes from the device and shows
+that the device accepted and returns these bytes now. It does not show that they lie on the medium (a drive may answer
+from its own cache), nor anything on a file system that ignores the advice (tmpfs, some network mounts), and it says
+nothing about what the bytes *should* be: that comparison with the live tensors is `training.readback`.
+
+``verify`` never raises on what it finds: a manifest is input like any other and may hold anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from hf_rocm_tune.integrity.atomic import flush, write_text_atomic
+
+MANIFEST_NAME = "integrity.json"
+SCHEMA = 1
+Status = Literal["checkpoint", "final"]
+
+_CHUNK_BYTES = 1 << 20
+_LARGEST_MANIFEST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """Size in bytes and SHA-256 (64 hexadecimal digits) of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What one ``integrity.json`` says.
+
+    Attributes:
+        run_id: the run that wrote it.
+        step: optimizer steps done when it was written.
+        status: "checkpoint" in the middle of a run, "final" for its result.
+        created: UTC time, ISO 8601.
+        files: entry by name relative to the directory, with "/" between folders.
+        tensors: digest by tensor name, where the writer had them.
+        extra: whatever else the writer wanted to keep.
+    """
+
+    run_id: str
+    step: int
+    status: Status
+    created: str
+    files: Mapping[str, FileEntry]
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong: the file, "missing", "truncated", "changed", "unreadable", "refused" or "damaged"."""
+
+    file: str
+    kind: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.file} is {self.kind} ({self.detail})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """The outcome of `inspect`: all problems, the files that no manifest lists, and the manifest if it is readable."""
+
+    problems: list[Problem]
+    unlisted: list[str]
+    manifest: Manifest | None
+
+
+def write(
+    directory: Path,
+    *,
+    run_id: str,
+    step: int,
+    status: Status,
+    files: Iterable[str] | None = None,
+    tensors: Mapping[str, str] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Digest the files of ``directory`` as they lie on disk and write its ``integrity.json``, last and atomically.
+
+    Args:
+        files: names relative to ``directory``; without them, every regular file below it.
+
+    Raises:
+        OSError: a file cannot be read, or the manifest cannot be written. An older manifest is still there.
+    """
+    names = sorted(set(files)) if files is not None else [n for n in _walk(directory) if n != MANIFEST_NAME]
+    manifest = Manifest(
+        run_id=run_id,
+        step=step,
+        status=status,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        files={name: _digest_from_device(directory / name) for name in names},
+        tensors=dict(tensors or {}),
+        extra=dict(extra or {}),
+    )
+    write_text_atomic(directory / MANIFEST_NAME, _to_json(manifest))
+    return manifest
+
+
+def read(directory: Path) -> Manifest | Problem:
+    """The manifest of ``directory``, or what is wrong with it. Never raises on its content."""
+    path = directory / MANIFEST_NAME
+    try:
+        details = path.stat()
+        if not stat.S_ISREG(details.st_mode) or details.st_size > _LARGEST_MANIFEST_BYTES:
+            return Problem(file=MANIFEST_NAME, kind="damaged", detail="not a manifest: no plain file, or far too large")
+        return _from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Problem(file=MANIFEST_NAME, kind="missing", detail="the directory was never completed, or not by us")
+    except (OSError, ValueError) as error:  # a NUL in the path, invalid UTF-8 and JSON are ValueErrors
+        return Problem(file=MANIFEST_NAME, kind="damaged", detail=str(error))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        return Problem(file=MANIFEST_NAME, kind="damaged", detail=f"not of the expected form: {error!r}")
+
+
+def inspect(directory: Path) -> Inspection:
+    """Compare every listed file with its entry, and name the files that are not listed."""
+    manifest = read(directory)
+    if isinstance(manifest, Problem):
+        return Inspection(problems=[manifest], unlisted=[], manifest=None)
+    problems = [found for name, entry in manifest.files.items() if (found := _check(directory, name, entry))]
+    unlisted = [name for name in _walk(directory) if name not in manifest.files and name != MANIFEST_NAME]
+    return Inspection(problems=problems, unlisted=unlisted, manifest=manifest)
+
+
+def verify(directory: Path) -> list[Problem]:
+    """All problems of ``directory`` against its manifest; empty means that every listed file is as it was written."""
+    return inspect(directory).problems
+
+
+def _check(directory: Path, name: str, entry: FileEntry) -> Problem | None:
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
+        return Problem(file=name, kind="refused", detail="the manifest names a path outside of its directory")
+    path = directory / name
+    try:
+        # A link is followed (the Hub's cache is made of links), but only to a plain file: a pipe would block for ever.
+        details = path.stat()
+        if not stat.S_ISREG(details.st_mode):
+            return Problem(file=name, kind="refused", detail="not a plain file")
+        if details.st_size != entry.bytes:
+            kind = "truncated" if details.st_size < entry.bytes else "changed"
+            return Problem(file=name, kind=kind, detail=f"{details.st_size} bytes, {entry.bytes} were written")
+        found = _digest(path)
+    except FileNotFoundError:
+        return Problem(file=name, kind="missing", detail=f"{entry.bytes} bytes were written")
+    except (OSError, ValueError) as error:
+        return Problem(file=name, kind="unreadable", detail=str(error))
+    if found != entry:
+        return Problem(file=name, kind="changed", detail="its bytes are not those that were written")
+    return None
+
+
+def _walk(directory: Path) -> Iterator[str]:
+    """Names of the plain files below ``directory``, relative, sorted within each folder."""
+    for folder, folders, files in os.walk(directory):
+        folders.sort()
+        for name in sorted(files):
+            path = Path(folder, name)
+            if path.is_file():
+                yield path.relative_to(directory).as_posix()
+
+
+def _digest_from_device(path: Path) -> FileEntry:
+    flush(path)
+    drop_from_cache(path)
+    return _digest(path)
+
+
+def drop_from_cache(path: Path) -> None:
+    """Ask the system to forget its cached pages of a flushed file, so that the next read comes from the device."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path) -> FileEntry:
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileEntry(bytes=size, sha256=digest.hexdigest())
+
+
+def _to_json(manifest: Manifest) -> str:
+    body: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run_id": manifest.run_id,
+        "step": manifest.step,
+        "status": manifest.status,
+        "created": manifest.created,
+        "files": {name: {"bytes": e.bytes, "sha256": e.sha256} for name, e in manifest.files.items()},
+        "tensors": dict(manifest.tensors),
+        "extra": dict(manifest.extra),
+    }
+    return json.dumps(body | {"digest": _own_digest(body)}, indent=1)
+
+
+def _from_json(text: str) -> Manifest:
+    body = json.loads(text)
+    recorded = body.pop("digest")
+    if recorded != _own_digest(body):
+        raise ValueError("its own digest does not match: the manifest was changed after it was written")
+    if body["schema"] != SCHEMA:
+        raise ValueError(f"schema {body['schema']!r}, this version reads {SCHEMA}")
+    status, step = body["status"], body["step"]
+    if status not in ("checkpoint", "final") or not isinstance(step, int):
+        raise ValueError(f"status {status!r} and step {step!r}")
+    return Manifest(
+        run_id=str(body["run_id"]),
+        step=step,
+        status=status,
+        created=str(body["created"]),
+        files={str(n): FileEntry(bytes=int(e["bytes"]), sha256=str(e["sha256"])) for n, e in body["files"].items()},
+        tensors=dict(body["tensors"]),
+        extra=dict(body["extra"]),
+    )
+
+
+def _own_digest(body: Mapping[str, Any]) -> str:
+    """SHA-256 of everything else in the manifest, so that a flipped bit in a name or a step is seen as well."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Models: verified loading of weights, adapters, and where each tensor of a model came from."""

@@ -1,0 +1,122 @@
+"""From a name to a model on its device, verified, and to its tokenizer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.files import check_model_directory
+from hf_rocm_tune.models.loading import verified_loading
+from hf_rocm_tune.models.placement import place
+from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, require_bitsandbytes, verify_tables
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from hf_rocm_tune.transfer import Mover
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """What to load.
+
+    Args:
+        name: Hub id or local directory.
+        revision: branch, tag or commit of a Hub id.
+        trust_remote_code: passed to transformers.
+        init: further keyword arguments of ``from_pretrained`` (dtype, attn_implementation ...).
+        quantization: bitsandbytes configuration, or None.
+    """
+
+    name: str
+    revision: str = "main"
+    trust_remote_code: bool = False
+    init: dict[str, Any] = field(default_factory=dict)
+    quantization: BitsAndBytesConfig | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the name is a path: it exists, or is written as one."""
+        return Path(self.name).expanduser().exists() or self.name.startswith((".", "/", "~"))
+
+
+def check_source(source: ModelSource, mover: Mover) -> None:
+    """Fails early on what can be known before loading: files, configuration, bitsandbytes.
+
+    Raises:
+        UsageError: what is wrong and what to do.
+    """
+    from transformers import AutoConfig
+
+    if source.is_local:
+        if not Path(source.name).expanduser().exists():
+            raise UsageError(f"model: {source.name} does not exist: give a model directory or a Hub id")
+        check_model_directory(Path(source.name).expanduser())
+    try:
+        AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"model {source.name}: {_first_line(error)}") from error
+    if source.quantization is not None:
+        require_bitsandbytes(mover.device, 4 if source.quantization.load_in_4bit else 8)
+
+
+def load_model(source: ModelSource, mover: Mover) -> tuple[PreTrainedModel, float]:
+    """Loads a model onto the mover's device, every tensor verified on the way.
+
+    Returns:
+        The model and the seconds that it took.
+
+    Raises:
+        UsageError: transformers cannot load this.
+        CorruptionError: a tensor could not be brought over right.
+        SeamError: transformers has moved a place where we stand.
+    """
+    from safetensors import SafetensorError
+    from trl.trainer.utils import create_model_from_path
+
+    started = time.perf_counter()
+    arguments = {"revision": source.revision, "trust_remote_code": source.trust_remote_code, **source.init}
+    if source.quantization is not None:
+        arguments["quantization_config"] = source.quantization
+    # One device, named by us: TRL's own "auto" splits a model over two visible cards by peer copies.
+    arguments["device_map"] = {"": mover.device}
+    try:
+        with verified_loading(mover):
+            model: PreTrainedModel = create_model_from_path(source.name, **arguments)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(f"model {source.name}: {_first_line(error)}") from error
+    place(model, mover)
+    verify_tables(model)
+    keep_trainable_on_cpu(model)
+    return model, time.perf_counter() - started
+
+
+def load_tokenizer(source: ModelSource, chat_template_path: str | None = None) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer (or processor) that belongs to a model.
+
+    Raises:
+        UsageError: there is none, or the chat template's file does not exist.
+    """
+    from transformers import AutoProcessor
+
+    if chat_template_path is not None and chat_template_path.endswith((".jinja", ".j2")):
+        if not Path(chat_template_path).is_file():
+            raise UsageError(f"--chat_template_path: {chat_template_path} does not exist")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoProcessor.from_pretrained(
+            source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"tokenizer of {source.name}: {_first_line(error)}; the model directory needs tokenizer.json and "
+            "tokenizer_config.json"
+        ) from error
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".:")

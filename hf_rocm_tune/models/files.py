@@ -1,0 +1,91 @@
+"""Checks of a model directory before anything is loaded: which file is damaged, and how.
+
+A safetensors file is eight bytes of header length (little-endian), a JSON header with dtype, shape and byte range of
+each tensor, and the data (format: https://github.com/huggingface/safetensors#format). A truncated download fails
+here with the file's name instead of deep inside a loader.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hf_rocm_tune.errors import UsageError
+
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
+
+
+def check_model_directory(directory: Path) -> list[Path]:
+    """Checks the weight files of a local model directory.
+
+    Args:
+        directory: holds ``config.json`` and weights.
+
+    Returns:
+        The safetensors files that belong to the model, in order.
+
+    Raises:
+        UsageError: no configuration, no weights, a missing shard, a truncated file or a damaged header.
+    """
+    if not directory.is_dir():
+        raise UsageError(f"model: {directory} is not a directory: give a model directory or a Hub id")
+    if not (directory / "config.json").is_file():
+        raise UsageError(f"model: {directory} has no config.json: give the directory that save_pretrained wrote")
+    _read_json(directory / "config.json")
+    files = _weight_files(directory)
+    for file in files:
+        check_safetensors(file)
+    return files
+
+
+def check_safetensors(file: Path) -> None:
+    """Checks the header of one file against its size; reads no tensor data.
+
+    Raises:
+        UsageError: truncated or damaged; the message names the file.
+    """
+    again = "download or copy it again"
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
+            raise UsageError(f"model file {file}: not a whole safetensors file ({size} bytes, damaged header): {again}")
+        try:
+            header = json.loads(stream.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            data = max(ends, default=0)
+            whole = 8 + length + data
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise UsageError(f"model file {file}: damaged safetensors header ({error}): {again}") from error
+    if size != whole:
+        raise UsageError(f"model file {file}: {size} bytes, but its header describes {whole}: truncated; {again}")
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UsageError(f"model file {index}: has no weight_map: download or copy it again")
+        files = [directory / name for name in sorted(set(weight_map.values()))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise UsageError(f"model: {directory} lacks {', '.join(missing)}, which {index.name} names")
+        return files
+    if any(directory.glob("pytorch_model*.bin")):
+        return []
+    raise UsageError(f"model: {directory} has no model.safetensors and no model.safetensors.index.json")
+
+
+def _read_json(file: Path) -> dict[str, object]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model file {file}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"model file {file}: expected a JSON object, got {type(content).__name__}")
+    return content

@@ -1,0 +1,114 @@
+"""Loading of weights through the mover.
+
+``transformers`` reads every weight of ``from_pretrained`` in one function, in several threads, quantised models too
+(bitsandbytes quantises what comes out of it). Inside :func:`verified_loading` that function sends the tensor through
+the mover: read from the file on the host, digested there, copied through the ring, digested on the device. Casts are
+made on the device from the verified tensor.
+
+What no file holds (missing keys, rotary tables, other buffers) is initialised on the host and moved by
+:func:`hf_rocm_tune.models.placement.place`.
+
+Not covered: ``device_map`` entries on another device than the mover's, and weights sharded at load time
+(tensor parallel, FSDP): they keep no provenance, so the coverage names them as unverified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_rocm_tune import upstream
+from hf_rocm_tune.models.placement import mark_loaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_rocm_tune.transfer import Mover
+
+
+@contextmanager
+def verified_loading(mover: Mover) -> Iterator[None]:
+    """Within the block every weight that ``from_pretrained`` loads passes the mover.
+
+    Args:
+        mover: its device is the one on which weights are verified.
+
+    Raises:
+        SeamError: transformers has moved one of the places where we stand.
+    """
+    names: dict[int, str] = {}
+    with ExitStack() as stack:
+        stack.enter_context(upstream.replaced("materialize_weight", lambda stock: _materialize(stock, mover, names)))
+        stack.enter_context(upstream.replaced("load_state_dict", lambda stock: _load_state_dict(stock, mover, names)))
+        stack.enter_context(upstream.replaced("missing_keys", _initialise_on_host))
+        yield
+
+
+@contextmanager
+def host_adapters() -> Iterator[None]:
+    """Within the block PEFT leaves fresh adapter weights on the host, from where the mover takes them.
+
+    Adapters whose initialisation computes with the base weights (DoRA, PiSSA, OLoRA ...) must be on its device: use
+    :func:`initialised_on_device` to tell them, and do not enter this block for them.
+    """
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def keep_on_host(self: Any, adapter_name: str, device: torch.device | None = None) -> None:
+            del device
+            stock(self, adapter_name, device=torch.device("cpu"))
+
+        return keep_on_host
+
+    with upstream.replaced("adapter_device", make):
+        yield
+
+
+def initialised_on_device(peft_config: Any) -> bool:
+    """Whether this adapter's initial values are computed from the base weights, on their device."""
+    scheme = getattr(peft_config, "init_lora_weights", True)
+    computed = isinstance(scheme, str) and scheme not in {"gaussian", "orthogonal"}
+    return computed or bool(getattr(peft_config, "use_dora", False))
+
+
+def _materialize(stock: Callable[..., Any], mover: Mover, names: dict[int, str]) -> Callable[..., Any]:
+    def materialize(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if device is None or not _same_device(torch.device(device), mover.device):
+            loaded: torch.Tensor = stock(tensor, device, dtype)
+            return loaded
+        moved = mover.move(tensor[...], name=names.get(id(tensor), "a checkpoint tensor"), stage="weights")
+        if dtype is None or dtype == moved.dtype:
+            return moved
+        cast = moved.to(dtype=dtype)
+        mover.mark_derived(cast, "cast on the device")
+        return cast
+
+    return materialize
+
+
+def _load_state_dict(stock: Callable[..., Any], mover: Mover, names: dict[int, str]) -> Callable[..., Any]:
+    def load(model: PreTrainedModel, state_dict: dict[str, Any], load_config: Any, *rest: Any, **more: Any) -> Any:
+        names.update((id(value), key) for key, value in state_dict.items())
+        expected = set(model.state_dict())
+        try:
+            result = stock(model, state_dict, load_config, *rest, **more)
+        finally:
+            names.clear()  # ids are only meaningful while the checkpoint's slices live
+        info = result[0]
+        mark_loaded(model, expected - info.missing_and_mismatched(), mover)
+        return result
+
+    return load
+
+
+def _initialise_on_host(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def move_missing(self: Any, missing_keys: Any, device_map: Any, device_mesh: Any, hf_quantizer: Any) -> Any:
+        return stock(self, missing_keys, {"": "cpu"} if device_map else device_map, device_mesh, hf_quantizer)
+
+    return move_missing
+
+
+def _same_device(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.index or 0) == (other.index or 0)

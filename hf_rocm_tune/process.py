@@ -1,0 +1,53 @@
+"""What a training process settles before Accelerate makes its state: CPU or accelerator, and how many ranks.
+
+Source: accelerate 1.15 ``state.py``, ``PartialState.__init__``. Without an accelerator it sees the other ranks only
+when it was told ``cpu``; otherwise each rank trains alone and nothing says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+
+from hf_rocm_tune.errors import UsageError
+
+
+def has_accelerator() -> bool:
+    """Whether torch sees a GPU (HIP and CUDA answer the same call). Imports torch."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def has_bf16() -> bool:
+    """Whether the GPU that torch sees computes in bfloat16 itself, without emulation. Imports torch."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def prepare_process(environ: MutableMapping[str, str]) -> None:
+    """Tell Accelerate to use the CPU where there is nothing else. Call it before anything makes Accelerate's state.
+
+    It replaces a ``false`` as well: launchers write that for every configuration that names a GPU.
+    """
+    if not has_accelerator():
+        environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def check_world(num_processes: int, environ: Mapping[str, str]) -> None:
+    """Refuse to train when the launcher started more ranks than Accelerate knows of.
+
+    Args:
+        num_processes: ``Accelerator.num_processes``.
+        environ: the environment of this process, with ``WORLD_SIZE`` where a launcher set it.
+
+    Raises:
+        UsageError: the two differ; each rank would train alone on all of the data.
+    """
+    launched = int(environ.get("WORLD_SIZE", "1"))
+    if launched != num_processes:
+        raise UsageError(
+            f"the launcher started {launched} processes, but Accelerate knows of {num_processes}, so they would train "
+            "apart; use an accelerate config with `distributed_type: MULTI_GPU` and `use_cpu: false` "
+            "(without GPUs: --accelerate_config cpu_dual)"
+        )

@@ -1,0 +1,117 @@
+"""Recipe files: the YAML mapping behind ``--config``, with the names of the flags and an ``env`` mapping.
+
+This reads and checks the shape of a file; what the names mean is known in ``arguments``. It imports no torch, so that
+the ``env`` of a recipe can be in place before torch reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_rocm_tune.errors import UsageError
+
+FLAG = "--config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a recipe file says.
+
+    Args:
+        path: the file.
+        values: flag names without dashes and their YAML values, not yet checked.
+        env: environment variables.
+    """
+
+    path: Path
+    values: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
+    """Take ``FLAG VALUE`` or ``FLAG=VALUE`` out of a command line.
+
+    Returns:
+        The last value given (as argparse has it) or None, and the other arguments.
+
+    Raises:
+        UsageError: the flag is there without a value.
+    """
+    value, rest, arguments = None, [], iter(argv)
+    for argument in arguments:
+        if argument == flag:
+            value = next(arguments, "")
+            if not value or value.startswith("--"):
+                raise UsageError(f"{flag} needs a value after it")
+        elif argument.startswith(f"{flag}="):
+            value = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    return value, rest
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """Read a recipe file.
+
+    Raises:
+        UsageError: it is missing or unreadable, is not YAML (with the line), is not a mapping, or gives a key twice.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UsageError(f"recipe {path} does not exist; give the path of a YAML file to {FLAG}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe {path} cannot be read: {error}") from error
+    try:
+        content = yaml.load(text, Loader=_NoDuplicates)  # noqa: S506 - a subclass of SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UsageError(f"recipe {path}{where} is not valid YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"recipe {path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        found = "an empty file" if content is None else f"a {type(content).__name__}"
+        raise UsageError(f"recipe {path} must be a mapping of flag names to values, got {found}")
+    env = content.pop("env", None) or {}
+    if not isinstance(env, dict) or any(isinstance(v, dict | list) or v is None for v in env.values()):
+        raise UsageError(f"recipe {path}: `env` must map variable names to plain values, got {env!r}")
+    return Recipe(
+        path=path,
+        values={str(key): value for key, value in content.items()},
+        env={str(key): str(value) for key, value in env.items()},
+    )
+
+
+def apply_environment(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Put the ``env`` of the recipe on this command line into ``environ``; a variable that is set already is kept.
+
+    Raises:
+        UsageError: as ``read_recipe``.
+    """
+    path, _ = take_flag(argv, FLAG)
+    if path is not None:
+        for name, value in read_recipe(path).env.items():
+            environ.setdefault(name, value)
+
+
+class _NoDuplicates(yaml.SafeLoader):
+    """A YAML loader that refuses a key that is given twice: YAML's own keeps the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key_node.value!r} is given twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)

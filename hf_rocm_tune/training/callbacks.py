@@ -1,0 +1,76 @@
+"""Trainer callbacks: sentinels over frozen weights while a run lasts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from hf_rocm_tune.errors import CorruptionError
+from hf_rocm_tune.integrity.sentinels import FrozenSentinel
+from hf_rocm_tune.models.placement import tensors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from hf_rocm_tune.transfer import TransferReport
+
+
+class SentinelCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
+    """Checks frozen weights every step by slices, each of them once in ``every`` steps, and in full before a save.
+
+    Args:
+        model: whose tensors that do not require gradients are watched.
+        report: counts passes and mismatches.
+        every: steps in which each tensor is checked once.
+
+    Raises:
+        CorruptionError: from the step or save at which a changed tensor was found.
+    """
+
+    def __init__(self, model: nn.Module, report: TransferReport, *, every: int) -> None:
+        self._model = model
+        self._report = report
+        self._every = every
+        self._sentinel: FrozenSentinel | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Takes the baselines, before the first step."""
+        self._sentinel = FrozenSentinel(list_tensors=self._frozen, period=self._every)
+        self._count([])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Checks the next slice."""
+        if self._sentinel is not None:
+            self._judge(self._sentinel.check_slice(), f"after step {state.global_step}", state.global_step)
+
+    def check_all(self, step: int) -> None:
+        """Checks every frozen tensor; called before a save."""
+        if self._sentinel is not None:
+            self._judge(self._sentinel.check_all(), f"before saving at step {step}", step)
+
+    def _frozen(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in tensors_of(self._model) if not tensor.requires_grad)
+
+    def _judge(self, changed: list[str], when: str, step: int) -> None:
+        self._count(changed)
+        if not changed:
+            return
+        for name in changed:
+            self._report.incident(
+                {"step": step, "stage": "frozen", "tensor": name, "kind": "changed in memory", "outcome": "stopped"}
+            )
+        raise CorruptionError(
+            f"frozen weights changed in memory ({when}): {', '.join(changed[:3])}"
+            f"{f' and {len(changed) - 3} more' if len(changed) > 3 else ''}. Nothing was saved since; the checkpoints "
+            "already written are intact: start the same command again to continue from the newest one"
+        )
+
+    def _count(self, changed: list[str]) -> None:
+        assert self._sentinel is not None
+        self._report.frozen(
+            passes=self._sentinel.passes, tensors=self._sentinel.tensors, new_mismatches=len(changed)
+        )

@@ -1,0 +1,195 @@
+"""The mixin that makes any ``transformers.Trainer`` train on verified bytes only.
+
+    class VerifiedSFTTrainer(VerifiedTransferMixin, SFTTrainer): ...
+
+is a complete definition, and a user can do the same with a trainer of their own. Batches, evaluation batches, weights,
+adapters and optimizer state pass one door, the :class:`~hf_rocm_tune.transfer.Mover`; Accelerate places nothing.
+
+Covered: everything that the stock trainer, TRL's SFT trainer and PEFT move to the device, through the seams listed in
+:mod:`hf_rocm_tune.upstream`. Not covered: tensors that a data collator or a custom ``compute_loss`` puts on the device
+by itself (refused under ``verify="full"``), and weights that were on the device before the model was handed over
+(named in the coverage).
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.trainer_utils import TrainOutput
+
+from hf_rocm_tune import upstream
+from hf_rocm_tune.data.loader import verify_loader
+from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.integrity.replicas import compare_replicas
+from hf_rocm_tune.models.loading import host_adapters, initialised_on_device, verified_loading
+from hf_rocm_tune.models.placement import Coverage, coverage, mark_initialised, place, tensors_of
+from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, verify_tables
+from hf_rocm_tune.training.checkpoint import VerifiedCheckpointMixin
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, tree_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader
+
+Batch = dict[str, Any]
+
+
+class VerifiedTransferMixin(VerifiedCheckpointMixin):
+    """Stands in front of a trainer class; see the module's description.
+
+    Args:
+        mover: the door through which the model was loaded, so that its verdicts are known. Without one a mover is
+            made, and a model that is already on an accelerator counts as unverified.
+        transfer_settings: how to verify, when no mover is given.
+        consent_unverified: train although ``verify="full"`` did not reach every byte.
+
+    Raises:
+        SeamError: an upstream library has moved a place on which verification depends.
+        CorruptionError: a tensor could not be brought to the device right.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        mover: Mover | None = None,
+        transfer_settings: TransferSettings | None = None,
+        consent_unverified: bool = False,
+        **keywords: Any,
+    ) -> None:
+        upstream.check_all()
+        args = keywords.get("args", arguments[1] if len(arguments) > 1 else None)
+        self.mover = mover or _new_mover(args, transfer_settings)
+        self.transfer_report: TransferReport = self.mover.report
+        self._consent_unverified = consent_unverified
+        self._weights: Coverage | None = None
+        if args is not None:
+            args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
+            if getattr(args, "ddp_broadcast_buffers", None) is None:
+                args.ddp_broadcast_buffers = False  # buffers are verified on each rank, not sent around
+        peft_config = keywords.get("peft_config")
+        with ExitStack() as stack:
+            stack.enter_context(verified_loading(self.mover))
+            if not initialised_on_device(peft_config):
+                stack.enter_context(host_adapters())
+            super().__init__(*arguments, **keywords)
+        if initialised_on_device(peft_config):
+            mark_initialised(self.model, self.mover)
+        self._place(self.model)
+
+    # ---- the model ------------------------------------------------------------------------------------------
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        del device  # the mover has one device, the trainer's
+        self._place(model)
+
+    def _place(self, model: nn.Module) -> None:
+        place(model, self.mover)
+        verify_tables(model)
+        keep_trainable_on_cpu(model)
+
+    def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor:
+        """Brings one host tensor to the device, verified (adapter and optimizer state on resume)."""
+        return self.mover.move(tensor, name=name, stage=stage)
+
+    def weight_coverage(self) -> Coverage:
+        """How much of what the model keeps on its device was verified on the way there."""
+        return coverage(self.model, self.mover)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        distributed = self.args.world_size > 1
+        if distributed:
+            compare_replicas(tensors_of(self.model), "before DistributedDataParallel")
+            frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+            buffers = [name for name, _ in self.model.named_buffers()]
+            _, _, ignore = upstream.resolve("ddp_ignore")
+            ignore(self.model, [*frozen, *buffers])
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if distributed:
+            compare_replicas(tensors_of(self.model), "after DistributedDataParallel")
+        return prepared
+
+    # ---- batches --------------------------------------------------------------------------------------------
+
+    def _get_dataloader(self, *arguments: Any, **keywords: Any) -> DataLoader[Any]:
+        loader = verify_loader(super()._get_dataloader(*arguments, **keywords), self.mover)
+        key = keywords.get("dataloader_key")
+        if key is not None and self.args.dataloader_persistent_workers:
+            self._eval_dataloaders[key] = loader  # filled inside with the stock object
+        return loader
+
+    def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Any:
+        """Counts label tokens on the host source: the device's copies have no verdict yet."""
+        sources = [{name: self._host_source(value) for name, value in batch.items()} for batch in batch_samples]
+        across = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False  # the gather follows below, on verified counts
+        try:
+            count = super()._get_num_items_in_batch(sources, torch.device("cpu"))
+        finally:
+            self.args.average_tokens_across_devices = across
+        if not torch.is_tensor(count):
+            return count
+        count = self.mover.move(count, name="num_items_in_batch", stage="batches")
+        return self.accelerator.gather(count).sum() if across and self.args.world_size > 1 else count
+
+    def _host_source(self, value: Any) -> Any:
+        source = self.mover.host_source(value) if torch.is_tensor(value) else None
+        return value if source is None else source
+
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
+        """The last guard: every tensor has its verdict before ``forward`` sees it."""
+        self.mover.step = self.state.global_step + 1
+        self.mover.settle(inputs)
+        unknown = [tensor for tensor in tree_tensors(inputs) if self.mover.provenance(tensor) is None]
+        if any(tensor.device.type != "cpu" for tensor in unknown):
+            self._refuse(inputs)
+        if unknown:
+            inputs = self.mover.begin(inputs)
+            self.mover.settle(inputs)
+        return super()._prepare_inputs(inputs)  # type: ignore[no-any-return]
+
+    def _refuse(self, inputs: Batch) -> None:
+        stray = [
+            name
+            for name, value in inputs.items()
+            if torch.is_tensor(value) and value.device.type != "cpu" and self.mover.provenance(value) is None
+        ]
+        if self.mover.settings.verify == "full":
+            raise CorruptionError(
+                f"batch tensors {', '.join(stray)} were put on the device by something else than the mover, so their "
+                "bytes cannot be verified: return host tensors from the data collator, or choose --verify sample"
+            )
+
+    # ---- the run --------------------------------------------------------------------------------------------
+
+    def train(self, *arguments: Any, **keywords: Any) -> TrainOutput:
+        """Trains, after a look at the coverage.
+
+        Raises:
+            UsageError: ``verify="full"`` does not reach every byte of the model, and the user has not consented.
+        """
+        self._weights = self.weight_coverage()
+        if self.mover.settings.verify == "full" and not self._weights.complete and not self._consent_unverified:
+            raise UsageError(_not_covered(self._weights))
+        return super().train(*arguments, **keywords)
+
+
+def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:
+    if args is None:
+        from accelerate import PartialState
+
+        device = PartialState().device
+    else:
+        device = args.device
+    return Mover(device, settings=settings or TransferSettings(), faults=FaultSpec.from_environment())
+
+
+def _not_covered(found: Coverage) -> str:
+    share = 100 * found.verified_bytes / max(found.device_bytes, 1)
+    first = ", ".join(f"{row['tensor']} ({row['reason']})" for row in found.unverified[:3])
+    more = f" and {len(found.unverified) - 3} more" if len(found.unverified) > 3 else ""
+    return (
+        f"--verify full covers {share:.1f} % of the model's bytes; not verified: {first}{more}. Load the model through "
+        "this package, or consent with --consent_unverified (consent_unverified=True)"
+    )

@@ -1,0 +1,150 @@
+"""The report that travels with the adapter: what was moved, what was verified, and what went wrong on the way."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+
+from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.transfer import TransferReport
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.training.mixin import VerifiedTransferMixin
+
+FILE_NAME = "transfer_report.json"
+SCHEMA = 1
+_DISTRIBUTIONS = (
+    "hf-rocm-tune", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "bitsandbytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the report says beside the counters.
+
+    Args:
+        run_id: id of the run.
+        load_seconds: seconds from the first byte of the model's weights to the last verdict.
+        attested_files: model files whose content was compared with a recorded digest.
+        findings: what the environment policy said at the start.
+    """
+
+    run_id: str
+    load_seconds: float
+    attested_files: int = 0
+    findings: tuple[dict[str, str], ...] = ()
+
+
+def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
+    """Assembles the report.
+
+    Args:
+        trainer: whose model, mover and counters are reported.
+        facts: see :class:`RunFacts`.
+        gather: add up the counters of all ranks. Collective; False on the way out of a failure.
+
+    Returns:
+        The report as it is written, see :func:`write`.
+    """
+    mine = trainer.transfer_report.to_dict()
+    everyone = gather_object([mine]) if gather and trainer.args.world_size > 1 else [mine]
+    counters = TransferReport.merge(everyone)
+    weights = trainer.weight_coverage()
+    batches = counters["batches"]
+    seconds = _training_seconds(trainer)
+    verified_weights = weights.verified_bytes * len(everyone)
+    return {
+        "schema": SCHEMA,
+        "run_id": facts.run_id,
+        "verify": trainer.mover.settings.verify,
+        "fault_injection": trainer.mover.fault_injection(),
+        "device": describe_device(trainer.mover.device),
+        "ranks": len(everyone),
+        "versions": versions(),
+        "coverage": {
+            "verified_bytes": verified_weights + batches["verified_bytes"],
+            "device_bytes": weights.device_bytes * len(everyone) + batches["bytes"],
+            "unverified": weights.unverified,
+        },
+        **counters,
+        "weights": {
+            **counters["weights"],
+            "load_seconds": round(facts.load_seconds, 4),
+            "attested_files": facts.attested_files,
+        },
+        "batches": {**batches, "verify_share_of_step": _share(batches["verify_seconds"], seconds * len(everyone))},
+        "environment": list(facts.findings),
+    }
+
+
+def write(report: Mapping[str, Any], output_dir: Path) -> Path:
+    """Writes ``transfer_report.json`` so that it is whole or not there."""
+    target = output_dir / FILE_NAME
+    write_text_atomic(target, json.dumps(report, indent=2, sort_keys=False) + "\n")
+    return target
+
+
+def closing_line(report: Mapping[str, Any]) -> str:
+    """The one line at the end of a run: tensors, bytes, coverage, mismatches, recovered, share of step time."""
+    stages = [report[name] for name in ("weights", "batches", "adapter", "optimizer")]
+    tensors, moved, mismatches, recovered = (
+        sum(stage[key] for stage in stages) for key in ("tensors", "bytes", "mismatches", "recovered")
+    )
+    covered = report["coverage"]
+    share = 100 * covered["verified_bytes"] / max(covered["device_bytes"], 1)
+    fault = " (faults were injected on request)" if report["fault_injection"] else ""
+    return (
+        f"integrity: {tensors:,} tensors, {_readable(moved)} moved, {share:.4g} % of the bytes on the device verified, "
+        f"{mismatches} mismatches, {recovered} recovered, {report['frozen']['passes']} sentinel passes over "
+        f"{report['frozen']['tensors']} frozen tensors ({report['frozen']['mismatches']} changed), "
+        f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification{fault}"
+    )
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Name, memory and architecture of the device as torch reports them; the processor's for the CPU."""
+    if device.type == "cpu":
+        return {"type": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": "hip" if torch.version.hip else "cuda",
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "arch": getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}",
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the stack; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "hip": torch.version.hip}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _training_seconds(trainer: VerifiedTransferMixin) -> float:
+    runtimes = [row["train_runtime"] for row in trainer.state.log_history if "train_runtime" in row]
+    return float(sum(runtimes))
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 6) if whole > 0 else 0.0
+
+
+def _readable(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} GB"

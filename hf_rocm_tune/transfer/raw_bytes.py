@@ -1,0 +1,96 @@
+"""The raw bytes of a tensor, in logical order, whatever its dtype, strides or subclass.
+
+Everything in this layer works on bytes. These helpers go through the storage instead of ``Tensor.view(dtype)``, which
+refuses some dtypes, some strides and 0-dimensional tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_rocm_tune.errors import UsageError
+
+
+def byte_count(tensor: Tensor) -> int:
+    """Bytes of the tensor's elements as if it were contiguous."""
+    return tensor.numel() * tensor.element_size()
+
+
+def check_plain(tensor: Tensor, name: str) -> None:
+    """Refuse what has no plain bytes to send.
+
+    Raises:
+        UsageError: sparse, quantised with ``torch.quantize_*``, meta, or lazily conjugated or negated.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise UsageError(f"tensor '{name}' is {tensor.layout}, only dense tensors can be moved; call .to_dense() first")
+    if tensor.is_meta:
+        raise UsageError(f"tensor '{name}' is on the meta device and has no bytes; load its weights first")
+    if tensor.is_conj() or tensor.is_neg():
+        raise UsageError(f"tensor '{name}' is a lazy conjugate or negation; call .resolve_conj().resolve_neg() first")
+
+
+def typed_view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A contiguous tensor of `dtype` and `shape` over the bytes of a uint8 `buffer`, from byte `offset` on.
+
+    It shares the storage and not the autograd version counter, so that writing in place to one tensor of a batch does
+    not invalidate another that was saved for backward.
+    """
+    view = torch.empty(0, dtype=dtype, device=buffer.device)
+    start = buffer.storage_offset() + offset
+    assert start % view.element_size() == 0, "slot offsets are aligned to more than any element size"
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return view.set_(buffer.untyped_storage(), start // view.element_size(), tuple(shape), tuple(reversed(strides)))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The 1-dimensional uint8 view of a contiguous tensor; it shares memory."""
+    assert tensor.is_contiguous(), "only contiguous tensors have a byte view"
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start = tensor.storage_offset() * tensor.element_size()
+    return view.set_(tensor.untyped_storage(), start, (byte_count(tensor),), (1,))
+
+
+def gather(tensor: Tensor, start: int, stop: int, out: Tensor) -> None:
+    """Copy the logical bytes [start, stop) of `tensor` into the uint8 tensor `out`, without a temporary.
+
+    `start` and `stop` must be multiples of the element size; `out` must be aligned for the dtype when the tensor is
+    not contiguous.
+    """
+    if stop == start:
+        return
+    if tensor.is_contiguous():
+        out.copy_(as_bytes(tensor)[start:stop])
+        return
+    size = tensor.element_size()
+    count = (stop - start) // size
+    _gather_elements(tensor.detach(), start // size, stop // size, typed_view(out, 0, tensor.dtype, (count,)))
+
+
+def _gather_elements(tensor: Tensor, start: int, stop: int, out: Tensor) -> None:
+    if start == stop:
+        return
+    if tensor.dim() == 0:
+        out.copy_(tensor.reshape(1))
+        return
+    row = tensor[0].numel()
+    first, last = start // row, stop // row
+    if first == last:
+        _gather_elements(tensor[first], start - first * row, stop - first * row, out)
+        return
+    done = 0
+    if start % row:
+        done = (first + 1) * row - start
+        _gather_elements(tensor[first], start - first * row, row, out[:done])
+        first += 1
+    middle = (last - first) * row
+    if middle:
+        out[done : done + middle].view(last - first, *tensor.shape[1:]).copy_(tensor[first:last])
+    if stop % row:
+        _gather_elements(tensor[last], 0, stop - last * row, out[done + middle :])

@@ -1,0 +1,276 @@
+"""The private places of upstream libraries on which verification depends, in one table.
+
+Each :class:`Seam` names one function or method, the parameters that we rely on, why we stand there, and the version
+that it was checked with. :func:`resolve` finds it or raises :class:`~hf_rocm_tune.errors.SeamError`: a seam that
+upstream has moved is an error with a clear line, never a transfer that silently goes unverified.
+
+Seams that are *methods of* ``transformers.Trainer`` are overridden in the mixin and stand here only to be checked;
+those marked ``patched`` are replaced in place, for as long as a :func:`replaced` block lasts or for good
+(:func:`replace_for_good`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hf_rocm_tune.errors import SeamError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seam:
+    """One private place of an upstream library.
+
+    Args:
+        name: our name for it.
+        module: importable module that holds it.
+        attribute: dotted attribute inside the module.
+        parameters: leading parameter names that our replacement or override relies on, in order.
+        why: what passes there.
+        checked: distribution and version with which it was read and tried.
+        patched: whether we replace it in place (otherwise it is overridden in a subclass).
+    """
+
+    name: str
+    module: str
+    attribute: str
+    parameters: tuple[str, ...]
+    why: str
+    checked: str
+    patched: bool = False
+
+
+_TRAINER = "transformers.trainer"
+_LOADING = "transformers.core_model_loading"
+_TRANSFORMERS = "transformers 5.23.0"
+_ACCELERATE = "accelerate 1.15.0"
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        name="materialize_weight",
+        module=_LOADING,
+        attribute="_materialize_copy",
+        parameters=("tensor", "device", "dtype"),
+        why="every weight of from_pretrained is read and placed here, quantised models too",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
+        name="load_state_dict",
+        module="transformers.modeling_utils",
+        attribute="convert_and_load_state_dict_in_model",
+        parameters=("model", "state_dict", "load_config"),
+        why="says which checkpoint tensor is which, and which parameters were filled from the checkpoint",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
+        name="missing_keys",
+        module="transformers.modeling_utils",
+        attribute="PreTrainedModel._move_missing_keys_from_meta_to_device",
+        parameters=("self", "missing_keys", "device_map", "device_mesh", "hf_quantizer"),
+        why="weights and buffers that no file holds are initialised here; we keep them on the host until they move",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
+        name="adapter_device",
+        module="peft.tuners.tuners_utils",
+        attribute="BaseTunerLayer._move_adapter_to_device_of_base_layer",
+        parameters=("self", "adapter_name", "device"),
+        why="PEFT moves fresh adapter weights to the device of their base layer here",
+        checked="peft 0.21.2",
+        patched=True,
+    ),
+    Seam(
+        name="send_to_device",
+        module="accelerate.data_loader",
+        attribute="send_to_device",
+        parameters=("tensor", "device", "non_blocking"),
+        why="DataLoaderDispatcher places its batches through this, whatever its device is",
+        checked=_ACCELERATE,
+        patched=True,
+    ),
+    Seam(
+        name="skip_first_batches",
+        module=_TRAINER,
+        attribute="skip_first_batches",
+        parameters=("dataloader", "num_batches"),
+        why="the loader of a resumed epoch is a new stock object made here",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
+        name="shard_iteration",
+        module="accelerate.data_loader",
+        attribute="DataLoaderShard.__iter__",
+        parameters=("self",),
+        why="reads one batch ahead of the one it delivers: the transfer of the next batch starts there",
+        checked=_ACCELERATE,
+    ),
+    Seam(
+        name="get_dataloader",
+        module=_TRAINER,
+        attribute="Trainer._get_dataloader",
+        parameters=("self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"),
+        why="every loader of training, evaluation and prediction is made here",
+        checked=_TRANSFORMERS,
+    ),
+    Seam(
+        name="prepare_inputs",
+        module=_TRAINER,
+        attribute="Trainer._prepare_inputs",
+        parameters=("self", "inputs"),
+        why="the last guard: nothing reaches forward without a verdict",
+        checked=_TRANSFORMERS,
+    ),
+    Seam(
+        name="count_items",
+        module=_TRAINER,
+        attribute="Trainer._get_num_items_in_batch",
+        parameters=("self", "batch_samples", "device"),
+        why="counts labels before the first forward of an accumulation window: must count the host source",
+        checked=_TRANSFORMERS,
+    ),
+    Seam(
+        name="move_model",
+        module=_TRAINER,
+        attribute="Trainer._move_model_to_device",
+        parameters=("self", "model", "device"),
+        why="moves the whole model",
+        checked=_TRANSFORMERS,
+    ),
+    Seam(
+        name="prepare_training",
+        module=_TRAINER,
+        attribute="Trainer._prepare_for_training",
+        parameters=("self", "max_steps", "train_dataloader", "resume_from_checkpoint"),
+        why="wraps the model in DistributedDataParallel, which broadcasts from rank 0",
+        checked=_TRANSFORMERS,
+    ),
+    Seam(
+        name="save_checkpoint",
+        module=_TRAINER,
+        attribute="Trainer._save_checkpoint",
+        parameters=("self", "model", "trial"),
+        why="writes in place, pushes and rotates: replaced by save, verify, rename, push, rotate",
+        checked=_TRANSFORMERS,
+    ),
+    Seam(
+        name="load_checkpoint",
+        module=_TRAINER,
+        attribute="Trainer._load_from_checkpoint",
+        parameters=("self", "resume_from_checkpoint", "model"),
+        why="reads adapter weights back on resume",
+        checked=_TRANSFORMERS,
+    ),
+    Seam(
+        name="load_optimizer",
+        module=_TRAINER,
+        attribute="Trainer._load_optimizer_and_scheduler",
+        parameters=("self", "checkpoint"),
+        why="reads optimizer state back on resume",
+        checked=_TRANSFORMERS,
+    ),
+    Seam(
+        name="ddp_ignore",
+        module="torch.nn.parallel.distributed",
+        attribute="DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+        parameters=("module", "params_and_buffers_to_ignore"),
+        why="keeps frozen weights out of the start-up broadcast",
+        checked="torch 2.13.0",
+    ),
+)
+
+_BY_NAME = {seam.name: seam for seam in SEAMS}
+_LOCK = threading.RLock()
+
+
+def seam(name: str) -> Seam:
+    """The row of the table with this name."""
+    return _BY_NAME[name]
+
+
+def resolve(name: str) -> tuple[Any, str, Callable[..., Any]]:
+    """Finds a seam in the installed libraries.
+
+    Returns:
+        The object that owns the attribute (module or class), the attribute's last name, and its present value.
+
+    Raises:
+        SeamError: the module, the attribute or one of the parameters is not there.
+    """
+    row = _BY_NAME[name]
+    try:
+        owner: Any = importlib.import_module(row.module)
+        *path, last = row.attribute.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        value = getattr(owner, last)
+    except (ImportError, AttributeError) as error:
+        raise SeamError(_message(row, f"it is not there ({error})")) from error
+    found = tuple(inspect.signature(value).parameters)
+    if found[: len(row.parameters)] != row.parameters:
+        raise SeamError(_message(row, f"its parameters are {found}, expected {row.parameters} first"))
+    return owner, last, value
+
+
+def check_all() -> None:
+    """Resolves every seam.
+
+    Raises:
+        SeamError: for the first one that upstream has moved.
+    """
+    for row in SEAMS:
+        resolve(row.name)
+
+
+@contextmanager
+def replaced(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replaces a seam for the length of the block, process-wide.
+
+    Args:
+        name: a seam that is marked ``patched``.
+        make: given the present function, returns the one that stands in its place.
+
+    Raises:
+        SeamError: see :func:`resolve`.
+    """
+    assert _BY_NAME[name].patched, name
+    with _LOCK:
+        owner, last, _ = resolve(name)
+        original = inspect.getattr_static(owner, last)
+        setattr(owner, last, make(original))
+    try:
+        yield
+    finally:
+        with _LOCK:
+            setattr(owner, last, original)
+
+
+def replace_for_good(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces a seam once for the life of the process; a second call with the same name does nothing.
+
+    For replacements that pass everything through unless the call concerns an object of ours.
+    """
+    assert _BY_NAME[name].patched, name
+    with _LOCK:
+        owner, last, value = resolve(name)
+        if getattr(value, "_hf_rocm_tune_seam", None) == name:
+            return
+        replacement = make(value)
+        replacement.__wrapped__ = value  # type: ignore[attr-defined]  # keeps inspect.signature truthful
+        replacement._hf_rocm_tune_seam = name  # type: ignore[attr-defined]
+        setattr(owner, last, replacement)
+
+
+def _message(row: Seam, what: str) -> str:
+    return (
+        f"cannot verify: upstream moved {row.module}.{row.attribute} ({row.why}): {what}. "
+        f"Checked with {row.checked}: install that version"
+    )

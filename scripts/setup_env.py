@@ -1,0 +1,317 @@
+"""Create ``.venv`` with the right build of torch and install the project into it. Standard library only.
+
+    python3 scripts/setup_env.py            what `make setup` runs
+    python3 scripts/setup_env.py --dry-run  say which torch it would be, and why
+
+Which torch, unless HF_ROCM_TUNE_TORCH says otherwise:
+
+    an AMD GPU for which the ROCm wheel has kernels     the ROCm build, from PyTorch's own index
+    an NVIDIA GPU                                       the plain wheel
+    neither                                             the CPU build
+
+HF_ROCM_TUNE_TORCH is one of ``rocm7.2`` (or another ROCm version), ``cpu``, ``cuda``, ``keep`` (the torch that this
+Python, or an existing .venv, already has), a pip requirement such as ``torch==2.13.0``, or the address of an index.
+
+``.venv`` holds a state file from its first moment. Only a set-up that ran to its end writes ``ready`` into it, so an
+interrupted one is started afresh; a ``.venv`` without the file is not ours and is not touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STATE = VENV / "hf_rocm_tune_setup.json"
+VARIABLE = "HF_ROCM_TUNE_TORCH"
+
+MINIMUM_PYTHON = (3, 11)
+TORCH = "2.13.0"
+ROCM = "rocm7.2"  # the ROCm that torch 2.13 is built with
+INDEX = "https://download.pytorch.org/whl/"
+# Architectures in the rocm7.2 wheel (astral-sh/uv#18730). An integrated GPU that is not among them cannot use it.
+WHEEL_ARCHITECTURES = frozenset(
+    "gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1150 gfx1151 gfx1200 gfx1201".split()
+)
+
+
+class SetupError(Exception):
+    """The set-up cannot go on; the message is one line that says what to do."""
+
+
+class Attempt(NamedTuple):
+    """One way of asking pip for torch; ``index`` replaces the configured indexes."""
+
+    requirement: str
+    index: str | None = None
+
+
+class Choice(NamedTuple):
+    """Which torch, why, and the ways of getting it in the order in which they are tried (none: keep what is there)."""
+
+    build: str
+    reason: str
+    attempts: tuple[Attempt, ...]
+
+
+def architecture(gfx_target_version: int) -> str:
+    """The name of a KFD ``gfx_target_version``: 110000 is gfx1100, 90010 is gfx90a."""
+    major, minor, step = gfx_target_version // 10000, gfx_target_version // 100 % 100, gfx_target_version % 100
+    return f"gfx{major}{minor:x}{step:x}"
+
+
+def amd_architectures(sysfs: Path) -> list[str]:
+    """The architecture of each AMD GPU that the kernel's compute driver (KFD) lists, in node order.
+
+    CPU nodes, and files that cannot be read or make no sense, are left out.
+    """
+    found = []
+    nodes = sysfs / "class/kfd/kfd/topology/nodes"
+    for file in sorted(nodes.glob("*/properties"), key=lambda path: (len(path.parent.name), path.parent.name)):
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue  # a container may list a node and forbid reading it: then torch cannot use it either
+        values = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", text, flags=re.MULTILINE)}
+        if values.get("simd_count", 0) > 0 and values.get("gfx_target_version", 0) > 0:
+            found.append(architecture(values["gfx_target_version"]))
+    return found
+
+
+def has_nvidia(proc: Path, search_path: str | None) -> bool:
+    """Whether the NVIDIA driver lists a GPU, or its tool is on ``search_path`` (None: the PATH)."""
+    listed = proc / "driver/nvidia/gpus"
+    if listed.is_dir() and any(listed.iterdir()):
+        return True
+    return shutil.which("nvidia-smi", path=search_path) is not None
+
+
+def rocm_choice(version: str, reason: str) -> Choice:
+    """The ROCm build. The local version in the requirement makes sure that no other build slips in."""
+    # Not an extra index: the wheel's own dependencies must not come from an index where anyone may take their names.
+    return Choice(version, reason, (Attempt(f"torch=={TORCH}+{version}", INDEX + version),))
+
+
+def cpu_choice(reason: str, platform: str) -> Choice:
+    """The CPU build: whatever the configured indexes offer under that name, then PyTorch's index, then plain torch."""
+    plain = Attempt(f"torch=={TORCH}")
+    if platform != "linux":  # only there is the plain wheel another build than the CPU's
+        return Choice("cpu", reason, (plain,))
+    return Choice("cpu", reason, (Attempt(f"torch=={TORCH}+cpu"), Attempt(f"torch=={TORCH}+cpu", INDEX + "cpu"), plain))
+
+
+def overridden(value: str, platform: str) -> Choice:
+    """What HF_ROCM_TUNE_TORCH asks for.
+
+    Raises:
+        SetupError: it is none of the forms that the variable may have.
+    """
+    reason = f"{VARIABLE}={value}"
+    if value == "keep":
+        return Choice("keep", reason, ())
+    if value == "cpu":
+        return cpu_choice(reason, platform)
+    if value == "cuda":
+        return Choice("cuda", reason, (Attempt(f"torch=={TORCH}"),))
+    if re.fullmatch(r"rocm\d+(\.\d+)*", value):
+        return rocm_choice(value, reason)
+    if re.match(r"torch\s*([=<>~!@]|$)", value) or value.endswith(".whl"):
+        return Choice("custom", reason, (Attempt(value),))
+    if re.match(r"(https?|file)://", value):
+        return Choice("custom", reason, (Attempt(f"torch>={TORCH}", value),))
+    raise SetupError(
+        f"{reason} is not understood: use {ROCM}, cpu, cuda, keep, a requirement such as torch=={TORCH}, or an index"
+    )
+
+
+def decide(*, sysfs: Path, proc: Path, search_path: str | None, override: str | None, platform: str) -> Choice:
+    """Which torch this machine gets.
+
+    Args:
+        sysfs: ``/sys``, or a tree that stands for it.
+        proc: ``/proc``, or a tree that stands for it.
+        search_path: where ``nvidia-smi`` is looked for; None is the PATH.
+        override: the value of HF_ROCM_TUNE_TORCH; None or empty decides by the machine.
+        platform: as ``sys.platform``.
+
+    Raises:
+        SetupError: the override is not understood.
+    """
+    if override:
+        return overridden(override, platform)
+    found = amd_architectures(sysfs)
+    usable = [name for name in found if name in WHEEL_ARCHITECTURES]
+    if usable:
+        return rocm_choice(ROCM, f"the kernel lists an AMD GPU ({', '.join(usable)})")
+    amd = f"the {ROCM} build has no kernels for {', '.join(found)}" if found else "no AMD GPU under /sys/class/kfd"
+    if has_nvidia(proc, search_path):
+        return Choice("cuda", f"{amd}, but an NVIDIA driver", (Attempt(f"torch=={TORCH}"),))
+    return cpu_choice(amd if found else f"{amd}, and no NVIDIA driver", platform)
+
+
+def run(*command: str | Path) -> None:
+    """Run a command with its output on the terminal.
+
+    Raises:
+        SetupError: it failed; what it printed says why.
+    """
+    done = subprocess.run([str(part) for part in command], stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        shown = " ".join(str(part) for part in command[:4])
+        raise SetupError(f"`{shown} ...` ended with {done.returncode} (see above); mend that and run make setup again")
+
+
+class Environment:
+    """The virtual environment, with the state file that says whether it is finished and whether we made it."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self.python = VENV / "bin/python"
+        # base_prefix, not prefix: make may be called from inside the activated .venv
+        self.torch_key = f"{choice.build} {choice.attempts} {sys.version_info[:2]} {sys.base_prefix} {ROOT}"
+        sources = [(ROOT / "pyproject.toml").read_bytes(), Path(__file__).read_bytes(), self.torch_key.encode()]
+        self.key = hashlib.sha256(b"\0".join(sources)).hexdigest()
+
+    def state(self) -> dict[str, str]:
+        """What the state file says; empty where there is none, or only half of one."""
+        try:
+            value = json.loads(STATE.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def write_state(self, state: str, *, made_by: str) -> None:
+        """Replace the state file in one step."""
+        fresh = STATE.with_suffix(".tmp")
+        content = {"state": state, "made_by": made_by, "key": self.key, "torch": self.torch_key}
+        fresh.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(fresh, STATE)
+
+    def is_ready(self) -> bool:
+        """Whether an earlier set-up with the same inputs ran to its end."""
+        state = self.state()
+        return state.get("state") == "ready" and state.get("key") == self.key and self.python.exists()
+
+    def create(self) -> None:
+        """Make the virtual environment, or take the one that is there. From here on it is marked as unfinished.
+
+        Raises:
+            SetupError: ``.venv`` is not ours and may not be replaced, or venv failed.
+        """
+        state = self.state()
+        keep = self.choice.build == "keep"
+        if VENV.is_dir() and any(VENV.iterdir()) and state.get("made_by") != "setup":
+            if not keep or not self.python.exists():
+                raise SetupError(f".venv was not made by make setup: move it away ({VARIABLE}=keep installs into it)")
+            self.write_state("installing", made_by="user")
+            return
+        finished = state.get("state") == "ready" and self.python.exists()
+        if finished and (keep or state.get("torch") == self.torch_key):
+            self.write_state("installing", made_by="setup")
+            return
+        if Path(sys.prefix) == VENV:
+            raise SetupError(".venv has to be made anew, and this Python runs in it: `deactivate`, then make setup again")
+        shutil.rmtree(VENV, ignore_errors=True)
+        VENV.mkdir()
+        self.write_state("installing", made_by="setup")
+        # keep: in a container with ROCm and torch in it, torch belongs to the interpreter itself
+        extra = ["--system-site-packages"] if keep else []
+        try:
+            run(sys.executable, "-m", "venv", *extra, VENV)
+        except SetupError as error:
+            raise SetupError(f"{error}; on Debian and Ubuntu `apt install python3-venv` may be what is missing") from error
+
+    def install_torch(self) -> None:
+        """Try the ways of getting torch in order.
+
+        Raises:
+            SetupError: none of them worked.
+        """
+        failures = []
+        for number, attempt in enumerate(self.choice.attempts):
+            where = attempt.index or "the configured package index"
+            if number and attempt.requirement == f"torch=={TORCH}":
+                print(f"setup: no CPU build found; plain {attempt.requirement} may bring CUDA libraries of several GB")
+            command = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", attempt.requirement]
+            if attempt.index:
+                command += ["--index-url", attempt.index]
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+            if done.returncode == 0:
+                return
+            failures.append(done.stderr.rstrip())
+            print(f"setup: {attempt.requirement} is not to be had from {where}", flush=True)
+        if failures:
+            print("\n".join(failures), file=sys.stderr)
+            raise SetupError(f"torch could not be installed (see above); set {VARIABLE} to what you have, or to keep")
+
+    def torch_version(self) -> str:
+        """The version of torch in the environment, with its local part such as ``+rocm7.2``.
+
+        Raises:
+            SetupError: there is none.
+        """
+        code = "from importlib.metadata import version; print(version('torch'))"
+        done = subprocess.run([str(self.python), "-c", code], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SetupError(f"no torch in {sys.base_prefix} or .venv, but {VARIABLE}=keep: install it, or unset that")
+        return done.stdout.strip()
+
+    def install(self) -> None:
+        """Create the environment and install torch, then the project with its development tools."""
+        self.create()
+        self.install_torch()
+        # Without the constraint, a newer torch that a dependency asks for would replace the build just chosen.
+        constraint = VENV / "torch-constraint.txt"
+        constraint.write_text(f"torch=={self.torch_version()}\n", encoding="utf-8")
+        pip = [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+        print("setup: installing the project and what it needs", flush=True)
+        run(*pip, "--constraint", constraint, "--editable", f"{ROOT}[dev]")
+        self.write_state("ready", made_by=self.state()["made_by"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Set up, or say that nothing is to be done. Returns 0, or 2 after one line on what is wrong."""
+    parser = argparse.ArgumentParser(description="Create .venv with the right torch and install the project into it.")
+    parser.add_argument("--dry-run", action="store_true", help="only say which torch it would be, and why")
+    parser.add_argument("--sysfs-root", type=Path, default=Path("/sys"), help="read the GPUs from here (for tests)")
+    parser.add_argument("--proc-root", type=Path, default=Path("/proc"), help="read the driver from here (for tests)")
+    options = parser.parse_args(arguments)
+    try:
+        if sys.version_info < MINIMUM_PYTHON:
+            have = ".".join(str(part) for part in sys.version_info[:3])
+            raise SetupError(f"Python 3.11 or newer is needed, this is {have}: make PYTHON=python3.11 setup")
+        choice = decide(
+            sysfs=options.sysfs_root,
+            proc=options.proc_root,
+            search_path=None,
+            override=os.environ.get(VARIABLE, "").strip() or None,
+            platform=sys.platform,
+        )
+        environment = Environment(choice)
+        ready = environment.is_ready()
+        if options.dry_run or not ready:
+            print(f"setup: torch build {choice.build}: {choice.reason}", flush=True)
+        if not options.dry_run and not ready:
+            environment.install()
+            print("setup: .venv is ready", flush=True)
+    except SetupError as error:
+        print(f"setup: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("setup: interrupted; the next make setup starts afresh", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,230 @@
+"""A mistake in the dataset argument is one exact line; every kind of source gives the same rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset, config, disable_progress_bars
+
+from hf_rocm_tune.data.sources import load_source
+from hf_rocm_tune.errors import UsageError
+from tests import tiny
+
+disable_progress_bars()
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` reads its cache folder at import, so the variable would come too late."""
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def refusal(name: str | Path, **arguments: object) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_source(str(name), **arguments)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert caught.value.exit_code == 2
+    assert "\n" not in message
+    return message
+
+
+TEXTS = ["first", "second", "third"]
+
+
+def _write_csv(path: Path) -> None:
+    path.write_text("text\n" + "\n".join(TEXTS) + "\n")
+
+
+def _write_parquet(path: Path) -> None:
+    Dataset.from_dict({"text": TEXTS}).to_parquet(str(path))
+
+
+def _jsonl() -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "rows.jsonl": lambda path: path.write_text(_jsonl()),
+    "rows.JSONL": lambda path: path.write_text(_jsonl()),
+    "odd [1] name*.jsonl": lambda path: path.write_text(_jsonl()),
+    "rows.json": lambda path: path.write_text(json.dumps([{"text": text} for text in TEXTS])),
+    "rows.csv": _write_csv,
+    "rows.parquet": _write_parquet,
+    "rows.txt": lambda path: path.write_text("\n".join(TEXTS) + "\n"),
+    "rows.jsonl.gz": lambda path: path.write_bytes(gzip.compress(_jsonl().encode())),
+    "folder": lambda path: (path.mkdir(), (path / "train.jsonl").write_text(_jsonl())),
+    "saved": lambda path: Dataset.from_dict({"text": TEXTS}).save_to_disk(str(path)),
+    "saved_dict": lambda path: DatasetDict(train=Dataset.from_dict({"text": TEXTS})).save_to_disk(str(path)),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_source_gives_its_rows_in_order(tmp_path: Path, name: str, streaming: bool) -> None:
+    WRITERS[name](tmp_path / name)
+    splits = load_source(str(tmp_path / name), streaming=streaming)
+    assert isinstance(splits.train, IterableDataset if streaming else Dataset)
+    assert [row["text"] for row in splits.train] == TEXTS
+    assert splits.eval is None
+
+
+def test_evaluation_comes_from_the_test_split(tmp_path: Path) -> None:
+    folder = tiny.write_dataset_dir(tmp_path / "chat", train=16, test=4)
+    splits = load_source(str(folder), need_eval=True)
+    assert (len(splits.train), len(splits.eval)) == (16, 4)
+    assert "training on 16 rows, evaluation on 4 rows (split 'test')" in splits.description
+
+
+@pytest.mark.parametrize(("size", "expected"), [(0.25, 4), (3, 3), (0.001, 1)])
+def test_rows_split_off_are_disjoint_complete_and_repeatable(tmp_path: Path, size: float, expected: int) -> None:
+    path = tiny.write_text_jsonl(tmp_path / "a.jsonl", 16)
+    first, second = (load_source(str(path), need_eval=True, eval_split_size=size, seed=3) for _ in range(2))
+    train, evaluation = set(first.train["text"]), set(first.eval["text"])
+    assert len(evaluation) == expected
+    assert not train & evaluation
+    assert len(train | evaluation) == 16
+    assert list(first.eval["text"]) == list(second.eval["text"])
+
+
+def test_streamed_rows_split_off_are_the_first_ones(tmp_path: Path) -> None:
+    path = tiny.write_text_jsonl(tmp_path / "a.jsonl", 8)
+    splits = load_source(str(path), streaming=True, need_eval=True, eval_split_size=2)
+    assert (len(list(splits.train)), len(list(splits.eval))) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "streaming", "part"),
+    [(0, False, "give a share between 0 and 1"), (-0.1, False, "give a share"), (2.5, False, "give a share"),
+     (8, False, "takes 8 of the 8 rows"), (0.5, True, "give a number of rows")],
+)  # fmt: skip
+def test_impossible_split_sizes_are_refused(tmp_path: Path, size: float, streaming: bool, part: str) -> None:
+    path = tiny.write_text_jsonl(tmp_path / "a.jsonl", 8)
+    message = refusal(path, need_eval=True, eval_split_size=size, streaming=streaming)
+    assert part in message
+    assert f"--eval_split_size {size}" in message
+
+
+def test_missing_splits_are_listed_with_the_flag(tmp_path: Path) -> None:
+    folder = tiny.write_dataset_dir(tmp_path / "chat")
+    assert refusal(folder, train_split="trian") == (
+        f"'{folder}' has no split 'trian', only 'train', 'test': choose one with --dataset_train_split NAME"
+    )
+    single = tiny.write_text_jsonl(tmp_path / "a.jsonl", 3)
+    message = refusal(single, need_eval=True)
+    assert "has no split 'test', only 'train'" in message
+    assert "--dataset_test_split NAME" in message
+    assert "--eval_split_size 0.05" in message
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder/at/all", "missing.jsonl", "data/missing.parquet"])
+def test_a_missing_path_is_not_looked_for_on_the_hub(name: str) -> None:
+    assert refusal(name).startswith(f"no such file or folder: '{name}'")
+
+
+def test_an_unknown_hub_id_names_both_possibilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+    message = refusal("nobody/nothing-of-the-kind")
+    assert "no dataset 'nobody/nothing-of-the-kind': there is no file or folder of that name" in message
+    assert "either does not have it" in message
+    assert "HF_HUB_OFFLINE" in message
+
+
+BROKEN: dict[str, tuple[str, bytes, list[str]]] = {
+    "broken line": ("a.jsonl", b'{"text":"a"}\n\n{"text": oops}\n', ["a.jsonl, line 3, column 10: not valid JSON"]),
+    "cut off line": ("a.jsonl", b'{"text":"a"}\n{"text":"b', ["a.jsonl, line 2", "Unterminated string"]),
+    "rows are numbers": ("a.jsonl", b"1\n2\n", ["line 1: a row has to be a JSON object, this is a int"]),
+    "cut off array": ("a.json", b'[{"text":"a"},\n{"text":"b"', ["a.json, line 2, column 12: not valid JSON"]),
+    "array of text": ("a.json", b'["a", "b"]', ["row 1: a row has to be a JSON object, this is a str"]),
+    "no bytes": ("a.jsonl", b"", ["a.jsonl is empty (0 bytes)"]),
+    "only blank lines": ("a.jsonl", b"\n\n", ["a.jsonl"]),
+    "ragged csv": ("a.csv", b"a,b\n1,2\n3,4,5\n", ["a.csv, line 3: 3 fields, but the header has 2"]),
+    "csv header only": ("a.csv", b"text\n", ["a.csv has a header and no rows"]),
+    "latin-1 jsonl": ("a.jsonl", b'{"text":"a"}\n{"text":"caf\xe9"}\n', ["byte 0xe9 in line 2, byte offset 25"]),
+    "latin-1 text": ("a.txt", b"ok\ncaf\xe9\n", ["a.txt is not UTF-8: byte 0xe9 in line 2, byte offset 6", "iconv"]),
+    "latin-1 csv": ("a.csv", b"text\ncaf\xe9\n", ["byte 0xe9 in line 2, byte offset 8"]),
+    "not a gzip": ("a.jsonl.gz", b'{"text":"a"}\n', ["a.jsonl.gz is cut off or damaged"]),
+    "cut off gzip": ("a.jsonl.gz", gzip.compress(_jsonl().encode())[:-8], ["a.jsonl.gz is cut off or damaged"]),
+    "not a parquet": ("a.parquet", b"text,text,text,text", ["a.parquet is cut off or damaged"]),
+    "unsupported suffix": ("a.xlsx", b"x", ["unsupported suffix", ".jsonl .json .csv .parquet .txt"]),
+    "no suffix": ("rows", b"x", ["unsupported suffix"]),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_damaged_file_is_named_with_the_place(tmp_path: Path, case: str) -> None:
+    name, content, parts = BROKEN[case]
+    (tmp_path / name).write_bytes(content)
+    message = refusal(tmp_path / name)
+    assert all(part in message for part in parts), message
+
+
+def test_a_cut_off_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    _write_parquet(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert f"{path} is cut off or damaged" in refusal(path)
+
+
+def test_the_damaged_file_of_a_folder_is_the_one_named(tmp_path: Path) -> None:
+    folder = tiny.write_dataset_dir(tmp_path / "chat")
+    (folder / "test.jsonl").write_text('{"messages": [}\n')
+    assert f"{folder / 'test.jsonl'}, line 1" in refusal(folder)
+
+
+def test_a_folder_without_data_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    assert "doesn't contain any data files" in refusal(tmp_path / "nothing")
+
+
+def test_an_empty_saved_dataset_is_refused(tmp_path: Path) -> None:
+    Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "saved"))
+    assert "is empty: its split 'train' has no rows" in refusal(tmp_path / "saved")
+
+
+def test_a_saved_dataset_without_its_data_is_refused(tmp_path: Path) -> None:
+    Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "saved"))
+    next((tmp_path / "saved").glob("*.arrow")).unlink()
+    assert "could not be read" in refusal(tmp_path / "saved")
+
+
+def test_a_streamed_file_that_is_broken_at_once_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": oops}\n')
+    assert "a.jsonl, line 1, column 10" in refusal(tmp_path / "a.jsonl", streaming=True)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that other users may enter, unlike pytest's own."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_source_without_permission_says_so(open_folder: Path, kind: str) -> None:
+    path = open_folder / ("a.jsonl" if kind == "file" else "rows")
+    tiny.write_text_jsonl(path if kind == "file" else path / "train.jsonl", 3)
+    path.chmod(0)
+    user = os.geteuid()
+    if user == 0:  # the superuser reads everything: step down for the attempt
+        os.seteuid(65534)
+    try:
+        assert refusal(path) == f"'{path}' may not be read (permission denied)"
+    finally:
+        os.seteuid(user)
+        path.chmod(0o755)
+
+
+def test_a_good_load_leaves_the_log_level_of_datasets_alone(tmp_path: Path) -> None:
+    from datasets.utils import logging
+
+    before = logging.get_verbosity()
+    load_source(str(tiny.write_text_jsonl(tmp_path / "a.jsonl", 3)))
+    refusal(tmp_path / "missing.jsonl")
+    assert logging.get_verbosity() == before

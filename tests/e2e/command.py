@@ -1,0 +1,134 @@
+"""Runs `python -m hf_rocm_tune.sft` commands as real processes, through the zygote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 240.0  # seconds; a run of a tiny model takes a few
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a finished command left.
+
+    Args:
+        code: exit code, or minus the signal's number.
+        stdout: all that it printed.
+        stderr: likewise.
+    """
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def error_lines(self) -> list[str]:
+        """Lines of standard error that our boundary printed."""
+        return [line for line in self.stderr.splitlines() if line.startswith("hf-rocm-tune: error:")]
+
+
+class Running:
+    """A command that has been started."""
+
+    def __init__(self, server: CommandServer, pid: int, files: tuple[Path, Path]) -> None:
+        self.pid = pid
+        self._server = server
+        self._files = files
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to the command's process group."""
+        os.killpg(self.pid, number)
+
+    def poll(self, timeout: float = 0.01) -> Result | None:
+        """The result if the command ends within the time."""
+        status = self._server.ask({"do": "wait", "pid": self.pid, "timeout": timeout})["status"]
+        if status is None:
+            return None
+        code = os.waitstatus_to_exitcode(status)
+        out, err = (file.read_text(errors="replace") for file in self._files)
+        return Result(code=code, stdout=out, stderr=err)
+
+    def wait(self, timeout: float = TIMEOUT) -> Result:
+        """The result; a command that does not end in time is killed and fails the test."""
+        result = self.poll(timeout)
+        if result is None:
+            self.kill()
+            self.poll(10)
+            raise AssertionError(f"the command did not end within {timeout} s: {self._files[1].read_text()[-2000:]}")
+        return result
+
+
+class CommandServer:
+    """Owns the zygote.
+
+    Args:
+        scratch: directory for the commands' output and caches.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._count = 0
+        environment = {
+            **os.environ,
+            "HF_HOME": str(scratch / "hf"),
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.zygote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=Path(__file__).parents[2],
+        )
+        self._read()
+
+    def start(self, *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Running:
+        """Starts `python -m hf_rocm_tune.sft ARGV` and returns at once."""
+        self._count += 1
+        files = (self._scratch / f"{self._count}.out", self._scratch / f"{self._count}.err")
+        request = {
+            "do": "start",
+            "argv": list(argv),
+            "env": env or {},
+            "cwd": str(cwd or self._scratch),
+            "stdout": str(files[0]),
+            "stderr": str(files[1]),
+        }
+        return Running(self, self.ask(request)["pid"], files)
+
+    def run(self, *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Result:
+        """Runs a command to its end."""
+        return self.start(*argv, env=env, cwd=cwd).wait()
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One request, one answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """Ends the zygote."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the zygote died with code {self._process.wait(5)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer

@@ -1,0 +1,81 @@
+"""A process that has imported everything once and forks a real process for each command.
+
+Importing torch, transformers and trl costs over five seconds a process. The zygote pays that once; every command then
+runs in a forked process of its own: own environment, directory, standard streams, exit code, and it can be killed.
+The zygote itself never runs a tensor operation, so no OpenMP thread exists when it forks.
+
+It reads one JSON request a line from standard input and answers one JSON line:
+
+    {"do": "start", "argv": [...], "env": {...}, "cwd": "...", "stdout": "file", "stderr": "file"} -> {"pid": n}
+    {"do": "wait", "pid": n, "timeout": seconds}          -> {"status": waitpid status, or null when still running}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+
+def _child(request: dict[str, Any]) -> None:
+    for stream, name in ((1, "stdout"), (2, "stderr")):
+        handle = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(handle, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+    os.chdir(request["cwd"])
+    os.environ.update(request["env"])
+    os.setpgid(0, 0)
+    from hf_rocm_tune import sft
+
+    code = 1
+    try:
+        code = sft.main(request["argv"])
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _wait(pid: int, timeout: float) -> int | None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.02)
+    return None
+
+
+def main() -> None:
+    """Imports everything, says so, and serves requests until standard input closes."""
+    import bitsandbytes  # noqa: F401
+    import datasets  # noqa: F401
+    import peft  # noqa: F401
+    import transformers.models.auto.modeling_auto
+    import trl.trainer.sft_trainer  # noqa: F401
+
+    import hf_rocm_tune.sft
+    import hf_rocm_tune.training.trainers  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "start":
+            pid = os.fork()
+            if pid == 0:
+                _child(request)
+            print(json.dumps({"pid": pid}), file=answers)
+        else:
+            print(json.dumps({"status": _wait(request["pid"], request["timeout"])}), file=answers)
+
+
+if __name__ == "__main__":
+    main()

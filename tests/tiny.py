@@ -1,0 +1,293 @@
+"""Small random-weight models of real architectures, and small real data files, for every test.
+
+The models come from the real config classes and are saved as safetensors beside a real byte-level BPE tokenizer,
+so a test that loads one goes through the same code as with a full-size checkpoint. All linear layers have input
+and output sizes that are multiples of 64, which is what bitsandbytes' 4-bit blocks need on the CPU.
+
+Not covered: the numbers of a trained model. The weights are random with the architecture's own initialisation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+HIDDEN = 64
+LAYERS = 2
+CONTEXT = 256
+SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<|unk|>")
+
+# The {% generation %} block is what assistant-only loss needs; the text is ChatML.
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- if message['role'] == 'assistant' %}"
+    "{% generation %}{{- (message['content'] or '') + '<|im_end|>' }}{% endgeneration %}{{- '\n' }}"
+    "{%- else %}{{- (message['content'] or '') + '<|im_end|>\n' }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+@cache
+def training_text() -> tuple[str, ...]:
+    """Real sentences that are on every machine: docstrings of a few standard library modules."""
+    docs = [inspect.getdoc(member) for module in (json, random, shutil, tempfile) for member in vars(module).values()]
+    return tuple(sorted({doc for doc in docs if doc}))
+
+
+def build_tokenizer(*, chat_template: bool = True) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of 512 tokens on `training_text`; pad, bos, eos and unk are set."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(training_text(), trainer=trainer)
+    pad, bos, _, end, unk = SPECIAL_TOKENS
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=end,
+        unk_token=unk,
+        additional_special_tokens=["<|im_start|>"],
+        model_max_length=CONTEXT,
+    )
+    if chat_template:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _common(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {
+        "vocab_size": 512,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
+_DECODER: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+}
+_HEAD_DIM: dict[str, Any] = {"head_dim": 32}  # 2 key/value heads of 32: each projection is a multiple of 64
+
+
+def _llama3(common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import LlamaConfig
+
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": CONTEXT // 8,
+    }
+    return LlamaConfig(**common, **_DECODER, **_HEAD_DIM, rope_parameters=rope, tie_word_embeddings=False)
+
+
+def _qwen3(common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**common, **_DECODER, **_HEAD_DIM, tie_word_embeddings=True)
+
+
+def _mistral(common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import MistralConfig
+
+    return MistralConfig(**common, **_DECODER, **_HEAD_DIM, sliding_window=64)
+
+
+def _gemma3(common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        **common,
+        **_DECODER,
+        **_HEAD_DIM,
+        sliding_window=64,
+        query_pre_attn_scalar=32,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+
+
+def _phi3(common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import Phi3Config
+
+    # Phi-3 has no head_dim of its own (hidden 64 / 2 heads = 32); its fused qkv projection is 64 -> 192.
+    heads = {**_DECODER, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return Phi3Config(**common, **heads, original_max_position_embeddings=CONTEXT)
+
+
+def _smollm3(common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import SmolLM3Config
+
+    return SmolLM3Config(**common, **_DECODER, **_HEAD_DIM)
+
+
+def _olmo2(common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import Olmo2Config
+
+    return Olmo2Config(**common, **{**_DECODER, "num_key_value_heads": 4})
+
+
+def _gpt2(common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import GPT2Config
+
+    return GPT2Config(**common, n_embd=HIDDEN, n_layer=LAYERS, n_head=4, n_positions=CONTEXT)
+
+
+def _qwen3_moe(common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        **common, **_DECODER, **_HEAD_DIM, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=HIDDEN
+    )
+
+
+_CONFIGS: dict[str, Callable[[dict[str, Any]], PretrainedConfig]] = {
+    "llama3": _llama3,
+    "qwen3": _qwen3,
+    "mistral": _mistral,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "smollm3": _smollm3,
+    "olmo2": _olmo2,
+    "gpt2": _gpt2,
+    "qwen3_moe": _qwen3_moe,
+}
+ARCHITECTURES: tuple[str, ...] = tuple(_CONFIGS)
+
+
+def build(
+    arch: str,
+    dest: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    seed: int = 0,
+    chat_template: bool = True,
+) -> Path:
+    """Write a model of this architecture with its tokenizer to ``dest/<name>``, unless it is there already.
+
+    Args:
+        arch: one of `ARCHITECTURES`.
+        dest: folder that keeps the models, usually a session's temporary one. Safe to share between processes.
+        dtype: of the weights in the file.
+        shards: at least how many safetensors files (more are possible, since tensors are never split).
+        seed: of the random weights; the same seed gives the same bytes.
+        chat_template: whether the tokenizer has one.
+
+    Returns:
+        The model's folder, to be given to ``from_pretrained`` or ``--model_name_or_path``.
+    """
+    from transformers import AutoModelForCausalLM
+
+    name = f"{arch}-{str(dtype).removeprefix('torch.')}-{shards}-{seed}{'' if chat_template else '-notemplate'}"
+    folder = dest / name
+    if folder.exists():
+        return folder
+    dest.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer(chat_template=chat_template)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(_CONFIGS[arch](_common(tokenizer)), dtype=dtype)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    scratch = Path(tempfile.mkdtemp(dir=dest, prefix=".building-"))
+    model.save_pretrained(scratch, max_shard_size=size if shards == 1 else size // shards)
+    tokenizer.save_pretrained(scratch)
+    try:
+        scratch.rename(folder)
+    except OSError:  # another process was faster; its bytes are the same
+        shutil.rmtree(scratch)
+    return folder
+
+
+def _pairs(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Question and answer about a real sentence, different for each seed."""
+    chooser = random.Random(seed)
+    for number in range(count):
+        doc = " ".join(chooser.choice(training_text()).split())
+        start = chooser.randrange(max(1, len(doc) - 120))
+        yield f"Question {number}: what comes after '{doc[start : start + 24]}'?", doc[start + 24 : start + 120] or doc
+
+
+def _write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + os.linesep for row in rows), encoding="utf-8")
+    return path
+
+
+def _conversation(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def write_messages_jsonl(path: Path, n: int, seed: int = 0) -> Path:
+    """Rows of ``{"messages": [user, assistant]}``."""
+    return _write_rows(path, ({"messages": _conversation(q, a)} for q, a in _pairs(n, seed)))
+
+
+def write_prompt_completion_jsonl(path: Path, n: int, seed: int = 0, *, conversational: bool = False) -> Path:
+    """Rows of ``{"prompt", "completion"}``: strings, or lists of messages when conversational."""
+    if not conversational:
+        return _write_rows(path, ({"prompt": q, "completion": " " + a} for q, a in _pairs(n, seed)))
+    turns = (_conversation(q, a) for q, a in _pairs(n, seed))
+    return _write_rows(path, ({"prompt": turn[:1], "completion": turn[1:]} for turn in turns))
+
+
+def write_text_jsonl(path: Path, n: int, seed: int = 0) -> Path:
+    """Rows of ``{"text": str}``."""
+    return _write_rows(path, ({"text": f"{q} {a}"} for q, a in _pairs(n, seed)))
+
+
+def write_tools_jsonl(path: Path, n: int, seed: int = 0) -> Path:
+    """Rows of ``{"messages", "tools"}``, where ``tools`` is a JSON string as TRL documents it."""
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Find a sentence in the documentation.",
+            "parameters": {"type": "object", "properties": {"words": {"type": "string"}}, "required": ["words"]},
+        },
+    }
+    rows = ({"messages": _conversation(q, a), "tools": json.dumps([tool])} for q, a in _pairs(n, seed))
+    return _write_rows(path, rows)
+
+
+def write_sharegpt_jsonl(path: Path, n: int, seed: int = 0) -> Path:
+    """Rows of ``{"conversations": [{"from", "value"}]}``, which TRL converts to messages."""
+    rows = (
+        {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in _pairs(n, seed)
+    )
+    return _write_rows(path, rows)
+
+
+def write_dataset_dir(path: Path, *, train: int = 16, test: int = 4, seed: int = 0) -> Path:
+    """A folder with ``train.jsonl`` and ``test.jsonl`` in messages format, for ``--dataset_name FOLDER``."""
+    write_messages_jsonl(path / "train.jsonl", train, seed)
+    write_messages_jsonl(path / "test.jsonl", test, seed + 1)
+    return path
