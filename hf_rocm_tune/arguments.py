@@ -18,21 +18,20 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 
-from hf_rocm_tune import process, recipe_file
+from hf_rocm_tune import defaults, process, recipe_file
+from hf_rocm_tune.defaults import Difference
 from hf_rocm_tune.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneArguments:
     """The flags that ``trl sft`` does not have. Their meaning is in the help of each."""
-
-    _argument_group_name = "verification and run control (hf-rocm-tune)"
 
     verify: Literal["full", "sample", "off"] = field(
         default="full", metadata={"help": "Which transfers to the device are verified: all, a sample, or none."}
@@ -83,23 +82,6 @@ class TuneArguments:
         """``eval_split_size`` as ``train_test_split(test_size=)`` has it: an int counts rows, a float is a share."""
         size = self.eval_split_size
         return int(size) if size is not None and size >= 1 else size
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A default of ours that differs from TRL's, where the user gave no value.
-
-    Args:
-        name: the flag without its dashes.
-        trl: the value that ``trl sft`` would use.
-        ours: the value that is used.
-        reason: why.
-    """
-
-    name: str
-    trl: object
-    ours: object
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +143,16 @@ def parse(
     given = _read_flags(parser, rest)
     if path is not None:
         recipe = recipe_file.read_recipe(path)
-        recipe_file.apply_environment(argv, os.environ)
+        recipe.apply_environment(os.environ)
         given = _read_recipe_values(parser, recipe) | given
-    _check(given)
-    return _resolve(given, accelerator=accelerator, bf16_supported=bf16_supported)
+    if given.get("use_cpu"):
+        accelerator = False
+    elif accelerator is None:
+        accelerator = process.has_accelerator()
+    if bf16_supported is None:
+        bf16_supported = process.has_bf16()
+    defaults.check(given, accelerator=accelerator)
+    return _resolve(given, accelerator=accelerator, bf16_supported=accelerator and bf16_supported)
 
 
 def build_parser() -> _Parser:
@@ -199,6 +187,12 @@ _TRL_TYPES = (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
 _SECRETS = frozenset({"hub_token", "push_to_hub_token"})
 _UNSET = object()
 _OWNERS = {each.name: owner for owner in (TuneArguments, *_TRL_TYPES) for each in dataclasses.fields(owner) if each.init}
+_TRL_DEFAULTS = {
+    each.name: each.default_factory() if callable(each.default_factory) else each.default
+    for owner in _TRL_TYPES
+    for each in dataclasses.fields(owner)
+    if each.init
+}
 _HINTS = {name: typing.get_type_hints(owner)[name] for name, owner in _OWNERS.items()}
 
 
@@ -251,6 +245,35 @@ def _convert(parser: _Parser, name: str, value: Any) -> Any:
     if isinstance(value, bool) and bool not in allowed:
         value = "yes" if value else "no"  # YAML reads the bare words as booleans: `eval_strategy: no`
     return _read_flags(parser, [f"--{name}={value}"])[name]
+
+
+def _resolve(given: dict[str, Any], *, accelerator: bool, bf16_supported: bool) -> Arguments:
+    """Fill in our defaults and build TRL's objects."""
+    differences = defaults.differences(given, _TRL_DEFAULTS, accelerator=accelerator, bf16_supported=bf16_supported)
+    values = {each.name: each.ours for each in differences} | given
+    for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+        # transformers warns about its old name, even where only TRL's default has set it.
+        values.setdefault(old.replace("gradient", "activation"), values.get(old, _TRL_DEFAULTS[old]))
+    return Arguments(
+        tune=_build(TuneArguments, values),
+        script=_build(ScriptArguments, values),
+        model=_build(ModelConfig, values),
+        mixture=_build(DatasetMixtureConfig, values),
+        training=_build(SFTConfig, values),
+        given=frozenset(given),
+        differences=differences,
+    )
+
+
+_Settings = TypeVar("_Settings")
+
+
+def _build(owner: type[_Settings], values: Mapping[str, Any]) -> _Settings:
+    """An object of TRL's or ours; what it says about its values becomes a ``UsageError``."""
+    try:
+        return owner(**{name: value for name, value in values.items() if _OWNERS[name] is owner})
+    except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
+        raise UsageError(str(error) or f"{owner.__name__} refuses its values: {type(error).__name__}") from error
 
 
 def _members(hint: Any) -> set[Any]:

@@ -32,6 +32,11 @@ class Recipe:
     values: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
 
+    def apply_environment(self, environ: MutableMapping[str, str]) -> None:
+        """Put ``env`` into ``environ``; a variable that is set there already is kept."""
+        for name, value in self.env.items():
+            environ.setdefault(name, value)
+
 
 def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
     """Take ``FLAG VALUE`` or ``FLAG=VALUE`` out of a command line.
@@ -90,15 +95,14 @@ def read_recipe(path: str | Path) -> Recipe:
 
 
 def apply_environment(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Put the ``env`` of the recipe on this command line into ``environ``; a variable that is set already is kept.
+    """Apply the ``env`` of the recipe on this command line: call it before torch is imported.
 
     Raises:
         UsageError: as ``read_recipe``.
     """
     path, _ = take_flag(argv, FLAG)
     if path is not None:
-        for name, value in read_recipe(path).env.items():
-            environ.setdefault(name, value)
+        read_recipe(path).apply_environment(environ)
 
 
 class _NoDuplicates(yaml.SafeLoader):

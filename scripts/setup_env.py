@@ -40,7 +40,7 @@ ROCM = "rocm7.2"  # the ROCm that torch 2.13 is built with
 INDEX = "https://download.pytorch.org/whl/"
 # Architectures in the rocm7.2 wheel (astral-sh/uv#18730). An integrated GPU that is not among them cannot use it.
 WHEEL_ARCHITECTURES = frozenset(
-    "gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1150 gfx1151 gfx1200 gfx1201".split()
+    f"gfx{name}" for name in (900, 906, 908, "90a", 942, 950, 1030, 1100, 1101, 1102, 1150, 1151, 1200, 1201)
 )
 
 
@@ -49,10 +49,10 @@ class SetupError(Exception):
 
 
 class Attempt(NamedTuple):
-    """One way of asking pip for torch; ``index`` replaces the configured indexes."""
+    """One way of asking pip for torch; ``index_url`` replaces the configured indexes."""
 
     requirement: str
-    index: str | None = None
+    index_url: str | None = None
 
 
 class Choice(NamedTuple):
@@ -219,16 +219,21 @@ class Environment:
             self.write_state("installing", made_by="setup")
             return
         if Path(sys.prefix) == VENV:
-            raise SetupError(".venv has to be made anew, and this Python runs in it: `deactivate`, then make setup again")
-        shutil.rmtree(VENV, ignore_errors=True)
-        VENV.mkdir()
+            raise SetupError(".venv has to be made anew and this Python runs in it: `deactivate`, then run it again")
+        VENV.mkdir(exist_ok=True)
         self.write_state("installing", made_by="setup")
+        # The state file outlives what it speaks of: without it, what an interrupted removal left would not be ours.
+        for entry in [entry for entry in VENV.iterdir() if entry != STATE]:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
         # keep: in a container with ROCm and torch in it, torch belongs to the interpreter itself
         extra = ["--system-site-packages"] if keep else []
         try:
             run(sys.executable, "-m", "venv", *extra, VENV)
         except SetupError as error:
-            raise SetupError(f"{error}; on Debian and Ubuntu `apt install python3-venv` may be what is missing") from error
+            raise SetupError(f"{error} (on Debian and Ubuntu, `apt install python3-venv` may be missing)") from error
 
     def install_torch(self) -> None:
         """Try the ways of getting torch in order.
@@ -238,12 +243,12 @@ class Environment:
         """
         failures = []
         for number, attempt in enumerate(self.choice.attempts):
-            where = attempt.index or "the configured package index"
+            where = attempt.index_url or "the configured package index"
             if number and attempt.requirement == f"torch=={TORCH}":
                 print(f"setup: no CPU build found; plain {attempt.requirement} may bring CUDA libraries of several GB")
             command = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", attempt.requirement]
-            if attempt.index:
-                command += ["--index-url", attempt.index]
+            if attempt.index_url:
+                command += ["--index-url", attempt.index_url]
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
             if done.returncode == 0:
                 return
@@ -272,7 +277,7 @@ class Environment:
         # Without the constraint, a newer torch that a dependency asks for would replace the build just chosen.
         constraint = VENV / "torch-constraint.txt"
         constraint.write_text(f"torch=={self.torch_version()}\n", encoding="utf-8")
-        pip = [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+        pip = (str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet")
         print("setup: installing the project and what it needs", flush=True)
         run(*pip, "--constraint", constraint, "--editable", f"{ROOT}[dev]")
         self.write_state("ready", made_by=self.state()["made_by"])
@@ -303,7 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.dry_run and not ready:
             environment.install()
             print("setup: .venv is ready", flush=True)
-    except SetupError as error:
+    except (SetupError, OSError) as error:
         print(f"setup: {error}", file=sys.stderr)
         return 2
     return 0

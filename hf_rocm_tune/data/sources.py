@@ -99,7 +99,7 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
     with _explained(name):
         if path.is_file():
             splits = _load_file(path, streaming=streaming)
-        elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        elif _is_saved(path):
             splits = _load_saved(path, streaming=streaming)
         elif path.is_dir():
             splits = _load(str(path), name=config, streaming=streaming)
@@ -108,6 +108,11 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
             return _load_from_hub(name, config=config, streaming=streaming)
         _check_encoding(splits)
     return splits
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote this folder."""
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
 def _check_readable(path: Path, name: str) -> None:
@@ -140,7 +145,10 @@ def _load_file(path: Path, *, streaming: bool) -> dict[str, Rows]:
 def _load_saved(path: Path, *, streaming: bool) -> dict[str, Rows]:
     from datasets import DatasetDict, load_from_disk
 
-    saved = load_from_disk(str(path))
+    try:
+        saved = load_from_disk(str(path))
+    except IndexError as error:  # what `datasets` raises for a saved table of no rows
+        raise UsageError(f"the dataset saved in '{path}' is empty") from error
     splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
     return {key: rows.to_iterable_dataset() if streaming else rows for key, rows in splits.items()}
 
@@ -204,7 +212,9 @@ def _check_encoding(splits: dict[str, Rows]) -> None:
 def _data_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    return sorted(file for file in path.rglob("*") if file.is_file() and reader_of(file)) if path.is_dir() else []
+    if not path.is_dir() or _is_saved(path):
+        return []
+    return sorted(file for file in path.rglob("*") if file.is_file() and reader_of(file))
 
 
 def _pick(splits: dict[str, Rows], split: str, *, flag: str, name: str) -> Rows:

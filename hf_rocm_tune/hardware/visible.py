@@ -15,6 +15,7 @@ rocdevice.cpp). That HIP counts GPUs in KFD's order is general knowledge, lower 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -81,7 +82,7 @@ def users_environ(environ: Mapping[str, str]) -> dict[str, str]:
 def local_int(environ: Mapping[str, str], name: str) -> int | None:
     """LOCAL_RANK or LOCAL_WORLD_SIZE as a number; None where unset or nonsense (``-1`` means: not launched)."""
     text = environ.get(name, "").strip()
-    return int(text) if text.isascii() and text.isdigit() else None
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def choose(
@@ -141,9 +142,7 @@ def _choose_from(nodes: Sequence[GpuNode], rank: int | None, world_size: int | N
 def _keep_or_narrow(users: dict[str, str], rank: int | None, world_size: int | None, split: bool) -> Choice:
     shown = ", ".join(f"{name}={value}" for name, value in users.items())
     if len(users) > 1:
-        return Choice(
-            reason=f"{shown} are set by the user and kept; filters nest, so set only one of them", troubled=True
-        )
+        return Choice(reason=f"{shown} are set by the user and kept")  # the variable policy warns of nesting
     ((name, value),) = users.items()
     entries = [entry.strip() for entry in value.split(",") if entry.strip()]
     needed = max(world_size or 1, (rank or 0) + 1)
@@ -184,25 +183,24 @@ def enact(choice: Choice, environ: MutableMapping[str, str]) -> None:
 def visible_nodes(nodes: Sequence[GpuNode], environ: Mapping[str, str]) -> tuple[GpuNode, ...] | None:
     """The nodes that pass the filters in ``environ``, in the order in which HIP counts them.
 
-    None where a filter cannot be followed (entries that are not indices, for example UUIDs).
+    None where a filter cannot be followed (empty, or entries that are not indices, for example UUIDs).
     """
-    seen: Sequence[GpuNode] | None = list(nodes)
-    if "ROCR_VISIBLE_DEVICES" in environ:
-        seen = _filtered(seen, environ["ROCR_VISIBLE_DEVICES"])
     hip = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES")
-    if hip and seen is not None:
-        seen = _filtered(seen, hip)
+    seen: list[GpuNode] | None = list(nodes)
+    for listed in (environ.get("ROCR_VISIBLE_DEVICES"), hip or None):
+        if listed is not None and seen is not None:
+            seen = _filtered(seen, listed)
     return None if seen is None else tuple(seen)
 
 
 def _filtered(nodes: Sequence[GpuNode], listed: str) -> list[GpuNode] | None:
     kept: list[GpuNode] = []
     for entry in (part.strip() for part in listed.split(",")):
-        if entry.lstrip("-").isdigit() and entry.isascii():
+        if re.fullmatch(r"-?[0-9]{1,9}", entry):
             # An index that does not exist ends the list, as HIP and CUDA both have it.
             if not 0 <= int(entry) < len(nodes):
                 break
             kept.append(nodes[int(entry)])
-        elif entry:
+        else:
             return None
     return kept

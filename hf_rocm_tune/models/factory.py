@@ -14,6 +14,7 @@ from hf_rocm_tune.models.placement import place
 from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, require_bitsandbytes, verify_tables
 
 if TYPE_CHECKING:
+    import torch
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_rocm_tune.transfer import Mover
@@ -43,7 +44,7 @@ class ModelSource:
         return Path(self.name).expanduser().exists() or self.name.startswith((".", "/", "~"))
 
 
-def check_source(source: ModelSource, mover: Mover) -> None:
+def check_source(source: ModelSource, device: torch.device) -> None:
     """Fails early on what can be known before loading: files, configuration, bitsandbytes.
 
     Raises:
@@ -60,7 +61,7 @@ def check_source(source: ModelSource, mover: Mover) -> None:
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"model {source.name}: {_first_line(error)}") from error
     if source.quantization is not None:
-        require_bitsandbytes(mover.device, 4 if source.quantization.load_in_4bit else 8)
+        require_bitsandbytes(device, 4 if source.quantization.load_in_4bit else 8)
 
 
 def load_model(source: ModelSource, mover: Mover) -> tuple[PreTrainedModel, float]:

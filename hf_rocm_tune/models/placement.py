@@ -117,7 +117,7 @@ def coverage(model: nn.Module, mover: Mover) -> Coverage:
         if origin in {"transferred", "derived"} or size == 0:
             verified += size
         else:
-            reason = "was on the device before it was handed over" if origin is None else f"moved with {origin}"
+            reason = mover.reason(tensor) or "came to the device by another way than the mover"
             unverified.append({"tensor": name, "reason": reason})
     return Coverage(verified_bytes=verified, device_bytes=total, unverified=unverified)
 

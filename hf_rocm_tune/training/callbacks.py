@@ -25,7 +25,7 @@ class SentinelCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
     Args:
         model: whose tensors that do not require gradients are watched.
         report: counts passes and mismatches.
-        every: steps in which each tensor is checked once.
+        every: steps in which each tensor is checked once; 0 for never, not before a save either.
 
     Raises:
         CorruptionError: from the step or save at which a changed tensor was found.
@@ -39,8 +39,9 @@ class SentinelCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Takes the baselines, before the first step."""
-        self._sentinel = FrozenSentinel(list_tensors=self._frozen, period=self._every)
-        self._count([])
+        if self._every > 0:
+            self._sentinel = FrozenSentinel(list_tensors=self._frozen, period=self._every)
+            self._count([])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Checks the next slice."""

@@ -23,9 +23,11 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import verify_loader
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.integrity.replicas import compare_replicas
+from hf_rocm_tune.models.attest import attest
 from hf_rocm_tune.models.loading import host_adapters, initialised_on_device, verified_loading
 from hf_rocm_tune.models.placement import Coverage, coverage, mark_initialised, place, tensors_of
 from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, verify_tables
+from hf_rocm_tune.training.callbacks import SentinelCallback
 from hf_rocm_tune.training.checkpoint import VerifiedCheckpointMixin
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, tree_tensors
 
@@ -43,6 +45,7 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         mover: the door through which the model was loaded, so that its verdicts are known. Without one a mover is
             made, and a model that is already on an accelerator counts as unverified.
         transfer_settings: how to verify, when no mover is given.
+        sentinel_every: steps in which each frozen tensor is looked at once; 0 for never. Before a save all are.
         consent_unverified: train although ``verify="full"`` did not reach every byte.
 
     Raises:
@@ -55,6 +58,7 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         *arguments: Any,
         mover: Mover | None = None,
         transfer_settings: TransferSettings | None = None,
+        sentinel_every: int = 50,
         consent_unverified: bool = False,
         **keywords: Any,
     ) -> None:
@@ -63,12 +67,14 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         self.mover = mover or _new_mover(args, transfer_settings)
         self.transfer_report: TransferReport = self.mover.report
         self._consent_unverified = consent_unverified
-        self._weights: Coverage | None = None
         if args is not None:
             args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
             if getattr(args, "ddp_broadcast_buffers", None) is None:
                 args.ddp_broadcast_buffers = False  # buffers are verified on each rank, not sent around
         peft_config = keywords.get("peft_config")
+        model = keywords.get("model", arguments[0] if arguments else None)
+        if isinstance(model, torch.nn.Module):
+            attest(model, self.mover)
         with ExitStack() as stack:
             stack.enter_context(verified_loading(self.mover))
             if not initialised_on_device(peft_config):
@@ -77,6 +83,8 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         if initialised_on_device(peft_config):
             mark_initialised(self.model, self.mover)
         self._place(self.model)
+        self._sentinel = SentinelCallback(self.model, self.transfer_report, every=sentinel_every)
+        self.add_callback(self._sentinel)
 
     # ---- the model ------------------------------------------------------------------------------------------
 
@@ -169,10 +177,14 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         Raises:
             UsageError: ``verify="full"`` does not reach every byte of the model, and the user has not consented.
         """
-        self._weights = self.weight_coverage()
-        if self.mover.settings.verify == "full" and not self._weights.complete and not self._consent_unverified:
-            raise UsageError(_not_covered(self._weights))
+        found = self.weight_coverage()
+        if self.mover.settings.verify == "full" and not found.complete and not self._consent_unverified:
+            raise UsageError(_not_covered(found))
         return super().train(*arguments, **keywords)
+
+    def before_save(self) -> None:
+        """Looks at every frozen weight before anything is written."""
+        self._sentinel.check_all(self.state.global_step)
 
 
 def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:

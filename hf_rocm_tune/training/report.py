@@ -59,7 +59,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
     counters = TransferReport.merge(everyone)
     weights = trainer.weight_coverage()
     batches = counters["batches"]
-    seconds = _training_seconds(trainer)
+    seconds = sum(row.get("train_runtime", 0.0) for row in trainer.state.log_history)
     verified_weights = weights.verified_bytes * len(everyone)
     return {
         "schema": SCHEMA,
@@ -90,6 +90,12 @@ def write(report: Mapping[str, Any], output_dir: Path) -> Path:
     target = output_dir / FILE_NAME
     write_text_atomic(target, json.dumps(report, indent=2, sort_keys=False) + "\n")
     return target
+
+
+def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts) -> None:
+    """On the way out of a failure: rank 0 writes what it knows, without asking the other ranks."""
+    if trainer.is_world_process_zero():
+        write(build(trainer, facts, gather=False), Path(trainer.args.output_dir))
 
 
 def closing_line(report: Mapping[str, Any]) -> str:
@@ -131,11 +137,6 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-def _training_seconds(trainer: VerifiedTransferMixin) -> float:
-    runtimes = [row["train_runtime"] for row in trainer.state.log_history if "train_runtime" in row]
-    return float(sum(runtimes))
 
 
 def _share(part: float, whole: float) -> float:

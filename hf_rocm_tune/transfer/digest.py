@@ -246,6 +246,9 @@ def _table(device: torch.device) -> Tensor:
                 low = torch.arange(BLOCK_WORDS, dtype=torch.int64, device=device)
                 lower = (_mix(low + BLOCK_WORDS) & 0xFFFF0000) | low
                 _tables[device] = (_mix(low + 1) << 32) | lower
+            if device.type == "cuda":
+                # Once: other streams use the table too, and have nothing else that makes them wait for it.
+                torch.cuda.current_stream(device).synchronize()
         return _tables[device]
 
 

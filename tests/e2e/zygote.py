@@ -20,6 +20,23 @@ import traceback
 from typing import Any
 
 
+def _dump_logits_after_saving(target: str) -> None:
+    """When the command has saved its result, the logits of the live model for fixed tokens go to a file."""
+    import torch
+
+    from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
+    from tests.e2e.probe import logits
+
+    stock = VerifiedSFTTrainer.save_model
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        stock(self, output_dir, _internal_call)
+        if not _internal_call:
+            torch.save(logits(self.model), target)
+
+    VerifiedSFTTrainer.save_model = save_model
+
+
 def _child(request: dict[str, Any]) -> None:
     for stream, name in ((1, "stdout"), (2, "stderr")):
         handle = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -33,6 +50,8 @@ def _child(request: dict[str, Any]) -> None:
 
     code = 1
     try:
+        if "DUMP_LOGITS" in os.environ:
+            _dump_logits_after_saving(os.environ["DUMP_LOGITS"])
         code = sft.main(request["argv"])
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1

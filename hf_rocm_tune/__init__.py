@@ -1,0 +1,94 @@
+"""Fine-tune Hugging Face models on ROCm cards, with every byte verified on its way to the device.
+
+Importing this package prepares the process before torch is imported: it chooses the one card to see
+(``hardware.visible``) and applies the variable policy (``environ``). Both keep what the user has set and neither ends
+the import; ``environ.DECISIONS`` holds what was decided. If torch is there first, nothing is changed, and that is said.
+It imports no torch itself: the public names below are loaded when they are first used.
+
+Variables: HF_ROCM_TUNE_SPLIT=1 leaves all discrete cards visible to one process; HF_ROCM_TUNE_QUIET=1 prints warnings
+and errors only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hf_rocm_tune import environ
+from hf_rocm_tune.environ_rules import Action
+from hf_rocm_tune.hardware import kfd, visible
+from hf_rocm_tune.version import __version__
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.training.mixin import VerifiedTransferMixin
+    from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
+    from hf_rocm_tune.transfer import was_verified
+
+__all__ = ["VerifiedSFTTrainer", "VerifiedTransferMixin", "__version__", "was_verified"]
+
+_LAZY = {
+    "VerifiedTransferMixin": "hf_rocm_tune.training.mixin",
+    "VerifiedSFTTrainer": "hf_rocm_tune.training.trainers",
+    "was_verified": "hf_rocm_tune.transfer",
+}
+_CHOICE_SOURCE = "TheRock#5543; HIP environment variables page"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
+def _choose_card(topology: kfd.Topology, rocm: bool | None, torch_loaded: bool) -> list[environ.Decision]:
+    """Choose the card that this process sees and write it to the environment, unless torch is there already."""
+    choice = visible.choose(
+        # A torch that is known to be no ROCm build sees none of these GPUs, and its own filter is not ours to narrow.
+        () if rocm is False else topology.nodes,
+        os.environ,
+        complete=topology.complete,
+        local_rank=visible.local_int(os.environ, "LOCAL_RANK"),
+        local_world_size=visible.local_int(os.environ, "LOCAL_WORLD_SIZE"),
+        split=os.environ.get("HF_ROCM_TUNE_SPLIT", "").strip() == "1",
+    )
+    kept = [name for name in visible.FILTERS if name in visible.users_environ(os.environ)]
+    made = [_decision(name, "keep", os.environ[name], choice) for name in kept if name not in choice.variables]
+    made += [_decision(name, "set", value, choice) for name, value in choice.variables.items()]
+    if choice.troubled:
+        made.append(_decision(visible.OURS, "warn", None, choice))
+    if not torch_loaded:
+        visible.enact(choice, os.environ)
+        return made
+    late = {name for name, value in choice.variables.items() if os.environ.get(name) != value}
+    return [environ.too_late(one) if one.action == "set" and one.variable in late else one for one in made]
+
+
+def _decision(variable: str, action: Action, value: str | None, choice: visible.Choice) -> environ.Decision:
+    return environ.Decision(variable=variable, action=action, value=value, reason=choice.reason, source=_CHOICE_SOURCE)
+
+
+def _prepare_process() -> None:
+    torch_loaded = "torch" in sys.modules
+    topology = kfd.read_topology()
+    facts = environ.read_facts(archs=())
+    chosen = _choose_card(topology, facts.is_rocm, torch_loaded)
+    seen = visible.visible_nodes(topology.nodes, os.environ) if topology.complete else None
+    if seen is not None:
+        facts = replace(facts, archs=tuple(node.arch for node in seen))
+    else:
+        why = "; ".join(topology.reasons) or "the filter of visible GPUs is not a plain list of indices"
+        facts = replace(facts, archs=None, reasons={**facts.reasons, "archs": why})
+    environ.remember(chosen)
+    environ.announce([*chosen, *environ.apply(os.environ, facts, torch_loaded=torch_loaded)])
+
+
+_prepare_process()

@@ -1,0 +1,137 @@
+"""``hf-rocm-tune VERB``: one small command for each verb, its imports inside it.
+
+Importing this, ``--help`` and ``--version`` import no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.exits import PROGRAM, run_guarded
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        argv: the arguments without the program's name; ``sys.argv`` unless given.
+
+    Returns:
+        The exit code (see ``errors``).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return run_guarded(lambda: _dispatch(arguments))
+
+
+def sft(argv: Sequence[str]) -> int:
+    """fine-tune a model, verified; every flag of `trl sft`"""
+    if {"-h", "--help"} & set(argv):
+        from hf_rocm_tune.arguments import build_parser
+
+        build_parser().print_help()
+        print(
+            "\nlauncher:\n  --accelerate_config NAME|PATH  and every flag of `accelerate launch`; "
+            f"`{PROGRAM} configs ls` lists the names"
+        )
+        return 0
+    from hf_rocm_tune.launch import launch, split
+
+    line = split(argv)
+    return launch("hf_rocm_tune.sft", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
+
+
+def configs(argv: Sequence[str]) -> int:
+    """list, find and copy the accelerate configurations"""
+    from hf_rocm_tune import configs as shipped
+
+    parser = _Parser(prog=f"{PROGRAM} configs", description=configs.__doc__)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|path|cp")
+    actions.add_parser("ls", help="list the names, with what each is for")
+    actions.add_parser("path", help="print the path of one").add_argument("name")
+    copy = actions.add_parser("cp", help="copy one, to edit it")
+    copy.add_argument("name")
+    copy.add_argument("dest", help="a file, or a directory that exists")
+    copy.add_argument("--force", action="store_true", help="replace a file that is there")
+    wanted = parser.parse_args(argv)
+    if wanted.action == "ls":
+        width = max(map(len, shipped.names()), default=0)
+        for name in shipped.names():
+            print(f"{name:<{width}}  {shipped.describe(name)}")
+    elif wanted.action == "path":
+        print(shipped.path(wanted.name))
+    else:
+        print(shipped.copy(wanted.name, wanted.dest, overwrite=wanted.force))
+    return 0
+
+
+def version(argv: Sequence[str]) -> int:
+    """print the version"""
+    from hf_rocm_tune.version import __version__
+
+    _Parser(prog=f"{PROGRAM} version", description=version.__doc__).parse_args(argv)
+    print(f"{PROGRAM} {__version__}")
+    return 0
+
+
+def env(argv: Sequence[str]) -> int:
+    """show which environment variables were set, kept or are harmful, and why"""
+    from hf_rocm_tune import environ
+
+    parser = _Parser(prog=f"{PROGRAM} env", description=env.__doc__)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--export", action="store_true", help="print shell lines that set what would be set")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 when there is a warning or an error")
+    wanted = parser.parse_args(argv)
+    decisions = environ.DECISIONS  # made when the package was imported
+    show = environ.to_json if wanted.json else environ.exports if wanted.export else environ.explain
+    print(show(decisions).rstrip("\n"))
+    return int(wanted.strict and any(decision.action in ("warn", "error") for decision in decisions))
+
+
+def demo(argv: Sequence[str]) -> int:
+    """fine-tune a small model in a few minutes, with no network"""
+    from hf_rocm_tune.demo.__main__ import main as run_demo
+
+    return run_demo(list(argv))
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "sft": sft,
+    "configs": configs,
+    "env": env,
+    "demo": demo,
+    "version": version,
+}
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    """Find the verb and run it."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    verb, rest = argv[0].removeprefix("--") if argv[0] == "--version" else argv[0], argv[1:]
+    if verb not in VERBS:
+        nearest = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise UsageError(f"unknown verb {verb!r}: {hint}there are {', '.join(VERBS)}")
+    return VERBS[verb](rest)
+
+
+def _help() -> str:
+    lines = [f"usage: {PROGRAM} VERB ...", "", "verbs:"]
+    lines += [f"  {name:<8} {command.__doc__}" for name, command in VERBS.items()]
+    return "\n".join([*lines, "", f"{PROGRAM} VERB --help says more."])
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with its errors as ``UsageError``."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it in one line; the usage is one ``--help`` away."""
+        raise UsageError(f"{message}; see `{self.prog} --help`")

@@ -1,0 +1,39 @@
+"""Several datasets as one: the ``datasets:`` list of a recipe, mixed by TRL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trl import get_dataset
+
+from hf_rocm_tune.data.sources import Splits, explain_read_error
+from hf_rocm_tune.errors import UsageError
+
+if TYPE_CHECKING:
+    from trl import DatasetMixtureConfig
+
+
+def load_mixture(mixture: DatasetMixtureConfig, *, train_split: str, test_split: str, need_eval: bool) -> Splits:
+    """Loads and mixes the datasets of a recipe.
+
+    Args:
+        mixture: TRL's configuration; its ``test_split_size`` makes a ``test`` split.
+        train_split: split to train on.
+        test_split: split to evaluate on, when ``need_eval``.
+        need_eval: whether rows to evaluate on are wanted.
+
+    Raises:
+        UsageError: a dataset cannot be read, or there is nothing to evaluate on.
+    """
+    names = ", ".join(part.path for part in mixture.datasets)
+    try:
+        mixed = get_dataset(mixture)
+    except (OSError, ValueError) as error:
+        raise explain_read_error(error, mixture.datasets[0].path) from error
+    if train_split not in mixed or (need_eval and test_split not in mixed):
+        raise UsageError(
+            f"the mixture of {names} has the splits {', '.join(mixed)}: set `test_split_size` in the recipe to split "
+            "off rows for the evaluation"
+        )
+    evaluation = mixed[test_split] if need_eval else None
+    return Splits(train=mixed[train_split], eval=evaluation, description=f"mixture of {names}")

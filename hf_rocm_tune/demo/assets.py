@@ -1,0 +1,179 @@
+"""A small base model and its tokenizer, made on this machine from the text of `corpus`, with no network.
+
+The model is a Llama from the real config class. Its weights start random and are trained on the plain answers for
+a moment, without questions and without the chat template, so that it stands where a real base model stands: it knows
+the words, and fine-tuning teaches it to answer. None of the held-back pairs is seen.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_rocm_tune.demo import corpus
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 4096
+BLOCK = 128
+_PAD, _START, _END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+_TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- if message['role'] == 'assistant' %}"
+    "{% generation %}{{- message['content'] + '<|im_end|>' }}{% endgeneration %}{{- '\n' }}"
+    "{%- else %}{{- message['content'] + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the base model is made. Written beside it: another recipe makes the assets anew."""
+
+    hidden: int = 256
+    layers: int = 4
+    steps: int = 300
+    batch: int = 16
+    learning_rate: float = 2e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.hidden % 64 or min(self.hidden, self.layers, self.batch) < 1 or self.steps < 0:
+            raise ValueError(f"hidden must be a multiple of 64, layers and batch positive, steps not negative: {self}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assets:
+    """Folders of the finished assets: ``model`` for from_pretrained, ``data`` with train.jsonl and test.jsonl."""
+
+    model: Path
+    data: Path
+
+
+def prepare(folder: Path, *, recipe: Recipe | None = None, say: Callable[[str], None] = print) -> Assets:
+    """Make the assets, or find them complete.
+
+    Args:
+        folder: to be created. It appears only when all is in it.
+        recipe: of the base model.
+        say: receives one line for each step.
+    """
+    recipe = recipe or Recipe()
+    assets = Assets(model=folder / "model", data=folder / "data")
+    stamp = folder / "recipe.json"
+    wanted = json.dumps(vars(recipe))
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        say(f"assets: found in {folder}")
+        return assets
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        _make(scratch, recipe, say)
+        (scratch / stamp.name).write_text(wanted, encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return assets
+
+
+def _make(folder: Path, recipe: Recipe, say: Callable[[str], None]) -> None:
+    pairs = corpus.read_pairs()
+    corpus.write_splits(folder / "data", pairs)
+    training = [pair for pair in pairs if not pair.held_back]
+    say(
+        f"data: {len(training)} question/answer pairs from the docstrings of Python's standard library, "
+        f"{len(pairs) - len(training)} more for evaluation"
+    )
+    tokenizer = train_tokenizer([text for pair in training for text in (pair.question, pair.answer)])
+    model = _new_model(tokenizer, recipe)
+    say(
+        f"base model: Llama, {model.num_parameters() / 1e6:.1f} million random weights, {len(tokenizer)} tokens; "
+        f"now {recipe.steps} steps on the plain answers, so that it has words before it is fine-tuned"
+    )
+    started = time.perf_counter()
+    loss = _pretrain(model, _blocks(tokenizer, [pair.answer for pair in training]), recipe)
+    say(f"base model: trained for {time.perf_counter() - started:.0f} s, loss {loss:.2f}")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `VOCABULARY` tokens, with a ChatML template that marks the assistant's turn."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[_PAD, _START, _END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer=trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=_PAD, bos_token=_START, eos_token=_END)
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
+
+
+def _new_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCausalLM:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(recipe.seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.hidden * 5 // 2 // 64 * 64,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.hidden // 64,
+        num_key_value_heads=max(1, recipe.hidden // 128),
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _blocks(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
+    """All texts in a row, each ended, cut into blocks: int64 of shape (blocks, `BLOCK`)."""
+    import torch
+
+    stream = [token for ids in tokenizer(texts)["input_ids"] for token in (*ids, tokenizer.eos_token_id)]
+    count = len(stream) // BLOCK
+    return torch.tensor(stream[: count * BLOCK]).view(count, BLOCK)
+
+
+def _pretrain(model: LlamaForCausalLM, blocks: torch.Tensor, recipe: Recipe) -> float:
+    """Plain next-token training on the CPU; gives the mean loss of the last tenth of the steps."""
+    import torch
+
+    order = torch.Generator().manual_seed(recipe.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=max(recipe.steps, 1))
+    losses = []
+    model.train()
+    for _ in range(recipe.steps):
+        batch = blocks[torch.randint(len(blocks), (recipe.batch,), generator=order)]
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last) if last else float("nan")

@@ -1,0 +1,1 @@
+"""Several ranks: agreeing on decisions."""

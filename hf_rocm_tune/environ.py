@@ -1,0 +1,291 @@
+"""Evaluates the variable policy (``environ_policy``) on this process, before torch is imported.
+
+Sets what is to be set where the user has not, keeps everything that the user has set, says what is harmful and why.
+Imports no torch. Rows: ``environ_policy``; what a row is: ``environ_rules``; facts of torch: ``environ_facts``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TextIO
+
+from hf_rocm_tune.environ_facts import MachineFacts, read_facts
+from hf_rocm_tune.environ_policy import POLICY
+from hf_rocm_tune.environ_rules import Action, Row, Versions
+
+__all__ = [
+    "DECISIONS",
+    "Decision",
+    "MachineFacts",
+    "announce",
+    "apply",
+    "evaluate",
+    "explain",
+    "exports",
+    "read_facts",
+    "remember",
+    "to_json",
+    "too_late",
+]
+
+# Inherited by child processes: what has been printed, and which variables are ours and not the user's.
+MARK_TOLD = "HF_ROCM_TUNE_TOLD"
+MARK_SET = "HF_ROCM_TUNE_SET"
+QUIET = "HF_ROCM_TUNE_QUIET"
+
+_SEVERITY: dict[Action, int] = {"error": 3, "warn": 2, "info": 1, "keep": 0, "set": 0}
+_LABEL: dict[Action, str] = {"error": "error", "warn": "warning", "info": "note"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What was decided on one variable.
+
+    Attributes:
+        variable: its name; several, with commas, where the row is about their combination.
+        action: ``set``, ``keep``, ``info``, ``warn`` or ``error``. In all but ``set`` the user's value stands.
+        value: the value that holds now; None where the variable is unset.
+        reason: one line.
+        source: on whose word.
+    """
+
+    variable: str
+    action: Action
+    value: str | None
+    reason: str
+    source: str
+
+
+DECISIONS: list[Decision] = []
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    numbers = re.match(r"(\d+)(?:\.(\d+))?", version)
+    return (int(numbers.group(1)), int(numbers.group(2) or 0)) if numbers else None
+
+
+def _within(version: str | None, wanted: Versions, unknown: bool) -> bool | None:
+    release = _release(version) if version else None
+    if release is None:
+        return None if unknown or version else False
+    low, high = (None if bound is None else _release(bound) for bound in wanted)
+    return (low is None or release >= low) and (high is None or release < high)
+
+
+def _conditions(row: Row, facts: MachineFacts) -> Iterator[tuple[bool | None, str]]:
+    """Each condition of a row: whether it holds (None: not known), and the field of the facts that it hangs on."""
+    if not row.any_build:
+        yield facts.is_rocm, "hip_version"
+    if row.torch is not None:
+        yield _within(facts.torch_version, row.torch, True), "torch_version"
+    if row.torch_releases:
+        release = _release(facts.torch_version or "")
+        listed = release in [_release(wanted) for wanted in row.torch_releases]
+        yield None if release is None else listed, "torch_version"
+    if row.rocm is not None:
+        yield _within(facts.hip_version, row.rocm, "hip_version" in facts.reasons), "hip_version"
+    if row.flash_attn is not None:
+        unknown = "flash_attn_version" in facts.reasons
+        yield _within(facts.flash_attn_version, row.flash_attn, unknown), "flash_attn_version"
+    if row.has_arch is not None:
+        yield None if facts.archs is None else row.has_arch in facts.archs, "archs"
+    if row.only_arch is not None:
+        only = facts.archs is not None and set(facts.archs) == {"gfx1100"}
+        yield None if facts.archs is None else only == row.only_arch, "archs"
+    if row.finding is not None:
+        yield row.finding in facts.findings, "findings"
+
+
+def _verdict(row: Row, facts: MachineFacts) -> tuple[bool | None, str]:
+    """Whether all conditions hold; None with the reason where that hangs on something unknown."""
+    results = list(_conditions(row, facts))
+    if any(holds is False for holds, _ in results):
+        return False, ""
+    unknown = {name: facts.reasons.get(name, f"{name} could not be read") for holds, name in results if holds is None}
+    return (None, "; ".join(dict.fromkeys(unknown.values()))) if unknown else (True, "")
+
+
+def _stem(pattern: str, name: str) -> str | None:
+    """What ``*`` stands for in ``name``; empty for an equal name; None where the pattern does not fit."""
+    head, star, tail = pattern.partition("*")
+    fits = name.startswith(head) and name.endswith(tail) and len(name) > len(head) + len(tail)
+    if not star:
+        return "" if name == pattern else None
+    return name[len(head) : len(name) - len(tail)] if fits else None
+
+
+def _matches(row: Row, environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Variable, value and replacement name for each thing in ``environ`` that a row speaks of."""
+    if row.together is not None:
+        present = {name: environ[name] for name in row.variables if name in environ}
+        if row.together(present):
+            yield ", ".join(present), " | ".join(present.values()), ""
+        return
+    for name, value in environ.items():
+        stems = [stem for pattern in row.variables if (stem := _stem(pattern, name)) is not None]
+        if stems and row.test(value):
+            yield name, value, (row.instead or "").replace("*", stems[0])
+
+
+def _speak(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
+    """Decisions of the rows that set nothing: for each variable the gravest of each topic, certain ones first."""
+    found: dict[tuple[str, str], list[tuple[bool, Decision]]] = {}
+    for number, row in enumerate(POLICY):
+        if row.action == "set":
+            continue
+        holds, unknown = _verdict(row, facts)
+        foreign = facts.is_rocm is False and not row.any_build
+        if holds is False and not foreign:
+            continue
+        for name, value, instead in _matches(row, environ):
+            action, reason = row.action, row.reason.format(instead=instead)
+            if foreign:
+                action, reason = "keep", f"of no concern here, this torch is not a ROCm build; on ROCm: {reason}"
+            elif holds is None:
+                action = "warn" if action == "error" else action
+                reason += f" [not certain here: {unknown}]"
+            decision = Decision(variable=name, action=action, value=value, reason=reason, source=row.source)
+            found.setdefault((row.topic or str(number), name), []).append((holds is True, decision))
+    for rivals in found.values():
+        yield max(rivals, key=lambda rival: (rival[0], _SEVERITY[rival[1].action]))[1]
+
+
+def _set(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
+    ours = environ.get(MARK_SET, "").split(",")
+    for row in POLICY:
+        if row.action != "set" or row.value is None:
+            continue
+        holds, unknown = _verdict(row, facts)
+        for name in row.variables if holds is not False else ():
+            home = environ.get("HOME", "~")
+            value = home + row.value[1:] if row.value.startswith("~/") else row.value
+            there = environ.get(name)
+            inherited = name in ours and there == value
+            if there is not None and not inherited:
+                reason = f"the user's value is kept; {value} would be set, because {row.reason}"
+                yield Decision(variable=name, action="keep", value=there, reason=reason, source=row.source)
+            elif holds:
+                yield Decision(variable=name, action="set", value=value, reason=row.reason, source=row.source)
+            elif facts.is_rocm:
+                reason = f"not set, because it is not certain ({unknown}); set {value} where {row.reason}"
+                yield Decision(variable=name, action="info", value=None, reason=reason, source=row.source)
+
+
+def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
+    """What the policy says of ``environ`` on this machine. Changes nothing."""
+    return [*_set(environ, facts), *_speak(environ, facts)]
+
+
+def too_late(decision: Decision) -> Decision:
+    """The same decision where torch has been imported already: nothing is set, and that is said."""
+    reason = (
+        f"too late to set {decision.value}: torch was imported before hf_rocm_tune; import hf_rocm_tune first or set "
+        f"it in the shell ({decision.reason})"
+    )
+    return replace(decision, action="warn", value=None, reason=reason)
+
+
+def remember(decisions: Iterable[Decision]) -> None:
+    """Add to ``DECISIONS`` what is not in it yet."""
+    for decision in decisions:
+        if decision not in DECISIONS:
+            DECISIONS.append(decision)
+
+
+def apply(
+    environ: MutableMapping[str, str] | None = None,
+    facts: MachineFacts | None = None,
+    *,
+    torch_loaded: bool | None = None,
+) -> list[Decision]:
+    """Evaluate, set what is to be set, and remember the decisions in ``DECISIONS``.
+
+    Args:
+        environ: ``os.environ`` unless given.
+        facts: read without GPUs' architectures unless given.
+        torch_loaded: whether torch is imported already, and has read its variables; then nothing is set.
+    """
+    environ = os.environ if environ is None else environ
+    facts = read_facts(archs=None) if facts is None else facts
+    loaded = "torch" in sys.modules if torch_loaded is None else torch_loaded
+    made: list[Decision] = []
+    for decision in evaluate(environ, facts):
+        name, value = decision.variable, decision.value
+        missing = decision.action == "set" and name not in environ
+        if missing and loaded:
+            decision = too_late(decision)
+        elif missing and value is not None:
+            environ[name] = value
+            ours = [other for other in environ.get(MARK_SET, "").split(",") if other]
+            environ[MARK_SET] = ",".join(dict.fromkeys([*ours, name]))
+        made.append(decision)
+    remember(made)
+    return made
+
+
+def _line(decision: Decision) -> str:
+    return f"{_LABEL[decision.action]}: {_assignment(decision)}: {decision.reason} ({decision.source})"
+
+
+def _assignment(decision: Decision) -> str:
+    # A value may hold anything, and what is shown has to stay one line of printable text.
+    text = "" if decision.value is None else "=" + decision.value
+    plain = "".join(letter if letter.isprintable() else " " for letter in decision.variable + text)
+    return plain if len(plain) <= 200 else plain[:200] + "..."
+
+
+def announce(
+    decisions: Iterable[Decision], environ: MutableMapping[str, str] | None = None, stream: TextIO | None = None
+) -> None:
+    """Print info, warnings and errors on stderr, one line each, once per process tree and by local rank 0 only.
+
+    HF_ROCM_TUNE_QUIET=1 leaves info out. What has been printed is noted in HF_ROCM_TUNE_TOLD, which child processes
+    (ranks of a launcher, loader workers) inherit; a line that is new there is still printed.
+    """
+    environ = os.environ if environ is None else environ
+    stream = sys.stderr if stream is None else stream
+    if stream is None or environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1"):
+        return
+    quiet = environ.get(QUIET, "").strip() == "1"
+    told = [mark for mark in environ.get(MARK_TOLD, "").split(",") if mark]
+    for decision in decisions:
+        if decision.action not in _LABEL or (quiet and decision.action == "info"):
+            continue
+        line = _line(decision)
+        mark = f"{zlib.crc32(line.encode('utf-8', 'surrogateescape')):08x}"
+        if mark not in told:
+            told.append(mark)
+            print(f"hf_rocm_tune: {line}", file=stream)
+    if told:
+        environ[MARK_TOLD] = ",".join(told)
+
+
+def explain(decisions: Sequence[Decision]) -> str:
+    """A readable table: action, variable and value, then reason and source on a line of their own."""
+    if not decisions:
+        return "No variable was set, and none that is present needs a word."
+    return "\n".join(
+        f"{decision.action:<6}{_assignment(decision)}\n      {decision.reason}\n      source: {decision.source}"
+        for decision in decisions
+    )
+
+
+def to_json(decisions: Sequence[Decision]) -> str:
+    """The decisions as a JSON array of objects with the fields of ``Decision``."""
+    return json.dumps([asdict(decision) for decision in decisions], indent=2)
+
+
+def exports(decisions: Iterable[Decision]) -> str:
+    """Shell lines that set what the policy sets, for use before a launcher."""
+    return "".join(
+        f"export {decision.variable}={shlex.quote(decision.value)}\n"
+        for decision in decisions
+        if decision.action == "set" and decision.value is not None
+    )

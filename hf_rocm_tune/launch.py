@@ -1,0 +1,274 @@
+"""Start a training job through accelerate's own launcher, and end as the job ended.
+
+The launcher runs in this process (as in ``trl``). What it adds to a failure, a traceback of its own and exit code 1,
+is replaced by what our processes recorded (``exits``): they have printed their line, and their code is returned.
+
+Signals: a single training process is a child of this one, so it has a Ctrl-C from the terminal already; anything else
+is passed on once. With several processes torch's elastic agent does the same. Not covered: ``kill -INT`` of only this
+process in a terminal's foreground job looks like Ctrl-C and is not passed on; ``kill`` (SIGTERM) is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import yaml
+
+from hf_rocm_tune import configs, process, recipe_file
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, PROGRAM
+
+CONFIG_FLAG = "--accelerate_config"
+#: Names that the launcher and ``trl sft`` both have: there, as in ``trl``, they are the job's.
+SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
+_NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
+_NEVER_SEVERAL = ("NO", "MULTI_CPU")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """A command line taken apart.
+
+    Args:
+        accelerate_config: the value of ``--accelerate_config``, or None.
+        launcher: flags of ``accelerate launch`` with their values.
+        job: everything else; the job itself refuses what it does not know.
+    """
+
+    accelerate_config: str | None
+    launcher: list[str]
+    job: list[str]
+
+
+def split(argv: Sequence[str]) -> CommandLine:
+    """Tell the launcher's flags from the job's.
+
+    Raises:
+        UsageError: ``--accelerate_config`` has no value.
+    """
+    accelerate_config, rest = recipe_file.take_flag(argv, CONFIG_FLAG)
+    launcher: list[str] = []
+    job: list[str] = []
+    arguments = iter(rest)
+    for argument in arguments:
+        name = _name(argument)
+        if not argument.startswith("--") or name not in _launcher_flags():
+            job.append(argument)
+            continue
+        launcher.append(argument)
+        if _launcher_flags()[name] and "=" not in argument:
+            launcher.extend(value for value in [next(arguments, None)] if value is not None)
+    return CommandLine(accelerate_config=accelerate_config, launcher=launcher, job=job)
+
+
+def is_launcher_flag(name: str) -> bool:
+    """Whether ``name``, without dashes, is a flag that only the launcher reads."""
+    return name == _name(CONFIG_FLAG) or name in _launcher_flags()
+
+
+def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, extra: Sequence[str]) -> int:
+    """Run ``python -m ENTRY ARGV`` in as many processes as the configuration says.
+
+    Args:
+        entry: the module.
+        argv: its arguments.
+        accelerate_config: name or path of an accelerate configuration; chosen by the machine unless given.
+        extra: further flags of ``accelerate launch``.
+
+    Returns:
+        0, or the code that the job recorded; 128 + n when signal n ended it, 1 for any other end without a record.
+
+    Raises:
+        UsageError: the configuration or a launcher flag is wrong.
+    """
+    recipe_file.apply_environment(argv, os.environ)
+    arguments = _parse_launcher_flags([*_config_flags(accelerate_config, extra), *extra, "-m", entry, *argv])
+    if (arguments.num_processes or 1) > 1 and not _starts_several(arguments):
+        raise UsageError(
+            f"--num_processes {arguments.num_processes} with {arguments.config_file} would start one process; "
+            f"use {CONFIG_FLAG} dual_rx7900xt, or cpu_dual without GPUs"
+        )
+    # Both would repeat, in a page, what our own line says.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as directory:
+        record = Path(directory) / "exit.json"
+        with _environment(EXIT_FILE_VARIABLE, str(record)), _signals_passed_on():
+            status = _run(arguments)
+        if status == 0:
+            return 0
+        if record.exists():
+            return int(json.loads(record.read_text(encoding="utf-8"))["code"])
+    return _unrecorded(status)
+
+
+def _run(arguments: Any) -> int:
+    """Launch and wait. Returns the exit status as ``subprocess`` has it: minus n for signal n."""
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        launch_command(arguments)
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    except ChildFailedError as error:
+        # The agent ends the other ranks with SIGTERM; the one that ended by itself is the cause.
+        statuses = [failure.exitcode for _, failure in sorted(error.failures.items())]
+        return next((status for status in statuses if status != -signal.SIGTERM), statuses[0])
+    except SignalException as error:
+        return -int(error.sigval)
+    except KeyboardInterrupt:
+        return -int(signal.SIGINT)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+    except ValueError as error:
+        raise UsageError(f"accelerate's launcher refuses: {error}") from error
+    return 0
+
+
+def _unrecorded(status: int) -> int:
+    """Say how a job ended that could not say it itself, and give our exit code."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        hint = "; the kernel sends it when host memory runs out, see `dmesg`" if name == "SIGKILL" else ""
+        message, code = f"the training process was ended by {name}{hint}", 128 - status
+    else:
+        message, code = f"the training process ended with exit code {status}; its own message is above", 1
+    print(f"{PROGRAM}: error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _config_flags(accelerate_config: str | None, extra: Sequence[str]) -> list[str]:
+    """``--config_file`` for the launcher, from a name, a path or the machine."""
+    given = {_name(argument) for argument in extra if argument.startswith("--")}
+    if accelerate_config is None:
+        if "config_file" in given:
+            return []
+        several = "multi_gpu" in given or (_parse_launcher_flags([*extra, "-m", "job"]).num_processes or 1) > 1
+        gpu = process.has_accelerator()
+        accelerate_config = _CHOICE[gpu, several]
+        found = "a GPU is visible" if gpu else "no GPU is visible"
+        print(f"{PROGRAM}: accelerate config {accelerate_config} ({found}; {CONFIG_FLAG} chooses another)", flush=True)
+    path = Path(accelerate_config) if Path(accelerate_config).is_file() else configs.path(accelerate_config)
+    flags = ["--config_file", str(path)]
+    if "gpu_ids" not in given and any(
+        os.environ.get(name) and "," not in os.environ[name] for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    ):
+        flags += ["--gpu_ids", "all"]  # the user has chosen one card; the configuration's index would replace it
+    return flags
+
+
+_CHOICE = {
+    (False, False): "cpu",
+    (False, True): "cpu_dual",
+    (True, False): "single_rx7900xt",
+    (True, True): "dual_rx7900xt",
+}
+
+
+def _starts_several(arguments: Any) -> bool:
+    """Whether these flags and their configuration start one process for each rank."""
+    if arguments.multi_gpu or arguments.use_fsdp or arguments.use_deepspeed or arguments.tpu:
+        return True
+    try:
+        content = yaml.safe_load(Path(arguments.config_file).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"accelerate config {arguments.config_file} cannot be read: {error}") from error
+    return isinstance(content, dict) and content.get("distributed_type") not in _NEVER_SEVERAL
+
+
+def _parse_launcher_flags(argv: Sequence[str]) -> Any:
+    """The launcher's own reading of its flags, its complaint as ours."""
+    from accelerate.commands.launch import launch_command_parser
+
+    def refuse(message: str) -> NoReturn:
+        raise UsageError(f"accelerate's launcher refuses: {message}")
+
+    parser = launch_command_parser()
+    parser.error = refuse
+    return parser.parse_args(list(argv))
+
+
+@functools.cache
+def _launcher_flags() -> dict[str, bool]:
+    """The flags that are the launcher's: name without dashes, and whether a value follows."""
+    from accelerate.commands.launch import launch_command_parser
+
+    return {
+        action.dest: action.nargs != 0
+        for action in launch_command_parser()._actions
+        if action.dest not in SHARED_WITH_THE_JOB | _NOT_FOR_USERS
+    }
+
+
+def _name(argument: str) -> str:
+    return argument.partition("=")[0].lstrip("-").replace("-", "_")
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """``name`` set for the processes that are started meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextlib.contextmanager
+def _signals_passed_on() -> Iterator[None]:
+    """Pass SIGINT and SIGTERM to the children instead of dying before them; the agent of torch replaces this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python gives signals to the main thread only
+        return
+    import psutil  # a dependency of accelerate
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        children = psutil.Process().children()
+        if not children:
+            raise SystemExit(128 + number)
+        if number == signal.SIGINT and _is_foreground_job():
+            return
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_foreground_job() -> bool:
+    """Whether the terminal sends Ctrl-C to this process and its children alike."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:  # no terminal: a service, a pipeline, a cluster's job
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

@@ -1,0 +1,307 @@
+"""The one door to the device: everything that crosses does it here, verified on arrival."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+import weakref
+from collections import Counter
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.transfer.accelerator import AcceleratorBackend
+from hf_rocm_tune.transfer.backend import Backend, HostBackend
+from hf_rocm_tune.transfer.digest import Digest
+from hf_rocm_tune.transfer.faults import FaultSpec
+from hf_rocm_tune.transfer.faulty import FaultyBackend
+from hf_rocm_tune.transfer.ladder import Ladder
+from hf_rocm_tune.transfer.raw_bytes import check_plain, typed_view
+from hf_rocm_tune.transfer.registry import Entry, Registry
+from hf_rocm_tune.transfer.report import TransferReport
+from hf_rocm_tune.transfer.ring import Ring
+from hf_rocm_tune.transfer.settings import TransferSettings
+from hf_rocm_tune.transfer.shipment import ALIGNMENT, Parcel, Sender, Shipment
+from hf_rocm_tune.transfer.tree import map_tensors, named_tensors, tree_tensors
+
+_live: weakref.WeakSet[Mover] = weakref.WeakSet()
+
+
+class Mover:
+    """Moves host tensors to one device and proves that they arrived.
+
+    Weights go through `move`, which returns when the bytes are right. Batches go through `begin`, which returns at once
+    with device tensors in flight, and `settle`, which waits for the verdict and must be called before they are used.
+
+    Args:
+        device: ``cuda`` (HIP and CUDA alike) or ``cpu``; on the CPU a worker thread plays the copy engine.
+        settings: what is verified, and the size of the ring.
+        report: counters to add to; a new one by default.
+        faults: faults to inject into the copies.
+        backend: replaces the one chosen by device; faults still go round it.
+
+    Attributes:
+        step: training step for incidents, set by the training loop.
+
+    All methods may be called from several threads. Not covered: what happens to device memory after the verdict.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        settings: TransferSettings | None = None,
+        report: TransferReport | None = None,
+        faults: FaultSpec | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        self.settings = settings or TransferSettings()
+        self.report = report or TransferReport()
+        plain = backend or _backend_for(device)
+        self._faulty = FaultyBackend(plain, faults) if faults else None
+        self._backend: Backend = self._faulty or plain
+        self.device = plain.device
+        slot_bytes = self.settings.slot_bytes or plain.default_slot_bytes
+        self._sender = Sender(self._backend, Ring(self._backend, slot_bytes=slot_bytes, slots=self.settings.slots))
+        self._ladder = Ladder(self._backend, self._sender, self.settings, self.report)
+        self._registry = Registry()
+        self._numbers = itertools.count()
+        self._sent: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._closed = False
+        _live.add(self)
+
+    # ---- moving ---------------------------------------------------------------------------------------------
+
+    def move(self, tensor: Tensor, *, name: str, stage: str = "weights", source: str | None = None) -> Tensor:
+        """Send one host tensor and wait for its verdict.
+
+        Args:
+            tensor: host tensor of any dense dtype, shape and strides.
+            name: for incidents, for example the parameter's name.
+            stage: ``weights``, ``batches``, ``adapter`` or ``optimizer``.
+            source: the file it came from, for incidents.
+
+        Returns:
+            A new tensor on the device, same dtype and shape, contiguous, without gradient history, that owns its
+            storage.
+
+        Raises:
+            CorruptionError: it could not be brought over right (`SourceChangedError`: `tensor` changed meanwhile).
+            UsageError: it is not a dense host tensor.
+        """
+        self._check_host(tensor, name)
+        shipment = self._new_shipment(stage, [Parcel(name, tensor, 0, source)])
+        buffer = self._backend.allocate(shipment.nbytes, long_lived=True)
+        self._sender.send(shipment, buffer, self._ladder.route, attempt=0)
+        self._finish(shipment, buffer)
+        with torch.inference_mode(False):
+            moved = typed_view(buffer, 0, tensor.dtype, tensor.shape)
+        known = Entry("transferred", digest=shipment.parcels[0].digest) if shipment.verify else _not_verified(self)
+        self._registry.put(moved, known)
+        return moved
+
+    def begin(self, tree: Any, *, stage: str = "batches") -> Any:
+        """Start the transfer of all host tensors of a nested batch, in one copy into one device allocation.
+
+        Args:
+            tree: dicts, mappings, lists, tuples, named tuples and dataclasses of tensors and anything else. The host
+                tensors must not be written to before `settle`.
+            stage: as in `move`.
+
+        Returns:
+            The same structure with device tensors in flight: call `settle` before using them. Tensors that are already
+            on the device, or already moved, and everything that is no tensor are the same objects as before.
+        """
+        parcels: dict[int, Parcel] = {}
+        end = 0
+        for name, tensor in named_tensors(tree):
+            if id(tensor) in parcels or self._is_here(tensor):
+                continue
+            self._check_host(tensor, name)
+            parcel = Parcel(name, tensor, -(-end // ALIGNMENT) * ALIGNMENT)
+            parcels[id(tensor)] = parcel
+            end = parcel.offset + parcel.nbytes
+        if not parcels:
+            return map_tensors(tree, lambda tensor: tensor)
+        shipment = self._new_shipment(stage, list(parcels.values()))
+        buffer = self._backend.allocate(max(shipment.nbytes, 1), long_lived=False)
+        self._sender.send(shipment, buffer[: shipment.nbytes], self._ladder.route, attempt=0)
+        with torch.inference_mode(False):
+            arrived = {
+                key: typed_view(buffer, parcel.offset, parcel.source.dtype, parcel.source.shape)
+                for key, parcel in parcels.items()
+            }
+        self._registry.put(buffer, Entry("unverified", "its verdict is still awaited", shipment))
+        return map_tensors(tree, lambda tensor: arrived.get(id(tensor), tensor))
+
+    def settle(self, tree: Any) -> None:
+        """Wait for the verdict of every transfer in flight that tensors of `tree` belong to, and put it right if bad.
+
+        Afterwards the tensors may be used on the caller's current stream. Tensors that are not in flight are passed by.
+
+        Raises:
+            CorruptionError: a tensor could not be brought over right; raised again each time it is asked.
+        """
+        for tensor in tree_tensors(tree):
+            entry = self._registry.get(tensor)
+            if entry is None or entry.shipment is None:
+                continue
+            shipment = entry.shipment
+            with shipment.lock:
+                if shipment.failure is not None:
+                    raise shipment.failure
+                if not shipment.settled:
+                    with torch.inference_mode(False):
+                        everything = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                        everything.set_(tensor.untyped_storage(), 0, (shipment.nbytes,), (1,))
+                    self._finish(shipment, everything)
+                    known = Entry("transferred") if shipment.verify else _not_verified(self)
+                    entry.provenance, entry.reason = known.provenance, known.reason
+
+    def _finish(self, shipment: Shipment, buffer: Tensor) -> None:
+        """Wait for the verdict, recover if need be, hand out, count."""
+        begun = time.perf_counter()
+        try:
+            if shipment.ticket is not None:
+                self._judge(shipment, buffer)
+                self._backend.hand_out(buffer, shipment.ticket)
+        except CorruptionError as failure:
+            shipment.failure = failure
+            raise
+        shipment.settled = True
+        shipment.verify_seconds += time.perf_counter() - begun
+        nbytes = sum(parcel.nbytes for parcel in shipment.parcels)
+        self.report.add(
+            shipment.stage,
+            tensors=len(shipment.parcels),
+            bytes=nbytes,
+            verified_bytes=nbytes if shipment.verify else 0,
+            transfer_seconds=shipment.transfer_seconds,
+            verify_seconds=shipment.verify_seconds,
+        )
+
+    def _judge(self, shipment: Shipment, buffer: Tensor) -> None:
+        if shipment.verdict is None:
+            return
+        if not shipment.matches(shipment.verdict.result()):
+            self._ladder.recover(shipment, buffer)
+        self._ladder.examiner.remember(shipment)
+
+    def _new_shipment(self, stage: str, parcels: list[Parcel]) -> Shipment:
+        if self._closed:
+            raise RuntimeError("the mover is closed")
+        with self._lock:
+            number, earlier = next(self._numbers), self._sent[stage]
+            self._sent[stage] += 1
+        sampled = self.settings.verify == "sample" and earlier % self.settings.sample_every == 0
+        return Shipment(number, stage, parcels, verify=self.settings.verify == "full" or sampled)
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        if self.device.type == "cpu":
+            return self._registry.get(tensor) is not None
+        return tensor.device == self.device
+
+    def _check_host(self, tensor: Tensor, name: str) -> None:
+        check_plain(tensor, name)
+        if tensor.device.type != "cpu":
+            raise UsageError(f"tensor '{name}' is on {tensor.device}; only host tensors are moved to {self.device}")
+
+    # ---- what is known --------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int | None:
+        """Training step that incidents carry."""
+        return self._ladder.step
+
+    @step.setter
+    def step(self, value: int | None) -> None:
+        self._ladder.step = value
+
+    def host_source(self, tensor: Tensor) -> Tensor | None:
+        """The host tensor that a batch tensor came from; kept as long as the device memory lives. None for views."""
+        entry = self._registry.get(tensor)
+        if entry is None or entry.shipment is None:
+            return None
+        start = tensor.storage_offset() * tensor.element_size()
+        for parcel in entry.shipment.parcels:
+            same_type = parcel.source.dtype == tensor.dtype and parcel.source.shape == tensor.shape
+            if parcel.offset == start and same_type and tensor.is_contiguous():
+                return parcel.source
+        return None
+
+    def was_verified(self, tensor: Tensor) -> bool:
+        """Whether its bytes were proven on arrival, or were computed on the device from such bytes."""
+        return self.provenance(tensor) in ("transferred", "derived")
+
+    def is_pending(self, tensor: Tensor) -> bool:
+        """Whether it is in flight: `settle` has not been called for it."""
+        entry = self._registry.get(tensor)
+        return entry is not None and entry.shipment is not None and not entry.shipment.settled
+
+    def provenance(self, tensor: Tensor) -> str | None:
+        """``transferred``, ``derived``, ``unverified`` (also while in flight), or None: it did not come through here."""
+        entry = self._registry.get(tensor)
+        return None if entry is None else entry.provenance
+
+    def reason(self, tensor: Tensor) -> str | None:
+        """Why a tensor counts as derived or unverified."""
+        entry = self._registry.get(tensor)
+        return None if entry is None else entry.reason
+
+    def digest_of(self, tensor: Tensor) -> Digest | None:
+        """The digest with which a weight arrived; None for batches, derived and unverified tensors."""
+        entry = self._registry.get(tensor)
+        return None if entry is None else entry.digest
+
+    def mark_derived(self, tensor: Tensor, reason: str) -> None:
+        """Declare that `tensor` was computed on the device from verified tensors (cast, quantised, initialised)."""
+        self._registry.put(tensor, Entry("derived", reason))
+
+    def mark_unverified(self, tensor: Tensor, reason: str) -> None:
+        """Declare that `tensor` came to the device unverified, and why."""
+        self._registry.put(tensor, Entry("unverified", reason))
+
+    def fault_injection(self) -> dict[str, Any] | None:
+        """The fault specification and how many faults were injected so far; None when none are asked for."""
+        if self._faulty is None:
+            return None
+        return {**dataclasses.asdict(self._faulty.spec), "injected": self._faulty.injected}
+
+    # ---- end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the copy queue after what is in it. What is known of tensors stays. Does nothing the second time."""
+        if not self._closed:
+            self._closed = True
+            self._backend.close()
+
+    def __enter__(self) -> Mover:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def was_verified(tensor: Tensor) -> bool:
+    """Whether any mover of this process has verified `tensor`."""
+    return any(mover.was_verified(tensor) for mover in list(_live))
+
+
+def _backend_for(device: torch.device) -> Backend:
+    if device.type == "cpu":
+        return HostBackend()
+    if device.type == "cuda":
+        return AcceleratorBackend(device)
+    raise UsageError(f"device '{device}' is not supported; use cuda (HIP and CUDA) or cpu")
+
+
+def _not_verified(mover: Mover) -> Entry:
+    return Entry("unverified", f"moved under --verify {mover.settings.verify}, not among the verified")

@@ -1,0 +1,116 @@
+"""Counters of what crossed, what was verified and what went wrong; the numbers of ``transfer_report.json``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+STAGES = ("weights", "batches", "adapter", "optimizer")
+"""What crosses: model weights, training and evaluation batches, adapter weights, optimizer state."""
+_SUMMED: dict[str, tuple[str, ...]] = {
+    "gradients": ("buckets", "mismatches", "recovered"),
+    "frozen": ("passes", "tensors", "mismatches"),
+    "replicas": ("checks", "mismatches"),
+    "files": ("verified", "mismatches"),
+}
+_STAGE_SUMS = (
+    "tensors",
+    "bytes",
+    "verified_bytes",
+    "mismatches",
+    "recovered",
+    "transfer_seconds",
+    "verify_seconds",
+)
+
+
+def gb_per_s(nbytes: float, seconds: float) -> float:
+    """10^9 bytes a second; 0 when no time has passed."""
+    return nbytes / seconds / 1e9 if seconds > 0 else 0.0
+
+
+class TransferReport:
+    """Thread-safe counters of one process.
+
+    Seconds are those that the calling threads spent, so threads that load side by side add up. ``verify_seconds`` is
+    the digest of the source and the wait for the verdict; ``transfer_seconds`` is packing and queueing.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stages: dict[str, dict[str, float]] = {stage: dict.fromkeys(_STAGE_SUMS, 0) for stage in STAGES}
+        self._sections: dict[str, dict[str, int]] = {name: dict.fromkeys(keys, 0) for name, keys in _SUMMED.items()}
+        self._incidents: list[dict[str, Any]] = []
+
+    def add(self, stage: str, **increments: float) -> None:
+        """Add to the counters of a stage: tensors, bytes, verified_bytes, mismatches, recovered, ``*_seconds``."""
+        with self._lock:
+            counters = self._stages[stage]
+            for key, value in increments.items():
+                assert key in counters, f"no counter {key}"
+                counters[key] += value
+
+    def count(self, section: str, **increments: int) -> None:
+        """Add to ``gradients``, ``frozen``, ``replicas`` or ``files``."""
+        with self._lock:
+            counters = self._sections[section]
+            for key, value in increments.items():
+                assert key in counters, f"no counter {key}"
+                counters[key] += value
+
+    def frozen(self, *, passes: int, tensors: int, new_mismatches: int) -> None:
+        """State of the sentinel over frozen weights: passes so far, tensors watched, mismatches newly found."""
+        with self._lock:
+            counters = self._sections["frozen"]
+            counters.update(passes=passes, tensors=tensors, mismatches=counters["mismatches"] + new_mismatches)
+
+    def files(self, *, verified: int, mismatches: int) -> None:
+        """Files that were read back and equal what they were written from, and tensors in files that did not."""
+        self.count("files", verified=verified, mismatches=mismatches)
+
+    def incident(self, row: Mapping[str, Any]) -> None:
+        """Add one incident: a flat dict that JSON can hold."""
+        with self._lock:
+            self._incidents.append(dict(row))
+
+    @property
+    def incidents(self) -> list[dict[str, Any]]:
+        """A copy of the incidents so far."""
+        with self._lock:
+            return [dict(row) for row in self._incidents]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The stages, sections and incidents, as they stand in ``transfer_report.json``."""
+        with self._lock:
+            return _assemble(self._stages, self._sections, [dict(row) for row in self._incidents])
+
+    @staticmethod
+    def merge(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Add up what `to_dict` gave on each rank; incidents get the rank when there are several."""
+        reports = list(reports)
+        stages = {
+            stage: {key: sum(report[stage][key] for report in reports) for key in _STAGE_SUMS} for stage in STAGES
+        }
+        sections = {
+            name: {key: sum(report[name][key] for report in reports) for key in keys} for name, keys in _SUMMED.items()
+        }
+        rank = [{"rank": number} if len(reports) > 1 else {} for number in range(len(reports))]
+        incidents = [{**row, **rank[number]} for number, report in enumerate(reports) for row in report["incidents"]]
+        return _assemble(stages, sections, incidents)
+
+
+def _assemble(
+    stages: Mapping[str, Mapping[str, float]],
+    sections: Mapping[str, Mapping[str, int]],
+    incidents: list[dict[str, Any]],
+) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for stage, counters in stages.items():
+        seconds = counters["transfer_seconds"] + counters["verify_seconds"]
+        rounded = {key: round(value, 6) if key.endswith("seconds") else value for key, value in counters.items()}
+        rate = round(gb_per_s(counters["bytes"], seconds), 4)
+        result[stage] = {**rounded, "seconds": round(seconds, 6), "gb_per_s": rate}
+    result.update({name: dict(counters) for name, counters in sections.items()})
+    result["incidents"] = incidents
+    return result

@@ -1,0 +1,48 @@
+"""What all tests share: no network, no traces in the user's own caches, and no settings of the user's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before anything imports torch or a Hugging Face library, and inherited by the processes that tests start.
+_HOME = tempfile.mkdtemp(prefix="hf-rocm-tune-tests-")
+for _name in [name for name in os.environ if name.startswith(("HF_ROCM_TUNE_", "ACCELERATE_", "WANDB_"))]:
+    del os.environ[_name]
+os.environ.update(
+    HF_HOME=_HOME,
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    OMP_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+    PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+)
+
+
+def pytest_unconfigure() -> None:
+    """Remove the home directory that stood in for the user's."""
+    shutil.rmtree(_HOME, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs an accelerator where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator, and torch sees none"))
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """The top directory of the repository."""
+    return ROOT

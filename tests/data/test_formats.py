@@ -1,0 +1,198 @@
+"""Rows that TRL cannot train on are refused with row, column and what was found; all that it can are recognised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, Features, IterableDataset, Json, List
+
+from hf_rocm_tune.data.formats import STREAMED_ROWS, FormatInfo, check_format
+from hf_rocm_tune.data.sources import load_source
+from hf_rocm_tune.errors import UsageError
+from tests import tiny
+from tests.data.test_sources import private_cache as private_cache
+
+Row = dict[str, Any]
+
+USER = {"role": "user", "content": "q"}
+ASSISTANT = {"role": "assistant", "content": "a"}
+
+
+def check(rows: Any, **arguments: Any) -> FormatInfo:
+    arguments.setdefault("has_chat_template", True)
+    return check_format(rows, model_name="some/model", **arguments)
+
+
+def refusal(rows: Any, **arguments: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        check(rows, **arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def streamed(rows: list[Row]) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+Writer = Callable[[Path, int], Path]
+FORMATS: dict[str, tuple[Writer, str]] = {
+    "messages": (tiny.write_messages_jsonl, "messages (conversational)"),
+    "tools": (tiny.write_tools_jsonl, "messages (conversational, with tools)"),
+    "text": (tiny.write_text_jsonl, "text"),
+    "sharegpt": (tiny.write_sharegpt_jsonl, "conversations (conversational)"),
+    "prompt": (tiny.write_prompt_completion_jsonl, "prompt/completion"),
+    "prompt_chat": (
+        lambda path, n: tiny.write_prompt_completion_jsonl(path, n, conversational=True),
+        "prompt/completion (conversational)",
+    ),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_of_trl_is_recognised(tmp_path: Path, name: str, streaming: bool) -> None:
+    write, description = FORMATS[name]
+    rows = load_source(str(write(tmp_path / "rows.jsonl", 12)), streaming=streaming).train
+    info = check(rows)
+    assert info.description == description
+    assert info.checked_rows == 12
+    assert info.unusual_roles == (("gpt", "human") if name == "sharegpt" else ())
+
+
+def test_tokens_and_a_text_column_of_another_name_are_recognised() -> None:
+    assert check(Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]})).kind == "tokenized"
+    assert check(Dataset.from_dict({"body": ["a"]}), dataset_text_field="body").kind == "text"
+
+
+@pytest.mark.parametrize(
+    ("columns", "parts"),
+    [
+        (["question", "answer"], ["found 'question', 'answer'", "'messages'", "--dataset_text_field NAME"]),
+        (["message"], ["rename 'message' to 'messages'?"]),
+        (["prompt", "response"], ["'prompt' without 'completion'"]),
+        (["prompt", "messages"], ["'prompt' without 'completion'"]),
+        (["completion"], ["found 'completion'; accepted"]),
+    ],
+)
+def test_wrong_columns_are_listed_beside_the_accepted_ones(columns: list[str], parts: list[str]) -> None:
+    message = refusal(Dataset.from_dict({column: ["a"] for column in columns}))
+    assert all(part in message for part in parts), message
+
+
+GOOD: Row = {"messages": [USER, ASSISTANT]}
+BAD_ROWS: dict[str, tuple[Row, Row, str]] = {
+    "text null": ({"text": "a"}, {"text": None}, "column 'text' holds nothing (null), not text"),
+    "text number": ({"text": "a"}, {"text": 3}, "column 'text' holds a number, not text"),
+    "completion null": (
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "completion": None},
+        "column 'completion' holds nothing (null)",
+    ),
+    "prompt and completion differ": (
+        {"prompt": [USER], "completion": [ASSISTANT]},
+        {"prompt": [USER], "completion": "a"},
+        "column 'completion' holds text, not a list of messages",
+    ),
+    "messages text": (GOOD, {"messages": "hello"}, "column 'messages' holds text, not a list of messages"),
+    "messages null": (GOOD, {"messages": None}, "column 'messages' holds nothing (null), not a list of messages"),
+    "messages empty": (GOOD, {"messages": []}, "column 'messages' holds an empty list"),
+    "message text": (GOOD, {"messages": ["hello"]}, "message 1 is text, not an object with 'role' and 'content'"),
+    "no role": (GOOD, {"messages": [{"content": "q"}]}, "message 1 has no 'role' of type text (it has 'content')"),
+    "no content": (GOOD, {"messages": [USER, {"role": "assistant"}]}, "message 2 has nothing (null) as 'content'"),
+    "content number": (GOOD, {"messages": [{"role": "user", "content": 5}]}, "has a number as 'content', not text"),
+    "from in messages": (GOOD, {"messages": [{"from": "user", "value": "q"}]}, "rename the column to 'conversations'"),
+    "role in conversations": (
+        {"conversations": [{"from": "user", "value": "q"}]},
+        {"conversations": [USER]},
+        "rename the column to 'messages'",
+    ),
+    "tools not JSON": (
+        {**GOOD, "tools": "[]"},
+        {**GOOD, "tools": "[{"},
+        "column 'tools' is not valid JSON",
+    ),
+    "tools number": ({**GOOD, "tools": "[]"}, {**GOOD, "tools": "3"}, "column 'tools' holds a number, not a list"),
+    "no tokens": ({"input_ids": [1]}, {"input_ids": []}, "column 'input_ids' holds an empty list"),
+    "half a token": ({"input_ids": [1.0]}, {"input_ids": [1.5]}, "column 'input_ids' has a number among its token ids"),
+}
+
+
+def map_style(rows: list[Row]) -> Dataset:
+    """As `datasets` itself types rows of unlike shape: JSON columns where Arrow has no common type."""
+    try:
+        return Dataset.from_list(rows)
+    except Exception:  # noqa: BLE001  whatever Arrow raises here: no common type
+        return Dataset.from_list(rows, features=Features({key: Json() for key in rows[0]}))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_wrong_row_is_named_with_number_and_column(case: str, streaming: bool) -> None:
+    good, bad, expected = BAD_ROWS[case]
+    rows = [good] * 2 + [bad]
+    message = refusal(streamed(rows) if streaming else map_style(rows))
+    # rows of which the first is wrong as well are found there
+    assert message.startswith("row 1 of" if case == "half a token" else "row 3 of the 'train' split: "), message
+    assert expected in message
+    assert "the row begins {" in message
+
+
+@pytest.mark.parametrize("bad", [{"text": None}, {"text": 7}])
+def test_a_wrong_row_far_behind_is_found(bad: Row) -> None:
+    rows = [{"text": "a"}] * 2500 + [bad] + [{"text": "b"}] * 10
+    assert "row 2501 of the 'test' split" in refusal(map_style(rows), split="test")
+
+
+def test_a_nested_fault_far_behind_is_found_and_rows_are_numbered_as_the_dataset_counts() -> None:
+    rows = [GOOD] * 2500 + [{"messages": [USER, {"role": None, "content": "x"}]}]
+    dataset = Dataset.from_list(rows)
+    assert "row 2501" in refusal(dataset)
+    assert "row 1 of" in refusal(dataset.select([2500, 3]))
+    assert check(dataset.select(range(100))).checked_rows == 100
+
+
+def test_of_a_stream_only_the_first_rows_are_read() -> None:
+    rows = [{"text": "a"}] * STREAMED_ROWS + [{"text": None}]
+    assert check(streamed(rows)).checked_rows == STREAMED_ROWS
+
+
+def test_content_in_parts_and_tool_calls_without_content_are_accepted() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+    rows = Dataset.from_list([{"messages": [parts, call]}], features=Features({"messages": List(Json())}))
+    assert check(rows).kind == "messages"
+
+
+def test_conversations_without_a_template_name_model_and_flag() -> None:
+    message = refusal(Dataset.from_list([GOOD]), has_chat_template=False)
+    assert "'some/model' has no chat template" in message
+    assert "--chat_template_path" in message
+    assert check(Dataset.from_dict({"text": ["a"]}), has_chat_template=False).kind == "text"
+
+
+@pytest.mark.parametrize("rows", [{"text": ["a"]}, {"prompt": ["a"], "completion": ["b"]}, {"input_ids": [[1]]}])
+def test_assistant_only_loss_needs_conversations(rows: dict[str, list[Any]]) -> None:
+    assert refusal(Dataset.from_dict(rows), assistant_only_loss=True).startswith("--assistant_only_loss needs")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_assistant_only_loss_needs_an_assistant_in_every_row(streaming: bool) -> None:
+    rows = [GOOD, GOOD, {"messages": [USER, USER]}]
+    message = refusal(streamed(rows) if streaming else Dataset.from_list(rows), assistant_only_loss=True)
+    assert message.startswith("row 3 ")
+    assert "no message of the role 'assistant'" in message
+    assert check(Dataset.from_list(rows)).checked_rows == 3
+    assert check(Dataset.from_list(rows[:2]), assistant_only_loss=True).checked_rows == 2
+
+
+def test_completion_only_loss_needs_a_completion() -> None:
+    assert "--completion_only_loss needs 'prompt'" in refusal(Dataset.from_list([GOOD]), completion_only_loss=True)
+    assert check(Dataset.from_dict({"prompt": ["a"], "completion": ["b"]}), completion_only_loss=True)
+    assert check(Dataset.from_dict({"input_ids": [[1]], "completion_mask": [[1]]}), completion_only_loss=True)
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    assert "is empty" in refusal(Dataset.from_dict({"text": []}))

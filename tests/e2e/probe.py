@@ -1,0 +1,25 @@
+"""Logits of a model for fixed tokens, the same in every process. Imports nothing of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Logits of fixed tokens.
+
+    In training mode (the tests use dropout 0): in evaluation mode bitsandbytes repacks 4-bit weights on some CPUs,
+    and computes with other numbers than the training saw.
+
+    Returns:
+        Tensor of shape [2, 24, vocabulary], float32.
+    """
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(5, 500, (2, 24), generator=generator)
+    model.train()
+    with torch.no_grad():
+        result: torch.Tensor = model(input_ids=tokens, use_cache=False).logits.float()
+    return result

@@ -1,0 +1,388 @@
+"""The variable policy: each row fires where it should and nowhere else, and the user's value always stands."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hf_rocm_tune import environ as policy
+from hf_rocm_tune.environ import Decision, MachineFacts, announce, evaluate, explain, exports, to_json
+from hf_rocm_tune.environ_policy import POLICY
+
+ROOT = Path(__file__).resolve().parents[1]
+XT = MachineFacts(torch_version="2.13.0+rocm7.2", hip_version="7.2.26015", archs=("gfx1100",))
+OLD = replace(XT, torch_version="2.9.1+rocm6.4", hip_version="6.4.43482")
+MIXED = replace(XT, archs=("gfx1036", "gfx1100"))
+CPU = replace(XT, torch_version="2.13.0+cpu", hip_version=None, archs=())
+NO_TORCH = MachineFacts(
+    torch_version=None,
+    hip_version=None,
+    archs=None,
+    reasons={"torch_version": "torch is gone", "hip_version": "torch is gone", "archs": "no kernel files"},
+)
+FLASH = replace(XT, flash_attn_version="2.8.3.post1")
+PAIR = "expandable_segments:True,max_split_size_mb:512"
+ALONE = "expandable_segments:True,garbage_collection_threshold:0.8"
+
+
+def found(facts: MachineFacts, *findings: str) -> MachineFacts:
+    return replace(facts, findings=frozenset(findings))
+
+
+# variable(s), value, facts, action; one line for each row of the policy and each of its conditions
+FIRES = [
+    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, OLD, "set"),
+    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, replace(OLD, torch_version="2.5.1"), "set"),
+    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "0", OLD, "keep"),
+    ("FLASH_ATTENTION_TRITON_AMD_ENABLE", None, FLASH, "set"),
+    ("FLASH_ATTENTION_TRITON_AMD_ENABLE", "FALSE", FLASH, "keep"),
+    ("NCCL_P2P_DISABLE", None, found(XT, "peer_copy_failed"), "set"),
+    ("NCCL_P2P_DISABLE", "0", found(XT, "peer_copy_failed"), "keep"),
+    ("NCCL_DEBUG", None, found(XT, "diagnosis"), "set"),
+    ("MIOPEN_USER_DB_PATH", None, found(XT, "convolution_model"), "set"),
+    ("MIOPEN_CUSTOM_CACHE_DIR", None, found(XT, "convolution_model"), "set"),
+    ("TORCH_BLAS_PREFER_HIPBLASLT", None, found(XT, "gemm_prefers_hipblaslt"), "set"),
+    ("TORCH_BLAS_PREFER_HIPBLASLT", None, found(XT, "gemm_prefers_rocblas"), "set"),
+    ("OMP_NUM_THREADS", "4", CPU, "keep"),
+    ("PYTORCH_CUDA_ALLOC_CONF", PAIR, XT, "error"),
+    ("PYTORCH_HIP_ALLOC_CONF", " max_split_size_mb:32 , Expandable_Segments : true ", XT, "error"),
+    ("PYTORCH_ALLOC_CONF", PAIR, XT, "error"),
+    ("PYTORCH_ALLOC_CONF", ALONE, XT, "warn"),
+    ("PYTORCH_ALLOC_CONF", PAIR, OLD, "info"),
+    ("PYTORCH_ALLOC_CONF", ALONE, replace(XT, torch_version="2.11.0"), "info"),
+    ("PYTORCH_ALLOC_CONF", ALONE, replace(XT, hip_version="6.4.1"), "info"),
+    ("PYTORCH_HIP_ALLOC_CONF", "backend:cudaMallocAsync", XT, "error"),
+    ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,backend:hipMallocAsync", OLD, "error"),
+    ("PYTORCH_NO_HIP_MEMORY_CACHING", "1", XT, "warn"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", CPU, "warn"),
+    ("HSA_OVERRIDE_GFX_VERSION", "11.0.0", XT, "info"),
+    ("HSA_OVERRIDE_GFX_VERSION", "11.0.0", replace(XT, archs=("gfx1100", "gfx1100")), "info"),
+    ("HSA_OVERRIDE_GFX_VERSION", "11.0.0", MIXED, "error"),
+    ("HSA_OVERRIDE_GFX_VERSION", "9.4.2", XT, "error"),
+    ("HSA_OVERRIDE_GFX_VERSION_1", "11.0.0", MIXED, "error"),
+    ("AMD_SERIALIZE_KERNEL", "3", XT, "warn"),
+    ("AMD_SERIALIZE_COPY", "3", XT, "warn"),
+    ("HIP_LAUNCH_BLOCKING", "1", XT, "warn"),
+    ("HSA_ENABLE_SDMA", "0", XT, "info"),
+    ("HSA_ENABLE_PEER_SDMA", "0", XT, "info"),
+    ("HIP_FORCE_DEV_KERNARG", "1", XT, "info"),
+    ("HSA_FORCE_FINE_GRAIN_PCIE", "1", XT, "info"),
+    ("HSA_ENABLE_IPC_MODE_LEGACY", "1", XT, "warn"),
+    ("HSA_NO_SCRATCH_RECLAIM", "1", XT, "info"),
+    ("MIOPEN_DISABLE_CACHE", "1", XT, "warn"),
+    ("MIOPEN_USER_DB_PATH", "/tmp/miopen", XT, "info"),
+    ("MIOPEN_CUSTOM_CACHE_DIR", "/tmp", XT, "info"),
+    ("PYTORCH_TUNABLEOP_ENABLED", "1", XT, "info"),
+    ("TORCH_CUDA_SANITIZER", "1", CPU, "info"),
+    ("RCCL_DEBUG", "INFO", XT, "info"),
+    ("RCCL_BUFFSIZE", "1", XT, "info"),
+    ("RCCL_SOCKET_IFNAME", "eth0", XT, "info"),
+    ("RCCL_IB_DISABLE", "1", XT, "info"),
+    ("RCCL_NET_GDR_LEVEL", "3", XT, "info"),
+    ("RCCL_MAX_NCHANNELS", "8", XT, "info"),
+    ("RCCL_NCHANNELS", "8", XT, "info"),
+    ("RCCL_TREE_THRESHOLD", "0", XT, "info"),
+    ("NCCL_RING_THRESHOLD", "0", XT, "info"),
+    ("HCCL_DEBUG", "INFO", XT, "info"),
+    ("HIP_DISABLE_IPC", "1", XT, "info"),
+    ("PYTORCH_ROCM_DEVICE", "0", XT, "info"),
+    ("HSA_UNALIGNED_ACCESS_MODE", "1", XT, "info"),
+]
+
+QUIET = [
+    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, XT),
+    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, replace(OLD, archs=("gfx1201",))),
+    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, replace(OLD, hip_version=None)),
+    ("FLASH_ATTENTION_TRITON_AMD_ENABLE", None, XT),
+    ("FLASH_ATTENTION_TRITON_AMD_ENABLE", None, replace(FLASH, flash_attn_version="2.9.0")),
+    ("FLASH_ATTENTION_TRITON_AMD_ENABLE", None, replace(FLASH, archs=("gfx942",))),
+    ("NCCL_P2P_DISABLE", None, XT),
+    ("NCCL_P2P_DISABLE", "1", XT),
+    ("PYTORCH_ALLOC_CONF", "max_split_size_mb:512", XT),
+    ("PYTORCH_ALLOC_CONF", "expandable_segments:False,max_split_size_mb:512", XT),
+    ("PYTORCH_ALLOC_CONF", "backend:native", XT),
+    ("PYTORCH_ALLOC_CONF", ",,:::", XT),
+    ("AMD_SERIALIZE_KERNEL", "0", XT),
+    ("HIP_LAUNCH_BLOCKING", "", XT),
+    ("HSA_ENABLE_SDMA", "1", XT),
+    ("HIP_FORCE_DEV_KERNARG", "0", XT),
+    ("HSA_ENABLE_IPC_MODE_LEGACY", "0", XT),
+    ("MIOPEN_DISABLE_CACHE", "0", XT),
+    ("MIOPEN_USER_DB_PATH", "/home/me/tmp/miopen", XT),
+    ("PYTORCH_TUNABLEOP_ENABLED", "0", XT),
+    ("TORCH_CUDA_SANITIZER", "0", XT),
+    ("RCCL_MSCCL_ENABLE", "0", XT),
+    ("RCCL_SOCKET_", "x", XT),
+    ("NCCL_DEBUG", "INFO", XT),
+    ("HIP_VISIBLE_DEVICES", "0", XT),
+]
+
+
+def spoken(environ: dict[str, str], facts: MachineFacts, name: str) -> list[Decision]:
+    return [one for one in evaluate(environ, facts) if one.variable == name]
+
+
+@pytest.mark.parametrize(("name", "value", "facts", "action"), FIRES)
+def test_a_row_fires_under_its_condition(name: str, value: str | None, facts: MachineFacts, action: str) -> None:
+    environ = {"HOME": "/home/me"} if value is None else {name: value}
+    (decision,) = spoken(environ, facts, name)
+    assert decision.action == action
+    assert decision.reason
+    assert decision.source
+    assert value is None or decision.value == value
+    assert environ in ({"HOME": "/home/me"}, {name: value})  # evaluate changes nothing
+
+
+@pytest.mark.parametrize(("name", "value", "facts"), QUIET)
+def test_a_row_is_silent_without_its_condition(name: str, value: str | None, facts: MachineFacts) -> None:
+    assert [one for one in spoken({} if value is None else {name: value}, facts, name) if one.action != "keep"] == []
+
+
+def test_every_row_of_the_policy_is_fired_by_the_table() -> None:
+    reasons = {row.reason.split("{")[0] for row in POLICY}
+    unfired = set(reasons)
+    cases = [({name: value} if value is not None else {}, facts) for name, value, facts, _ in FIRES]
+    cases += [({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "a:2"}, XT)]
+    cases += [({"HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0"}, XT)]
+    for environ, facts in cases:
+        for decision in evaluate(environ, facts):
+            unfired -= {reason for reason in unfired if reason in decision.reason}
+    assert unfired == set()
+
+
+def test_a_healthy_machine_needs_nothing_and_hears_nothing() -> None:
+    for facts in (XT, CPU, NO_TORCH, replace(XT, torch_version="2.12.1"), MIXED):
+        assert evaluate({"PATH": "/usr/bin", "HOME": "/root", "LOCAL_RANK": "0"}, facts) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, value, _, action in FIRES if action == "error"])
+def test_where_torch_is_not_a_rocm_build_nothing_is_called_harmful(name: str, value: str) -> None:
+    assert {one.action for one in evaluate({name: value}, CPU)} == {"keep"}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, value, _, action in FIRES if action == "error"])
+def test_what_is_not_known_softens_an_error_and_says_what_is_missing(name: str, value: str) -> None:
+    (decision,) = evaluate({name: value}, NO_TORCH)
+    assert decision.action == "warn"
+    assert "not certain" in decision.reason
+    assert "torch is gone" in decision.reason
+
+
+def test_nothing_is_set_on_a_guess() -> None:
+    unknown = replace(OLD, archs=None, reasons={"archs": "no kernel files"})
+    (decision,) = evaluate({}, unknown)
+    assert (decision.action, decision.value) == ("info", None)
+    assert "no kernel files" in decision.reason
+
+
+def test_a_certain_row_wins_over_an_uncertain_graver_one() -> None:
+    facts = replace(NO_TORCH, hip_version="6.4", reasons={"torch_version": "odd", "archs": "odd"})
+    (decision,) = spoken({"PYTORCH_ALLOC_CONF": PAIR}, facts, "PYTORCH_ALLOC_CONF")
+    assert decision.action == "info"
+
+
+def test_several_allocator_names_are_a_matter_only_where_they_differ() -> None:
+    same = {"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:1 "}
+    assert evaluate(same, XT) == []
+    (decision,) = evaluate({**same, "PYTORCH_HIP_ALLOC_CONF": "a:2"}, XT)
+    assert decision.action == "warn"
+    assert decision.variable.split(", ") == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
+
+
+def test_nested_filters_are_warned_of() -> None:
+    (decision,) = evaluate({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}, XT)
+    assert decision.action == "warn"
+
+
+@pytest.mark.parametrize(
+    ("name", "real"),
+    [
+        ("RCCL_DEBUG", "NCCL_DEBUG"),
+        ("RCCL_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+        ("RCCL_NCHANNELS", "NCCL_MAX_NCHANNELS"),
+        ("RCCL_ALLREDUCE_TREE_THRESHOLD", "NCCL_ALGO"),
+        ("HCCL_DEBUG", "NCCL_DEBUG"),
+        ("HCCL_BUFFSIZE", "NCCL_BUFFSIZE"),
+        ("PYTORCH_ROCM_DEVICE", "HIP_VISIBLE_DEVICES"),
+    ],
+)
+def test_an_invented_name_is_answered_with_the_real_one(name: str, real: str) -> None:
+    (decision,) = evaluate({name: "1"}, XT)
+    assert real in decision.reason
+    assert "ignored" in decision.reason
+
+
+def test_no_row_tells_the_user_what_to_do_about_the_iommu() -> None:
+    assert not [row for row in POLICY if "iommu" in row.reason.lower()]
+
+
+def test_apply_sets_once_and_a_child_knows_the_value_as_ours() -> None:
+    environ: dict[str, str] = {}
+    first = policy.apply(environ, OLD, torch_loaded=False)
+    assert environ["TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"] == "1"
+    child = dict(environ)
+    assert policy.apply(child, OLD, torch_loaded=False) == first
+    assert child == environ
+    assert policy.DECISIONS.count(first[0]) == 1
+
+
+def test_apply_keeps_the_user_s_value_and_remembers_why() -> None:
+    environ = {"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "0", "PYTORCH_ALLOC_CONF": PAIR}
+    before = dict(environ)
+    decisions = policy.apply(environ, OLD, torch_loaded=False)
+    assert environ == before
+    assert [one.action for one in decisions] == ["keep", "info"]
+    assert all(one in policy.DECISIONS for one in decisions)
+
+
+def test_after_torch_nothing_is_set_and_the_variable_is_named() -> None:
+    environ: dict[str, str] = {}
+    (decision,) = policy.apply(environ, OLD, torch_loaded=True)
+    assert environ == {}
+    assert (decision.action, decision.value) == ("warn", None)
+    assert decision.variable == "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+    assert "too late" in decision.reason
+
+
+def said(environ: dict[str, str], facts: MachineFacts = XT) -> list[str]:
+    stream = io.StringIO()
+    announce(evaluate(environ, facts), environ, stream)
+    return stream.getvalue().splitlines()
+
+
+def test_each_matter_is_one_line_once_per_process_tree() -> None:
+    environ = {"PYTORCH_ALLOC_CONF": PAIR + ",\nx:\x1b[31m" + "y" * 5000, "RCCL_DEBUG": "1"}
+    lines = said(environ)
+    assert len(lines) == 2
+    assert lines[0].startswith("hf_rocm_tune: error: PYTORCH_ALLOC_CONF=")
+    assert "\x1b" not in lines[0]
+    assert max(map(len, lines)) < 700
+    assert said(dict(environ)) == []
+    assert len(said({**environ, "HIP_LAUNCH_BLOCKING": "1"})) == 1
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("", 1), ("-1", 1), ("1", 0), ("7", 0)])
+def test_only_the_first_rank_speaks(rank: str, lines: int) -> None:
+    assert len(said({"RCCL_DEBUG": "1", "LOCAL_RANK": rank})) == lines
+
+
+def test_quiet_silences_notes_but_not_warnings() -> None:
+    environ = {"RCCL_DEBUG": "1", "HIP_LAUNCH_BLOCKING": "1", "HF_ROCM_TUNE_QUIET": "1"}
+    (line,) = said(environ)
+    assert "warning: HIP_LAUNCH_BLOCKING" in line
+
+
+def test_the_views_of_decisions_agree() -> None:
+    decisions = evaluate({"RCCL_DEBUG": "1", "HOME": "/home/a b"}, found(XT, "convolution_model"))
+    assert [entry["variable"] for entry in json.loads(to_json(decisions))] == [one.variable for one in decisions]
+    assert all(one.reason in explain(decisions) and one.source in explain(decisions) for one in decisions)
+    assert exports(decisions).splitlines()[0] == "export MIOPEN_USER_DB_PATH='/home/a b/.cache/hf_rocm_tune/miopen'"
+    assert "RCCL_DEBUG" not in exports(decisions)
+    assert "No variable" in explain([])
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "rocm"),
+    [
+        ("__version__ = '2.13.0+cpu'\nhip: Optional[str] = None\n", "2.13.0+cpu", False),
+        ("__version__ = '2.10.0+rocm7.1'\nhip: Optional[str] = '7.1.2'\n", "2.10.0+rocm7.1", True),
+        ('__version__ = "2.4"\nhip = "6.1"\n', "2.4", True),
+        ("__version__ = '2.4'\n", "2.4", None),
+        ("", None, None),
+        ("\x00\xff garbage", None, None),
+    ],
+)
+def test_torch_is_read_as_text_and_never_imported(
+    tmp_path: Path, text: str, version: str | None, rocm: bool | None
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise SystemError('imported')\n")
+    (tmp_path / "torch/version.py").write_text(text)
+    code = (
+        "from hf_rocm_tune.environ import read_facts; f = read_facts(archs=()); "
+        "assert (f.torch_version is None) == ('torch_version' in f.reasons); print((f.torch_version, f.is_rocm))"
+    )
+    assert run(code, {"PYTHONPATH": f"{tmp_path}:{ROOT}"}) == repr((version, rocm))
+
+
+def run(code: str, extra: dict[str, str] | None = None) -> str:
+    """What a fresh process prints on stdout and stderr together."""
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **(extra or {})}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return (done.stdout + done.stderr).strip()
+
+
+def test_importing_the_package_imports_no_torch_and_says_nothing() -> None:
+    assert run("import hf_rocm_tune, sys; assert 'torch' not in sys.modules; print(hf_rocm_tune.__version__[0])") == "0"
+
+
+def test_the_lazy_names_are_listed_and_a_wrong_one_is_an_attribute_error() -> None:
+    code = (
+        "import hf_rocm_tune as h, sys\n"
+        "assert {'VerifiedTransferMixin', 'VerifiedSFTTrainer', 'was_verified'} <= set(dir(h)) & set(h.__all__)\n"
+        "assert not hasattr(h, 'VerifiedNothing') and 'torch' not in sys.modules"
+    )
+    assert run(code) == ""
+
+
+# A stand-in for the installation and the kernel's files: all else is the package's own start.
+START = """
+import sys
+sys.path.insert(0, {fake!r})
+from pathlib import Path
+import {first}
+{patch}
+import hf_rocm_tune, os
+print(os.environ.get("HIP_VISIBLE_DEVICES"), os.environ.get("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"))
+print(*[d.action for d in hf_rocm_tune.environ.DECISIONS])
+"""
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path) -> Path:
+    """Root of a machine with a gfx1036 before an RX 7900 XT, and a ROCm torch 2.9 that does nothing."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("")
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.9.1+rocm6.4'\nhip: Optional[str] = '6.4.4'\n")
+    for node, version, size in ((0, 100306, 1 << 29), (1, 110000, 20 << 30)):
+        directory = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
+        (directory / "mem_banks/0").mkdir(parents=True)
+        (directory / "properties").write_text(f"simd_count 8\ngfx_target_version {version}\n")
+        (directory / "mem_banks/0/properties").write_text(f"heap_type 1\nsize_in_bytes {size}\n")
+    return tmp_path
+
+
+def start(root: Path, first: str, extra: dict[str, str] | None = None) -> list[str]:
+    # The reader's default root is the only thing that differs from a real start on such a machine.
+    patch = (
+        "import types\n"
+        f"package = types.ModuleType('hf_rocm_tune'); package.__path__ = [{str(ROOT / 'hf_rocm_tune')!r}]\n"
+        "sys.modules['hf_rocm_tune'] = package\n"
+        "from hf_rocm_tune.hardware import kfd\n"
+        f"kfd.read_topology.__defaults__ = (Path({str(root)!r}),)\n"
+        "del sys.modules['hf_rocm_tune']"
+    )
+    return run(START.format(fake=str(root), first=first, patch=patch), extra).splitlines()
+
+
+def test_a_start_before_torch_hides_the_integrated_gpu_and_sets_what_is_needed(two_gpus: Path) -> None:
+    assert start(two_gpus, "json") == ["1 1", "set set"]
+
+
+def test_a_start_after_torch_changes_nothing_and_names_both_variables(two_gpus: Path) -> None:
+    values, actions, *lines = start(two_gpus, "torch")
+    assert (values, actions) == ("None None", "warn warn")
+    assert ["HIP_VISIBLE_DEVICES" in lines[0], "AOTRITON" in lines[1]] == [True, True]
+    assert all("too late" in line for line in lines)
+
+
+def test_a_start_keeps_the_user_s_filter_and_flag(two_gpus: Path) -> None:
+    user = {"HIP_VISIBLE_DEVICES": "0,1", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "0"}
+    assert start(two_gpus, "json", user) == ["0,1 0", "keep keep"]

@@ -1,0 +1,146 @@
+"""Endings: one line for each error that we raise, the right code, one voice for a group of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hf_rocm_tune import errors, exits
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def main() -> int:
+        raise error
+
+    return main
+
+
+def group(*, rank: int = 0, restart: int = 0) -> dict[str, str]:
+    return {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(errors.TuneError.__subclasses__(), key=lambda kind: kind.__name__))
+def test_each_error_of_ours_is_one_line_and_its_code(
+    kind: type[errors.TuneError], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exits.run_guarded(raising(kind("what is wrong,\n  got this, do that")), environ={}) == kind.exit_code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith("hf-rocm-tune: ")
+    assert "what is wrong, got this, do that" in printed.err
+
+
+def test_a_return_value_passes_unchanged() -> None:
+    assert exits.run_guarded(lambda: 0, environ={}) == 0
+    assert exits.run_guarded(lambda: 7, environ={}) == 7
+
+
+def test_a_bug_of_ours_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exits.run_guarded(raising(ZeroDivisionError("ours")), environ={}) == 1
+    assert "Traceback" in (printed := capsys.readouterr().err)
+    assert "ZeroDivisionError: ours" in printed
+
+
+def test_ctrl_c_is_130(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exits.run_guarded(raising(KeyboardInterrupt()), environ={}) == 130
+    assert capsys.readouterr().err == "hf-rocm-tune: interrupted: stopped by Ctrl-C\n"
+
+
+def test_system_exit_passes_through() -> None:
+    with pytest.raises(SystemExit):
+        exits.run_guarded(raising(SystemExit(0)), environ={})
+
+
+def test_device_out_of_memory_is_known_by_type_and_advised(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    raised = torch.OutOfMemoryError("HIP out of memory. Tried to allocate 20.00 GiB. GPU 0 has 1 GiB free.")
+    assert exits.run_guarded(raising(raised), environ={}) == 5
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "HIP out of memory" in printed
+    assert "--per_device_train_batch_size" in printed
+    assert exits.run_guarded(raising(RuntimeError("out of memory")), environ={}) == 1
+
+
+def test_the_launcher_finds_code_and_message(tmp_path: Path) -> None:
+    file = tmp_path / "exit.json"
+    exits.run_guarded(raising(errors.UsageError("no model")), environ={exits.EXIT_FILE_VARIABLE: str(file)})
+    assert json.loads(file.read_text()) == {"code": 2, "message": "no model"}
+    assert [each.name for each in tmp_path.iterdir()] == ["exit.json"]
+
+
+def test_a_group_prints_one_line_and_every_rank_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    failing = raising(errors.CorruptionError("bytes are wrong"))
+    assert [exits.run_guarded(failing, environ=group(rank=rank)) for rank in (1, 0)] == [3, 3]
+    assert capsys.readouterr().err == "hf-rocm-tune: [rank 1] error: bytes are wrong\n"
+
+
+@pytest.mark.parametrize("broken", [RuntimeError("Connection closed by peer"), ValueError("ours")])
+def test_only_a_broken_connection_is_a_consequence_of_a_peers_end(
+    broken: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exits.run_guarded(raising(broken), environ=group(rank=0)) == 1
+    assert "Traceback" in capsys.readouterr().err, "nobody has said anything yet"
+    exits.run_guarded(raising(errors.CorruptionError("bytes are wrong")), environ=group(rank=1))
+    capsys.readouterr()
+    assert exits.run_guarded(raising(broken), environ=group(rank=0)) == 1
+    assert ("Traceback" in capsys.readouterr().err) == isinstance(broken, ValueError)
+
+
+@pytest.mark.parametrize(("kind", "refuses"), [(errors.UsageError, True), (errors.CorruptionError, True)])
+@pytest.mark.parametrize("restart", [1, 2])
+def test_a_restart_after_a_final_ending_refuses_at_once(
+    kind: type[errors.TuneError], refuses: bool, restart: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exits.run_guarded(raising(kind("final")), environ=group(rank=1))
+    first = capsys.readouterr().err
+    ran: list[int] = []
+    codes = [exits.run_guarded(lambda: ran.append(1) or 0, environ=group(rank=r, restart=restart)) for r in (0, 1)]
+    assert (codes, ran) == ([kind.exit_code] * 2, [])
+    assert capsys.readouterr().err == first
+
+
+def test_a_restart_after_a_stall_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exits.run_guarded(raising(errors.StallError("stuck")), environ=group())
+    assert exits.run_guarded(lambda: 0, environ=group(restart=1)) == 0
+    assert exits.run_guarded(raising(errors.StallError("stuck again")), environ=group(restart=1)) == 4
+    assert "stuck again" in capsys.readouterr().err
+
+
+def test_a_record_of_another_launcher_does_not_silence_this_one(tmp_path: Path) -> None:
+    """The key holds the parent: the same run id and rank under another launcher is another group."""
+    code = (
+        "import sys; from hf_rocm_tune import errors, exits\n"
+        "def main(): raise errors.UsageError('said')\n"
+        "sys.exit(exits.run_guarded(main))\n"
+    )
+    through_a_shell = ["sh", "-c", f"{sys.executable} -c \"$CODE\"; exit $?"]
+    environ = os.environ | group() | {"TMPDIR": str(tmp_path), "CODE": code}
+    for _ in range(2):
+        done = subprocess.run(through_a_shell, env=environ, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (2, "hf-rocm-tune: error: said\n")
+
+
+def test_importing_it_imports_no_torch() -> None:
+    code = "import sys, hf_rocm_tune.exits, hf_rocm_tune.recipe_file, hf_rocm_tune.launch; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

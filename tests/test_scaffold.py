@@ -1,0 +1,273 @@
+"""The set-up and the package as built: the right torch on each machine, no half-made .venv, a complete wheel."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+CPU_NODE = "cpu_cores_count 16\nsimd_count 0\ngfx_target_version 0\n"
+PLAIN = "torch==2.13.0"
+
+
+def gpu_node(version: int) -> str:
+    """The part of a KFD node's properties that says it is a GPU."""
+    return f"cpu_cores_count 0\nsimd_count 168\nvendor_id 4098\ngfx_target_version {version}\n"
+
+
+@pytest.fixture(scope="module")
+def setup_env(checkout: Path) -> ModuleType:
+    """The set-up script as a module."""
+    spec = importlib.util.spec_from_file_location("setup_env", checkout / "scripts/setup_env.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def machine(tmp_path: Path, setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The set-up script with a project, a machine and a .venv of its own under ``tmp_path``."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "empty"\nversion = "0"\n')
+    monkeypatch.setattr(setup_env, "ROOT", tmp_path)
+    monkeypatch.setattr(setup_env, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(setup_env, "STATE", tmp_path / ".venv/state.json")
+    return setup_env
+
+
+def decide(setup_env: ModuleType, root: Path, *nodes: str | bytes, override: str | None = None, on: str = "linux"):
+    """The decision on a machine whose KFD lists these nodes; ``root/proc`` and ``root/bin`` may be prepared."""
+    for number, text in enumerate(nodes):
+        node = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
+        node.mkdir(parents=True)
+        (node / "properties").write_bytes(text.encode() if isinstance(text, str) else text)
+    return setup_env.decide(
+        sysfs=root / "sys", proc=root / "proc", search_path=str(root / "bin"), override=override, platform=on
+    )
+
+
+def test_amd_gpu_gets_the_rocm_build_and_no_other(setup_env: ModuleType, tmp_path: Path) -> None:
+    choice = decide(setup_env, tmp_path, CPU_NODE, gpu_node(110000))
+    assert choice.build == "rocm7.2"
+    assert choice.attempts == ((f"{PLAIN}+rocm7.2", "https://download.pytorch.org/whl/rocm7.2"),)
+    assert "gfx1100" in choice.reason
+
+
+def test_amd_gpu_wins_over_nvidia(setup_env: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    assert decide(setup_env, tmp_path, CPU_NODE, gpu_node(110000)).build == "rocm7.2"
+
+
+def test_card_beside_an_integrated_gpu_gets_the_rocm_build(setup_env: ModuleType, tmp_path: Path) -> None:
+    assert decide(setup_env, tmp_path, CPU_NODE, gpu_node(100306), gpu_node(110000)).build == "rocm7.2"
+
+
+def test_integrated_gpu_alone_has_no_kernels_in_the_wheel(setup_env: ModuleType, tmp_path: Path) -> None:
+    choice = decide(setup_env, tmp_path, CPU_NODE, gpu_node(100306))
+    assert choice.build == "cpu"
+    assert "no kernels for gfx1036" in choice.reason
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        (),
+        (CPU_NODE,),
+        ("",),
+        (b"\xff\x00\xfe simd_count many\ngfx_target_version\n",),
+        ("simd_count -1\ngfx_target_version 110000\n",),
+        ("simd_count 168\n",),
+        ("gfx_target_version 110000\n",),
+        ("simd_count 168\ngfx_target_version 990000\n",),
+    ],
+)
+def test_without_a_usable_gpu_it_is_the_cpu_build(setup_env: ModuleType, tmp_path: Path, nodes: tuple) -> None:
+    choice = decide(setup_env, tmp_path, *nodes)
+    assert choice.build == "cpu"
+    index = "https://download.pytorch.org/whl/cpu"
+    assert choice.attempts == ((f"{PLAIN}+cpu", None), (f"{PLAIN}+cpu", index), (PLAIN, None))
+
+
+def test_properties_that_are_a_directory_are_left_out(setup_env: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "sys/class/kfd/kfd/topology/nodes/7/properties").mkdir(parents=True)
+    assert decide(setup_env, tmp_path, CPU_NODE).build == "cpu"
+
+
+def test_nvidia_driver_or_tool_gets_the_plain_wheel(setup_env: ModuleType, tmp_path: Path) -> None:
+    tool = tmp_path / "bin/nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    assert decide(setup_env, tmp_path, CPU_NODE).attempts == ((PLAIN, None),)
+    tool.unlink()
+    (tmp_path / "proc/driver/nvidia/gpus").mkdir(parents=True)
+    assert decide(setup_env, tmp_path).build == "cpu", "a driver that lists no GPU"
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir()
+    assert decide(setup_env, tmp_path).build == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("value", "build", "first"),
+    [
+        ("rocm7.1", "rocm7.1", (f"{PLAIN}+rocm7.1", "https://download.pytorch.org/whl/rocm7.1")),
+        ("cpu", "cpu", (f"{PLAIN}+cpu", None)),
+        ("cuda", "cuda", (PLAIN, None)),
+        ("torch==2.14.0", "custom", ("torch==2.14.0", None)),
+        ("torch @ https://example.org/torch.whl", "custom", ("torch @ https://example.org/torch.whl", None)),
+        ("https://example.org/torch.whl", "custom", ("https://example.org/torch.whl", None)),
+        ("https://example.org/simple", "custom", ("torch>=2.13.0", "https://example.org/simple")),
+    ],
+)
+def test_override_wins_over_the_machine(
+    setup_env: ModuleType, tmp_path: Path, value: str, build: str, first: tuple[str, str | None]
+) -> None:
+    choice = decide(setup_env, tmp_path, CPU_NODE, gpu_node(110000), override=value)
+    assert (choice.build, choice.attempts[0]) == (build, first)
+    assert value in choice.reason
+
+
+def test_keep_installs_no_torch(setup_env: ModuleType, tmp_path: Path) -> None:
+    assert decide(setup_env, tmp_path, gpu_node(110000), override="keep").attempts == ()
+
+
+def test_other_systems_have_no_wheel_named_cpu(setup_env: ModuleType, tmp_path: Path) -> None:
+    assert decide(setup_env, tmp_path, on="darwin").attempts == ((PLAIN, None),)
+
+
+@pytest.mark.parametrize("value", ["rocm", "CPU", "gpu", "torchvision", "rocm7.2 ; rm -rf", "../wheels"])
+def test_override_that_is_none_of_them_is_one_line_and_code_2(checkout: Path, value: str) -> None:
+    done = subprocess.run(
+        [sys.executable, checkout / "scripts/setup_env.py", "--dry-run"],
+        env={**os.environ, "HF_ROCM_TUNE_TORCH": value},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"setup: HF_ROCM_TUNE_TORCH={value} is not understood: use ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_dry_run_prints_decision_and_reason_in_one_line(checkout: Path, tmp_path: Path) -> None:
+    node = tmp_path / "class/kfd/kfd/topology/nodes/1"
+    node.mkdir(parents=True)
+    (node / "properties").write_text(gpu_node(110000))
+    command = [sys.executable, checkout / "scripts/setup_env.py", "--dry-run", "--sysfs-root", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "setup: torch build rocm7.2: the kernel lists an AMD GPU (gfx1100)\n"
+
+
+def test_old_python_is_one_line_and_code_2(
+    machine: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4))
+    assert machine.main([]) == 2
+    assert (
+        capsys.readouterr().err
+        == "setup: Python 3.11 or newer is needed, this is 3.10.4: make PYTHON=python3.11 setup\n"
+    )
+    assert not machine.VENV.exists()
+
+
+def test_venv_of_the_users_own_is_refused_and_left_as_it_is(
+    machine: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.VENV.mkdir()
+    (machine.VENV / "precious").write_text("kept")
+    monkeypatch.setenv("HF_ROCM_TUNE_TORCH", "cpu")
+    assert machine.main([]) == 2
+    assert ".venv was not made by make setup" in capsys.readouterr().err
+    assert [file.name for file in machine.VENV.iterdir()] == ["precious"]
+
+
+def test_failed_setup_never_looks_finished_and_the_next_starts_afresh(
+    machine: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_ROCM_TUNE_TORCH", str(tmp_path / "missing.whl"))
+    for _ in range(2):
+        assert machine.main([]) == 2
+        assert "torch could not be installed" in capsys.readouterr().err
+        assert json.loads(machine.STATE.read_text())["state"] == "installing"
+        assert not (machine.VENV / "left over").exists()
+        (machine.VENV / "left over").write_text("from the interrupted one")
+
+
+def test_ready_holds_only_for_the_same_inputs(machine: ModuleType, tmp_path: Path) -> None:
+    environment = machine.Environment(machine.overridden("cpu", "linux"))
+    environment.python.parent.mkdir(parents=True)
+    environment.python.touch()
+    environment.write_state("installing", made_by="setup")
+    assert not environment.is_ready()
+    environment.write_state("ready", made_by="setup")
+    assert environment.is_ready()
+    assert not machine.Environment(machine.overridden("cuda", "linux")).is_ready(), "another torch"
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    assert not machine.Environment(machine.overridden("cpu", "linux")).is_ready(), "another pyproject.toml"
+    machine.STATE.write_text('{"state": "rea')
+    assert not environment.is_ready(), "half a state file"
+
+
+def build(target: str, source: Path, into: Path) -> Path:
+    """Build the sdist or the wheel of the project in ``source``, without writing into it."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(into)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = into.glob("*.tar.gz" if target == "sdist" else "*.whl")
+    return built
+
+
+def test_wheel_built_from_the_sdist_is_complete(checkout: Path, tmp_path: Path) -> None:
+    sdist = build("sdist", checkout, tmp_path)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    wheel = build("wheel", tmp_path / sdist.name.removesuffix(".tar.gz"), tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        entry_points = next(name for name in names if name.endswith("/entry_points.txt"))
+        assert "hf-rocm-tune = hf_rocm_tune.cli:main" in archive.read(entry_points).decode()
+    sources = {str(file.relative_to(checkout)) for file in (checkout / "hf_rocm_tune").rglob("*.py")}
+    shipped = {f"hf_rocm_tune/accelerate_configs/{file.name}" for file in (checkout / "accelerate_configs").iterdir()}
+    assert len(shipped) >= 4
+    assert sources | shipped | {"hf_rocm_tune/py.typed"} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [
+        name for name in names if name.split("/")[0] not in {"hf_rocm_tune", wheel.stem.split("-py3")[0] + ".dist-info"}
+    ]
+
+
+def test_every_import_is_a_declared_dependency(checkout: Path) -> None:
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    extras = [line for name, lines in project["optional-dependencies"].items() if name != "dev" for line in lines]
+    declared = {line.split(">")[0].split("=")[0].lower() for line in [*project["dependencies"], *extras]}
+    known = {"yaml": "pyyaml", "triton": "torch"}  # the GPU builds of torch bring triton
+    for file in (checkout / "hf_rocm_tune").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for name in {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"hf_rocm_tune"}:
+                assert known.get(name, name) in declared, (
+                    f"{file} imports {name}, which pyproject.toml does not declare"
+                )
+
+
+def test_ci_script_is_executable_and_parses(checkout: Path) -> None:
+    script = checkout / ".ci/run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_help_lists_every_target(checkout: Path) -> None:
+    done = subprocess.run(["make", "--no-print-directory"], cwd=checkout, capture_output=True, text=True, check=True)
+    listed = {line.split()[0] for line in done.stdout.splitlines()}
+    assert listed == {"help", "setup", "demo", "test", "test-long", "lint", "format", "wheel", "clean"}
