@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune import environ
-from hf_rocm_tune.environ_rules import Action
+from hf_rocm_tune.environ.rules import Action
 from hf_rocm_tune.hardware import kfd, visible
 from hf_rocm_tune.version import __version__
 

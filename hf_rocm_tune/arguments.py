@@ -121,9 +121,7 @@ class Arguments:
         return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
 
-def parse(
-    argv: Sequence[str], *, accelerator: bool | None = None, bf16_supported: bool | None = None
-) -> Arguments:
+def parse(argv: Sequence[str], *, accelerator: bool | None = None, bf16_supported: bool | None = None) -> Arguments:
     """Read a command line and its recipe.
 
     Args:
@@ -172,7 +170,7 @@ def build_parser() -> _Parser:
     return parser
 
 
-class _Parser(HfArgumentParser):  # type: ignore[misc]  # trl ships no type information
+class _Parser(HfArgumentParser):
     """TRL's parser, with errors as ``UsageError``."""
 
     def error(self, message: str) -> NoReturn:
@@ -186,7 +184,9 @@ class _Parser(HfArgumentParser):  # type: ignore[misc]  # trl ships no type info
 _TRL_TYPES = (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
 _SECRETS = frozenset({"hub_token", "push_to_hub_token"})
 _UNSET = object()
-_OWNERS = {each.name: owner for owner in (TuneArguments, *_TRL_TYPES) for each in dataclasses.fields(owner) if each.init}
+_OWNERS = {
+    each.name: owner for owner in (TuneArguments, *_TRL_TYPES) for each in dataclasses.fields(owner) if each.init
+}
 _TRL_DEFAULTS = {
     each.name: each.default_factory() if callable(each.default_factory) else each.default
     for owner in _TRL_TYPES

@@ -90,7 +90,8 @@ def env(argv: Sequence[str]) -> int:
     wanted = parser.parse_args(argv)
     decisions = environ.DECISIONS  # made when the package was imported
     show = environ.to_json if wanted.json else environ.exports if wanted.export else environ.explain
-    print(show(decisions).rstrip("\n"))
+    if text := show(decisions).rstrip("\n"):
+        print(text)
     return int(wanted.strict and any(decision.action in ("warn", "error") for decision in decisions))
 
 

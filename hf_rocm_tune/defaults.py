@@ -65,7 +65,9 @@ def differences(
         "the device computes in bfloat16" if bf16_supported else "no device here computes in bfloat16",
         upstream=not fp16,
     )
-    if lora and bf16_supported and not fp16:
+    if given.get("load_in_4bit") and not fp16:
+        default("dtype", "bfloat16", "QLoRA computes in bfloat16, and so do the layers that are not quantised")
+    elif lora and bf16_supported and not fp16:
         default("dtype", "bfloat16", "frozen weights take half the memory; adapters are trained in float32")
     if not accelerator:
         default("use_cpu", True, "there is no GPU here")

@@ -131,10 +131,12 @@ def _follows_from_a_peer(error: Exception, group: _Group | None) -> bool:
 class _Group:
     """The ranks that one launcher started on this machine, and the record of how they ended.
 
-    One file for each try (torchrun restarts a group): the file appears complete or not at all.
+    One file for each try (torchrun restarts a group): the file appears complete or not at all. It stands beside the
+    file that our launcher asks for, so that two launches by one process do not meet, else in the temporary directory.
     """
 
-    def __init__(self, *, key: str, attempt: int) -> None:
+    def __init__(self, *, directory: Path, key: str, attempt: int) -> None:
+        self._directory = directory
         self._key = key
         self._attempt = attempt
 
@@ -147,12 +149,14 @@ class _Group:
         parent = os.getppid()
         # A process id comes back after some time; with the parent's start time the key never does.
         key = f"{PROGRAM}-{os.getuid()}-{run}-{parent}-{_start_time(parent)}"
-        return cls(key=key, attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        wanted = environ.get(EXIT_FILE_VARIABLE)
+        directory = Path(wanted).parent if wanted else Path(tempfile.gettempdir())
+        return cls(directory=directory, key=key, attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
     def claim(self, ending: Ending) -> bool:
         """Record ``ending`` as the group's; False when another rank of this try was first."""
         path = self._path(self._attempt)
-        descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}-")
+        descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}-", dir=self._directory)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump(asdict(ending), file)
@@ -179,7 +183,7 @@ class _Group:
         return None
 
     def _path(self, attempt: int) -> Path:
-        return Path(tempfile.gettempdir()) / f"{self._key}-{attempt}.json"
+        return self._directory / f"{self._key}-{attempt}.json"
 
 
 def _is_ours(path: Path) -> bool:

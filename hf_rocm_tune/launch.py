@@ -102,9 +102,7 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
             f"--num_processes {arguments.num_processes} with {arguments.config_file} would start one process; "
             f"use {CONFIG_FLAG} dual_rx7900xt, or cpu_dual without GPUs"
         )
-    # Both would repeat, in a page, what our own line says.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
+    _quieten()
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as directory:
         record = Path(directory) / "exit.json"
         with _environment(EXIT_FILE_VARIABLE, str(record)), _signals_passed_on():
@@ -139,6 +137,17 @@ def _run(arguments: Any) -> int:
     except ValueError as error:
         raise UsageError(f"accelerate's launcher refuses: {error}") from error
     return 0
+
+
+def _quieten() -> None:
+    """Silence what would repeat, in a page, what our own line says."""
+    import torch.distributed.run  # noqa: F401 - makes the loggers
+
+    for name in list(logging.root.manager.loggerDict):
+        # torch gives each of its loggers a level of its own, so that the parent's counts for nothing.
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
 
 
 def _unrecorded(status: int) -> int:

@@ -74,7 +74,7 @@ def read_recipe(path: str | Path) -> Recipe:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"recipe {path} cannot be read: {error}") from error
     try:
-        content = yaml.load(text, Loader=_NoDuplicates)  # noqa: S506 - a subclass of SafeLoader
+        content = yaml.load(text, Loader=_NoDuplicates)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import typing
 from enum import Enum
 from pathlib import Path
@@ -44,14 +45,16 @@ VALUES: dict[str, list[str]] = {
     "datasets": ["some-data"],
     "dataloader_prefetch_factor": ["2", "--dataloader_num_workers", "1"],
     "debug": ["underflow_overflow"],
-    "deepspeed": ["none"],  # not installed here
+    "deepspeed": ["config.json"],
+    "ddp_backend": ["gloo"],
     "eval_strategy": ["steps"],
     "fp16": ["false"],  # needs a GPU
-    "fsdp": ["false"],
+    "fsdp": ["full_shard"],
     "fsdp_config": ["none"],
     "include_for_metrics": ["inputs"],
     "include_num_input_tokens_seen": ["no"],
-    "liger_kernel_config": ["{}"],
+    "liger_kernel_config": ["none"],
+    "lora_dropout": ["0.5"],
     "load_best_model_at_end": ["true", "--eval_strategy", "steps", "--eval_steps", "500"],
     "lr_scheduler_kwargs": ["{}"],
     "lr_scheduler_type": ["cosine"],
@@ -62,14 +65,15 @@ VALUES: dict[str, list[str]] = {
     "torch_compile_backend": ["none"],
     "torch_compile_mode": ["none"],
 }
-DEPRECATED = {"pad_token", "loss_type", "truncation_mode", "packing_strategy"}
+# Upstream builds nothing from these here: one needs several processes, the other an extra package.
+ONLY_READ = {"ddp_backend", "deepspeed"}
 
 
 def valid_value(field: dataclasses.Field[Any], hint: Any, choices: Any) -> list[str]:
     if field.name in VALUES:
         return VALUES[field.name]
     if choices:
-        return [str(list(choices)[0])]
+        return [str(next(iter(choices)))]
     members = set(typing.get_args(hint)) or {hint}
     if bool in members:
         return ["true"]
@@ -96,14 +100,16 @@ def cases() -> list[tuple[str, list[str]]]:
 def test_every_flag_of_trl_is_accepted_and_means_the_same(name: str, value: list[str], base: list[str]) -> None:
     without = [base[i : i + 2] for i in range(0, len(base), 2) if base[i] != f"--{name}"]
     argv = [each for pair in without for each in pair] + [f"--{name}", *value]
+    if name in ONLY_READ:
+        namespace, unknown = build_parser().parse_known_args(argv)
+        assert (getattr(namespace, name), unknown) == (value[0], [])
+        return
     ours = read(*argv)
     assert name in ours.given
-    same = ["--use_cpu", "--bf16", "false"] + argv
+    same = ["--use_cpu", "--bf16", "false", *argv]
     theirs = TrlParser(TRL_TYPES).parse_args_and_config(same)
     parts = (ours.script, ours.training, ours.model, ours.mixture)
-    found, expected = (
-        next(getattr(part, name) for part in side if hasattr(part, name)) for side in (parts, theirs)
-    )
+    found, expected = (next(getattr(part, name) for part in side if hasattr(part, name)) for side in (parts, theirs))
     assert found == expected or (name == "accelerator_config" and found.to_dict() == expected.to_dict())
 
 
@@ -171,6 +177,7 @@ def test_defaults_on_a_card_with_bf16(given: dict[str, Any], expected: dict[str,
     assert all(each.trl != each.ours and each.reason for each in different)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL's own default
 def test_every_difference_from_trl_is_told(base: list[str]) -> None:
     """What TRL builds from the same command line differs from ours in the told flags only."""
     ours = read(*base)
@@ -209,9 +216,7 @@ def test_recipe_values_have_the_types_of_the_flags(base: list[str], tmp_path: Pa
     recipe.write_text(
         "learning_rate: 1e-4\nwarmup_steps: 5\neval_strategy: no\nreport_to: [none]\neos_token: '--x = y'\n"
         "lora_target_modules: [q_proj, v_proj]\nmodel_init_kwargs: {low_cpu_mem_usage: true}\nmax_length: null\n"
-        "datasets:\n  - path: one\n    split: train[:5]\n  - {path: two}\nmax_steps: -1\nlogging_dir_: 3\n".replace(
-            "logging_dir_: 3\n", ""
-        )
+        "datasets:\n  - path: one\n    split: train[:5]\n  - {path: two}\nmax_steps: -1\n"
     )
     found = read(*base, "--config", str(recipe))
     assert (found.training.learning_rate, found.training.warmup_steps, found.training.max_steps) == (1e-4, 5, -1)
@@ -234,8 +239,6 @@ def test_recipe_environment_yields_to_the_users(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("env: {RECIPE_KEPT: 1, RECIPE_NEW: 2}\n")
     read(*base, "--config", str(recipe))
-    import os
-
     assert (os.environ["RECIPE_KEPT"], os.environ["RECIPE_NEW"]) == ("mine", "2")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from hf_rocm_tune import environ as policy
 from hf_rocm_tune.environ import Decision, MachineFacts, announce, evaluate, explain, exports, to_json
-from hf_rocm_tune.environ_policy import POLICY
+from hf_rocm_tune.environ.policy import POLICY
 
 ROOT = Path(__file__).resolve().parents[1]
 XT = MachineFacts(torch_version="2.13.0+rocm7.2", hip_version="7.2.26015", archs=("gfx1100",))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_rocm_tune.demo import corpus
+from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +39,10 @@ _TEMPLATE = (
 class Recipe:
     """How the base model is made. Written beside it: another recipe makes the assets anew."""
 
-    hidden: int = 256
-    layers: int = 4
+    hidden: int = 192
+    layers: int = 3
     steps: int = 300
-    batch: int = 16
+    batch: int = 8
     learning_rate: float = 2e-3
     seed: int = 0
 
@@ -58,19 +59,27 @@ class Assets:
     data: Path
 
 
-def prepare(folder: Path, *, recipe: Recipe | None = None, say: Callable[[str], None] = print) -> Assets:
+def prepare(
+    folder: Path, *, recipe: Recipe | None = None, fresh: bool = False, say: Callable[[str], None] = print
+) -> Assets:
     """Make the assets, or find them complete.
 
     Args:
         folder: to be created. It appears only when all is in it.
         recipe: of the base model.
+        fresh: make them anew in any case.
         say: receives one line for each step.
+
+    Raises:
+        UsageError: the folder exists and is not one of ours.
     """
     recipe = recipe or Recipe()
     assets = Assets(model=folder / "model", data=folder / "data")
     stamp = folder / "recipe.json"
     wanted = json.dumps(vars(recipe))
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+    if folder.exists() and not stamp.exists():
+        raise UsageError(f"{folder} exists and was not made by the demo: choose another --output_dir")
+    if not fresh and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         say(f"assets: found in {folder}")
         return assets
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +105,7 @@ def _make(folder: Path, recipe: Recipe, say: Callable[[str], None]) -> None:
     tokenizer = train_tokenizer([text for pair in training for text in (pair.question, pair.answer)])
     model = _new_model(tokenizer, recipe)
     say(
-        f"base model: Llama, {model.num_parameters() / 1e6:.1f} million random weights, {len(tokenizer)} tokens; "
+        f"base model: Llama, {model.num_parameters() / 1e6:.1f} million parameters with random weights, {len(tokenizer)} tokens; "
         f"now {recipe.steps} steps on the plain answers, so that it has words before it is fine-tuned"
     )
     started = time.perf_counter()

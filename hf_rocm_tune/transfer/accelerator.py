@@ -37,7 +37,7 @@ class AcceleratorBackend:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self._stream = torch.cuda.Stream(device=self.device)
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device=self.device)
         self._results = _ResultSlots()
 
     def staging(self, nbytes: int) -> Tensor:
@@ -96,7 +96,7 @@ class _EventTicket:
         self.event = event
 
     def done(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())
 
     def join(self) -> None:
         self.event.synchronize()

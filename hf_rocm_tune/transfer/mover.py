@@ -245,7 +245,7 @@ class Mover:
         return entry is not None and entry.shipment is not None and not entry.shipment.settled
 
     def provenance(self, tensor: Tensor) -> str | None:
-        """``transferred``, ``derived``, ``unverified`` (also while in flight), or None: it did not come through here."""
+        """``transferred``, ``derived``, ``unverified`` (also while in flight), or None: not known here."""
         entry = self._registry.get(tensor)
         return None if entry is None else entry.provenance
 

@@ -47,7 +47,9 @@ class Registry:
         self._entries[key] = (weakref.ref(storage, partial(self._forget, key)), entry)
 
     def get(self, tensor: Tensor) -> Entry | None:
-        """What is known of the storage of `tensor`."""
+        """What is known of the storage of `tensor`; None for sparse tensors, which have none."""
+        if tensor.layout is not torch.strided:
+            return None
         storage = tensor.untyped_storage()
         reference, entry = self._entries.get(storage._cdata, (None, None))
         return entry if reference is not None and reference() is storage else None

@@ -15,8 +15,8 @@ class TransferSettings:
     """How transfers are verified, and what happens on a mismatch.
 
     Attributes:
-        verify: ``full``: every transfer; ``sample``: the first and every `sample_every`-th of each stage; ``off``: none.
-            What is not verified is counted as such.
+        verify: ``full``: every transfer; ``sample``: the first and every `sample_every`-th of each stage; ``off``:
+            none. What is not verified is counted as such.
         on_corruption: ``recover`` sends again in other ways until it is right; ``stop`` raises at the first mismatch.
         sample_every: see `verify`.
         slots: staging slots in the ring.

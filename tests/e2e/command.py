@@ -121,9 +121,10 @@ class CommandServer:
 
     def close(self) -> None:
         """Ends the zygote."""
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(10)
+        self._process.stdout.close()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -3,8 +3,8 @@
 Reads JSON lines {"base", "adapter", "logits", "four_bit"} from standard input and prints, for each, one JSON line with
 the largest difference from the logits that the training process wrote.
 
-Load arguments (the same as the model card's snippet): the base in float32 on the CPU; for a 4-bit base
-BitsAndBytesConfig(load_in_4bit=True, nf4, double quantisation, bfloat16 compute) and the adapter with
+Load arguments (the same as the model card's snippet): the base in float32 on the CPU; for a 4-bit base bfloat16 and
+BitsAndBytesConfig(load_in_4bit=True, nf4, double quantisation, bfloat16 compute), and the adapter with
 autocast_adapter_dtype=False, because it was trained in bfloat16.
 """
 
@@ -24,7 +24,7 @@ def main() -> None:
     """Answers each line."""
     for line in sys.stdin:
         job = json.loads(line)
-        arguments = {"dtype": torch.float32}
+        arguments = {"dtype": torch.bfloat16 if job["four_bit"] else torch.float32}
         if job["four_bit"]:
             arguments["quantization_config"] = BitsAndBytesConfig(
                 load_in_4bit=True,

@@ -10,8 +10,19 @@ import pytest
 from hf_rocm_tune.hardware import kfd, sysfs
 
 NODES = "sys/class/kfd/kfd/topology/nodes"
-NONSENSE = [b"", b"\n\n", b"\x00\x01\xff\xfe", b"\xff\xfe", b"simd_count\n", b"simd_count x\n", b"a b c d\n", b"-1\n",
-            b"simd_count 1e9\ngfx_target_version 11\xc2\xb2\n", b"9" * 5000, b"simd_count 99999999999999999999\n"]  # fmt: skip
+NONSENSE = [
+    b"",
+    b"\n\n",
+    b"\x00\x01\xff\xfe",
+    b"\xff\xfe",
+    b"simd_count\n",
+    b"simd_count x\n",
+    b"a b c d\n",
+    b"-1\n",
+    b"simd_count 1e9\ngfx_target_version 11\xc2\xb2\n",
+    b"9" * 5000,
+    b"simd_count 99999999999999999999\n",
+]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +119,7 @@ def test_a_forbidden_node_is_reported_with_the_system_s_words(
         # chmod does not keep root out, and a container's device filter answers like this.
         if self.parent.name == "1" and self.name == "properties":
             raise PermissionError(1, "Operation not permitted")
-        return real(self, *args, **kwargs)  # type: ignore[arg-type, call-overload]
+        return real(self, *args, **kwargs)  # type: ignore[call-overload]
 
     monkeypatch.setattr(Path, "open", forbid)
     topology = kfd.read_topology(tmp_path)

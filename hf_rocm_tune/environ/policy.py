@@ -10,8 +10,8 @@ is visible is chosen in ``hardware/visible.py``, because it depends on the cards
 
 from __future__ import annotations
 
-from hf_rocm_tune import environ_rules as test
-from hf_rocm_tune.environ_rules import Row
+from hf_rocm_tune.environ import rules as test
+from hf_rocm_tune.environ.rules import Row
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")

@@ -1,47 +1,21 @@
-"""Evaluates the variable policy (``environ_policy``) on this process, before torch is imported.
-
-Sets what is to be set where the user has not, keeps everything that the user has set, says what is harmful and why.
-Imports no torch. Rows: ``environ_policy``; what a row is: ``environ_rules``; facts of torch: ``environ_facts``.
-"""
+"""Evaluates the rows on this process, and sets what is to be set where the user has not."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shlex
 import sys
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TextIO
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 
-from hf_rocm_tune.environ_facts import MachineFacts, read_facts
-from hf_rocm_tune.environ_policy import POLICY
-from hf_rocm_tune.environ_rules import Action, Row, Versions
+from hf_rocm_tune.environ.facts import MachineFacts, read_facts
+from hf_rocm_tune.environ.policy import POLICY
+from hf_rocm_tune.environ.rules import Action, Row, Versions
 
-__all__ = [
-    "DECISIONS",
-    "Decision",
-    "MachineFacts",
-    "announce",
-    "apply",
-    "evaluate",
-    "explain",
-    "exports",
-    "read_facts",
-    "remember",
-    "to_json",
-    "too_late",
-]
-
-# Inherited by child processes: what has been printed, and which variables are ours and not the user's.
-MARK_TOLD = "HF_ROCM_TUNE_TOLD"
+# Inherited by child processes: which variables are ours and not the user's.
 MARK_SET = "HF_ROCM_TUNE_SET"
-QUIET = "HF_ROCM_TUNE_QUIET"
 
 _SEVERITY: dict[Action, int] = {"error": 3, "warn": 2, "info": 1, "keep": 0, "set": 0}
-_LABEL: dict[Action, str] = {"error": "error", "warn": "warning", "info": "note"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,64 +202,3 @@ def apply(
         made.append(decision)
     remember(made)
     return made
-
-
-def _line(decision: Decision) -> str:
-    return f"{_LABEL[decision.action]}: {_assignment(decision)}: {decision.reason} ({decision.source})"
-
-
-def _assignment(decision: Decision) -> str:
-    # A value may hold anything, and what is shown has to stay one line of printable text.
-    text = "" if decision.value is None else "=" + decision.value
-    plain = "".join(letter if letter.isprintable() else " " for letter in decision.variable + text)
-    return plain if len(plain) <= 200 else plain[:200] + "..."
-
-
-def announce(
-    decisions: Iterable[Decision], environ: MutableMapping[str, str] | None = None, stream: TextIO | None = None
-) -> None:
-    """Print info, warnings and errors on stderr, one line each, once per process tree and by local rank 0 only.
-
-    HF_ROCM_TUNE_QUIET=1 leaves info out. What has been printed is noted in HF_ROCM_TUNE_TOLD, which child processes
-    (ranks of a launcher, loader workers) inherit; a line that is new there is still printed.
-    """
-    environ = os.environ if environ is None else environ
-    stream = sys.stderr if stream is None else stream
-    if stream is None or environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1"):
-        return
-    quiet = environ.get(QUIET, "").strip() == "1"
-    told = [mark for mark in environ.get(MARK_TOLD, "").split(",") if mark]
-    for decision in decisions:
-        if decision.action not in _LABEL or (quiet and decision.action == "info"):
-            continue
-        line = _line(decision)
-        mark = f"{zlib.crc32(line.encode('utf-8', 'surrogateescape')):08x}"
-        if mark not in told:
-            told.append(mark)
-            print(f"hf_rocm_tune: {line}", file=stream)
-    if told:
-        environ[MARK_TOLD] = ",".join(told)
-
-
-def explain(decisions: Sequence[Decision]) -> str:
-    """A readable table: action, variable and value, then reason and source on a line of their own."""
-    if not decisions:
-        return "No variable was set, and none that is present needs a word."
-    return "\n".join(
-        f"{decision.action:<6}{_assignment(decision)}\n      {decision.reason}\n      source: {decision.source}"
-        for decision in decisions
-    )
-
-
-def to_json(decisions: Sequence[Decision]) -> str:
-    """The decisions as a JSON array of objects with the fields of ``Decision``."""
-    return json.dumps([asdict(decision) for decision in decisions], indent=2)
-
-
-def exports(decisions: Iterable[Decision]) -> str:
-    """Shell lines that set what the policy sets, for use before a launcher."""
-    return "".join(
-        f"export {decision.variable}={shlex.quote(decision.value)}\n"
-        for decision in decisions
-        if decision.action == "set" and decision.value is not None
-    )

@@ -1,6 +1,6 @@
 """What a row of the environment policy is, and the tests that rows put to a variable's value.
 
-``environ_policy`` holds the rows, ``environ`` evaluates them.
+``environ.policy`` holds the rows, ``environ.decide`` evaluates them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,111 @@
+"""``hf-rocm-tune``: quick, no torch before it is needed, one line and code 2 for wrong input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_rocm_tune import cli, configs, environ
+from hf_rocm_tune.version import __version__
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(argv)
+    except SystemExit as caught:  # argparse's --help
+        code = int(caught.code or 0)
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_the_verbs_are_the_public_commands() -> None:
+    assert list(cli.VERBS) == ["sft", "configs", "env", "demo", "version"]
+    assert all(command.__doc__ and "\n" not in command.__doc__ for command in cli.VERBS.values())
+
+
+def test_help_and_version_import_no_torch() -> None:
+    code = (
+        "import sys; from hf_rocm_tune import cli\n"
+        "assert cli.main([]) == cli.main(['--help']) == cli.main(['--version']) == 0\n"
+        "assert cli.main(['configs', 'ls']) == cli.main(['env']) == cli.main(['stf']) - 2 == 0\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'trl'} & set(sys.modules); assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "sft" in done.stdout
+
+
+def test_python_m_is_the_same_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "hf_rocm_tune", "stf"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "did you mean sft?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["stf"], ["'stf'", "sft"]),
+        (["--sft"], ["'--sft'"]),
+        (["configs"], ["ls|path|cp"]),
+        (["configs", "path", "cpu_dul"], ["cpu_dul", "cpu_dual"]),
+        (["configs", "cp", "cpu"], ["dest"]),
+        (["env", "--json", "--export"], ["--json", "--export"]),
+        (["version", "x"], ["x"]),
+        (["sft", "--accelerate_config"], ["--accelerate_config"]),
+        (["sft", "--accelerate_config", "nowhere"], ["nowhere"]),
+        (["sft", "--accelerate_config", "cpu", "--config", "missing.yaml"], ["missing.yaml"]),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    argv: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.startswith("hf-rocm-tune: error: ")
+    assert all(name in err for name in named), err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "version") == run(capsys, "--version") == (0, f"hf-rocm-tune {__version__}\n", "")
+
+
+def test_configs_are_listed_found_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "configs", "ls")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == configs.names()
+    _, out, _ = run(capsys, "configs", "path", "cpu")
+    source = Path(out.strip())
+    target = tmp_path / "mine.yaml"
+    assert run(capsys, "configs", "cp", "cpu", str(target)) == (0, f"{target}\n", "")
+    assert target.read_bytes() == source.read_bytes()
+    target.write_text("edited")
+    assert run(capsys, "configs", "cp", "cpu", str(target))[0] == 2
+    assert target.read_text() == "edited"
+    assert run(capsys, "configs", "cp", "cpu", str(target), "--force")[0] == 0
+    assert target.read_bytes() == source.read_bytes()
+
+
+@pytest.mark.parametrize(("action", "strict"), [("set", 0), ("keep", 0), ("info", 0), ("warn", 1), ("error", 1)])
+def test_env_shows_the_decisions_and_strict_judges_them(
+    action: str, strict: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = environ.Decision(variable="A_VARIABLE", action=action, value="a b", reason="because", source="a page")
+    monkeypatch.setattr(environ, "DECISIONS", [made])
+    code, out, _ = run(capsys, "env")
+    assert (code, "A_VARIABLE" in out, "because" in out) == (0, True, True)
+    code, out, _ = run(capsys, "env", "--json", "--strict")
+    assert (code, json.loads(out)[0]["action"]) == (strict, action)
+    code, out, _ = run(capsys, "env", "--export")
+    assert (code, out) == (0, "export A_VARIABLE='a b'\n" if action == "set" else "")
+
+
+def test_sft_help_names_our_flags_trls_and_the_launchers(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "sft", "--help")
+    assert code == 0
+    assert out.index("--verify") < out.index("--learning_rate") < out.index("--accelerate_config")

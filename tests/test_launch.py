@@ -1,0 +1,228 @@
+"""The launcher: the job's own code and line come through clean, real processes and real signals throughout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from hf_rocm_tune import launch
+from hf_rocm_tune.errors import UsageError
+
+#: A job that ends as its first argument says; with two processes, rank 1 ends so and rank 0 waits for it.
+STUB = """
+    import os, signal, sys, time
+    from hf_rocm_tune import errors, exits
+
+    KINDS = {2: errors.UsageError, 3: errors.CorruptionError, 5: errors.OutOfMemoryError}
+
+    def main():
+        how, rank = sys.argv[1], int(os.environ.get("RANK", "0"))
+        if how == "world":
+            from hf_rocm_tune.process import check_world, prepare_process
+            prepare_process(os.environ)
+            from accelerate import Accelerator
+            accelerator = Accelerator()
+            check_world(accelerator.num_processes, os.environ)
+            import torch
+            total = accelerator.reduce(torch.tensor(float(rank + 1)))
+            print("sum", total.item(), "of", accelerator.num_processes, flush=True)
+            accelerator.end_training()
+            return 0
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and rank == 0:
+            time.sleep(60)
+        if how == "crash":
+            raise ZeroDivisionError("a bug")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "wait":
+            caught = []
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda n, _: caught.append(n))
+            print("ready", flush=True)
+            while not caught:
+                time.sleep(0.02)
+            time.sleep(0.5)
+            print("caught", *map(int, caught), flush=True)
+            raise errors.InterruptedRunError("a checkpoint was written")
+        if int(how):
+            raise KINDS[int(how)](f"ended on purpose with {how}: {os.environ.get('FROM_RECIPE', '-')}")
+        return 0
+
+    sys.exit(exits.run_guarded(main))
+"""
+#: Several launches in one process share the launcher's imports.
+DRIVER = """
+    import sys
+    from hf_rocm_tune.exits import run_guarded
+    from hf_rocm_tune.launch import launch
+
+    for how in sys.argv[2:]:
+        code = run_guarded(lambda: launch("stub_job", [how], accelerate_config=sys.argv[1], extra=[]))
+        print("code", how, code, flush=True)
+        print("----", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "stub_job.py").write_text(textwrap.dedent(STUB))
+    (tmp_path / "driver.py").write_text(textwrap.dedent(DRIVER))
+    return tmp_path
+
+
+def environment(place: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": f"{place}{os.pathsep}{os.environ['PYTHONPATH']}", "TMPDIR": str(place)}
+
+
+def drive(place: Path, config: str, hows: Sequence[str]) -> tuple[dict[str, int], dict[str, str]]:
+    """Codes and stderr of several launches, by how each job ends."""
+    done = subprocess.run(
+        [sys.executable, str(place / "driver.py"), config, *hows],
+        env=environment(place),
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("code ")]
+    codes = {how: int(code) for _, how, code in lines}
+    return codes, dict(zip(hows, done.stderr.split("----\n"), strict=False))
+
+
+def test_one_process_ends_as_the_job_ended(place: Path) -> None:
+    codes, errors = drive(place, "cpu", ["0", "2", "3", "5", "crash", "kill"])
+    assert codes == {"0": 0, "2": 2, "3": 3, "5": 5, "crash": 1, "kill": 137}
+    assert errors["0"] == ""
+    for how in ("2", "3", "5"):
+        assert errors[how] == f"hf-rocm-tune: error: ended on purpose with {how}: -\n"
+    assert errors["crash"].count("Traceback") == 1, "the job's own, and none of the launcher"
+    assert "ZeroDivisionError: a bug" in errors["crash"]
+    assert errors["crash"].endswith(
+        "hf-rocm-tune: error: the training process ended with exit code 1; its own message is above\n"
+    )
+    assert errors["kill"].count("\n") == 1
+    assert "SIGKILL" in errors["kill"]
+
+
+def test_two_processes_end_as_one_of_them_ended(place: Path) -> None:
+    codes, errors = drive(place, "cpu_dual", ["2", "3", "kill"])
+    assert codes == {"2": 2, "3": 3, "kill": 137}
+    for how in ("2", "3"):
+        assert errors[how] == f"hf-rocm-tune: [rank 1] error: ended on purpose with {how}: -\n"
+    assert errors["kill"].count("\n") == 1
+    assert "SIGKILL" in errors["kill"]
+
+
+def test_two_processes_without_a_gpu_know_of_each_other(place: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(place / "driver.py"), "cpu_dual", "world"],
+        env=environment(place),
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.count("sum 3.0 of 2") == 2, done.stdout + done.stderr
+    assert "code world 0" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("config", ["cpu", "cpu_dual"])
+def test_a_signal_reaches_the_job_once(place: Path, config: str, number: signal.Signals) -> None:
+    if config == "cpu_dual":  # every rank waits: rank 0 has to be a waiting one as well
+        stub = (place / "stub_job.py").read_text().replace("rank == 0:\n        time.sleep(60)", "False:\n        pass")
+        (place / "stub_job.py").write_text(stub)
+    code = "import sys; from hf_rocm_tune import exits, launch\n" + (
+        "sys.exit(exits.run_guarded(lambda: launch.launch("
+        f"'stub_job', ['wait'], accelerate_config={config!r}, extra=[])))"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment(place),
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    ranks = 2 if config == "cpu_dual" else 1
+    assert job.stdout is not None
+    assert [job.stdout.readline() for _ in range(ranks)] == ["ready\n"] * ranks
+    time.sleep(0.1)
+    os.kill(job.pid, number)
+    out, err = job.communicate(timeout=60)
+    assert out == f"caught {int(number)}\n" * ranks
+    assert job.returncode == 130
+    assert err.splitlines()[-1].endswith("interrupted: a checkpoint was written")
+    assert err.count("\n") == 1
+
+
+def test_flags_are_told_apart() -> None:
+    ours = ["--num-processes", "2", "--multi_gpu", "--main_process_port=0"]
+    jobs = ["--lora_r", "8", "--packing", "--debug", "underflow_overflow", "--gradient_accumulation_steps", "4"]
+    line = launch.split([*ours[:2], *jobs[:2], "--accelerate_config=cpu_dual", *ours[2:], *jobs[2:], "-m", "--module"])
+    assert line.accelerate_config == "cpu_dual"
+    assert line.launcher == ours
+    assert line.job == [*jobs, "-m", "--module"]
+
+
+def test_the_flags_that_both_have_are_the_known_ones() -> None:
+    """Which flags the launcher may take is decided without TRL (its import costs seconds): this keeps that true."""
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+
+    from hf_rocm_tune.arguments import TuneArguments
+
+    owners = (TuneArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
+    job = {field.name for owner in owners for field in fields(owner) if field.init}
+    assert not {name for name in job if launch.is_launcher_flag(name)}
+    everything = {action.dest for action in __import__("accelerate").commands.launch.launch_command_parser()._actions}
+    assert everything & job == launch.SHARED_WITH_THE_JOB
+
+
+@pytest.mark.parametrize(
+    ("config", "extra", "named"),
+    [
+        ("cpu_dul", [], ["cpu_dul", "cpu_dual"]),
+        ("no/such/file.yaml", [], ["file.yaml"]),
+        ("cpu", ["--num_processes", "2"], ["--num_processes 2", "cpu_dual"]),
+        ("cpu", ["--num_processes", "two"], ["num_processes", "two"]),
+        ("cpu_dual", ["--num_processes", "1", "--multi_gpu"], ["2 processes"]),
+        ("cpu_dual", ["--cpu", "--multi_gpu"], ["--cpu"]),
+    ],
+)
+def test_wrong_launcher_flags_are_one_message(config: str, extra: list[str], named: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        launch.launch("stub_job", [], accelerate_config=config, extra=extra)
+    assert all(name in str(caught.value) for name in named), caught.value
+
+
+def test_the_configuration_follows_the_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    chosen = []
+    for gpu in (False, True):
+        monkeypatch.setattr(launch.process, "has_accelerator", lambda gpu=gpu: gpu)
+        chosen += [Path(launch._config_flags(None, extra)[1]).stem for extra in ([], ["--num_processes", "2"])]
+    assert chosen == ["cpu", "cpu_dual", "single_rx7900xt", "dual_rx7900xt"]
+    assert "accelerate config cpu_dual (no GPU is visible" in capsys.readouterr().out
+    assert launch._config_flags(None, ["--config_file", "mine.yaml"]) == []
+
+
+def test_the_card_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
+    assert launch._config_flags("single_rx7900xt", [])[2:] == ["--gpu_ids", "all"]
+    assert launch._config_flags("single_rx7900xt", ["--gpu_ids", "0"])[2:] == []
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0,1")
+    assert launch._config_flags("single_rx7900xt", [])[2:] == []

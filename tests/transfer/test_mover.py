@@ -1,0 +1,240 @@
+"""What crosses arrives with its own bytes, type and structure, and what is known of it stays true."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.transfer import Mover, TransferSettings, digest, tree_tensors, was_verified
+
+from .test_digest import DTYPES
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    ids: Tensor
+    note: str
+
+
+@pytest.fixture
+def mover() -> Any:
+    with Mover(CPU, settings=TransferSettings(slot_bytes=8192, slots=3)) as made:
+        yield made
+
+
+def settled(mover: Mover, tree: Any) -> Any:
+    moved = mover.begin(tree)
+    mover.settle(moved)
+    return moved
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_crosses_alone_and_in_a_batch(mover: Mover, dtype: torch.dtype) -> None:
+    raw = torch.randint(0, 2, (16 * 101,), dtype=torch.uint8)
+    source = torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, (101,), (1,))
+    for arrived in (mover.move(source, name="w"), settled(mover, [raw[:3], source])[1]):
+        assert arrived.dtype is dtype
+        assert arrived.shape == source.shape
+        assert digest(arrived) == digest(source)
+        assert arrived.data_ptr() != source.data_ptr()
+        assert was_verified(arrived)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.tensor(3.5),
+        torch.empty(0, 4),
+        torch.randn(30, 20).t(),
+        torch.randn(1, 5, 1).expand(7, 5, 900),
+        torch.randn(50, 50)[::2, 3:],
+        torch.arange(5, dtype=torch.uint8)[1:],
+        torch.nn.Parameter(torch.randn(4, 4)),
+        torch.randn(40_001),
+    ],
+    ids=["0-dim", "empty", "transposed", "expanded", "strided", "unaligned", "parameter", "larger than the ring"],
+)
+def test_any_layout_arrives_contiguous_and_equal(mover: Mover, source: Tensor) -> None:
+    for arrived in (mover.move(source, name="w"), settled(mover, {"x": source})["x"]):
+        assert torch.equal(arrived, source)
+        assert arrived.shape == source.shape
+        assert arrived.is_contiguous()
+        assert not arrived.requires_grad
+        assert type(arrived) is Tensor
+
+
+def test_a_moved_weight_owns_exactly_its_storage(mover: Mover) -> None:
+    arrived = mover.move(torch.randn(1000)[10:20], name="w")
+    assert arrived.untyped_storage().nbytes() == 40
+    assert arrived.storage_offset() == 0
+
+
+def test_a_moved_weight_may_be_trained_in_place_after_inference_mode(mover: Mover) -> None:
+    with torch.inference_mode():
+        arrived = mover.move(torch.randn(3), name="w")
+        batch = settled(mover, [torch.randn(3)])
+    weight = torch.nn.Parameter(arrived)
+    (weight * batch[0]).sum().backward()
+    with torch.no_grad():
+        weight.add_(weight.grad)
+
+
+def test_structures_keep_their_types_and_everything_that_is_no_tensor(mover: Mover) -> None:
+    note = object()
+    shared = torch.arange(4)
+    tree = {
+        "dict": OrderedDict(a=torch.ones(3), b=note),
+        "default": defaultdict(list, x=torch.zeros(2)),
+        "user": UserDict(y=torch.ones(2, dtype=torch.bool)),
+        "pair": Pair(shared, "text"),
+        "tuple": (shared, None, 3),
+        "sample": Sample(torch.randn(2, 2), "note"),
+        "nothing": [],
+    }
+    arrived = settled(mover, tree)
+    assert list(arrived) == list(tree)
+    assert {key: type(value) for key, value in arrived.items()} == {key: type(value) for key, value in tree.items()}
+    assert arrived["dict"]["b"] is note
+    assert arrived["default"].default_factory is list
+    assert arrived["pair"].first is arrived["tuple"][0]
+    assert arrived["tuple"][1:] == (None, 3)
+    assert all(torch.equal(a, b) for a, b in zip(tree_tensors(arrived), tree_tensors(tree), strict=True))
+    assert tree["user"]["y"].data_ptr() != arrived["user"]["y"].data_ptr()
+    assert all(mover.was_verified(tensor) for tensor in tree_tensors(arrived))
+
+
+def test_token_encodings_survive_in_a_batch_encoding(mover: Mover) -> None:
+    base = pytest.importorskip("transformers.tokenization_utils_base")
+    batch = base.BatchEncoding({"input_ids": torch.arange(6).view(2, 3)}, n_sequences=1)
+    arrived = settled(mover, batch)
+    assert type(arrived) is base.BatchEncoding
+    assert arrived.n_sequences == 1
+    assert torch.equal(arrived["input_ids"], batch["input_ids"])
+    assert arrived["input_ids"] is not batch["input_ids"]
+
+
+def test_batch_tensors_share_memory_but_not_version_counters(mover: Mover) -> None:
+    arrived = settled(mover, [torch.ones(3, requires_grad=False), torch.ones(3)])
+    assert arrived[0].untyped_storage().data_ptr() == arrived[1].untyped_storage().data_ptr()
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in arrived)
+    before = arrived[1]._version
+    arrived[0].add_(1)
+    assert arrived[1]._version == before
+
+
+def test_tensors_already_moved_and_batches_without_tensors_are_kept(mover: Mover) -> None:
+    weight = mover.move(torch.randn(3), name="w")
+    arrived = settled(mover, {"w": weight, "x": torch.ones(1)})
+    assert arrived["w"] is weight
+    assert settled(mover, {"a": 1, "b": ["text"]}) == {"a": 1, "b": ["text"]}
+
+
+def test_provenance_follows_the_storage_and_dies_with_it(mover: Mover) -> None:
+    moved = mover.move(torch.randn(8), name="w")
+    parameter = torch.nn.Parameter(torch.empty(8))
+    assert not mover.was_verified(parameter)
+    parameter.data = moved
+    assert mover.was_verified(parameter)
+    assert mover.was_verified(parameter[2:5])
+    assert was_verified(parameter)
+    assert mover.digest_of(parameter) == digest(parameter)
+    assert not mover.was_verified(parameter.clone())
+    assert mover.provenance(torch.ones(1)) is None
+    del moved, parameter
+    gc.collect()
+    assert len(mover._registry) == 0
+
+
+def test_marks_are_told_apart(mover: Mover) -> None:
+    cast, stray = torch.ones(3), torch.ones(3)
+    mover.mark_derived(cast, "cast on the device")
+    mover.mark_unverified(stray, "came by another way")
+    assert mover.provenance(cast) == "derived"
+    assert mover.was_verified(cast)
+    assert mover.provenance(stray) == "unverified"
+    assert not mover.was_verified(stray)
+    assert mover.reason(stray) == "came by another way"
+
+
+def test_host_source_is_kept_with_the_batch_and_freed_with_it(mover: Mover) -> None:
+    labels = torch.arange(10)
+    arrived = mover.begin({"labels": labels, "mask": torch.ones(10, dtype=torch.bool)})
+    assert mover.host_source(arrived["labels"]) is labels
+    mover.settle(arrived)
+    assert mover.host_source(arrived["labels"]) is labels
+    assert mover.host_source(arrived["labels"][1:]) is None
+    assert mover.host_source(labels) is None
+    del arrived
+    gc.collect()
+    assert len(mover._registry) == 0
+
+
+def test_off_and_sample_say_what_was_not_verified() -> None:
+    with Mover(CPU, settings=TransferSettings(verify="off")) as off:
+        arrived = off.move(torch.randn(10), name="w")
+        assert off.provenance(arrived) == "unverified"
+        assert not was_verified(arrived)
+        assert off.report.to_dict()["weights"]["verified_bytes"] == 0
+    with Mover(CPU, settings=TransferSettings(verify="sample", sample_every=4)) as sampling:
+        verified = [sampling.was_verified(settled(sampling, [torch.ones(4)])[0]) for _ in range(9)]
+        assert verified == [True, False, False, False, True, False, False, False, True]
+        batches = sampling.report.to_dict()["batches"]
+        assert (batches["bytes"], batches["verified_bytes"]) == (9 * 16, 3 * 16)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.eye(3).to_sparse(), "sparse"),
+        (torch.empty(2, device="meta"), "meta"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "conjugate"),
+    ],
+    ids=["sparse", "meta", "conjugate"],
+)
+def test_what_has_no_plain_bytes_is_refused_by_name(mover: Mover, tensor: Tensor, words: str) -> None:
+    with pytest.raises(UsageError, match=f"odd.*{words}"):
+        mover.begin({"odd": tensor})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"verify": "some"}, {"on_corruption": "ignore"}, {"slots": 0}, {"sample_every": 0}, {"slot_bytes": 5000}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_wrong_settings_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        TransferSettings(**wrong)
+
+
+def test_a_closed_mover_refuses_and_still_knows() -> None:
+    mover = Mover(CPU)
+    moved = mover.move(torch.ones(2), name="w")
+    mover.close()
+    mover.close()
+    assert mover.was_verified(moved)
+    with pytest.raises(RuntimeError, match="closed"):
+        mover.move(torch.ones(2), name="w")
+
+
+def test_a_clean_soak_raises_no_alarm() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(0, 700, (20_000,), generator=generator).tolist()
+    raw = torch.randint(0, 256, (701,), dtype=torch.uint8, generator=generator)
+    with Mover(CPU) as mover:
+        for first, second in zip(sizes[::2], sizes[1::2], strict=True):
+            settled(mover, (raw[:first], raw[1 : second + 1]))
+        batches = mover.report.to_dict()["batches"]
+        assert batches["tensors"] == 20_000
+        assert batches["mismatches"] == 0
+        assert batches["verified_bytes"] == batches["bytes"] == sum(sizes)
+        assert len(mover._registry) <= 1
