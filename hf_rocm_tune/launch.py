@@ -172,7 +172,10 @@ def _config_flags(accelerate_config: str | None, extra: Sequence[str]) -> list[s
         gpu = process.has_accelerator()
         accelerate_config = _CHOICE[gpu, several]
         found = "a GPU is visible" if gpu else "no GPU is visible"
-        print(f"{PROGRAM}: accelerate config {accelerate_config} ({found}; {CONFIG_FLAG} chooses another)", flush=True)
+        # A YAML comment on stdout: `--print_config > recipe.yaml` stays a recipe, and stderr is for errors only.
+        print(
+            f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {CONFIG_FLAG} chooses another)", flush=True
+        )
     path = Path(accelerate_config) if Path(accelerate_config).is_file() else configs.path(accelerate_config)
     flags = ["--config_file", str(path)]
     if "gpu_ids" not in given and any(

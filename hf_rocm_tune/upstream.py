@@ -114,6 +114,14 @@ SEAMS: tuple[Seam, ...] = (
         checked=_ACCELERATE,
     ),
     Seam(
+        name="prepare_model",
+        module="accelerate.accelerator",
+        attribute="Accelerator.prepare_model",
+        parameters=("self", "model", "device_placement", "evaluation_mode"),
+        why="would move the whole model once more; told not to place anything",
+        checked=_ACCELERATE,
+    ),
+    Seam(
         name="get_dataloader",
         module=_TRAINER,
         attribute="Trainer._get_dataloader",

@@ -71,6 +71,18 @@ def test_wrong_input_is_one_line_and_code_2(
     assert all(name in err for name in named), err
 
 
+@pytest.mark.parametrize("command", [["hf_rocm_tune.sft"], ["hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual"]])
+def test_wrong_job_flags_are_one_line_whoever_starts_the_job(command: list[str], tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", *command, "--learning_rat", "3", "--output_dir", str(tmp_path / "out")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.replace("[rank 1] ", "")) == (
+        2,
+        "hf-rocm-tune: error: unknown flag --learning_rat; did you mean --learning_rate?\n",
+    )
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "version") == run(capsys, "--version") == (0, f"hf-rocm-tune {__version__}\n", "")
 

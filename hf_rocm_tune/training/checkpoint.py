@@ -329,7 +329,10 @@ class VerifiedCheckpointMixin(_Base):  # type: ignore[misc]  # transformers is u
             raise UsageError(
                 "--save_on_each_node makes checkpoints in parts: leave it out and share output_dir instead"
             )
-        return open_stage(final, rank=self.args.process_index)
+        adapter = hasattr(self._bare_model(), "peft_config")
+        written = (p for p in self.model.parameters() if p.requires_grad or not adapter)
+        need_bytes = sum(parameter.numel() * parameter.element_size() for parameter in written)
+        return open_stage(final, rank=self.args.process_index, need_bytes=need_bytes)
 
     def _say_not_saved(self, final: Path) -> None:
         if self.is_world_process_zero():

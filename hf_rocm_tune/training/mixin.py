@@ -13,7 +13,9 @@ by itself (refused under ``verify="full"``), and weights that were on the device
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,6 +93,13 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         del device  # the mover has one device, the trainer's
         self._place(model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As upstream; the accelerator then leaves models where the mover put them."""
+        super().create_accelerator_and_postprocess()
+        # Even with the device right, `model.to("cpu:0")` copies every weight that is on "cpu".
+        stock = self.accelerator.prepare_model
+        self.accelerator.prepare_model = partial(_prepare_in_place, stock)
 
     def _place(self, model: nn.Module) -> None:
         place(model, self.mover)
@@ -185,6 +194,15 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
     def before_save(self) -> None:
         """Looks at every frozen weight before anything is written."""
         self._sentinel.check_all(self.state.global_step)
+
+
+def _prepare_in_place(
+    stock: Callable[..., nn.Module],
+    model: nn.Module,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> nn.Module:
+    return stock(model, device_placement=bool(device_placement), evaluation_mode=evaluation_mode)
 
 
 def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:

@@ -7,6 +7,7 @@ kept, the writing goes on as far as it can, and all ranks decide together in `fa
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import tempfile
@@ -22,6 +23,7 @@ from hf_rocm_tune.errors import CorruptionError, TuneError, UsageError
 from hf_rocm_tune.integrity.atomic import create_staging
 
 _PROBE_BYTES = 1 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _FULL = "disk full"
 
 
@@ -32,12 +34,14 @@ class Stage:
     Attributes:
         root: the directory; it exists when ``usable``.
         usable: whether rank 0 could make it.
+        need_bytes: about how much the weights take on disk.
         failure: the first thing that went wrong on this rank.
         push_wanted: upstream asked for a push of what is being written.
     """
 
     root: Path
     usable: bool = False
+    need_bytes: int = 0
     failure: Exception | None = None
     push_wanted: bool = False
 
@@ -49,9 +53,9 @@ class Stage:
             self.failure = self.failure or error
 
 
-def open_stage(final: Path, *, rank: int) -> Stage:
+def open_stage(final: Path, *, rank: int, need_bytes: int) -> Stage:
     """Make a staging directory beside ``final`` on rank 0 and tell every rank; each looks whether it sees it."""
-    stage = Stage(root=final.parent)
+    stage = Stage(root=final.parent, need_bytes=need_bytes)
     name = None
     if rank == 0:
         try:
@@ -78,7 +82,7 @@ def failed(stage: Stage) -> bool:
     error = stage.failure
     own = []
     if error is not None:
-        kind = _FULL if is_disk_full(error, stage.root) else type(error).__name__
+        kind = _FULL if is_disk_full(error, stage.root, stage.need_bytes) else type(error).__name__
         own = [(kind, str(error))]
     others = [(kind, text) for kind, text in gather_object(own) if kind != _FULL]
     if error is not None and own[0][0] != _FULL:
@@ -90,25 +94,30 @@ def failed(stage: Stage) -> bool:
 
 
 def drop_stage(stage: Stage, *, rank: int) -> None:
-    """Delete what is left of the staging directory."""
+    """Delete what is left of the staging directory, and give its space back."""
+    if stage.failure is not None:
+        stage.failure = None
+        gc.collect()  # torch.save leaves its file open in a reference cycle when it fails, and so holds the space
     if rank == 0 and stage.usable:
         shutil.rmtree(stage.root, ignore_errors=True)
 
 
-def is_disk_full(error: BaseException, directory: Path) -> bool:
+def is_disk_full(error: BaseException, directory: Path, need_bytes: int) -> bool:
     """Whether ``error``, raised while writing below ``directory``, comes from a full disk or an exhausted quota.
 
-    torch.save and safetensors hide the error number, so the disk itself is asked: one MiB is written to it.
+    torch.save and safetensors hide the error number, so the disk itself is asked for ``need_bytes`` (at least 1 MiB);
+    the probe is that large because safetensors has already removed the file for which there was no room.
     """
     if isinstance(error, TuneError):
         return False
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return error.errno in _NO_ROOM
     try:
         with tempfile.TemporaryFile(dir=directory) as probe:
-            probe.write(b"\0" * _PROBE_BYTES)
-            probe.flush()
-            os.fsync(probe.fileno())
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(probe.fileno(), 0, max(need_bytes, _PROBE_BYTES))
+            else:
+                probe.write(b"\0" * _PROBE_BYTES)
     except OSError as found:
-        return found.errno in (errno.ENOSPC, errno.EDQUOT)
+        return found.errno in _NO_ROOM
     return False

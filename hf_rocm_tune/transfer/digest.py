@@ -115,7 +115,7 @@ def from_sums(sums: Tensor, nbytes: int) -> Digest:
 def digest_range(tensor: Tensor, start: int, stop: int, *, word_offset: int = 0) -> Digest:
     """Digest the logical bytes [start, stop) of a host tensor.
 
-    Plain torch on blocks that stay in the cache: the fastest of what was tried, see benchmarks/digest_host.py. One
+    Plain torch on blocks that stay in the cache: ahead of NumPy at this block size, see benchmarks/digest_host.py. One
     thread: the callers (loading threads, the training loop) run beside each other already.
     """
     if not tensor.is_contiguous():

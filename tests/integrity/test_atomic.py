@@ -148,9 +148,7 @@ def test_moved_files_keep_their_neighbours_and_folders(tmp_path: Path) -> None:
     assert (final / "second" / "adapter").read_text() == "two"
 
 
-def test_deletion_never_leaves_half_a_directory_under_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deletion_never_leaves_half_a_directory_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     doomed = tmp_path / "checkpoint-1"
     doomed.mkdir()
     (doomed / "weights").write_text("x")

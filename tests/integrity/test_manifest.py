@@ -106,7 +106,8 @@ def test_a_missing_or_cut_manifest_is_a_problem(directory: Path) -> None:
 
 
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda x: st.lists(x) | st.dictionaries(st.text(), x),
 )
 
 
