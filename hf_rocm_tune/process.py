@@ -6,7 +6,6 @@ when it was told ``cpu``; otherwise each rank trains alone and nothing says so.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, MutableMapping
 
 from hf_rocm_tune.errors import UsageError
@@ -31,8 +30,6 @@ def prepare_process(environ: MutableMapping[str, str]) -> None:
 
     It replaces a ``false`` as well: launchers write that for every configuration that names a GPU.
     """
-    # Importing bitsandbytes warns where an optional CPU kernel package is missing: no line of ours, and not needed.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if not has_accelerator():
         environ["ACCELERATE_USE_CPU"] = "true"
 

@@ -62,11 +62,13 @@ def test_launcher_accepts_the_file_without_a_warning(name: str, caplog: pytest.L
     assert bool(arguments.use_cpu) == (name == "cpu")
 
 
-def test_single_card_makes_exactly_one_card_visible() -> None:
+def test_single_card_leaves_the_choice_of_the_card_to_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
     _, environment = prepare_simple_launcher_cmd_env(launch_arguments("single_rx7900xt"))
-    assert environment["CUDA_VISIBLE_DEVICES"] == "0"
+    assert "CUDA_VISIBLE_DEVICES" not in environment, "the launcher would choose by index, an integrated GPU perhaps"
+    assert environment["HIP_VISIBLE_DEVICES"] == "1"
 
 
 @pytest.mark.parametrize("name", NAMES)

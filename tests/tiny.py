@@ -280,9 +280,7 @@ def write_tools_jsonl(path: Path, n: int, seed: int = 0) -> Path:
 
 def write_sharegpt_jsonl(path: Path, n: int, seed: int = 0) -> Path:
     """Rows of ``{"conversations": [{"from", "value"}]}``, which TRL converts to messages."""
-    rows = (
-        {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in _pairs(n, seed)
-    )
+    rows = ({"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in _pairs(n, seed))
     return _write_rows(path, rows)
 
 

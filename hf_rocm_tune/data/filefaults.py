@@ -49,7 +49,7 @@ def find_fault(path: Path) -> str | None:
 
 
 def _open(path: Path) -> BinaryIO:
-    return io.BufferedReader(gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[arg-type]
+    return io.BufferedReader(gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:

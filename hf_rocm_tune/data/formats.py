@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from hf_rocm_tune.data import rowchecks
 from hf_rocm_tune.data.rowchecks import Layout
@@ -24,7 +24,7 @@ from hf_rocm_tune.errors import UsageError
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-    Rows = Dataset | IterableDataset
+    Rows: TypeAlias = Dataset | IterableDataset
 
 STREAMED_ROWS = 100
 PYTHON_ROWS = 20_000

@@ -69,7 +69,7 @@ def is_clean(table: pa.Table, layout: Layout) -> bool:
 def _are_strings(column: pa.ChunkedArray) -> bool:
     import pyarrow.types as types
 
-    return (types.is_string(column.type) or types.is_large_string(column.type)) and column.null_count == 0
+    return bool(types.is_string(column.type) or types.is_large_string(column.type)) and int(column.null_count) == 0
 
 
 def _are_lists(column: pa.ChunkedArray) -> bool:

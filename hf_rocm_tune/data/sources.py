@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hf_rocm_tune.data.filefaults import READERS, find_fault, reader_of
 from hf_rocm_tune.errors import UsageError
@@ -23,7 +23,7 @@ from hf_rocm_tune.errors import UsageError
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-    Rows = Dataset | IterableDataset
+    Rows: TypeAlias = Dataset | IterableDataset
 
 _SUPPORTED = " ".join(READERS) + " (also with .gz, parquet excepted)"
 

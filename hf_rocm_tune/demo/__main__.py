@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hf_rocm_tune.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output_dir", type=Path, default=Path("demo-output"), help="default: demo-output")
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of the fine-tuning (default: 150)")
+    parser.add_argument("--steps", type=int, default=250, help="optimizer steps of the fine-tuning (default: 250)")
     parser.add_argument("--fresh", action="store_true", help="make data and base model anew even if they are there")
     options = parser.parse_args(argv)
     if options.steps < 1:
@@ -94,6 +95,8 @@ def _quieten_libraries() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    # transformers 5.23 warns of a name that its own `generate` path reads on a PEFT model
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 
 def _sample_pairs(test_file: Path) -> list[tuple[str, str]]:

@@ -41,7 +41,7 @@ class Recipe:
 
     hidden: int = 192
     layers: int = 3
-    steps: int = 300
+    steps: int = 250
     batch: int = 8
     learning_rate: float = 2e-3
     seed: int = 0
@@ -105,8 +105,8 @@ def _make(folder: Path, recipe: Recipe, say: Callable[[str], None]) -> None:
     tokenizer = train_tokenizer([text for pair in training for text in (pair.question, pair.answer)])
     model = _new_model(tokenizer, recipe)
     say(
-        f"base model: Llama, {model.num_parameters() / 1e6:.1f} million parameters with random weights, {len(tokenizer)} tokens; "
-        f"now {recipe.steps} steps on the plain answers, so that it has words before it is fine-tuned"
+        f"base model: Llama, {model.num_parameters() / 1e6:.1f} million parameters with random weights, "
+        f"{len(tokenizer)} tokens; now {recipe.steps} steps on the plain answers, to give it words before it is tuned"
     )
     started = time.perf_counter()
     loss = _pretrain(model, _blocks(tokenizer, [pair.answer for pair in training]), recipe)
@@ -166,7 +166,24 @@ def _blocks(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tenso
 
 
 def _pretrain(model: LlamaForCausalLM, blocks: torch.Tensor, recipe: Recipe) -> float:
-    """Plain next-token training on the CPU; gives the mean loss of the last tenth of the steps."""
+    """Plain next-token training on the CPU; gives the mean loss of the last tenth of the steps.
+
+    On one thread: the weights then do not depend on the number of cores, and on a machine that is busy otherwise
+    several threads would spend the time waiting for each other (measured: two cores, load 3, half the speed of one).
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        losses = _train_steps(model, blocks, recipe)
+    finally:
+        torch.set_num_threads(threads)
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last) if last else float("nan")
+
+
+def _train_steps(model: LlamaForCausalLM, blocks: torch.Tensor, recipe: Recipe) -> list[float]:
     import torch
 
     order = torch.Generator().manual_seed(recipe.seed)
@@ -184,5 +201,4 @@ def _pretrain(model: LlamaForCausalLM, blocks: torch.Tensor, recipe: Recipe) -> 
         optimizer.zero_grad()
         losses.append(loss.item())
     model.eval()
-    last = losses[-max(1, len(losses) // 10) :]
-    return sum(last) / len(last) if last else float("nan")
+    return losses

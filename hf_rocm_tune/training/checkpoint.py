@@ -28,6 +28,7 @@ from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import move_files, replace_directory
 from hf_rocm_tune.training import readback, restore
 from hf_rocm_tune.training.rotation import rotate
+from hf_rocm_tune.training.run_record import mark_finished
 from hf_rocm_tune.training.stage import Stage, drop_stage, failed, open_stage
 
 if TYPE_CHECKING:
@@ -186,20 +187,22 @@ class VerifiedCheckpointMixin(_Base):  # type: ignore[misc]  # transformers is u
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def seal_output(self, output_dir: str | None = None, *, also: Iterable[str] = ()) -> None:
-        """Write the final ``integrity.json`` over the files of the last `save_model` and ``also``; the last thing done.
+        """Write the final ``integrity.json`` over the files of the last `save_model` and ``also``: the run is done.
 
         Raises:
             OSError: a named file is not there, or the disk is full; then the directory does not look finished.
         """
         if self.is_world_process_zero():
+            directory = Path(output_dir or self.args.output_dir)
             manifest.write(
-                Path(output_dir or self.args.output_dir),
+                directory,
                 run_id=self.run_id,
                 step=self.state.global_step,
                 status="final",
                 files=[*self.saved_files, *also],
                 extra={"compared": not self._is_sharded()},
             )
+            mark_finished(directory)
         self.accelerator.wait_for_everyone()
 
     def _save_result(self, destination: Path, write: Callable[..., None]) -> None:

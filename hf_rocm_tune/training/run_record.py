@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -130,10 +130,10 @@ def read_record(directory: Path) -> RunRecord | None:
 
 
 def mark_finished(directory: Path) -> None:
-    """Set the status in ``run.json``; called after the final manifest is in place."""
+    """Set the status in ``run.json``, after the final manifest is in place; nothing where no run was recorded."""
     record = read_record(directory)
-    assert record is not None, "a run that finishes was recorded when it started"
-    write_record(directory, RunRecord(**{**asdict(record), "status": "finished"}))
+    if record is not None:
+        write_record(directory, replace(record, status="finished"))
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:

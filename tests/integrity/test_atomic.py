@@ -111,9 +111,14 @@ def test_an_exception_leaves_the_old_directory_and_no_trace(tmp_path: Path) -> N
     final = tmp_path / "a"
     with staged_directory(final) as staging:
         (staging / "file").write_text("old")
-    with pytest.raises(OSError, match="full") as caught, staged_directory(final) as staging:
-        (staging / "file").write_text("new")
-        raise OSError(errno.ENOSPC, "full")
+
+    def fill() -> None:
+        with staged_directory(final) as staging:
+            (staging / "file").write_text("new")
+            raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full") as caught:
+        fill()
     assert caught.value.errno == errno.ENOSPC
     assert (final / "file").read_text() == "old" and os.listdir(tmp_path) == ["a"]
 
@@ -128,7 +133,7 @@ def test_a_full_disk_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open" if call == "open" else f"os.{call}", full)
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(OSError, match="No space left") as caught:
             write_text_atomic(path, "new")
     assert caught.value.errno == errno.ENOSPC
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["run.json"]

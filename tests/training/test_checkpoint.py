@@ -205,7 +205,7 @@ def test_a_file_that_differs_from_the_live_adapter_is_written_again_once(
         trainer._save_checkpoint(trainer.model, None)
         assert _names(out) == ["checkpoint-5"] and manifest.verify(out / "checkpoint-5") == []
     else:
-        with pytest.raises(CorruptionError, match="step 5 differs.*lora_A"):
+        with pytest.raises(CorruptionError, match=r"step 5 differs.*lora_A"):
             trainer._save_checkpoint(trainer.model, None)
         assert _names(out) == ["checkpoint-4"] and manifest.verify(out / "checkpoint-4") == []
     assert trainer.file_mismatches == times
@@ -291,7 +291,7 @@ def test_damaged_checkpoints_are_refused_by_name(make: Make, tmp_path: Path) -> 
     trainer.train()
     checkpoint = tmp_path / "out" / "checkpoint-2"
     _damage(checkpoint / "adapter_model.safetensors")
-    with pytest.raises(UsageError, match="adapter_model.safetensors is changed"):
+    with pytest.raises(UsageError, match=r"adapter_model\.safetensors is changed"):
         make().train(resume_from_checkpoint=str(checkpoint))
     (checkpoint / manifest.MANIFEST_NAME).unlink()  # as plain TRL leaves it
     whole = (checkpoint / "adapter_model.safetensors").read_bytes()

@@ -104,7 +104,7 @@ def test_with_no_sound_checkpoint_it_starts_at_step_0_and_says_so(tmp_path: Path
     (out / "checkpoint-1" / "trainer_state.json").unlink()
     plan = _start(out)
     assert plan.action == "fresh" and "starting at step 0" in plan.notes[-1]
-    with pytest.raises(UsageError, match="none of its checkpoints is sound.*trainer_state.json is missing"):
+    with pytest.raises(UsageError, match=r"none of its checkpoints is sound.*trainer_state\.json is missing"):
         _start(out, resume="true")
 
 
@@ -215,7 +215,7 @@ def test_named_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="it holds no checkpoint of this run"):
         _start(out, resume=True)
     (other / "checkpoint-1" / "adapter_model.safetensors").write_bytes(b"x")
-    with pytest.raises(UsageError, match="adapter_model.safetensors is truncated"):
+    with pytest.raises(UsageError, match=r"adapter_model\.safetensors is truncated"):
         _start(out, resume=str(other / "checkpoint-1"))
 
 

@@ -1,0 +1,124 @@
+"""The demo's text is real, fixed and free of leaks, and its model is one that plain transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_rocm_tune.demo import __main__ as demo
+from hf_rocm_tune.demo import assets, corpus
+from hf_rocm_tune.errors import UsageError
+
+RECIPE = assets.Recipe(hidden=64, layers=1, steps=2, batch=2)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[corpus.Pair]:
+    return corpus.read_pairs()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> assets.Assets:
+    return assets.prepare(tmp_path_factory.mktemp("demo") / "assets", recipe=RECIPE)
+
+
+def test_there_are_thousands_of_pairs_from_the_running_python(pairs: list[corpus.Pair]) -> None:
+    assert len(pairs) > 1500
+    answers = {pair.question: pair.answer for pair in pairs}
+    assert answers["What does json.dumps do?"] == " ".join((json.dumps.__doc__ or "").split("\n\n")[0].split())
+    assert len(answers) == len(pairs)
+
+
+def test_the_corpus_is_the_same_each_time(pairs: list[corpus.Pair]) -> None:
+    assert corpus.read_pairs() == pairs
+
+
+def test_sources_are_read_and_not_run(tmp_path: Path) -> None:
+    (tmp_path / "trap.py").write_text('"""A module that must not be imported."""\nraise SystemExit(9)\n')
+    (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "_private.py").write_text('"""A private module, left out."""\n')
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "a.py").write_text('"""A test package, left out."""\n')
+    assert [(pair.question, pair.answer) for pair in corpus.read_pairs(tmp_path)] == [
+        ("What is the module trap for?", "A module that must not be imported.")
+    ]
+
+
+def test_no_answer_is_on_both_sides_of_the_split(pairs: list[corpus.Pair], tmp_path: Path) -> None:
+    corpus.write_splits(tmp_path, pairs)
+    sides = [
+        {json.loads(line)["messages"][1]["content"] for line in (tmp_path / name).read_text("utf-8").splitlines()}
+        for name in ("train.jsonl", "test.jsonl")
+    ]
+    assert not sides[0] & sides[1]
+    assert len(sides[1]) > 50
+
+
+def test_plain_transformers_loads_model_and_tokenizer(made: assets.Assets) -> None:
+    model = AutoModelForCausalLM.from_pretrained(made.model)
+    tokenizer = AutoTokenizer.from_pretrained(made.model)
+    text = "Return the naïve path – as ‘bytes’."
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    spoken = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
+    assert tokenizer.decode(spoken) == "That.<|im_end|>"
+    with torch.no_grad():
+        logits = model(torch.tensor([encoded["input_ids"]])).logits
+    assert logits.shape[-1] == assets.VOCABULARY
+    assert bool(logits.isfinite().all())
+
+
+def test_the_same_recipe_gives_the_same_bytes(made: assets.Assets, tmp_path: Path) -> None:
+    again = assets.prepare(tmp_path / "assets", recipe=RECIPE)
+    for name in ("model/model.safetensors", "model/tokenizer.json", "data/train.jsonl", "data/test.jsonl"):
+        assert (again.model.parent / name).read_bytes() == (made.model.parent / name).read_bytes(), name
+
+
+def test_finished_assets_are_used_again_and_another_recipe_replaces_them(tmp_path: Path) -> None:
+    folder = tmp_path / "assets"
+    bare = assets.Recipe(hidden=64, layers=1, steps=0)
+    weights = assets.prepare(folder, recipe=bare).model / "model.safetensors"
+    first = weights.stat().st_mtime_ns
+    said: list[str] = []
+    assets.prepare(folder, recipe=bare, say=said.append)
+    assert weights.stat().st_mtime_ns == first
+    assert said == [f"assets: found in {folder}"]
+    assets.prepare(folder, recipe=assets.Recipe(hidden=64, layers=1, steps=0, seed=1))
+    assert weights.stat().st_mtime_ns != first
+    assert [path.name for path in tmp_path.iterdir()] == ["assets"]
+
+
+def test_a_folder_of_someone_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError, match="was not made by the demo"):
+        assets.prepare(tmp_path / "assets", recipe=RECIPE, fresh=True)
+    assert (tmp_path / "assets" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_failure_on_the_way_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    def stop(line: str) -> None:
+        if line.startswith("base model"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        assets.prepare(tmp_path / "assets", recipe=RECIPE, say=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_refuses_a_folder_that_is_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "assets").mkdir()
+    assert demo.main(["--output_dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--setps", "3"]])
+def test_wrong_arguments_end_with_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        demo.main(arguments)
+    assert caught.value.code == 2
