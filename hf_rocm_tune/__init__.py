@@ -1,9 +1,10 @@
 """Fine-tune Hugging Face models on ROCm cards, with every byte verified on its way to the device.
 
-Importing this package prepares the process before torch is imported: it chooses the one card to see
-(``hardware.visible``) and applies the variable policy (``environ``). Both keep what the user has set and neither ends
-the import; ``environ.DECISIONS`` holds what was decided. If torch is there first, nothing is changed, and that is said.
-It imports no torch itself: the public names below are loaded when they are first used.
+Importing this package prepares the process before torch is imported: it chooses which cards are seen
+(``hardware.visible``: one by a process on its own, all discrete ones by each of several ranks) and applies the variable
+policy (``environ``). Both keep what the user has set and neither ends the import; ``environ.DECISIONS`` holds what was
+decided. If torch is there first, nothing is changed, and that is said. It imports no torch itself: the public names
+below are loaded when they are first used.
 
 Variables: HF_ROCM_TUNE_SPLIT=1 leaves all discrete cards visible to one process; HF_ROCM_TUNE_QUIET=1 prints warnings
 and errors only.
@@ -50,18 +51,17 @@ def __dir__() -> list[str]:
 
 
 def _choose_card(topology: kfd.Topology, rocm: bool | None, torch_loaded: bool) -> list[environ.Decision]:
-    """Choose the card that this process sees and write it to the environment, unless torch is there already."""
+    """Choose the cards that this process sees and write them to the environment, unless torch is there already."""
     choice = visible.choose(
         # A torch that is known to be no ROCm build sees none of these GPUs, and its own filter is not ours to narrow.
         () if rocm is False else topology.nodes,
         os.environ,
         complete=topology.complete,
-        local_rank=visible.local_int(os.environ, "LOCAL_RANK"),
-        local_world_size=visible.local_int(os.environ, "LOCAL_WORLD_SIZE"),
+        processes=visible.local_processes(os.environ),
         split=os.environ.get("HF_ROCM_TUNE_SPLIT", "").strip() == "1",
     )
     kept = [name for name in visible.FILTERS if name in visible.users_environ(os.environ)]
-    made = [_decision(name, "keep", os.environ[name], choice) for name in kept if name not in choice.variables]
+    made = [_decision(name, "keep", os.environ[name], choice) for name in kept]
     made += [_decision(name, "set", value, choice) for name, value in choice.variables.items()]
     if choice.troubled:
         made.append(_decision(visible.OURS, "warn", None, choice))

@@ -177,12 +177,7 @@ def _config_flags(accelerate_config: str | None, extra: Sequence[str]) -> list[s
             f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {CONFIG_FLAG} chooses another)", flush=True
         )
     path = Path(accelerate_config) if Path(accelerate_config).is_file() else configs.path(accelerate_config)
-    flags = ["--config_file", str(path)]
-    if "gpu_ids" not in given and any(
-        os.environ.get(name) and "," not in os.environ[name] for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    ):
-        flags += ["--gpu_ids", "all"]  # the user has chosen one card; the configuration's index would replace it
-    return flags
+    return ["--config_file", str(path)]
 
 
 _CHOICE = {

@@ -6,6 +6,7 @@ when it was told ``cpu``; otherwise each rank trains alone and nothing says so.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, MutableMapping
 
 from hf_rocm_tune.errors import UsageError
@@ -32,6 +33,8 @@ def prepare_process(environ: MutableMapping[str, str]) -> None:
     """
     if not has_accelerator():
         environ["ACCELERATE_USE_CPU"] = "true"
+        # bitsandbytes logs at import that an optional Hub kernel for CPUs is missing; nobody asked for it here.
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def check_world(num_processes: int, environ: Mapping[str, str]) -> None:

@@ -1,8 +1,7 @@
 """Supervised fine-tuning: ``accelerate launch -m hf_rocm_tune.sft`` (or ``hf-rocm-tune sft``).
 
-Wiring only. Read top to bottom it is the story of a run: settings, output directory, data, model, trainer, training,
-what is left on disk. Whatever can be refused is refused before the model is loaded, and nothing in the output
-directory is touched before that.
+Only the start: variables of a recipe are applied before torch is imported, and one boundary turns errors into one line
+and an exit code. The run itself is told in :mod:`hf_rocm_tune.sft_job`.
 """
 
 from __future__ import annotations
@@ -10,197 +9,34 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
-from trl import get_peft_config, get_quantization_config
-
-from hf_rocm_tune import announce
-from hf_rocm_tune import arguments as command_line
-from hf_rocm_tune.arguments import Arguments
-from hf_rocm_tune.data.formats import check_format
-from hf_rocm_tune.data.mixture import load_mixture
-from hf_rocm_tune.data.sources import Splits, load_source
-from hf_rocm_tune.distributed.agree import on_main_process
+from hf_rocm_tune import environ, process, recipe_file
 from hf_rocm_tune.exits import run_guarded
-from hf_rocm_tune.models.adapter import check_targets
-from hf_rocm_tune.models.factory import ModelSource, check_source, load_model, load_tokenizer
-from hf_rocm_tune.process import check_world, prepare_process
-from hf_rocm_tune.training import report
-from hf_rocm_tune.training.run import Plan, prepare_output_dir
-from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
-from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one fine-tuning job.
 
+    Args:
+        argv: the command line without the program's name; ``sys.argv`` unless given.
+
     Returns:
         The exit code: 0 done, 2 wrong input, 3 corruption that could not be recovered, 4 stall, 5 out of memory,
         130 interrupted; 1 for a bug of ours, with its traceback.
     """
-    return run_guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return run_guarded(lambda: _start(arguments))
 
 
-@dataclass(kw_only=True)
-class _Job:
-    """What the parts of a run share."""
+def _start(argv: list[str]) -> int:
+    before = dict(os.environ)
+    recipe_file.apply_environment(argv, os.environ)
+    if os.environ != before:
+        environ.announce(environ.apply(os.environ))  # the policy looked at the environment without the recipe's part
+    process.prepare_process(os.environ)
+    from hf_rocm_tune import sft_job
 
-    arguments: Arguments
-    plan: Plan
-    source: ModelSource
-    data: Splits
-    tokenizer: PreTrainedTokenizerBase
-    mover: Mover
-
-
-def _run(argv: list[str]) -> int:
-    prepare_process(os.environ)
-    arguments = command_line.parse(argv)
-    if arguments.tune.print_config:
-        print(arguments.to_yaml(), end="")
-        return 0
-    check_world(arguments.training.world_size, os.environ)
-    plan = _plan(arguments)
-    for note in plan.notes:
-        announce.say(note)
-    if plan.action == "finished":
-        announce.say(f"this run is finished in {plan.directory}; give --overwrite_output_dir to train again")
-        return 0
-    job = _prepare(arguments, plan)
-    announce.say(*announce.settings(arguments, job.data.description, job.mover))
-    with job.mover:
-        trainer, facts = _trainer(job)
-        announce.say(*announce.model(trainer, facts))
-        try:
-            _train(job, trainer, facts)
-        except BaseException:
-            report.write_partial(trainer, facts)  # the evidence, whatever it was
-            raise
-    return 0
-
-
-def _plan(arguments: Arguments) -> Plan:
-    """What to do in the output directory: rank 0 decides, all ranks hear it."""
-    return on_main_process(
-        lambda: prepare_output_dir(
-            arguments.training.output_dir,
-            arguments.resolved(),
-            overwrite=arguments.tune.overwrite_output_dir,
-            resume=arguments.training.resume_from_checkpoint,
-        )
-    )
-
-
-def _prepare(arguments: Arguments, plan: Plan) -> _Job:
-    """Everything that can be refused without loading the model."""
-    training, tune = arguments.training, arguments.tune
-    source = ModelSource(
-        name=arguments.model.model_name_or_path,
-        revision=arguments.model.model_revision,
-        trust_remote_code=training.trust_remote_code,
-        init={
-            "attn_implementation": arguments.model.attn_implementation,
-            "dtype": arguments.model.dtype,
-            **(training.model_init_kwargs or {}),
-        },
-        quantization=get_quantization_config(arguments.model),
-    )
-    check_source(source, training.device)
-    data = _data(arguments)
-    tokenizer = load_tokenizer(source, training.chat_template_path)
-    _check_formats(arguments, data, tokenizer)
-    mover = Mover(
-        training.device,
-        settings=TransferSettings(verify=tune.verify, on_corruption=tune.on_corruption),
-        faults=FaultSpec.from_environment(),
-    )
-    return _Job(arguments=arguments, plan=plan, source=source, data=data, tokenizer=tokenizer, mover=mover)
-
-
-def _data(arguments: Arguments) -> Splits:
-    script, training = arguments.script, arguments.training
-    need_eval = training.eval_strategy != "no"
-    if arguments.mixture.datasets:
-        return load_mixture(
-            arguments.mixture,
-            train_split=script.dataset_train_split,
-            test_split=script.dataset_test_split,
-            need_eval=need_eval,
-        )
-    return load_source(
-        script.dataset_name,
-        config=script.dataset_config,
-        streaming=script.dataset_streaming,
-        train_split=script.dataset_train_split,
-        test_split=script.dataset_test_split,
-        need_eval=need_eval,
-        eval_split_size=arguments.tune.eval_rows,
-        seed=training.seed if training.data_seed is None else training.data_seed,
-    )
-
-
-def _check_formats(arguments: Arguments, data: Splits, tokenizer: PreTrainedTokenizerBase) -> None:
-    training = arguments.training
-    for split, rows in (("train", data.train), ("evaluation", data.eval)):
-        if rows is not None:
-            check_format(
-                rows,
-                assistant_only_loss=training.assistant_only_loss,
-                completion_only_loss=training.completion_only_loss,
-                dataset_text_field=training.dataset_text_field,
-                has_chat_template=bool(training.chat_template_path or getattr(tokenizer, "chat_template", None)),
-                model_name=arguments.model.model_name_or_path,
-                split=split,
-            )
-
-
-def _trainer(job: _Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
-    training, tune = job.arguments.training, job.arguments.tune
-    set_seed(training.seed)  # as TRL does before it loads a model
-    model, seconds = load_model(job.source, job.mover)
-    peft_config = get_peft_config(job.arguments.model)
-    if peft_config is not None:
-        check_targets(model, peft_config.target_modules)
-    training.model_init_kwargs = None  # they are in the model
-    callbacks = []
-    if tune.early_stopping_patience is not None:
-        callbacks.append(EarlyStoppingCallback(tune.early_stopping_patience, tune.early_stopping_threshold))
-    trainer = VerifiedSFTTrainer(
-        model=model,
-        args=training,
-        train_dataset=job.data.train,
-        eval_dataset=job.data.eval,
-        processing_class=job.tokenizer,
-        peft_config=peft_config,
-        callbacks=callbacks,
-        mover=job.mover,
-        sentinel_every=tune.sentinel_every,
-        consent_unverified=tune.consent_unverified,
-    )
-    trainer.run_id = job.plan.run_id
-    return trainer, report.RunFacts(run_id=job.plan.run_id, load_seconds=seconds)
-
-
-def _train(job: _Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> None:
-    training = job.arguments.training
-    if trainer.is_world_process_zero():
-        job.plan.commit()
-    trainer.accelerator.wait_for_everyone()
-    trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
-    push = training.push_to_hub
-    training.push_to_hub = False  # first everything is on disk, verified; then it is pushed
-    trainer.save_model(training.output_dir)
-    training.push_to_hub = push
-    content = report.build(trainer, facts, gather=True)
-    if trainer.is_world_process_zero():
-        report.write(content, Path(training.output_dir))
-    trainer.seal_output(also=[report.FILE_NAME])
-    announce.say(f"adapter and report are in {training.output_dir}", report.closing_line(content))
-    if push:
-        trainer.push_to_hub(dataset_name=job.arguments.script.dataset_name)
-    trainer.end()
+    return sft_job.run(argv)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def verify_loader(loader: DataLoader[Any], mover: Mover) -> DataLoader[Any]:
         if loader.state.num_processes > 1 and mover.settings.verify == "full":
             raise UsageError(
                 "batches that rank 0 reads and broadcasts cannot be verified on the other ranks: set "
-                '--accelerator_config \'{"dispatch_batches": false}\', or choose --verify sample or off'
+                "--accelerator_config '{\"dispatch_batches\": false}', or choose --verify sample or off"
             )
         upstream.replace_for_good("send_to_device", _send_to_device)
         return _adopt(loader, _VerifiedDispatcher, mover)
@@ -65,7 +65,9 @@ def verify_loader(loader: DataLoader[Any], mover: Mover) -> DataLoader[Any]:
         upstream.resolve("shard_iteration")
         verified = _adopt(loader, _VerifiedShard, mover)
         verified.device = None
-        verified.base_dataloader = _adopt(_unpinned(loader.base_dataloader), _feeding(type(loader.base_dataloader)), mover)
+        verified.base_dataloader = _adopt(
+            _unpinned(loader.base_dataloader), _feeding(type(loader.base_dataloader)), mover
+        )
         return verified
     return _adopt(_unpinned(loader), _feeding(type(loader)), mover)
 

@@ -72,6 +72,4 @@ class SentinelCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def _count(self, changed: list[str]) -> None:
         assert self._sentinel is not None
-        self._report.frozen(
-            passes=self._sentinel.passes, tensors=self._sentinel.tensors, new_mismatches=len(changed)
-        )
+        self._report.frozen(passes=self._sentinel.passes, tensors=self._sentinel.tensors, new_mismatches=len(changed))

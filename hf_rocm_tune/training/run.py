@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -91,7 +90,6 @@ def prepare_output_dir(
     *,
     overwrite: bool = False,
     resume: str | bool | None = None,
-    need_bytes: int = 0,
     restarted: bool | None = None,
 ) -> Plan:
     """Decide what a start with these settings does in ``path``.
@@ -100,7 +98,6 @@ def prepare_output_dir(
         settings: resolved settings by name; see `fingerprint` for those that count.
         overwrite: ``--overwrite_output_dir``: begin again whatever is there.
         resume: ``--resume_from_checkpoint``: a checkpoint, or true for the newest one, which must then be there.
-        need_bytes: an estimate of what the run will write.
         restarted: whether a launcher started this command again, so that ``overwrite`` was honoured before; by default
             what torchrun says in TORCHELASTIC_RESTART_COUNT.
 
@@ -109,7 +106,7 @@ def prepare_output_dir(
             damaged; or overwriting would delete what the run is to read.
     """
     directory = Path(path)
-    _probe(directory, need_bytes)
+    _probe(directory)
     lock = _lock(directory)
     try:
         if restarted is None:
@@ -260,7 +257,7 @@ def _parse_resume(resume: str | bool | None) -> tuple[Path | None, bool]:
     return Path(resume), False
 
 
-def _probe(directory: Path, need_bytes: int) -> None:
+def _probe(directory: Path) -> None:
     """Create the directory and really write to it: permission bits do not tell (quotas, read-only mounts, root)."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -268,14 +265,8 @@ def _probe(directory: Path, need_bytes: int) -> None:
             file.write(b"\0" * 4096)
             file.flush()
             os.fsync(file.fileno())
-        free = shutil.disk_usage(directory).free
     except (OSError, ValueError) as error:
         raise _unusable(directory, error) from error
-    if free < need_bytes:
-        raise UsageError(
-            f"--output_dir {directory} has {free / 1e9:.1f} GB free and the run needs about {need_bytes / 1e9:.1f} GB: "
-            "free some space, choose another --output_dir, or lower --save_total_limit"
-        )
 
 
 def _lock(directory: Path) -> RunLock:

@@ -77,7 +77,6 @@ def main() -> None:
     import bitsandbytes  # noqa: F401
     import datasets  # noqa: F401
     import peft  # noqa: F401
-    import transformers.models.auto.modeling_auto
     import trl.trainer.sft_trainer  # noqa: F401
 
     import hf_rocm_tune.sft
