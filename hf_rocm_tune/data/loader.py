@@ -65,21 +65,19 @@ def verify_loader(loader: DataLoader[Any], mover: Mover) -> DataLoader[Any]:
         upstream.resolve("shard_iteration")
         verified = _adopt(loader, _VerifiedShard, mover)
         verified.device = None
-        verified.base_dataloader = _adopt(
-            _unpinned(loader.base_dataloader), _feeding(type(loader.base_dataloader)), mover
-        )
+        verified.base_dataloader = _feed(loader.base_dataloader, mover)
         return verified
-    return _adopt(_unpinned(loader), _feeding(type(loader)), mover)
+    return _feed(loader, mover)
 
 
-class _VerifiedShard(DataLoaderShard):  # type: ignore[misc]  # accelerate is untyped
+class _VerifiedShard(DataLoaderShard):
     """A ``DataLoaderShard`` that places nothing: its inner loader starts the transfers."""
 
     def __reduce__(self) -> Any:
         return DataLoaderShard.__reduce__(self)
 
 
-class _VerifiedDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # accelerate is untyped
+class _VerifiedDispatcher(DataLoaderDispatcher):
     """A ``DataLoaderDispatcher`` whose ``send_to_device`` is the mover's."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -96,7 +94,7 @@ class _VerifiedDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # accele
 
 
 @cache
-def _feeding(stock: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+def _feeding(stock: Any) -> Any:
     """Subclass of a loader class that starts the transfer of each batch as it is read."""
 
     class Feeding(stock):  # type: ignore[misc,valid-type]
@@ -109,17 +107,17 @@ def _feeding(stock: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     return Feeding
 
 
-def _adopt(loader: Any, subclass: type[Any], mover: Mover) -> Any:
+def _feed(loader: Any, mover: Mover) -> Any:
+    # The mover's ring is the pinned memory; pinning in the loader would allocate and copy once more per batch.
+    vars(loader)["pin_memory"] = False
+    return _adopt(loader, _feeding(type(loader)), mover)
+
+
+def _adopt(loader: Any, subclass: Any, mover: Mover) -> Any:
     adopted = subclass.__new__(subclass)
     adopted.__dict__ = loader.__dict__
     adopted.__dict__[_MOVER] = mover
     return adopted
-
-
-def _unpinned(loader: Any) -> Any:
-    # The mover's ring is the pinned memory; pinning in the loader would allocate and copy once more per batch.
-    loader.__dict__["pin_memory"] = False
-    return loader
 
 
 def _skip_first_batches(stock: Callable[..., Any]) -> Callable[..., Any]:

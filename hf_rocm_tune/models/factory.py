@@ -103,9 +103,9 @@ def load_tokenizer(source: ModelSource, chat_template_path: str | None = None) -
     """
     from transformers import AutoProcessor
 
-    if chat_template_path is not None and chat_template_path.endswith((".jinja", ".j2")):
-        if not Path(chat_template_path).is_file():
-            raise UsageError(f"--chat_template_path: {chat_template_path} does not exist")
+    is_file = chat_template_path is not None and chat_template_path.endswith((".jinja", ".j2"))
+    if is_file and not Path(str(chat_template_path)).is_file():
+        raise UsageError(f"--chat_template_path: {chat_template_path} does not exist")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoProcessor.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code

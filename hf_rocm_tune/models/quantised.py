@@ -55,7 +55,7 @@ def keep_trainable_on_cpu(model: nn.Module) -> int:
         weight = getattr(module, "weight", None)
         on_cpu = isinstance(weight, torch.Tensor) and weight.device.type == "cpu"
         if on_cpu and hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  # a plain flag, not a parameter
             told += 1
     return told
 

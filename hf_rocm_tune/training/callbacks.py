@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_rocm_tune.transfer import TransferReport
 
 
-class SentinelCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
+class SentinelCallback(TrainerCallback):
     """Checks frozen weights every step by slices, each of them once in ``every`` steps, and in full before a save.
 
     Args:

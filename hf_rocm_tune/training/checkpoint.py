@@ -40,7 +40,7 @@ else:
 logger = logging.getLogger(__name__)
 
 
-class VerifiedCheckpointMixin(_Base):  # type: ignore[misc]  # transformers is untyped
+class VerifiedCheckpointMixin(_Base):
     """Stands in front of a ``transformers.Trainer`` subclass; see the module's description.
 
     Attributes:
@@ -141,7 +141,7 @@ class VerifiedCheckpointMixin(_Base):  # type: ignore[misc]  # transformers is u
     def _get_output_dir(self, trial: Any) -> str:
         if self._stage is not None:
             return str(self._stage.root)
-        return super()._get_output_dir(trial)  # type: ignore[no-any-return]
+        return super()._get_output_dir(trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._attempt(super()._save_optimizer_and_scheduler, output_dir)
@@ -320,7 +320,7 @@ class VerifiedCheckpointMixin(_Base):  # type: ignore[misc]  # transformers is u
         return {name: value for one in found for name, value in one.tensors.items()}, differing
 
     def _bare_model(self) -> nn.Module:
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)  # type: ignore[no-any-return]
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def _is_sharded(self) -> bool:
         return bool(self.is_deepspeed_enabled or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers)

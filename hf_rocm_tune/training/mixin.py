@@ -164,7 +164,7 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         if unknown:
             inputs = self.mover.begin(inputs)
             self.mover.settle(inputs)
-        return super()._prepare_inputs(inputs)  # type: ignore[no-any-return]
+        return super()._prepare_inputs(inputs)
 
     def _refuse(self, inputs: Batch) -> None:
         stray = [

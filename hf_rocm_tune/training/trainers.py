@@ -7,5 +7,5 @@ from trl import SFTTrainer
 from hf_rocm_tune.training.mixin import VerifiedTransferMixin
 
 
-class VerifiedSFTTrainer(VerifiedTransferMixin, SFTTrainer):  # type: ignore[misc]  # trl is untyped
+class VerifiedSFTTrainer(VerifiedTransferMixin, SFTTrainer):
     """Supervised fine-tuning in which every weight and batch is verified on its way to the device."""
