@@ -97,7 +97,7 @@ class _VerifiedDispatcher(DataLoaderDispatcher):
 def _feeding(stock: Any) -> Any:
     """Subclass of a loader class that starts the transfer of each batch as it is read."""
 
-    class Feeding(stock):  # type: ignore[misc,valid-type]
+    class Feeding(stock):
         def __iter__(self) -> Iterator[Any]:
             mover = vars(self)[_MOVER]
             for batch in super().__iter__():
@@ -110,7 +110,8 @@ def _feeding(stock: Any) -> Any:
 def _feed(loader: Any, mover: Mover) -> Any:
     # The mover's ring is the pinned memory; pinning in the loader would allocate and copy once more per batch.
     vars(loader)["pin_memory"] = False
-    return _adopt(loader, _feeding(type(loader)), mover)
+    stock: Any = type(loader)
+    return _adopt(loader, _feeding(stock), mover)
 
 
 def _adopt(loader: Any, subclass: Any, mover: Mover) -> Any:
