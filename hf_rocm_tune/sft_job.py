@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from trl import get_peft_config, get_quantization_config
 
-from hf_rocm_tune import announce
+from hf_rocm_tune import announce, environ
 from hf_rocm_tune import arguments as command_line
 from hf_rocm_tune.arguments import Arguments
 from hf_rocm_tune.data.formats import check_format
@@ -177,7 +177,12 @@ def _trainer(job: _Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
         consent_unverified=tune.consent_unverified,
     )
     trainer.run_id = job.plan.run_id
-    return trainer, report.RunFacts(run_id=job.plan.run_id, load_seconds=seconds)
+    findings = tuple(
+        {"variable": one.variable, "level": one.action, "reason": one.reason, "source": one.source}
+        for one in environ.DECISIONS
+        if one.action in ("warn", "error")
+    )
+    return trainer, report.RunFacts(run_id=job.plan.run_id, load_seconds=seconds, findings=findings)
 
 
 def _train(job: _Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> None:

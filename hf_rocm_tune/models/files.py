@@ -8,6 +8,7 @@ here with the file's name instead of deep inside a loader.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from hf_rocm_tune.errors import UsageError
@@ -56,7 +57,7 @@ def check_safetensors(file: Path) -> None:
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
             data = max(ends, default=0)
             whole = 8 + length + data
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise UsageError(f"model file {file}: damaged safetensors header ({error}): {again}") from error
     if size != whole:
         raise UsageError(f"model file {file}: {size} bytes, but its header describes {whole}: truncated; {again}")
@@ -68,11 +69,8 @@ def _weight_files(directory: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UsageError(f"model file {index}: has no weight_map: download or copy it again")
-        files = [directory / name for name in sorted(set(weight_map.values()))]
-        missing = [file.name for file in files if not file.is_file()]
+        files = [directory / name for name in _shard_names(index)]
+        missing = [file.name for file in files if not os.path.isfile(file)]  # Path's own raises on some names
         if missing:
             raise UsageError(f"model: {directory} lacks {', '.join(missing)}, which {index.name} names")
         return files
@@ -81,10 +79,18 @@ def _weight_files(directory: Path) -> list[Path]:
     raise UsageError(f"model: {directory} has no model.safetensors and no model.safetensors.index.json")
 
 
+def _shard_names(index: Path) -> list[str]:
+    weight_map = _read_json(index).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise UsageError(f"model file {index}: has no weight_map of tensor to file name: download or copy it again")
+    return sorted(set(names))
+
+
 def _read_json(file: Path) -> dict[str, object]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"model file {file}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise UsageError(f"model file {file}: expected a JSON object, got {type(content).__name__}")

@@ -1,4 +1,4 @@
-"""Trainer callbacks: sentinels over frozen weights while a run lasts."""
+"""Trainer callbacks: frozen weights and replicas looked at while a run lasts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from hf_rocm_tune.errors import CorruptionError
+from hf_rocm_tune.integrity.replicas import compare_replicas
 from hf_rocm_tune.integrity.sentinels import FrozenSentinel
 from hf_rocm_tune.models.placement import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor, nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 class SentinelCallback(TrainerCallback):
     """Checks frozen weights every step by slices, each of them once in ``every`` steps, and in full before a save.
+
+    With several ranks, every ``every`` steps it compares the trainable weights of all ranks too: their optimizers have
+    seen the same averaged gradients, so they hold the same bits or something went wrong.
 
     Args:
         model: whose tensors that do not require gradients are watched.
@@ -44,14 +48,34 @@ class SentinelCallback(TrainerCallback):
             self._count([])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Checks the next slice."""
-        if self._sentinel is not None:
-            self._judge(self._sentinel.check_slice(), f"after step {state.global_step}", state.global_step)
+        """Checks the next slice, and the replicas when it is time."""
+        if self._sentinel is None:
+            return
+        self._judge(self._sentinel.check_slice(), f"after step {state.global_step}", state.global_step)
+        if state.global_step % self._every == 0:
+            self.check_replicas(self._trainable(), f"at step {state.global_step}")
 
     def check_all(self, step: int) -> None:
         """Checks every frozen tensor; called before a save."""
         if self._sentinel is not None:
             self._judge(self._sentinel.check_all(), f"before saving at step {step}", step)
+
+    def check_replicas(self, tensors: Iterable[tuple[str, Tensor]], when: str) -> None:
+        """Compares these tensors over all ranks and counts it. Collective.
+
+        Raises:
+            CorruptionError: on every rank, see :func:`~hf_rocm_tune.integrity.replicas.compare_replicas`.
+        """
+        try:
+            compared = compare_replicas(tensors, when)
+        except CorruptionError:
+            self._report.count("replicas", checks=1, mismatches=1)
+            raise
+        if compared:
+            self._report.count("replicas", checks=1)
+
+    def _trainable(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in tensors_of(self._model) if tensor.requires_grad)
 
     def _frozen(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in tensors_of(self._model) if not tensor.requires_grad)

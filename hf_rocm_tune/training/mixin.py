@@ -24,7 +24,6 @@ from transformers.trainer_utils import TrainOutput
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import verify_loader
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.integrity.replicas import compare_replicas
 from hf_rocm_tune.models.attest import attest
 from hf_rocm_tune.models.loading import host_adapters, initialised_on_device, verified_loading
 from hf_rocm_tune.models.placement import Coverage, coverage, mark_initialised, place, tensors_of
@@ -117,14 +116,14 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         distributed = self.args.world_size > 1
         if distributed:
-            compare_replicas(tensors_of(self.model), "before DistributedDataParallel")
+            self._sentinel.check_replicas(tensors_of(self.model), "before DistributedDataParallel")
             frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
             buffers = [name for name, _ in self.model.named_buffers()]
             _, _, ignore = upstream.resolve("ddp_ignore")
             ignore(self.model, [*frozen, *buffers])
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if distributed:
-            compare_replicas(tensors_of(self.model), "after DistributedDataParallel")
+            self._sentinel.check_replicas(tensors_of(self.model), "after DistributedDataParallel")
         return prepared
 
     # ---- batches --------------------------------------------------------------------------------------------

@@ -46,6 +46,10 @@ class Running:
         """Sends a signal to the command's process group."""
         os.killpg(self.pid, number)
 
+    def printed(self) -> str:
+        """What it has written to standard output so far."""
+        return self._files[0].read_text(errors="replace")
+
     def poll(self, timeout: float = 0.01) -> Result | None:
         """The result if the command ends within the time."""
         status = self._server.ask({"do": "wait", "pid": self.pid, "timeout": timeout})["status"]

@@ -1,0 +1,214 @@
+"""Every format, source and variant that the command promises trains through the command line, all bytes verified."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors import safe_open
+
+from tests import tiny
+from tests.e2e.command import CommandServer, Result
+from tests.e2e.conftest import flags, report_of
+
+ROWS = 12
+
+Train = Callable[..., Result]
+
+
+@pytest.fixture
+def train(server: CommandServer, model_of: Callable[[str], Path], tmp_path: Path) -> Train:
+    """Runs the command for two steps into `tmp_path / "out"`; flags may be overridden."""
+
+    def run(*extra: str, **settings: Any) -> Result:
+        shared = {
+            "model_name_or_path": model_of("llama3"),
+            "output_dir": tmp_path / "out",
+            "max_steps": 2,
+            "per_device_train_batch_size": 2,
+            "max_length": 48,
+            "logging_steps": 1,
+            "lora_dropout": 0.0,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        }
+        result = server.run(*flags(**shared | settings), *extra)
+        assert result.code == 0, result.stderr[-3000:]
+        covered = report_of(tmp_path / "out")["coverage"]
+        assert covered["unverified"] == []
+        assert covered["verified_bytes"] == covered["device_bytes"] > 0
+        return result
+
+    return run
+
+
+def losses(result: Result) -> list[float]:
+    """The training losses that a run printed."""
+    found = [float(value) for value in re.findall(r"'loss': '([^']+)'", result.stdout)]
+    assert found and all(math.isfinite(loss) and loss > 0 for loss in found), result.stdout
+    return found
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _json(folder: Path) -> Path:
+    rows = _rows(tiny.write_messages_jsonl(folder / "rows.jsonl", ROWS))
+    (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    return folder / "rows.json"
+
+
+def _csv(folder: Path) -> Path:
+    rows = _rows(tiny.write_prompt_completion_jsonl(folder / "rows.jsonl", ROWS))
+    with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=["prompt", "completion"])
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder / "rows.csv"
+
+
+def _parquet(folder: Path) -> Path:
+    from datasets import Dataset
+
+    Dataset.from_list(_rows(tiny.write_messages_jsonl(folder / "rows.jsonl", ROWS))).to_parquet(folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+def _txt(folder: Path) -> Path:
+    path = folder / "rows.txt"
+    path.write_text("\n".join(" ".join(doc.split()) for doc in tiny.training_text()[:ROWS]), encoding="utf-8")
+    return path
+
+
+def _saved(folder: Path) -> Path:
+    from datasets import Dataset, DatasetDict
+
+    rows = Dataset.from_list(_rows(tiny.write_messages_jsonl(folder / "rows.jsonl", ROWS)))
+    DatasetDict(train=rows, test=rows.select(range(3))).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+SOURCES: dict[str, Callable[[Path], Path]] = {
+    "messages.jsonl": lambda folder: tiny.write_messages_jsonl(folder / "rows.jsonl", ROWS),
+    "messages with tools": lambda folder: tiny.write_tools_jsonl(folder / "rows.jsonl", ROWS),
+    "from/value conversations": lambda folder: tiny.write_sharegpt_jsonl(folder / "rows.jsonl", ROWS),
+    "prompt/completion": lambda folder: tiny.write_prompt_completion_jsonl(folder / "rows.jsonl", ROWS),
+    "conversational prompt/completion": lambda folder: tiny.write_prompt_completion_jsonl(
+        folder / "rows.jsonl", ROWS, conversational=True
+    ),
+    "text": lambda folder: tiny.write_text_jsonl(folder / "rows.jsonl", ROWS),
+    "json": _json,
+    "csv": _csv,
+    "parquet": _parquet,
+    "txt": _txt,
+    "directory": lambda folder: tiny.write_dataset_dir(folder / "rows", train=ROWS, test=3),
+    "save_to_disk": _saved,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_trains_with_every_byte_verified(source: str, train: Train, tmp_path: Path) -> None:
+    result = train(dataset_name=SOURCES[source](tmp_path))
+    assert len(losses(result)) == 2
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("source", ["messages.jsonl", "directory", "save_to_disk"])
+def test_streamed_rows_train_and_are_evaluated(source: str, train: Train, tmp_path: Path) -> None:
+    evaluation = {"eval_split_size": 3} if source == "messages.jsonl" else {}
+    result = train(
+        "--dataset_streaming",
+        dataset_name=SOURCES[source](tmp_path),
+        eval_strategy="steps",
+        eval_steps=1,
+        **evaluation,
+    )
+    assert len(losses(result)) == 2
+    assert result.stdout.count("'eval_loss'") >= 2
+
+
+def test_only_the_tokens_that_were_asked_for_count(train: Train, tmp_path: Path) -> None:
+    pairs = tiny.write_prompt_completion_jsonl(tmp_path / "pairs.jsonl", ROWS)
+    chats = tiny.write_messages_jsonl(tmp_path / "chats.jsonl", ROWS)
+    again = {"overwrite_output_dir": True, "learning_rate": 0.0, "max_length": 256}
+    completions = losses(train(dataset_name=pairs, **again))
+    everything = losses(train(dataset_name=pairs, completion_only_loss=False, **again))
+    assert completions != everything
+    assistant = losses(train("--assistant_only_loss", dataset_name=chats, **again))
+    assert assistant != losses(train(dataset_name=chats, **again))
+
+
+def test_packing_moves_fewer_batches_and_all_of_them_are_verified(train: Train, messages: Path, tmp_path: Path) -> None:
+    epoch = {"dataset_name": messages, "max_steps": -1, "num_train_epochs": 1, "max_length": 256}
+    steps = {}
+    for packing in (False, True):
+        result = train(packing=packing, overwrite_output_dir=True, **epoch)
+        steps[packing] = len(losses(result))
+        assert "flash" not in result.stderr.lower()  # SDPA isolates the examples: see test_packing.py
+    assert steps[True] < steps[False] == 24
+    assert report_of(tmp_path / "out")["batches"]["tensors"] > 0
+
+
+@pytest.mark.parametrize(("size", "rows"), [(3, 3), (0.25, 3)])
+def test_an_evaluation_split_is_taken_off_the_training_rows(
+    train: Train, tmp_path: Path, size: float, rows: int
+) -> None:
+    source = SOURCES["messages.jsonl"](tmp_path)
+    result = train(dataset_name=source, eval_split_size=size, eval_strategy="steps", eval_steps=1)
+    assert f"training on {ROWS - rows} rows, evaluation on {rows} rows" in result.stdout
+    assert result.stdout.count("'eval_loss'") >= 2
+
+
+def test_early_stopping_stops_when_nothing_improves(train: Train, messages: Path) -> None:
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    result = train(
+        dataset_name=messages, max_steps=20, early_stopping_patience=2, learning_rate=0.0, **evaluation, **best
+    )
+    assert len(losses(result)) == 6  # the first evaluation sets the mark, the next two do not beat it
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dora": ({"use_dora": True}, {"use_dora": True}),
+    "rslora": ({"use_rslora": True}, {"use_rslora": True}),
+    "8-bit": ({"load_in_8bit": True}, {}),
+    "4-bit dora": ({"load_in_4bit": True, "use_dora": True}, {"use_dora": True}),
+    "4-bit packed": ({"load_in_4bit": True, "packing": True, "max_length": 256}, {}),
+    "saved modules": ({"lora_modules_to_save": "lm_head"}, {"modules_to_save": ["lm_head"]}),
+    "targets": ({"lora_target_modules": "q_proj"}, {"target_modules": ["q_proj"]}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_adapter_variant_trains(variant: str, train: Train, messages: Path, tmp_path: Path) -> None:
+    settings, written = VARIANTS[variant]
+    assert len(losses(train(dataset_name=messages, **settings))) == 2
+    adapter = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert {name: adapter[name] for name in written} == written
+    with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as file:
+        names = list(file.keys())
+    assert any("lora_magnitude_vector" in name for name in names) == ("dora" in variant)
+    assert any(name.endswith("lm_head.weight") for name in names) == (variant == "saved modules")
+
+
+def test_full_fine_tuning_saves_the_whole_model(train: Train, messages: Path, tmp_path: Path) -> None:
+    train(dataset_name=messages, use_peft=False)
+    output = tmp_path / "out"
+    assert (output / "model.safetensors").is_file() and not (output / "adapter_config.json").exists()
+
+
+def test_a_recipe_gives_the_same_run_as_flags(train: Train, messages: Path, tmp_path: Path) -> None:
+    settings = {"dataset_name": str(messages), "lora_r": 4, "learning_rate": 0.01, "seed": 7}
+    by_flags = losses(train(**settings))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(settings))
+    assert losses(train(config=recipe, overwrite_output_dir=True)) == by_flags
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 4

@@ -1,0 +1,316 @@
+"""Killed at any moment and started again with the same command: the result is that of the uninterrupted run.
+
+Not covered: the loss of power (what was flushed is not lost there, but no test can pull the plug), and several nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune.integrity import manifest
+from tests import tiny
+from tests.e2e.command import CommandServer, Result, Running
+from tests.e2e.conftest import flags, losses_of, report_of
+
+STEPS = 9  # 12 rows, batch 2, 2 accumulated: three steps an epoch, three epochs
+METHODS = ("lora", "qlora")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One command and the uninterrupted run of it.
+
+    Args:
+        server: runs the command.
+        settings: its flags without the output directory.
+        method: "lora" or "qlora".
+        whole: output directory of the uninterrupted run.
+    """
+
+    server: CommandServer
+    settings: dict[str, Any]
+    method: str
+    whole: Path
+
+    def argv(self, output: Path, **changed: Any) -> list[str]:
+        """The command line."""
+        more = ["--load_in_4bit"] if self.method == "qlora" else []
+        return [*flags(**{**self.settings, **changed}, output_dir=output), *more]
+
+    def start(self, output: Path, **changed: Any) -> Running:
+        """Starts the command."""
+        return self.server.start(*self.argv(output, **changed))
+
+    def finish(self, output: Path, **changed: Any) -> Result:
+        """Runs the command to its end."""
+        result = self.server.run(*self.argv(output, **changed))
+        assert result.code == 0, result.stderr[-3000:]
+        return result
+
+
+@pytest.fixture(scope="module")
+def jobs(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> dict[str, Job]:
+    """The uninterrupted run of each method."""
+    root = scratch / "killed"
+    settings = {
+        "model_name_or_path": model_of("llama3"),
+        "dataset_name": tiny.write_dataset_dir(root / "data", train=12, test=4),
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_length": 64,
+        "learning_rate": 0.01,
+        "lora_dropout": 0.2,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "save_total_limit": 2,
+        "disable_tqdm": True,
+    }
+    made = {
+        method: Job(server=server, settings=settings, method=method, whole=root / method / "whole")
+        for method in METHODS
+    }
+    for job in made.values():
+        job.finish(job.whole)
+    return made
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    """SHA-256 of every file, but for the lock, which names the process that last looked."""
+    return {
+        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != "_run.lock"
+    }
+
+
+def assert_same_result(job: Job, output: Path) -> None:
+    """The result is whole and bit for bit that of the uninterrupted run, and so is the way to it."""
+    adapter = "adapter_model.safetensors"
+    assert (output / adapter).read_bytes() == (job.whole / adapter).read_bytes()
+    assert losses_of(output) == losses_of(job.whole)
+    assert len(losses_of(output)) == STEPS
+    found = manifest.inspect(output)
+    assert found.manifest is not None and found.manifest.status == "final" and found.problems == []
+    assert adapter in found.manifest.files and "transfer_report.json" in found.manifest.files
+    assert json.loads((output / "run.json").read_text())["status"] == "finished"
+    left = [path.name for path in output.iterdir() if path.name.startswith("_") and path.name != "_run.lock"]
+    assert left == []
+    covered = report_of(output)["coverage"]
+    assert covered["verified_bytes"] == covered["device_bytes"] > 0 and covered["unverified"] == []
+
+
+def wait_for(running: Running, happened: Callable[[], bool], *, timeout: float = 60.0) -> bool:
+    """Watches closely until something happened; False if the command ended before."""
+    deadline = time.monotonic() + timeout
+    while not happened():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.0005)
+        if not Path(f"/proc/{running.pid}").exists() or _is_zombie(running.pid):
+            return False
+    return True
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def checkpoint(output: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return output / f"checkpoint-{step}"
+
+
+def killed_after(job: Job, output: Path, step: int, number: int = signal.SIGKILL, **changed: Any) -> Result:
+    """Starts the command and ends it as soon as the checkpoint of a step is in place."""
+    running = job.start(output, **changed)
+    assert wait_for(running, lambda: checkpoint(output, step).exists()), running.wait().stderr[-2000:]
+    running.kill(number)
+    return running.wait(30)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_killed_at_random_moments_until_it_is_done(jobs: dict[str, Job], tmp_path: Path, method: str) -> None:
+    job, output, chance = jobs[method], tmp_path / "out", random.Random(20)
+    whole = time.monotonic()
+    job.finish(tmp_path / "timed")
+    whole = time.monotonic() - whole
+    endings = []
+    for _ in range(6):
+        running = job.start(output)
+        result = running.poll(chance.uniform(0.25, 0.95) * whole)
+        if result is None:
+            running.kill()
+            result = running.wait(30)
+        endings.append(result.code)
+        if result.code == 0:
+            break
+    assert endings[0] == -signal.SIGKILL
+    assert set(endings) <= {0, -signal.SIGKILL}
+    job.finish(output)
+    assert_same_result(job, output)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_killed_in_the_midst_of_each_save(jobs: dict[str, Job], tmp_path: Path, limit: int) -> None:
+    job, output, chance = jobs["lora"], tmp_path / "out", random.Random(limit)
+
+    def being_written() -> bool:
+        return output.is_dir() and any(path.name.startswith("_staging.") for path in output.iterdir())
+
+    kills = 0
+    for _ in range(4):
+        running = job.start(output, save_total_limit=limit)
+        # what the last process left is still there: wait until it has been cleaned up
+        wait_for(running, lambda: output.is_dir() and not being_written())
+        for _ in range(chance.randint(1, 2)):
+            wait_for(running, being_written)
+            time.sleep(chance.uniform(0, 0.03))
+        if running.poll() is None:
+            running.kill()
+            running.wait(30)
+            kills += 1
+    assert kills > 0
+    job.finish(output, save_total_limit=limit)
+    assert len(list(output.glob("checkpoint-*"))) <= limit
+    assert_same_result(job, output)
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_killed_at_each_step(jobs: dict[str, Job], tmp_path: Path, step: int) -> None:
+    job, output = jobs[METHODS[step % 2]], tmp_path / "out"
+    running = job.start(output)
+    assert wait_for(running, lambda: running.printed().count("'loss'") >= step)
+    running.kill()
+    assert running.wait(30).code == -signal.SIGKILL
+    assert manifest.inspect(output).manifest is None  # nothing looks finished
+    job.finish(output)
+    assert_same_result(job, output)
+
+
+def test_killed_while_the_result_is_written(jobs: dict[str, Job], tmp_path: Path) -> None:
+    job, chance = jobs["qlora"], random.Random(5)
+    for number in range(3):
+        output = tmp_path / f"out{number}"
+        running = job.start(output)
+        wait_for(running, checkpoint(output, STEPS).exists)
+        time.sleep(chance.uniform(0, 0.12))
+        running.kill()
+        result = running.wait(30)
+        if result.code == -signal.SIGKILL:
+            state = manifest.inspect(output)
+            assert state.manifest is None or state.problems == []
+        job.finish(output)
+        assert_same_result(job, output)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+)
+def test_stopped_by_a_signal_in_the_second_epoch(
+    jobs: dict[str, Job], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    job, output = jobs["lora"], tmp_path / "out"
+    stopped = killed_after(job, output, 4, number)
+    assert stopped.code == code
+    assert "Traceback" not in stopped.stderr
+    if number == signal.SIGINT:
+        assert stopped.stderr.splitlines()[-1].startswith("hf-rocm-tune: interrupted:")
+    assert manifest.inspect(output).manifest is None
+    job.finish(output)
+    assert_same_result(job, output)
+
+
+def test_the_same_command_after_the_end_changes_nothing(jobs: dict[str, Job], tmp_path: Path) -> None:
+    job, output = jobs["lora"], tmp_path / "out"
+    shutil.copytree(job.whole, output)
+    before = hashes(output)
+    again = job.finish(output)
+    assert "finished" in again.stdout and str(output) in again.stdout
+    assert hashes(output) == before
+
+
+def test_batches_after_a_resume_are_verified_too(jobs: dict[str, Job], tmp_path: Path) -> None:
+    job, output = jobs["lora"], tmp_path / "out"
+    killed_after(job, output, 4)  # the first of the second epoch's three steps
+    job.finish(output)
+    resumed, whole = report_of(output), report_of(job.whole)
+    # each step: two micro-batches of three tensors and the number of label tokens; each evaluation: one batch
+    tensors = {"step": 2 * 3 + 1, "evaluation": 3}
+    assert whole["batches"]["tensors"] == 9 * tensors["step"] + 5 * tensors["evaluation"]
+    assert resumed["batches"]["tensors"] == 5 * tensors["step"] + 3 * tensors["evaluation"]
+    assert resumed["batches"]["verified_bytes"] == resumed["batches"]["bytes"] > 0
+    assert resumed["adapter"]["tensors"] == 2 * 7 * 2  # two matrices for each linear layer
+    assert resumed["optimizer"]["tensors"] == 2 * resumed["adapter"]["tensors"]
+    assert resumed["weights"] | _TIMES == whole["weights"] | _TIMES
+
+
+_TIMES = dict.fromkeys(
+    ("seconds", "load_seconds", "gb_per_s", "transfer_seconds", "verify_seconds", "load_gb_per_s"), None
+)
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "flipped adapter": ("adapter_model.safetensors", lambda file: _flip(file)),
+    "flipped optimizer": ("optimizer.pt", lambda file: _flip(file)),
+    "truncated adapter": ("adapter_model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-7])),
+    "deleted optimizer": ("optimizer.pt", Path.unlink),
+    "emptied state": ("trainer_state.json", lambda file: file.write_bytes(b"")),
+    "flipped manifest": ("integrity.json", lambda file: _flip(file)),
+}
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def interrupted(jobs: dict[str, Job], scratch: Path) -> Path:
+    """A LoRA run that was killed in the second epoch; it holds checkpoints 2 and 4."""
+    output = scratch / "killed" / "interrupted"
+    killed_after(jobs["lora"], output, 4)
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    return output
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
+    jobs: dict[str, Job], interrupted: Path, tmp_path: Path, damage: str
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(interrupted, output)
+    name, harm = DAMAGES[damage]
+    harm(checkpoint(output, 4) / name)
+    result = jobs["lora"].finish(output)
+    notes = [line for line in result.stdout.splitlines() if "checkpoint-4" in line]
+    assert notes and "damaged" in notes[0] and name in notes[0]
+    assert "continuing from checkpoint-2" in result.stdout
+    assert_same_result(jobs["lora"], output)
+
+
+def test_with_every_checkpoint_damaged_it_starts_again(
+    jobs: dict[str, Job], interrupted: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(interrupted, output)
+    for step in (2, 4):
+        _flip(checkpoint(output, step) / "adapter_model.safetensors")
+    result = jobs["lora"].finish(output)
+    assert "no sound checkpoint is left: starting at step 0" in result.stdout
+    assert_same_result(jobs["lora"], output)

@@ -1,0 +1,170 @@
+"""A damaged model directory is named as such, and never ends in anything but a `UsageError`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.files import check_model_directory, check_safetensors
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture
+def model(model_of: Callable[..., Path], tmp_path: Path) -> Path:
+    """A copy of a model in one file, to be damaged."""
+    return Path(shutil.copytree(model_of("llama3"), tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(model_of: Callable[..., Path], tmp_path: Path) -> Path:
+    """A copy of a model in several files, to be damaged."""
+    return Path(shutil.copytree(model_of("llama3", shards=3), tmp_path / "sharded"))
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory that each example overwrites."""
+    directory = tmp_path_factory.mktemp("nonsense")
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def refused(directory: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        check_model_directory(directory)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def only_usage_errors(directory: Path) -> None:
+    try:
+        check_model_directory(directory)
+    except UsageError:
+        pass
+
+
+def test_whole_models_are_accepted_with_their_files_in_order(model: Path, sharded: Path) -> None:
+    assert check_model_directory(model) == [model / WEIGHTS]
+    files = check_model_directory(sharded)
+    assert len(files) >= 3
+    assert files == sorted(sharded.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7, 8, 9, 100, -1])
+def test_a_truncated_file_is_named(model: Path, kept: int) -> None:
+    whole = (model / WEIGHTS).read_bytes()
+    (model / WEIGHTS).write_bytes(whole[:kept])
+    assert str(model / WEIGHTS) in refused(model)
+
+
+def test_a_file_with_bytes_too_many_is_named(model: Path) -> None:
+    with (model / WEIGHTS).open("ab") as stream:
+        stream.write(b"x")
+    assert str(model / WEIGHTS) in refused(model)
+
+
+def test_the_truncated_shard_is_named_and_not_another(sharded: Path) -> None:
+    second = sorted(sharded.glob("*.safetensors"))[1]
+    second.write_bytes(second.read_bytes()[:-100])
+    assert second.name in refused(sharded)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**63, 2**64 - 1, 200_000_000])
+def test_a_damaged_header_length_is_refused(model: Path, length: int) -> None:
+    content = bytearray((model / WEIGHTS).read_bytes())
+    content[:8] = length.to_bytes(8, "little")
+    (model / WEIGHTS).write_bytes(content)
+    assert WEIGHTS in refused(model)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    second = sorted(sharded.glob("*.safetensors"))[1]
+    second.unlink()
+    message = refused(sharded)
+    assert second.name in message
+    assert INDEX in message
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {},
+        {"weight_map": None},
+        {"weight_map": []},
+        {"weight_map": {}},
+        {"weight_map": {"a": 5}},
+        {"weight_map": {"a": ["f"]}},
+        {"weight_map": {"a": "n" * 5000}},
+        {"weight_map": {"a": "nul\0"}},
+        {"weight_map": {"a": ""}},
+    ],
+    ids=range(9),
+)
+def test_an_index_without_a_sound_map_is_refused(sharded: Path, index: object) -> None:
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert INDEX in refused(sharded)
+
+
+def test_what_is_not_a_model_directory_says_what_is_missing(model: Path, tmp_path: Path) -> None:
+    assert "not a directory" in refused(tmp_path / "nothing")
+    (model / WEIGHTS).unlink()
+    assert WEIGHTS in refused(model)
+    (model / "config.json").unlink()
+    assert "config.json" in refused(model)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"a": ' * 100_000, "\x00"], ids=range(7))
+def test_a_configuration_that_is_no_json_object_is_named(model: Path, text: str) -> None:
+    (model / "config.json").write_text(text)
+    assert "config.json" in refused(model)
+
+
+def test_a_header_nested_too_deep_for_the_parser_is_damaged(tmp_path: Path) -> None:
+    header = b'{"a":' + b"[" * 200_000
+    file = tmp_path / WEIGHTS
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UsageError, match="damaged"):
+        check_safetensors(file)
+
+
+@settings(max_examples=100, deadline=None)
+@given(content=st.binary(max_size=200), name=st.sampled_from([WEIGHTS, INDEX, "config.json"]))
+def test_any_bytes_in_any_file_end_in_a_usage_error_at_worst(scratch: Path, content: bytes, name: str) -> None:
+    before = (scratch / name).read_bytes() if (scratch / name).exists() else None
+    (scratch / name).write_bytes(content)
+    only_usage_errors(scratch)
+    (scratch / name).unlink() if before is None else (scratch / name).write_bytes(before)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    header=JSON | st.dictionaries(st.text(max_size=4), st.fixed_dictionaries({"data_offsets": JSON}), max_size=3),
+    data=st.binary(max_size=16),
+)
+def test_any_json_as_a_header_ends_in_a_usage_error_at_worst(scratch: Path, header: object, data: bytes) -> None:
+    text = json.dumps(header).encode()
+    (scratch / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data)
+    only_usage_errors(scratch)
+    (scratch / WEIGHTS).unlink()
+
+
+@settings(max_examples=150, deadline=None)
+@given(index=JSON | st.fixed_dictionaries({"weight_map": JSON}))
+def test_any_json_as_an_index_ends_in_a_usage_error_at_worst(scratch: Path, index: object) -> None:
+    (scratch / INDEX).write_text(json.dumps(index))
+    only_usage_errors(scratch)
+    (scratch / INDEX).unlink()
