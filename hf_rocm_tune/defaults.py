@@ -69,6 +69,8 @@ def differences(
         default("dtype", "bfloat16", "QLoRA computes in bfloat16, and so do the layers that are not quantised")
     elif lora and bf16_supported and not fp16:
         default("dtype", "bfloat16", "frozen weights take half the memory; adapters are trained in float32")
+    if given.get("early_stopping_patience") is not None:
+        default("metric_for_best_model", "loss", "early stopping watches the evaluation loss")
     if not accelerator:
         default("use_cpu", True, "there is no GPU here")
     default("dataloader_pin_memory", False, "the verified transfer has page-locked slots of its own")
@@ -95,6 +97,10 @@ def check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         faults.append("--load_in_4bit and --load_in_8bit exclude each other; keep one")
     elif quantised and given.get("use_peft") is False:
         faults.append(f"--{quantised[0]} works only with LoRA; leave --use_peft false or --{quantised[0]} away")
+    if given.get("early_stopping_patience") is not None and given.get("eval_strategy", "no") == "no":
+        faults.append("--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)")
+    if given.get("padding_free") and not given.get("packing") and given.get("max_length", 0) is not None:
+        faults.append("--padding_free does not cut rows; add --packing, or --max_length none")
     if given.get("fp16") and not accelerator:
         faults.append("--fp16 needs a GPU, and this job runs on the CPU; leave it away")
     if given.get("fp16") and given.get("bf16"):

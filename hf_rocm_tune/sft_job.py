@@ -21,7 +21,7 @@ from hf_rocm_tune.data.formats import check_format
 from hf_rocm_tune.data.mixture import load_mixture
 from hf_rocm_tune.data.sources import Splits, load_source
 from hf_rocm_tune.distributed.agree import on_main_process
-from hf_rocm_tune.models.adapter import check_targets
+from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, check_source, load_model, load_tokenizer
 from hf_rocm_tune.process import check_world
 from hf_rocm_tune.training import report
@@ -159,6 +159,7 @@ def _trainer(job: _Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
     model, seconds = load_model(job.source, job.mover)
     peft_config = get_peft_config(job.arguments.model)
     if peft_config is not None:
+        peft_config.target_modules = target_names(peft_config.target_modules)
         check_targets(model, peft_config.target_modules)
     training.model_init_kwargs = None  # they are in the model
     callbacks = []

@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 _SHOWN = 24
 
 
+def target_names(targets: str | Iterable[str] | None) -> str | Iterable[str] | None:
+    """Makes a single module name a set of one again.
+
+    TRL unwraps a list of one into its string, which PEFT reads as a regular expression on whole names: ``q_proj``
+    alone would match nothing. Whatever a name as an expression could match, it matches as a name too.
+
+    Args:
+        targets: as :class:`trl.ModelConfig` holds them.
+
+    Returns:
+        The same targets; a string of letters, digits, ``_`` and ``.`` as a set.
+    """
+    return {targets} if isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets) else targets
+
+
 def check_targets(model: nn.Module, targets: str | Iterable[str] | None) -> None:
     """Checks that each LoRA target names at least one module of the model.
 

@@ -87,7 +87,7 @@ def load_model(source: ModelSource, mover: Mover) -> tuple[PreTrainedModel, floa
     try:
         with verified_loading(mover):
             model: PreTrainedModel = create_model_from_path(source.name, **arguments)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: attn_implementation
         raise UsageError(f"model {source.name}: {_first_line(error)}") from error
     place(model, mover)
     verify_tables(model)

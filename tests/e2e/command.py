@@ -48,7 +48,7 @@ class Running:
 
     def printed(self) -> str:
         """What it has written to standard output so far."""
-        return self._files[0].read_text(errors="replace")
+        return self._files[0].read_text(errors="replace") if self._files[0].exists() else ""
 
     def poll(self, timeout: float = 0.01) -> Result | None:
         """The result if the command ends within the time."""

@@ -1,0 +1,117 @@
+"""A model loaded elsewhere counts as verified exactly where it equals its files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from hf_rocm_tune.models.attest import attest
+from hf_rocm_tune.models.placement import coverage, place, tensors_of
+
+# PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+def unverified(model: Any, mover: Any) -> dict[str, str]:
+    return {row["tensor"]: row["reason"] for row in coverage(model, mover).unverified}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("arch", ["llama3", "qwen3", "gpt2"])
+def test_weights_equal_to_their_files_are_attested(
+    model_of: Callable[..., Path], mover: Any, arch: str, dtype: torch.dtype
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_of(arch, shards=2), dtype=dtype)
+    equal, looked_at = attest(model, mover)
+    parameters = {id(parameter) for parameter in model.parameters()}
+    assert equal == len(parameters)
+    assert looked_at == len(list(tensors_of(model)))
+    assert not any(name in unverified(model, mover) for name, _ in model.named_parameters())
+    assert mover.moved == []
+
+
+def test_a_weight_that_was_changed_since_is_named_with_its_file(
+    model_of: Callable[..., Path], mover: Any, flip: Callable[[Tensor], None]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data.clone()  # stock loading gives a view of the mapped file
+    flip(weight)
+    attest(model, mover)
+    assert unverified(model, mover)["model.layers.1.mlp.up_proj.weight"].endswith("differs from model.safetensors")
+    assert mover.provenance(weight) == "unverified"
+
+
+def test_a_model_with_an_adapter_is_attested_below_it(model_of: Callable[..., Path], mover: Any) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
+    names = {name for name, _ in base.named_parameters()}
+    model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert attest(model, mover)[0] == len(names)
+    assert all("lora_" in name or name.endswith("inv_freq") for name in unverified(model, mover))
+
+
+def test_tensors_without_files_stay_unverified_with_the_reason(model_of: Callable[..., Path], mover: Any) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_of("llama3")))
+    model.config._name_or_path = ""
+    assert attest(model, mover)[0] == 0
+    assert "not known" in unverified(model, mover)["lm_head.weight"]
+
+
+def test_a_name_that_nobody_has_is_a_reason_not_an_error(model_of: Callable[..., Path], mover: Any) -> None:
+    for name in ("nobody/nothing", "a/b/c/d", "/no/such/directory", "..", "x" * 300):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_of("llama3")))
+        model.config._name_or_path = name
+        assert attest(model, mover)[0] == 0
+
+
+def test_damaged_files_are_a_reason_not_an_error(model_of: Callable[..., Path], mover: Any, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(model_of("llama3"), tmp_path / "copy"))
+    model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.bfloat16)
+    content = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(content[:-5])
+    assert attest(model, mover)[0] == 0
+    assert "truncated" in unverified(model, mover)["lm_head.weight"]
+
+
+def test_a_file_that_our_check_passes_and_safetensors_refuses_is_a_reason(
+    model_of: Callable[..., Path], mover: Any, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(model_of("llama3"), tmp_path / "copy"))
+    model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.bfloat16)
+    header = b'{"a":{"dtype":"nonsense","shape":[1],"data_offsets":[0,4]}}'
+    (copy / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    assert attest(model, mover)[0] == 0
+    assert unverified(model, mover)["lm_head.weight"]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_and_fused_weights_are_not_attested(
+    model_of: Callable[..., Path], mover: Any, quantisation: Callable[[int], BitsAndBytesConfig], bits: int
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_of("llama3"), quantization_config=quantisation(bits))
+    attest(model, mover)
+    left = unverified(model, mover)
+    packed = [name for name, tensor in tensors_of(model) if tensor.dtype in (torch.uint8, torch.int8)]
+    assert packed and set(packed) <= left.keys()
+    assert "model.norm.weight" not in left
+
+
+def test_fused_experts_stay_unverified(model_of: Callable[..., Path], mover: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_of("qwen3_moe"))
+    attest(model, mover)
+    assert any("experts" in name for name in unverified(model, mover))
+
+
+def test_what_the_mover_knows_is_left_alone(model_of: Callable[..., Path], mover: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
+    place(model, mover)
+    assert attest(model, mover) == (0, 0)
+    assert mover.provenance(model.lm_head.weight) == "transferred"

@@ -1,0 +1,201 @@
+"""Every weight passes the mover, and the model that comes out is the one that plain transformers would have made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from hf_rocm_tune import upstream
+from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.models.factory import ModelSource, check_source, load_model
+from hf_rocm_tune.models.loading import host_adapters, initialised_on_device, verified_loading
+from hf_rocm_tune.models.placement import coverage, tensors_of
+from hf_rocm_tune.transfer import FaultSpec, digest
+from tests import tiny
+
+# PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+Quantise = Callable[[int], BitsAndBytesConfig]
+HARMED = "model.layers.1.mlp.up_proj.weight"
+
+
+def names_in(directory: Path) -> list[str]:
+    """Names of the tensors in the files of a checkpoint."""
+    names: list[str] = []
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            names += opened.keys()
+    return names
+
+
+def digests(model: nn.Module) -> dict[str, str]:
+    """Name, dtype and digest of everything that a model holds."""
+    return {name: f"{tensor.dtype}{digest(tensor).hex()}" for name, tensor in tensors_of(model)}
+
+
+def load(directory: Path, mover: Any, quantization: Any = None, **init: Any) -> nn.Module:
+    model: nn.Module = load_model(ModelSource(name=str(directory), init=init, quantization=quantization), mover)[0]
+    return model
+
+
+def stock(directory: Path, **options: Any) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, device_map={"": "cpu"}, **options)
+    return model
+
+
+@pytest.mark.parametrize("arch", tiny.ARCHITECTURES)
+def test_every_architecture_loads_as_with_plain_transformers(
+    model_of: Callable[..., Path], make_mover: Callable[..., Any], arch: str
+) -> None:
+    for in_file, asked, shards in (
+        (torch.float32, torch.bfloat16, 1),
+        (torch.bfloat16, torch.float32, 3),
+        (torch.float32, "auto", 3),
+    ):
+        directory = model_of(arch, dtype=in_file, shards=shards)
+        mover = make_mover()
+        model = load(directory, mover, dtype=asked)
+        assert digests(model) == digests(stock(directory, dtype=asked))
+        passed = [name for stage, name in mover.moved if stage == "weights"]
+        assert set(names_in(directory)) <= set(passed)
+        assert len(passed) == len(set(passed)), "a tensor crossed twice"
+        assert coverage(model, mover).complete
+
+
+def test_tied_embeddings_stay_one_tensor(model_of: Callable[..., Path], mover: Any) -> None:
+    model: Any = load(model_of("gpt2"), mover, dtype=torch.float32)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("arch", ["llama3", "gpt2", "qwen3_moe"])
+def test_quantised_models_are_quantised_from_verified_weights(
+    model_of: Callable[..., Path], mover: Any, quantisation: Quantise, arch: str, bits: int
+) -> None:
+    directory = model_of(arch)
+    model = load(directory, mover, quantisation(bits), dtype=torch.bfloat16)
+    assert digests(model) == digests(stock(directory, dtype=torch.bfloat16, quantization_config=quantisation(bits)))
+    assert set(names_in(directory)) <= {name for _, name in mover.moved}
+    assert coverage(model, mover).complete
+    assert any(tensor.dtype in (torch.uint8, torch.int8) for _, tensor in tensors_of(model))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_checkpoint_saved_quantised_loads_verified(
+    model_of: Callable[..., Path], mover: Any, quantisation: Quantise, tmp_path: Path, bits: int
+) -> None:
+    saved: Any = stock(model_of("llama3"), dtype=torch.bfloat16, quantization_config=quantisation(bits))
+    saved.save_pretrained(tmp_path)
+    model = load(tmp_path, mover, dtype=torch.bfloat16)
+    assert digests(model) == digests(stock(tmp_path, dtype=torch.bfloat16)) == digests(saved)
+    assert set(names_in(tmp_path)) <= {name for _, name in mover.moved}
+    assert coverage(model, mover).complete
+
+
+@pytest.mark.parametrize("kind", ["zero", "flip", "swap", "drop", "late", "zero_range"])
+def test_one_harmed_weight_is_named_and_recovered(
+    model_of: Callable[..., Path], make_mover: Callable[..., Any], kind: str
+) -> None:
+    mover = make_mover(faults=FaultSpec(kind=kind, tensor=HARMED))
+    model = load(model_of("llama3"), mover, dtype=torch.bfloat16)
+    assert digests(model) == digests(stock(model_of("llama3"), dtype=torch.bfloat16))
+    (incident,) = mover.report.incidents
+    assert (incident["tensor"], incident["stage"], incident["outcome"]) == (HARMED, "weights", "recovered")
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize(
+    ("arch", "tensor"),
+    [
+        ("llama3", HARMED),
+        ("qwen3_moe", "model.layers.1.mlp.experts.*"),  # fused after loading, by code that collects errors
+        ("qwen3", "model.embed_tokens.weight"),
+        ("gpt2", "transformer.h.0.attn.c_attn.weight"),
+    ],
+)
+def test_a_weight_that_cannot_be_brought_over_stops_the_loading(
+    model_of: Callable[..., Path],
+    make_mover: Callable[..., Any],
+    quantisation: Quantise,
+    arch: str,
+    tensor: str,
+    bits: int | None,
+) -> None:
+    mover = make_mover(faults=FaultSpec(kind="zero", tensor=tensor, persist=True))
+    with pytest.raises(CorruptionError, match=r"weights tensor '.*' arrived wrong"):
+        load(model_of(arch), mover, quantisation(bits) if bits else None, dtype=torch.float32)
+    assert mover.report.incidents[-1]["outcome"] == "failed"
+
+
+def test_every_seam_is_as_before_after_the_block_also_after_an_exception(mover: Any) -> None:
+    names = [row.name for row in upstream.SEAMS]
+    before = [upstream.resolve(name)[2] for name in names]
+
+    @contextmanager
+    def all_blocks() -> Any:
+        with verified_loading(mover), host_adapters():
+            yield
+
+    with all_blocks():
+        assert [upstream.resolve(name)[2] for name in names] != before
+    with pytest.raises(ZeroDivisionError), all_blocks():
+        raise ZeroDivisionError
+    assert [upstream.resolve(name)[2] for name in names] == before
+
+
+def test_a_failed_load_leaves_stock_loading_as_it_was(
+    model_of: Callable[..., Path], make_mover: Callable[..., Any]
+) -> None:
+    mover = make_mover(faults=FaultSpec(kind="zero", tensor=HARMED, persist=True))
+    with pytest.raises(CorruptionError):
+        load(model_of("llama3"), mover)
+    seen = len(mover.moved)
+    stock(model_of("llama3"))
+    assert len(mover.moved) == seen
+
+
+def test_fresh_adapters_stay_on_the_host_and_change_nothing(model_of: Callable[..., Path]) -> None:
+    def adapted() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(model_of("llama3")),
+            LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
+        return dict(model.named_parameters())
+
+    plain = adapted()
+    with host_adapters():
+        ours = adapted()
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in ours.items())
+    assert {tensor.device.type for name, tensor in ours.items() if "lora_" in name} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "computed"),
+    [
+        ({}, False),
+        ({"init_lora_weights": "gaussian"}, False),
+        ({"init_lora_weights": "pissa"}, True),
+        ({"init_lora_weights": "olora"}, True),
+        ({"use_dora": True}, True),
+    ],
+)
+def test_adapters_that_are_computed_from_the_base_are_told_apart(settings: dict[str, Any], computed: bool) -> None:
+    assert initialised_on_device(LoraConfig(**settings)) is computed
+    assert initialised_on_device(None) is False
+
+
+@pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model", "no-such-org/no-such-model"])
+def test_a_model_that_is_not_there_is_a_usage_error(name: str) -> None:
+    with pytest.raises(UsageError, match="no/such|no-such"):
+        check_source(ModelSource(name=name), torch.device("cpu"))

@@ -1,0 +1,90 @@
+"""The README's commands are run as they stand, with a tiny model under the name that they use."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODEL = "meta-llama/Llama-3.2-1B-Instruct"
+BLOCKS = re.findall(r"<!-- run(?:: (\w+))? -->\n```(bash|python)\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which the README's names exist: a model, a data file, the configurations."""
+    place = tmp_path_factory.mktemp("readme")
+    shutil.copytree(tiny.build("llama3", place / "tiny"), place / MODEL)
+    tiny.write_messages_jsonl(place / "my_chats.jsonl", 8)
+    shutil.copytree(ROOT / "accelerate_configs", place / "accelerate_configs")
+    return place
+
+
+def execute(workplace: Path, language: str, block: str) -> subprocess.CompletedProcess[str]:
+    """Runs a block as a user would, in the workplace."""
+    if language == "python":
+        lines = [
+            "from datasets import load_dataset",
+            "my_dataset = load_dataset('json', data_files='my_chats.jsonl', split='train')",
+            block,
+        ]
+        command = [sys.executable, "-c", "\n".join(lines)]
+    else:
+        command = ["bash", "-euc", block]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "language", "block"), BLOCKS, ids=[f"{n}-{b[0] or 'run'}" for n, b in enumerate(BLOCKS)]
+)
+def test_block_runs(workplace: Path, kind: str, language: str, block: str) -> None:
+    done = execute(workplace, language, block)
+    assert done.returncode == 0, done.stderr[-3000:]
+    output = re.search(r'output_dir[ =]"?([\w-]+)', block)
+    assert output is not None
+    if language == "python":
+        assert "verified_bytes" in done.stdout
+        return
+    report = json.loads((workplace / output[1] / "transfer_report.json").read_text())
+    assert report["ranks"] == (2 if kind == "dual" else 1)
+    assert report["coverage"]["verified_bytes"] == report["coverage"]["device_bytes"]
+    assert "integrity: " in done.stdout
+    if kind == "fault":
+        assert report["batches"]["recovered"] == report["fault_injection"]["injected"] > 0
+        shutil.rmtree(workplace / output[1])
+    elif kind == "":
+        shutil.rmtree(workplace / output[1])  # two commands of the README name the same directory
+
+
+def test_readme_has_every_kind_of_block() -> None:
+    assert sorted(kind for kind, _, _ in BLOCKS) == ["", "", "dual", "fault", "python"]
+
+
+@pytest.mark.parametrize("flag", sorted(set(re.findall(r"`--([a-z_0-9]+)", README))))
+def test_flag_exists(flag: str) -> None:
+    from hf_rocm_tune.arguments import build_parser
+    from hf_rocm_tune.launch import is_launcher_flag
+
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    assert f"--{flag}" in known or is_launcher_flag(flag)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"`((?:hf_rocm_tune|accelerate_configs|tests)/[\w./]*)`", README)))
+)
+def test_file_exists(path: str) -> None:
+    assert (ROOT / path).exists()
