@@ -74,11 +74,14 @@ class _VerifiedShard(DataLoaderShard):
     """A ``DataLoaderShard`` that places nothing: its inner loader starts the transfers."""
 
     def __reduce__(self) -> Any:
-        return DataLoaderShard.__reduce__(self)
+        return _as_stock(self, DataLoaderShard).__reduce__()
 
 
 class _VerifiedDispatcher(DataLoaderDispatcher):
     """A ``DataLoaderDispatcher`` whose ``send_to_device`` is the mover's."""
+
+    def __reduce__(self) -> Any:
+        return _as_stock(self, DataLoaderDispatcher).__reduce__()
 
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()
@@ -102,6 +105,9 @@ def _feeding(stock: Any) -> Any:
             mover = vars(self)[_MOVER]
             for batch in super().__iter__():
                 yield mover.begin(batch)
+
+        def __reduce__(self) -> Any:
+            return _as_stock(self, stock).__reduce_ex__(2)
 
     Feeding.__name__ = f"Verified{stock.__name__}"
     return Feeding

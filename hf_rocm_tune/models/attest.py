@@ -36,7 +36,7 @@ def attest(model: nn.Module, mover: Mover) -> tuple[int, int]:
     """Compares everything that a handed-over model already has on the mover's device with its files.
 
     Tensors that equal their file (or their configuration) count as verified from here on; the others are marked as
-    unverified with a reason. Tensors with a provenance, and tensors still on the host of an accelerator, are left alone.
+    unverified with a reason. Tensors with a provenance are left alone, and those still on the host of an accelerator.
 
     Returns:
         Number of tensors that were found equal, and number of tensors looked at.

@@ -1,0 +1,274 @@
+"""Faults that are injected on purpose under real commands: caught before use, recovered or refused, always reported.
+
+Not covered: a fault of a kind that the injection cannot make, such as wrong arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune.integrity import manifest
+from tests import tiny
+from tests.e2e.command import CommandServer, Result
+from tests.e2e.conftest import flags, losses_of, report_of
+
+ADAPTER = "adapter_model.safetensors"
+TRANSIENT = ("zero", "zero_range", "flip", "stale", "swap", "drop", "late")
+NAMES = {"zero": {"zeros"}, "zero_range": {"zeros"}, "flip": {"bit_flip"}, "late": {"late"}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A command of four steps, with a checkpoint and an evaluation after the second, and a clean run of it."""
+
+    server: CommandServer
+    settings: dict[str, Any]
+    clean: Path
+
+    def run(self, output: Path, *more: str, fault: str = "", **changed: Any) -> Result:
+        """Runs the command with a fault."""
+        argv = [*flags(**{**self.settings, **changed}, output_dir=output), *more]
+        return self.server.run(*argv, env={"HF_ROCM_TUNE_FAULT": fault})
+
+    def assert_same_result(self, output: Path) -> None:
+        """Adapter and losses are bit for bit those of the clean run, and the result is sealed."""
+        assert (output / ADAPTER).read_bytes() == (self.clean / ADAPTER).read_bytes()
+        assert losses_of(output) == losses_of(self.clean)
+        found = manifest.inspect(output)
+        assert found.manifest is not None and found.manifest.status == "final" and found.problems == []
+
+
+@pytest.fixture(scope="module")
+def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Job:
+    """The clean run."""
+    root = scratch / "faults"
+    settings = {
+        "model_name_or_path": model_of("llama3"),
+        "dataset_name": tiny.write_dataset_dir(root / "data", train=16, test=4),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_length": 64,
+        "learning_rate": 0.01,
+        "lora_dropout": 0.1,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "disable_tqdm": True,
+    }
+    made = Job(server=server, settings=settings, clean=root / "clean")
+    result = made.run(made.clean)
+    assert result.code == 0, result.stderr[-3000:]
+    return made
+
+
+def stages(report: dict[str, Any], counter: str) -> int:
+    """A counter, added up over everything that crosses."""
+    return sum(int(report[stage][counter]) for stage in ("weights", "batches", "adapter", "optimizer"))
+
+
+def assert_recovered(report: dict[str, Any], kind: str) -> None:
+    """Each fault is one mismatch, is recovered at the first retry, and is told in full."""
+    injected = report["fault_injection"]["injected"]
+    assert injected == stages(report, "mismatches") == stages(report, "recovered") == len(report["incidents"]) > 0
+    assert report["fault_injection"]["kind"] == kind
+    for row in report["incidents"]:
+        assert row["tensor"] and row["stage"] in ("weights", "batches", "adapter", "optimizer")
+        assert row["kind"] in NAMES.get(kind, {row["kind"]}), row
+        assert row["first_offset"] >= 0 and (row["length"] > 0 or row["kind"] == "late")
+        assert (row["rung"], row["outcome"]) == ("same_copy", "recovered")
+    covered = report["coverage"]
+    assert covered["verified_bytes"] == covered["device_bytes"] and covered["unverified"] == []
+
+
+def assert_stopped(result: Result, output: Path, *, checkpoints: list[str]) -> str:
+    """One line, code 3, nothing that looks finished; what was saved before is intact. Returns the line."""
+    assert result.code == 3, result.stderr[-3000:]
+    assert len(result.error_lines) == 1 and "Traceback" not in result.stderr
+    assert not (output / ADAPTER).exists()
+    assert manifest.inspect(output).manifest is None
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == checkpoints
+    assert all(manifest.verify(output / name) == [] for name in checkpoints)
+    assert not [path.name for path in output.iterdir() if path.name.startswith("_staging")]
+    return result.error_lines[0]
+
+
+# ---- faults that pass ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TRANSIENT)
+def test_a_fault_on_the_way_is_recovered_and_changes_nothing(job: Job, tmp_path: Path, kind: str) -> None:
+    output = tmp_path / "out"
+    result = job.run(output, fault=f"kind={kind},rate=0.2,seed=3")
+    assert result.code == 0, result.stderr[-3000:]
+    job.assert_same_result(output)
+    report = report_of(output)
+    assert_recovered(report, kind)
+    assert report["weights"]["mismatches"] > 0 and report["batches"]["mismatches"] > 0
+    assert "faults are injected on request" in result.stdout
+    assert "(faults were injected on request)" in result.stdout.splitlines()[-1]
+
+
+def test_a_clean_run_reports_no_faults(job: Job) -> None:
+    report = report_of(job.clean)
+    assert report["fault_injection"] is None
+    assert stages(report, "mismatches") == stages(report, "recovered") == len(report["incidents"]) == 0
+
+
+def test_weights_that_are_quantised_on_arrival_are_recovered(job: Job, tmp_path: Path) -> None:
+    for name, fault in (("clean", ""), ("harmed", "kind=zero_range,rate=0.3,stage=weights")):
+        assert job.run(tmp_path / name, "--load_in_4bit", fault=fault).code == 0
+    assert_recovered(report_of(tmp_path / "harmed"), "zero_range")
+    assert (tmp_path / "harmed" / ADAPTER).read_bytes() == (tmp_path / "clean" / ADAPTER).read_bytes()
+
+
+def test_an_all_ones_attention_mask_that_arrives_as_zeros_is_caught(job: Job, tmp_path: Path) -> None:
+    rows = [{"text": f"{number} " + "the same words again and again " * 40} for number in range(16)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))  # every row is cut to max_length
+    result = job.run(
+        tmp_path / "out",
+        fault="kind=zero,tensor=attention_mask",
+        dataset_name=data,
+        eval_strategy="no",
+    )
+    assert result.code == 0, result.stderr[-3000:]
+    report = report_of(tmp_path / "out")
+    assert_recovered(report, "zero")
+    elements = 2 * 64
+    assert elements % 2 == 0
+    assert len(report["incidents"]) == 4 * 2
+    for row in report["incidents"]:
+        # all ones: each little-endian 64-bit element differs in its first byte, and in nothing else
+        assert row["tensor"] == "attention_mask"
+        assert (row["first_offset"], row["length"]) == (0, 8 * elements - 7)
+
+
+@pytest.mark.parametrize("stage", ["adapter", "optimizer"])
+def test_a_fault_on_resuming_is_recovered(job: Job, halfway: Path, tmp_path: Path, stage: str) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(halfway, output)
+    result = job.run(output, fault=f"kind=flip,rate=0.3,stage={stage}")
+    assert result.code == 0, result.stderr[-3000:]
+    job.assert_same_result(output)
+    report = report_of(output)
+    assert_recovered(report, "flip")
+    assert report[stage]["mismatches"] == len(report["incidents"])
+
+
+# ---- faults that stay ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def halfway(job: Job, scratch: Path) -> Path:
+    """A run that corruption stopped after its checkpoint at step 2."""
+    output = scratch / "faults" / "halfway"
+    result = job.run(output, fault="kind=zero,tensor=labels,stage=batches,first=8,persist=1")
+    assert_stopped(result, output, checkpoints=["checkpoint-2"])
+    return output
+
+
+def test_a_persistent_fault_of_a_batch_stops_and_the_same_command_continues(
+    job: Job, halfway: Path, tmp_path: Path
+) -> None:
+    failed = report_of(halfway)
+    assert failed["batches"]["recovered"] == 0
+    assert failed["incidents"][-1]["outcome"] == "failed" and failed["incidents"][-1]["tensor"] == "labels"
+    assert failed["fault_injection"]["injected"] == 6  # the first copy and five ways of sending it again
+    output = tmp_path / "out"
+    shutil.copytree(halfway, output)
+    result = job.run(output)
+    assert result.code == 0, result.stderr[-3000:]
+    job.assert_same_result(output)
+    assert report_of(output)["fault_injection"] is None
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "kind=zero,tensor=*down_proj*,stage=weights",
+        "kind=flip,tensor=input_ids",
+        "kind=stale,tensor=input_ids,first=2",
+        "kind=drop,tensor=*embed_tokens*",
+        "kind=swap,stage=weights,rate=0.1",
+    ],
+)
+def test_a_persistent_fault_leaves_nothing_that_looks_finished(job: Job, tmp_path: Path, fault: str) -> None:
+    output = tmp_path / "out"
+    line = assert_stopped(job.run(output, fault=f"{fault},persist=1"), output, checkpoints=[])
+    assert "arrived wrong on cpu" in line and "from byte" in line
+
+
+@pytest.mark.parametrize("stage", ["adapter", "optimizer"])
+def test_a_persistent_fault_on_resuming_leaves_the_checkpoint(
+    job: Job, halfway: Path, tmp_path: Path, stage: str
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(halfway, output)
+    result = job.run(output, fault=f"kind=flip,stage={stage},first=60,persist=1")
+    line = assert_stopped(result, output, checkpoints=["checkpoint-2"])
+    assert f"{stage} tensor" in line
+    assert job.run(output).code == 0
+    job.assert_same_result(output)
+
+
+def test_asked_to_stop_it_stops_at_the_first_mismatch(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    result = job.run(output, fault="kind=flip,tensor=input_ids,first=2,count=1", on_corruption="stop")
+    line = assert_stopped(result, output, checkpoints=[])
+    assert "--on_corruption stop" in line
+    report = report_of(output)
+    assert report["batches"]["mismatches"] == 1 and report["batches"]["recovered"] == 0
+    assert [row["outcome"] for row in report["incidents"]] == ["stopped"]
+
+
+# ---- memory that was right ----------------------------------------------------------------------------------
+
+
+def test_a_weight_that_changes_in_memory_is_found_before_anything_is_saved(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    result = job.run(output, fault="kind=after,tensor=*q_proj*,stage=weights,count=1", sentinel_every=3)
+    line = assert_stopped(result, output, checkpoints=[])
+    assert "q_proj" in line and "memory" in line
+    report = report_of(output)
+    assert report["weights"]["mismatches"] == 0  # the way was clean
+    assert report["frozen"]["mismatches"] == 1 and report["fault_injection"]["injected"] == 1
+    assert report["incidents"][0]["stage"] == "frozen" and report["incidents"][0]["step"] <= 3
+
+
+# ---- honesty ------------------------------------------------------------------------------------------------
+
+
+def test_without_verification_nothing_is_caught_and_the_report_says_so(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    result = job.run(output, fault="kind=zero,tensor=attention_mask", verify="off")
+    assert result.code == 0, result.stderr[-3000:]
+    report = report_of(output)
+    assert report["verify"] == "off"
+    assert report["fault_injection"]["injected"] > 0
+    assert report["coverage"]["verified_bytes"] == 0 < report["coverage"]["device_bytes"]
+    assert {row["reason"].split(",")[0] for row in report["coverage"]["unverified"]} == {"moved under --verify off"}
+    assert stages(report, "mismatches") == 0
+    assert losses_of(output) != losses_of(job.clean)  # the harm was done
+    assert " 0 % of the bytes on the device verified" in result.stdout.splitlines()[-1]
+
+
+def test_a_sample_is_stated_as_a_sample(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    result = job.run(output, verify="sample")
+    assert result.code == 0, result.stderr[-3000:]
+    report = report_of(output)
+    covered = report["coverage"]
+    assert report["verify"] == "sample"
+    assert 0 < covered["verified_bytes"] < covered["device_bytes"]
+    assert covered["unverified"]
+    assert 0 < report["batches"]["verified_bytes"] < report["batches"]["bytes"]
+    job.assert_same_result(output)
