@@ -67,10 +67,14 @@ def run(argv: Sequence[str]) -> int:
     with job.mover:
         trainer, facts = _trainer(job)
         announce.say(*announce.model(trainer, facts))
+        trainer.require_coverage()
+        if trainer.is_world_process_zero():
+            plan.commit()
+        trainer.accelerator.wait_for_everyone()
         try:
             _train(job, trainer, facts)
-        except BaseException:
-            report.write_partial(trainer, facts)  # the evidence, whatever it was
+        except BaseException as error:
+            report.write_partial(trainer, facts, error)  # the evidence, whatever it was
             raise
     return 0
 
@@ -188,9 +192,6 @@ def _trainer(job: _Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
 
 def _train(job: _Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> None:
     training = job.arguments.training
-    if trainer.is_world_process_zero():
-        job.plan.commit()
-    trainer.accelerator.wait_for_everyone()
     trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
     push = training.push_to_hub
     training.push_to_hub = False  # first everything is on disk, verified; then it is pushed

@@ -127,6 +127,16 @@ def _adopt(loader: Any, subclass: Any, mover: Mover) -> Any:
     return adopted
 
 
+def _as_stock(loader: Any, stock: Any) -> Any:
+    # A copy cannot take the mover along: it is a stock loader, and the guard in `_prepare_inputs` verifies its batches.
+    plain = stock.__new__(stock)
+    plain.__dict__.update((name, value) for name, value in vars(loader).items() if name != _MOVER)
+    base: Any = vars(plain).get("base_dataloader")
+    if base is not None and _MOVER in vars(base):
+        plain.base_dataloader = _as_stock(base, type(base).__base__)
+    return plain
+
+
 def _skip_first_batches(stock: Callable[..., Any]) -> Callable[..., Any]:
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         skipped = stock(dataloader, num_batches)

@@ -179,15 +179,19 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
 
     # ---- the run --------------------------------------------------------------------------------------------
 
-    def train(self, *arguments: Any, **keywords: Any) -> TrainOutput:
-        """Trains, after a look at the coverage.
+    def require_coverage(self) -> None:
+        """Refuses to train when ``verify="full"`` does not reach every byte of the model.
 
         Raises:
-            UsageError: ``verify="full"`` does not reach every byte of the model, and the user has not consented.
+            UsageError: it does not, and the user has not consented; the message names what is not verified.
         """
         found = self.weight_coverage()
         if self.mover.settings.verify == "full" and not found.complete and not self._consent_unverified:
             raise UsageError(_not_covered(found))
+
+    def train(self, *arguments: Any, **keywords: Any) -> TrainOutput:
+        """Trains, after a look at the coverage; raises as :meth:`require_coverage` too."""
+        self.require_coverage()
         return super().train(*arguments, **keywords)
 
     def before_save(self) -> None:

@@ -92,10 +92,20 @@ def write(report: Mapping[str, Any], output_dir: Path) -> Path:
     return target
 
 
-def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts) -> None:
-    """On the way out of a failure: rank 0 writes what it knows, without asking the other ranks."""
-    if trainer.is_world_process_zero():
+def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts, error: BaseException) -> None:
+    """On the way out of a failure: rank 0 writes what it knows, without asking the other ranks.
+
+    Args:
+        trainer: see :func:`build`.
+        facts: see :func:`build`.
+        error: the failure; a report that cannot be written is noted on it and does not take its place.
+    """
+    if not trainer.is_world_process_zero():
+        return
+    try:
         write(build(trainer, facts, gather=False), Path(trainer.args.output_dir))
+    except OSError as also:
+        error.add_note(f"{FILE_NAME} could not be written either: {also}")
 
 
 def closing_line(report: Mapping[str, Any]) -> str:

@@ -72,14 +72,16 @@ def losses_of(model_of: Callable[[str], Path], messages: Path, tmp_path: Path) -
 def _measure(trainer: VerifiedSFTTrainer, *, isolated: bool) -> Losses:
     of: dict[Example, torch.Tensor] = {}
     sequences = 0
+    outputs: list[Any] = []
+    trainer.model.register_forward_hook(lambda _module, _arguments, output: outputs.append(output))
     for batch in trainer.get_train_dataloader():
         inputs = trainer._prepare_inputs(batch)
         if not isolated:
             inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
         with torch.no_grad():
-            _, outputs = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
+            trainer.compute_loss(trainer.model, inputs)
         assert trainer.model.config._attn_implementation == "sdpa"
-        tokens, losses = inputs["input_ids"][0], -outputs.log_probs[0]
+        tokens, losses = inputs["input_ids"][0], -outputs.pop().log_probs[0]
         starts = _starts(batch, len(tokens))
         sequences += 1
         for begin, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
