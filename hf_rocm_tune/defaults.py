@@ -5,6 +5,7 @@ Both work on the plain values by name, before TRL's objects are built from them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -99,8 +100,6 @@ def check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         faults.append(f"--{quantised[0]} works only with LoRA; leave --use_peft false or --{quantised[0]} away")
     if given.get("early_stopping_patience") is not None and given.get("eval_strategy", "no") == "no":
         faults.append("--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)")
-    if given.get("padding_free") and not given.get("packing") and given.get("max_length", 0) is not None:
-        faults.append("--padding_free does not cut rows; add --packing, or --max_length none")
     if given.get("fp16") and not accelerator:
         faults.append("--fp16 needs a GPU, and this job runs on the CPU; leave it away")
     if given.get("fp16") and given.get("bf16"):
@@ -113,6 +112,8 @@ _Bound = tuple[Callable[[Any], bool], str]
 _AT_LEAST_ONE: _Bound = (lambda value: value >= 1, "1 or more")
 _NOT_NEGATIVE: _Bound = (lambda value: value >= 0, "0 or more")
 _POSITIVE: _Bound = (lambda value: value > 0, "more than 0")
+_SEED: _Bound = (lambda value: 0 <= value < 2**32, "0 or more and below 2**32")
+_BETA: _Bound = (lambda value: 0 <= value < 1, "0 or more and below 1")
 _BOUNDS: dict[str, _Bound] = {
     "per_device_train_batch_size": _AT_LEAST_ONE,
     "per_device_eval_batch_size": _AT_LEAST_ONE,
@@ -120,7 +121,7 @@ _BOUNDS: dict[str, _Bound] = {
     # transformers takes 0, like -1, for "no limit": a surprise for whoever asked for no step.
     "max_steps": (lambda value: value == -1 or value >= 1, "1 or more, or -1 for no limit"),
     "num_train_epochs": _POSITIVE,
-    "learning_rate": _NOT_NEGATIVE,
+    "learning_rate": (lambda value: 0 <= value < math.inf, "0 or more, and finite"),
     "weight_decay": _NOT_NEGATIVE,
     "max_grad_norm": _NOT_NEGATIVE,
     "warmup_steps": _NOT_NEGATIVE,
@@ -132,5 +133,11 @@ _BOUNDS: dict[str, _Bound] = {
     "max_length": _AT_LEAST_ONE,
     "lora_r": _AT_LEAST_ONE,
     "lora_alpha": _AT_LEAST_ONE,
+    "seed": _SEED,
+    "data_seed": _SEED,
+    "adam_beta1": _BETA,
+    "adam_beta2": _BETA,
+    "adam_epsilon": _NOT_NEGATIVE,
+    "eval_accumulation_steps": _AT_LEAST_ONE,
     "lora_dropout": (lambda value: 0 <= value < 1, "0 or more and below 1"),
 }

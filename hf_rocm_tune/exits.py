@@ -70,7 +70,7 @@ def run_guarded(main: Callable[[], int], *, environ: Mapping[str, str] | None = 
     if earlier is not None:
         _end(earlier, group, environ)
         return earlier.code
-    rank = int(environ.get("RANK", "0"))
+    rank = _number(environ, "RANK", 0)
     try:
         return main()
     except KeyboardInterrupt:
@@ -143,7 +143,7 @@ class _Group:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> _Group | None:
         """The group of this process, or None for a process that was started alone."""
-        if "TORCHELASTIC_RUN_ID" not in environ and int(environ.get("WORLD_SIZE", "1")) < 2:
+        if "TORCHELASTIC_RUN_ID" not in environ and _number(environ, "WORLD_SIZE", 1) < 2:
             return None
         run = "".join(c if c.isalnum() else "_" for c in environ.get("TORCHELASTIC_RUN_ID", "mpi"))
         parent = os.getppid()
@@ -184,6 +184,12 @@ class _Group:
 
     def _path(self, attempt: int) -> Path:
         return self._directory / f"{self._key}-{attempt}.json"
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    """A number from the environment; what is none is refused by the entry point, in its own words."""
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else default
 
 
 def _is_ours(path: Path) -> bool:

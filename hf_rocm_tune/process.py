@@ -11,6 +11,8 @@ from collections.abc import Mapping, MutableMapping
 
 from hf_rocm_tune.errors import UsageError
 
+_SET_BY_LAUNCHERS = ("RANK", "LOCAL_RANK", "MASTER_ADDR")
+
 
 def has_accelerator() -> bool:
     """Whether torch sees a GPU (HIP and CUDA answer the same call). Imports torch."""
@@ -30,11 +32,27 @@ def prepare_process(environ: MutableMapping[str, str]) -> None:
     """Tell Accelerate to use the CPU where there is nothing else. Call it before anything makes Accelerate's state.
 
     It replaces a ``false`` as well: launchers write that for every configuration that names a GPU.
+
+    Raises:
+        UsageError: the environment says that a launcher started several processes, and none did.
     """
+    _check_launch(environ)
     if not has_accelerator():
         environ["ACCELERATE_USE_CPU"] = "true"
         # bitsandbytes logs at import that an optional Hub kernel for CPUs is missing; nobody asked for it here.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def _check_launch(environ: Mapping[str, str]) -> None:
+    launched = environ.get("WORLD_SIZE", "1")
+    if not launched.isdecimal():
+        raise UsageError(f"WORLD_SIZE is {launched!r} in the environment, which is no number: unset it")
+    missing = [name for name in _SET_BY_LAUNCHERS if name not in environ]
+    if int(launched) > 1 and missing:
+        raise UsageError(
+            f"WORLD_SIZE is {launched} in the environment, but {', '.join(missing)} not set, so no launcher started this "
+            "process: unset WORLD_SIZE, or start all processes with `hf-rocm-tune sft --num_processes`"
+        )
 
 
 def check_world(num_processes: int, environ: Mapping[str, str]) -> None:

@@ -25,6 +25,8 @@ from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, check_source, load_model, load_tokenizer
 from hf_rocm_tune.process import check_world
 from hf_rocm_tune.training import report
+from hf_rocm_tune.training.loggers import check_loggers
+from hf_rocm_tune.training.refusals import as_usage_errors
 from hf_rocm_tune.training.run import Plan, prepare_output_dir
 from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
@@ -106,6 +108,7 @@ def _prepare(arguments: Arguments, plan: Plan) -> _Job:
         quantization=get_quantization_config(arguments.model),
     )
     check_source(source, training.device)
+    check_loggers(training.report_to)
     data = _data(arguments)
     tokenizer = load_tokenizer(source, training.chat_template_path)
     _check_formats(arguments, data, tokenizer)
@@ -169,18 +172,19 @@ def _trainer(job: _Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
     callbacks = []
     if tune.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(tune.early_stopping_patience, tune.early_stopping_threshold))
-    trainer = VerifiedSFTTrainer(
-        model=model,
-        args=training,
-        train_dataset=job.data.train,
-        eval_dataset=job.data.eval,
-        processing_class=job.tokenizer,
-        peft_config=peft_config,
-        callbacks=callbacks,
-        mover=job.mover,
-        sentinel_every=tune.sentinel_every,
-        consent_unverified=tune.consent_unverified,
-    )
+    with as_usage_errors():
+        trainer = VerifiedSFTTrainer(
+            model=model,
+            args=training,
+            train_dataset=job.data.train,
+            eval_dataset=job.data.eval,
+            processing_class=job.tokenizer,
+            peft_config=peft_config,
+            callbacks=callbacks,
+            mover=job.mover,
+            sentinel_every=tune.sentinel_every,
+            consent_unverified=tune.consent_unverified,
+        )
     trainer.run_id = job.plan.run_id
     findings = tuple(
         {"variable": one.variable, "level": one.action, "reason": one.reason, "source": one.source}

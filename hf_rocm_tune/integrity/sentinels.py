@@ -39,14 +39,19 @@ class FrozenSentinel:
     Args:
         list_tensors: yields name and tensor of all that is to be watched, as it is now.
         period: number of calls of :meth:`check_slice` in which every tensor is checked once.
+        arrived_with: the digest that a tensor had when it was loaded, which is its baseline; None where that is not
+            known, and the baseline is what the tensor holds now.
 
     Attributes:
+        changed_at_start: names of tensors that no longer held their baseline when the watch began.
         passes: completed passes over all tensors, by slices or in full.
         rebaselined: names of tensors that the model replaced.
     """
 
     list_tensors: Callable[[], Iterable[tuple[str, Tensor]]]
     period: int
+    arrived_with: Callable[[Tensor], Digest | None] = lambda _: None
+    changed_at_start: list[str] = field(default_factory=list)
     passes: int = 0
     rebaselined: list[str] = field(default_factory=list)
     _watched: dict[str, _Watched] = field(default_factory=dict)
@@ -55,7 +60,12 @@ class FrozenSentinel:
 
     def __post_init__(self) -> None:
         for name, tensor in self.list_tensors():
-            self._watched[name] = _watch(name, tensor)
+            watched = _watch(name, tensor)
+            before = self.arrived_with(tensor)
+            if before is not None and before != watched.baseline:
+                watched.baseline = before
+                self.changed_at_start.append(name)
+            self._watched[name] = watched
         self._slices = list(_even_slices(list(self._watched.values()), self.period))
 
     @property

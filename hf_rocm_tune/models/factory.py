@@ -12,6 +12,7 @@ from hf_rocm_tune.models.files import check_model_directory
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.placement import place
 from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, require_bitsandbytes, verify_tables
+from hf_rocm_tune.models.template import check_chat_template
 
 if TYPE_CHECKING:
     import torch
@@ -44,12 +45,16 @@ class ModelSource:
         return Path(self.name).expanduser().exists() or self.name.startswith((".", "/", "~"))
 
 
+_HUB_CURE = "check the spelling, the network and HF_HUB_OFFLINE, or give a model directory"
+
+
 def check_source(source: ModelSource, device: torch.device) -> None:
     """Fails early on what can be known before loading: files, configuration, bitsandbytes.
 
     Raises:
         UsageError: what is wrong and what to do.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if source.is_local:
@@ -57,9 +62,16 @@ def check_source(source: ModelSource, device: torch.device) -> None:
             raise UsageError(f"model: {source.name} does not exist: give a model directory or a Hub id")
         check_model_directory(Path(source.name).expanduser())
     try:
-        AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
+        )
+    except StrictDataclassError as error:
+        raise UsageError(f"model {source.name}: config.json: {error}; download or copy it again") from error
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"model {source.name}: {_first_line(error)}") from error
+        cure = "download or copy it again" if source.is_local else _HUB_CURE
+        raise UsageError(f"model {source.name}: {_first_line(error)}; {cure}") from error
+    if not config.architectures:
+        raise UsageError(f"model {source.name}: its config.json names no architecture: give a causal language model")
     if source.quantization is not None:
         require_bitsandbytes(device, 4 if source.quantization.load_in_4bit else 8)
 
@@ -99,13 +111,12 @@ def load_tokenizer(source: ModelSource, chat_template_path: str | None = None) -
     """Loads the tokenizer (or processor) that belongs to a model.
 
     Raises:
-        UsageError: there is none, or the chat template's file does not exist.
+        UsageError: there is none, or no chat template where the flag says.
     """
     from transformers import AutoProcessor
 
-    is_file = chat_template_path is not None and chat_template_path.endswith((".jinja", ".j2"))
-    if is_file and not Path(str(chat_template_path)).is_file():
-        raise UsageError(f"--chat_template_path: {chat_template_path} does not exist")
+    if chat_template_path is not None:
+        check_chat_template(chat_template_path, trust_remote_code=source.trust_remote_code)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoProcessor.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code

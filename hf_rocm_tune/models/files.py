@@ -11,6 +11,8 @@ import json
 import os
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from hf_rocm_tune.errors import UsageError
 
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
@@ -61,6 +63,11 @@ def check_safetensors(file: Path) -> None:
             raise UsageError(f"model file {file}: damaged safetensors header ({error}): {again}") from error
     if size != whole:
         raise UsageError(f"model file {file}: {size} bytes, but its header describes {whole}: truncated; {again}")
+    try:
+        with safe_open(file, framework="pt"):  # maps the file and checks each entry of the header
+            pass
+    except SafetensorError as error:
+        raise UsageError(f"model file {file}: damaged safetensors header ({error}): {again}") from error
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -14,13 +14,14 @@ Not covered: ``device_map`` entries on another device than the mover's, and weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_rocm_tune import upstream
+from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.placement import mark_loaded
 
 if TYPE_CHECKING:
@@ -68,9 +69,13 @@ def host_adapters() -> Iterator[None]:
 
 def initialised_on_device(peft_config: Any) -> bool:
     """Whether this adapter's initial values are computed from the base weights, on their device."""
+    return rewrites_base(peft_config) or bool(getattr(peft_config, "use_dora", False))
+
+
+def rewrites_base(peft_config: Any) -> bool:
+    """Whether this adapter's initialisation may change the base weights too (PiSSA, OLoRA, LoftQ ...)."""
     scheme = getattr(peft_config, "init_lora_weights", True)
-    computed = isinstance(scheme, str) and scheme not in {"gaussian", "orthogonal"}
-    return computed or bool(getattr(peft_config, "use_dora", False))
+    return isinstance(scheme, str) and scheme not in {"gaussian", "orthogonal"}
 
 
 def _materialize(stock: Callable[..., Any], mover: Mover, names: dict[int, str]) -> Callable[..., Any]:
@@ -97,10 +102,23 @@ def _load_state_dict(stock: Callable[..., Any], mover: Mover, names: dict[int, s
         finally:
             names.clear()  # ids are only meaningful while the checkpoint's slices live
         info = result[0]
+        _refuse_other_shapes(info.mismatched_keys, ignored=load_config.ignore_mismatched_sizes)
         mark_loaded(model, expected - info.missing_and_mismatched(), mover)
         return result
 
     return load
+
+
+def _refuse_other_shapes(mismatched: Iterable[tuple[str, Any, Any]], *, ignored: bool) -> None:
+    """Instead of transformers' own refusal, which comes later as a bare RuntimeError after a table."""
+    rows = sorted(mismatched)
+    if ignored or not rows:
+        return
+    name, in_file, expected = rows[0]
+    raise UsageError(
+        f"model: {len(rows)} tensors have other shapes in the weight files than config.json says, {name} first "
+        f"({list(in_file)} instead of {list(expected)}): use the config.json that belongs to these weights"
+    )
 
 
 def _initialise_on_host(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -102,6 +102,19 @@ def mark_initialised(model: nn.Module, mover: Mover) -> None:
             mover.mark_derived(parameter, "initialised on the device from verified weights")
 
 
+def mark_rewritten(model: nn.Module, mover: Mover) -> None:
+    """Marks base weights that the adapter's initialisation may have rewritten on the device, some of them in place.
+
+    PiSSA, OLoRA, LoftQ and their like take the adapter's product out of the weight below it: the digest with which that
+    weight arrived is no longer right. Exactly the weights below adapters are marked.
+    """
+    for module in model.modules():
+        base = getattr(module, "base_layer", None)
+        weight = getattr(base, "weight", None)
+        if isinstance(weight, torch.Tensor) and mover.was_verified(weight):
+            mover.mark_derived(weight, "rewritten on the device by the adapter's initialisation")
+
+
 def coverage(model: nn.Module, mover: Mover) -> Coverage:
     """Walks the model and says how much of it was verified.
 

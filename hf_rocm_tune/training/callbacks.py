@@ -12,12 +12,12 @@ from hf_rocm_tune.integrity.sentinels import FrozenSentinel
 from hf_rocm_tune.models.placement import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor, nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from hf_rocm_tune.transfer import TransferReport
+    from hf_rocm_tune.transfer import Digest, TransferReport
 
 
 class SentinelCallback(TrainerCallback):
@@ -30,22 +30,33 @@ class SentinelCallback(TrainerCallback):
         model: whose tensors that do not require gradients are watched.
         report: counts passes and mismatches.
         every: steps in which each tensor is checked once; 0 for never, not before a save either.
+        arrived_with: the digest that a tensor had when it was loaded, or None where that is not known.
 
     Raises:
-        CorruptionError: from the step or save at which a changed tensor was found.
+        CorruptionError: from the start, step or save at which a changed tensor was found.
     """
 
-    def __init__(self, model: nn.Module, report: TransferReport, *, every: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        report: TransferReport,
+        *,
+        every: int,
+        arrived_with: Callable[[Tensor], Digest | None] = lambda _: None,
+    ) -> None:
         self._model = model
         self._report = report
         self._every = every
+        self._arrived_with = arrived_with
         self._sentinel: FrozenSentinel | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Takes the baselines, before the first step."""
+        """Takes the baselines, before the first step: the digests from the load where they are known."""
         if self._every > 0:
-            self._sentinel = FrozenSentinel(list_tensors=self._frozen, period=self._every)
-            self._count([])
+            self._sentinel = FrozenSentinel(
+                list_tensors=self._frozen, period=self._every, arrived_with=self._arrived_with
+            )
+            self._judge(self._sentinel.changed_at_start, "between the load and the first step", state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Checks the next slice, and the replicas when it is time."""

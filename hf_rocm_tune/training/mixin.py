@@ -25,8 +25,8 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import verify_loader
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.attest import attest
-from hf_rocm_tune.models.loading import host_adapters, initialised_on_device, verified_loading
-from hf_rocm_tune.models.placement import Coverage, coverage, mark_initialised, place, tensors_of
+from hf_rocm_tune.models.loading import host_adapters, initialised_on_device, rewrites_base, verified_loading
+from hf_rocm_tune.models.placement import Coverage, coverage, mark_initialised, mark_rewritten, place, tensors_of
 from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, verify_tables
 from hf_rocm_tune.training.callbacks import SentinelCallback
 from hf_rocm_tune.training.checkpoint import VerifiedCheckpointMixin
@@ -83,8 +83,12 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
             super().__init__(*arguments, **keywords)
         if initialised_on_device(peft_config):
             mark_initialised(self.model, self.mover)
+        if rewrites_base(peft_config):
+            mark_rewritten(self.model, self.mover)
         self._place(self.model)
-        self._sentinel = SentinelCallback(self.model, self.transfer_report, every=sentinel_every)
+        self._sentinel = SentinelCallback(
+            self.model, self.transfer_report, every=sentinel_every, arrived_with=self.mover.digest_of
+        )
         self.add_callback(self._sentinel)
 
     # ---- the model ------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def compare_optimizer(path: Path, optimizer: Any) -> Readback:
     for name in saved.keys() & live.keys():
         label = f"{path.name}:{name}"
         one, other = saved[name], live[name]
-        same = _same(one, other, tensors[label]) if label in tensors else one == other
+        same = _same(one, other, tensors[label]) if label in tensors else _same_value(one, other)
         if not same:
             differing.append(label)
     return Readback(files=1, tensors=tensors, differing=sorted(differing))
@@ -125,6 +125,10 @@ def _same(saved: Tensor, live: Any, saved_digest: str) -> bool:
     if not torch.is_tensor(live) or saved.dtype != live.dtype or saved.shape != live.shape:
         return False
     return digest(live.detach()).hex() == saved_digest
+
+
+def _same_value(saved: Any, live: Any) -> bool:
+    return bool(saved == live or (saved != saved and live != live))  # a NaN, such as a learning rate, is itself
 
 
 def _read(file: Path, differing: list[str]) -> Iterator[tuple[str, Tensor]]:

@@ -138,6 +138,8 @@ class Examiner:
     def _kind(self, shipment: Shipment, parcel: Parcel, first: int, found: Tensor, flipped: int) -> str:
         if not found.any():
             return "zeros"
+        if found.numel() == 1 and flipped == 1:
+            return "bit_flip"  # before poison, which a single flipped bit may happen to look like
         if bool((found == POISON).all()):
             return "poison"
         siblings = (_head(other) for other in shipment.parcels if other is not parcel)
@@ -145,7 +147,7 @@ class Examiner:
             earlier = head[first : first + found.numel()]
             if earlier.numel() >= 8 and torch.equal(earlier, found[: earlier.numel()]):
                 return "stale"
-        return "bit_flip" if found.numel() == 1 and flipped == 1 else "other"
+        return "other"
 
 
 def _head(parcel: Parcel) -> Tensor:

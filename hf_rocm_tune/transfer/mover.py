@@ -255,9 +255,10 @@ class Mover:
         return None if entry is None else entry.reason
 
     def digest_of(self, tensor: Tensor) -> Digest | None:
-        """The digest with which a weight arrived; None for batches, derived and unverified tensors."""
+        """The digest with which a weight arrived; None for batches, views, derived and unverified tensors."""
         entry = self._registry.get(tensor)
-        return None if entry is None else entry.digest
+        whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+        return entry.digest if entry is not None and whole else None
 
     def mark_derived(self, tensor: Tensor, reason: str) -> None:
         """Declare that `tensor` was computed on the device from verified tensors (cast, quantised, initialised)."""

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
@@ -167,13 +168,48 @@ def test_an_evaluation_split_is_taken_off_the_training_rows(
     assert result.stdout.count("'eval_loss'") >= 2
 
 
-def test_early_stopping_stops_when_nothing_improves(train: Train, messages: Path) -> None:
-    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
-    result = train(
-        dataset_name=messages, max_steps=20, early_stopping_patience=2, learning_rate=0.0, **evaluation, **best
-    )
-    assert len(losses(result)) == 6  # the first evaluation sets the mark, the next two do not beat it
+@pytest.mark.parametrize(("learning_rate", "steps"), [(0.0, 6), (0.01, 10)])
+def test_early_stopping_stops_when_nothing_improves_and_not_before(
+    train: Train, messages: Path, learning_rate: float, steps: int
+) -> None:
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "early_stopping_patience": 2}
+    result = train(dataset_name=messages, max_steps=10, learning_rate=learning_rate, **evaluation)
+    assert len(losses(result)) == steps  # the first evaluation sets the mark; the next two do not beat it
+
+
+def test_early_stopping_goes_back_to_the_best_checkpoint(train: Train, messages: Path, tmp_path: Path) -> None:
+    each = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    # A rate at which the loss soon rises: the best checkpoint is an early one.
+    best = {"load_best_model_at_end": True, "early_stopping_patience": 1, "learning_rate": 3.0}
+    train(dataset_name=messages, max_steps=20, **each, **best)
+    newest = max((tmp_path / "out").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    state = json.loads((newest / "trainer_state.json").read_text())
+    assert state["global_step"] < 20 and state["best_global_step"] < state["global_step"]
+    chosen = load_file(tmp_path / "out" / f"checkpoint-{state['best_global_step']}" / "adapter_model.safetensors")
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(torch.equal(tensor, chosen[name]) for name, tensor in saved.items())
+
+
+REFUSED = {
+    "early_stopping_patience=2": "--eval_strategy",
+    "padding_free=true": "max_length",
+    "eos_token=nowhere": "vocabulary",
+    "lora_target_modules=lm_head": "lm_head",
+    "router_aux_loss_coef=0.1": "Mixture-of-Experts",
+    "attn_implementation=nonsense": "nonsense",
+}
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_a_setting_that_cannot_work_here_is_one_line_and_exit_code_2(
+    server: CommandServer, model_of: Callable[[str], Path], messages: Path, tmp_path: Path, flag: str
+) -> None:
+    given = flags(model_name_or_path=model_of("llama3"), dataset_name=messages, output_dir=tmp_path / "out")
+    result = server.run(*given, f"--{flag}")
+    assert result.code == 2, result.stderr[-2000:]
+    assert len(result.error_lines) == 1 and REFUSED[flag] in result.error_lines[0]
+    assert "Traceback" not in result.stderr
+    assert {path.name for path in (tmp_path / "out").glob("*")} <= {"_run.lock"}
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -181,6 +217,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rslora": ({"use_rslora": True}, {"use_rslora": True}),
     "8-bit": ({"load_in_8bit": True}, {}),
     "4-bit dora": ({"load_in_4bit": True, "use_dora": True}, {"use_dora": True}),
+    "4-bit rslora": ({"load_in_4bit": True, "use_rslora": True}, {"use_rslora": True}),
     "4-bit packed": ({"load_in_4bit": True, "packing": True, "max_length": 256}, {}),
     "saved modules": ({"lora_modules_to_save": "lm_head"}, {"modules_to_save": ["lm_head"]}),
     "targets": ({"lora_target_modules": "q_proj"}, {"target_modules": ["q_proj"]}),
@@ -193,8 +230,7 @@ def test_every_adapter_variant_trains(variant: str, train: Train, messages: Path
     assert len(losses(train(dataset_name=messages, **settings))) == 2
     adapter = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert {name: adapter[name] for name in written} == written
-    with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as file:
-        names = list(file.keys())
+    names = load_file(tmp_path / "out" / "adapter_model.safetensors").keys()
     assert any("lora_magnitude_vector" in name for name in names) == ("dora" in variant)
     assert any(name.endswith("lm_head.weight") for name in names) == (variant == "saved modules")
 

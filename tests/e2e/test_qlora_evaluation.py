@@ -26,9 +26,7 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def outputs(
-    server: CommandServer, model_of: Callable[[str], Path], messages: Path, scratch: Path
-) -> tuple[Path, Path]:
+def outputs(server: CommandServer, model_of: Callable[[str], Path], messages: Path, scratch: Path) -> tuple[Path, Path]:
     """Output directories of the same QLoRA run without evaluations, and with one after each second step."""
     without, evaluated = scratch / "qlora-without", scratch / "qlora-evaluated"
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}

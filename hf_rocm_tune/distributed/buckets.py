@@ -1,0 +1,96 @@
+"""One bucket of DistributedDataParallel: what a rank put in, and where its average came out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm_tune.distributed.projections import project
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A parameter in a bucket: its elements lie there from `start` on, the dimensions in memory order."""
+
+    parameter: nn.Parameter
+    start: int
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> list[int]:
+        return [self.parameter.shape[dimension] for dimension in self.order]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The gradients of one bucket.
+
+    Attributes:
+        index: DistributedDataParallel's number of it.
+        number: counts the buckets of the whole run, alike on all ranks; for injected faults.
+        sent: copy of the local gradients as they went into the average, 1-dimensional, kept until the verdict.
+        projected: `project` of what went in, taken from the bucket itself, not from the copy.
+    """
+
+    index: int
+    number: int
+    sent: Tensor
+    projected: Tensor
+    places: tuple[_Place, ...]
+
+    @classmethod
+    def before_averaging(cls, bucket: dist.GradBucket, *, number: int) -> Bucket:
+        """Record a bucket that is about to be averaged in place."""
+        buffer = bucket.buffer()
+        places, start = [], 0
+        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            strides = view.stride()
+            order = tuple(sorted(range(view.dim()), key=lambda dimension, of=strides: -of[dimension]))
+            places.append(_Place(parameter=parameter, start=start, order=order))
+            start += view.numel()
+        return cls(
+            index=bucket.index(),
+            number=number,
+            sent=buffer.clone(),
+            projected=project(buffer),
+            places=tuple(places),
+        )
+
+    @property
+    def name(self) -> str:
+        """For incidents and for the patterns of injected faults."""
+        return f"bucket {self.index}"
+
+    def averaged(self) -> Tensor:
+        """What the optimizer will read: the parameters' gradients as they are now, laid out like `sent`.
+
+        A parameter that no rank used has no gradient; its place in the bucket is zero.
+        """
+        return torch.cat([self._flat(place) for place in self.places])
+
+    def write(self, average: Tensor) -> None:
+        """Put `average`, laid out like `sent` and on the same device, into the parameters' gradients."""
+        for place in self.places:
+            gradient = place.parameter.grad
+            if gradient is not None:
+                piece = average[place.start : place.start + gradient.numel()].view(place.shape)
+                gradient.permute(place.order).copy_(piece)  # device: both are on the parameter's device
+
+    def owners(self, first: int, last: int) -> Iterator[nn.Parameter]:
+        """The parameters that have elements `first` to `last` of the bucket."""
+        for place in self.places:
+            if place.start <= last and first < place.start + place.parameter.numel():
+                yield place.parameter
+
+    def _flat(self, place: _Place) -> Tensor:
+        gradient = place.parameter.grad
+        if gradient is None:
+            return self.sent.new_zeros(place.parameter.numel())
+        return gradient.detach().permute(place.order).reshape(-1)

@@ -1,0 +1,264 @@
+"""Canaries: blocks of device memory that must not change while memory round them is allocated and freed.
+
+The field knows tensors that were right, stay alive, and later read as zeros, in whole segments, after other memory was
+mapped and unmapped (ROCm/ROCm#6603 with an RX 7900 XT, rocm-systems#10943, rocm-systems#11693). A copy to the device
+and back never sees that. Here several blocks hold a pattern that tells every position from every other, and are
+digested on the device again after each cycle of allocating and freeing blocks of all sizes.
+
+Not covered: allocators other than the one that torch uses in this process (it reads its settings once, at the start),
+and corruption that comes and goes within one cycle.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.transfer import Digest, combine, digest
+from hf_rocm_tune.transfer.diagnosis import ALIGNMENTS
+
+CHURN = 0x5C
+"""Byte with which the blocks that come and go are filled: found in a canary, two live blocks share memory."""
+
+_PIECE_WORDS = 1 << 20
+_SMALLEST_BLOCK = 512
+_JOINED_GAP = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanarySettings:
+    """Sizes of the test.
+
+    Attributes:
+        canaries: blocks that are watched.
+        canary_bytes: bytes of each, a multiple of 4.
+        churn_bytes: most bytes of the blocks that come and go, at one time.
+        cycles: rounds of allocating, freeing and looking.
+        seed: of the sizes.
+
+    Raises:
+        UsageError: a value that is not valid, naming it.
+    """
+
+    canaries: int = 4
+    canary_bytes: int = 1 << 20
+    churn_bytes: int = 64 << 20
+    cycles: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("canaries", "cycles"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; give a whole number from 1 on")
+        if self.canary_bytes < 4 or self.canary_bytes % 4:
+            raise UsageError(f"canary_bytes is {self.canary_bytes}; give a multiple of 4")
+        if self.churn_bytes < _SMALLEST_BLOCK:
+            raise UsageError(f"churn_bytes is {self.churn_bytes}; give at least {_SMALLEST_BLOCK}")
+
+    @classmethod
+    def for_device(cls, device: torch.device, *, cycles: int, seed: int = 0, share: float = 0.9) -> CanarySettings:
+        """64 MiB canaries and `share` of the free memory of an accelerator; small ones on the CPU."""
+        if device.type != "cuda":
+            return cls(cycles=cycles, seed=seed)
+        free, _ = torch.cuda.mem_get_info(device)
+        canary_bytes = min(64 << 20, free // 64 // 4 * 4)
+        churn_bytes = max(int(share * free) - 4 * canary_bytes, _SMALLEST_BLOCK)
+        return cls(canary_bytes=canary_bytes, churn_bytes=churn_bytes, cycles=cycles, seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryFault:
+    """The first canary that no longer holds its pattern.
+
+    Attributes:
+        cycle: the first bad cycle, from 1; 0: wrong right after it was written.
+        canary: its number, from 0.
+        first_offset: first wrong byte.
+        length: bytes of the first wrong run; right bytes between wrong ones count when fewer than 64 stand together.
+        alignment: the largest of 20 MiB, 2 MiB, 64 KiB, 4 KiB, 256, 64, 4, 1 bytes that divides the offset.
+        kind: what is there instead: ``zeros``, ``churn`` (bytes of another block), ``canary`` (another one's, or its
+            own from another place), ``bit_flip``, ``other``; ``gone`` when it read right the next time.
+        stable: whether two readings gave the same bytes; if not, suspect the reading and not the memory.
+    """
+
+    cycle: int
+    canary: int
+    first_offset: int
+    length: int
+    alignment: int
+    kind: str
+    stable: bool
+
+
+class Canaries:
+    """The blocks that are watched, and the blocks that come and go beside them.
+
+    Args:
+        device: where they live.
+        settings: their sizes.
+
+    Attributes:
+        blocks: int32[canary_bytes / 4] each, written by the device itself, so that no copy is part of the test.
+    """
+
+    def __init__(self, device: torch.device, settings: CanarySettings) -> None:
+        self._device, self._settings = device, settings
+        self._rng = random.Random(settings.seed)
+        self._churned: list[Tensor] = []
+        words = settings.canary_bytes // 4
+        self.blocks = [torch.empty(words, dtype=torch.int32, device=device) for _ in range(settings.canaries)]
+        for number, block in enumerate(self.blocks):
+            for start, piece in _pieces(block):
+                piece[:] = _pattern(number, start, piece.numel(), device)
+        # Digested on the host: a block whose first bytes never landed is wrong from the start, and is seen so.
+        self._expected = [_expected(number, words) for number in range(settings.canaries)]
+
+    @property
+    def churned_bytes(self) -> int:
+        """Bytes of the blocks that come and go, as they stand."""
+        return sum(block.numel() for block in self._churned)
+
+    def churn(self) -> None:
+        """One cycle: allocate and fill blocks of all sizes up to a random level, then free a random half of them."""
+        level = self._rng.uniform(0.3, 1.0) * self._settings.churn_bytes
+        while (room := int(level) - self.churned_bytes) >= _SMALLEST_BLOCK:
+            size = min(int(_SMALLEST_BLOCK * math.exp(self._rng.uniform(0, math.log(room / _SMALLEST_BLOCK)))), room)
+            if self._rng.random() < 0.5:
+                size = max(size, room // 4)  # sizes are drawn by magnitude, so few steps would fill the memory
+            try:
+                self._churned.append(torch.full((size,), CHURN, dtype=torch.uint8, device=self._device))
+            except torch.OutOfMemoryError:
+                break  # somebody else took memory meanwhile: this cycle stays below its level
+        self._rng.shuffle(self._churned)
+        del self._churned[: len(self._churned) // 2]
+        if self._device.type == "cuda" and self._rng.random() < 0.5:
+            torch.cuda.empty_cache()  # gives segments back, so that the next cycle has to map memory anew
+
+    def check(self, cycle: int) -> CanaryFault | None:
+        """Digest every canary where it lies. Returns the first one that is wrong, or None."""
+        for number, (block, expected) in enumerate(zip(self.blocks, self._expected, strict=True)):
+            if digest(block) != expected:
+                return self._locate(cycle, number, block)
+        return None
+
+    def _locate(self, cycle: int, number: int, block: Tensor) -> CanaryFault:
+        first, found, right, stable = -1, [], [], True
+        for start, piece in _pieces(block):
+            reading = piece.cpu().view(torch.uint8)
+            stable = stable and torch.equal(reading, piece.cpu().view(torch.uint8))
+            wanted = _pattern(number, start, piece.numel(), torch.device("cpu")).view(torch.uint8)
+            begin, end = _run(reading != wanted, goes_on=first >= 0)
+            if end > begin:
+                first = 4 * start + begin if first < 0 else first
+                found.append(reading[begin:end])
+                right.append(wanted[begin:end])
+            if first >= 0 and end < reading.numel():
+                break
+        if first < 0:
+            return CanaryFault(
+                cycle=cycle, canary=number, first_offset=0, length=0, alignment=1, kind="gone", stable=False
+            )
+        bad = torch.cat(found)
+        return CanaryFault(
+            cycle=cycle,
+            canary=number,
+            first_offset=first,
+            length=bad.numel(),
+            alignment=next(size for size in ALIGNMENTS if first % size == 0),
+            kind=self._kind(bad, torch.cat(right), first),
+            stable=stable,
+        )
+
+    def _kind(self, bad: Tensor, right: Tensor, first: int) -> str:
+        if not bad.any():
+            return "zeros"
+        if bool((bad == CHURN).all()):
+            return "churn"
+        if bad.numel() == 1 and int(bad ^ right).bit_count() == 1:
+            return "bit_flip"
+        head = bad[-first % 4 :][: min(bad.numel(), 64) // 4 * 4]
+        words = head[: head.numel() // 4 * 4].clone().view(torch.int32)
+        if words.numel() >= 2 and any(_stands_in(words, number, self.blocks[0].numel()) for number in self._numbers()):
+            return "canary"
+        return "other"
+
+    def _numbers(self) -> range:
+        return range(len(self.blocks))
+
+
+def watch(
+    device: torch.device, settings: CanarySettings, *, on_cycle: Callable[[int, Canaries], None] | None = None
+) -> CanaryFault | None:
+    """Run the test on a device.
+
+    Args:
+        device: an accelerator or the CPU.
+        settings: sizes and number of cycles.
+        on_cycle: called after each cycle's churn, before the canaries are looked at.
+
+    Returns:
+        The first fault, at which the test ends, or None after all cycles.
+
+    Raises:
+        torch.OutOfMemoryError: not even the canaries fit.
+    """
+    canaries = Canaries(device, settings)
+    fault = canaries.check(0)
+    for cycle in range(1, settings.cycles + 1):
+        if fault is not None:
+            return fault
+        canaries.churn()
+        if on_cycle is not None:
+            on_cycle(cycle, canaries)
+        fault = canaries.check(cycle)
+    return fault
+
+
+def _pieces(block: Tensor) -> list[tuple[int, Tensor]]:
+    """Consecutive views of a block, with the index of their first word: temporaries stay at a few MiB."""
+    return [(start, block[start : start + _PIECE_WORDS]) for start in range(0, block.numel(), _PIECE_WORDS)]
+
+
+def _pattern(number: int, start: int, count: int, device: torch.device) -> Tensor:
+    """int32[count] of canary `number` from word `start` on: never zero, and never NaN when read as float32.
+
+    A bijective mixing of position and number (multiply, shift, multiply), without the top two bits, and odd.
+    """
+    index = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    mixed = ((index + 1) * 0x9E3779B1 + number * 0x85EBCA77) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+    return ((mixed ^ (mixed >> 13)) & 0x3FFFFFFF | 1).to(torch.int32)
+
+
+def _expected(number: int, words: int) -> Digest:
+    host = torch.device("cpu")
+    steps = range(0, words, _PIECE_WORDS)
+    return combine(
+        digest(_pattern(number, start, min(_PIECE_WORDS, words - start), host), word_offset=start) for start in steps
+    )
+
+
+def _run(wrong: Tensor, *, goes_on: bool) -> tuple[int, int]:
+    """(begin, end) of the first run in a bool mask; with `goes_on` the one that began in the piece before."""
+    places = wrong.nonzero().flatten()
+    if not places.numel() or (goes_on and int(places[0]) > _JOINED_GAP):
+        return 0, 0
+    breaks = (places.diff() > _JOINED_GAP).nonzero().flatten()
+    last = places[breaks[0]] if breaks.numel() else places[-1]
+    return 0 if goes_on else int(places[0]), int(last) + 1
+
+
+def _stands_in(words: Tensor, number: int, count: int) -> bool:
+    """Whether a few words stand, in this order, anywhere in the pattern of canary `number`."""
+    for start in range(0, count, _PIECE_WORDS):
+        pattern = _pattern(number, start, min(_PIECE_WORDS + words.numel(), count - start), torch.device("cpu"))
+        for place in (pattern == words[0]).nonzero().flatten().tolist():
+            if torch.equal(pattern[place : place + words.numel()], words):
+                return True
+    return False

@@ -1,0 +1,167 @@
+"""The digest as one Triton kernel, for HIP and CUDA; the definition is in `digest`, the choice in `digest_device`.
+
+Work is laid out so that a word costs three multiplications and no table. A program owns ``TILE`` consecutive places of
+a block (256 KiB) and visits the same places of up to `MAX_BLOCKS` blocks. Every place keeps, over the blocks ``b``,
+
+    plain = sum(w)    factor = sum(w * mix(b + 1)) mod 2^32    term = sum(w * c(b))
+
+so that the weight ``A`` of the place, which is the expensive part, is computed and multiplied in once at the end:
+``s2 = A * (plain + factor << 32) + term``. Integer addition is associative: the atomic sums of the programs are the
+same in any order.
+
+Words are read in granules of 16 bytes, in one 128-bit load each, when the data starts on a multiple of 16; nothing
+outside of the tensor is ever read. The 0 to 15 bytes after the last granule are read one by one by the first program.
+Data that does not start on a multiple of 4 (odd views only) is read byte by byte throughout, at a fraction of the speed.
+
+One tensor a launch: a list of many would need a table of addresses on the device, sent over the link under suspicion.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_WORDS = tl.constexpr(1 << 16)
+TILE = 1024
+"""Words per program and block: with 4 warps of 32 lanes, two 128-bit loads in flight in each lane."""
+WARPS = 4
+MAX_BLOCKS = 64
+"""Blocks per program at most: one pair of atomics and one ``A`` per 64 words of each place."""
+MIN_GROUPS = 8
+"""Groups of blocks that a large tensor is split into at least: 8 groups of 64 tiles are 512 programs."""
+
+
+@triton.jit
+def _mix(x):  # type: ignore[no-untyped-def]
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _block_term(block):  # type: ignore[no-untyped-def]
+    high = _mix((block + (1 << 31)).to(tl.uint32)).to(tl.uint64) << 32
+    return high + (block.to(tl.uint64) << 16)
+
+
+@triton.jit
+def _place_weight(low):  # type: ignore[no-untyped-def]
+    lower = (_mix(low + (1 << 16)) & 0xFFFF0000) | low
+    return (_mix(low + 1).to(tl.uint64) << 32) | lower.to(tl.uint64)
+
+
+@triton.jit
+def _words_of_bytes(data, first, count, lanes):  # type: ignore[no-untyped-def]
+    """Words `first + lanes`, put together from their bytes; bytes from `count` on are zero."""
+    start = data + first * 4
+    left = count - first * 4
+    at = lanes * 4
+    word = tl.load(start + at, mask=at < left, other=0).to(tl.uint32)
+    word |= tl.load(start + at + 1, mask=at + 1 < left, other=0).to(tl.uint32) << 8
+    word |= tl.load(start + at + 2, mask=at + 2 < left, other=0).to(tl.uint32) << 16
+    word |= tl.load(start + at + 3, mask=at + 3 < left, other=0).to(tl.uint32) << 24
+    return word
+
+
+@triton.jit
+def _add(sums, plain, weighted):  # type: ignore[no-untyped-def]
+    tl.atomic_add(sums, tl.sum(plain.to(tl.int64)), sem="relaxed")
+    tl.atomic_add(sums + 1, tl.sum(weighted.to(tl.int64)), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["nbytes", "first_block", "skew", "per_program"])  # type: ignore[untyped-decorator]
+def digest_kernel(  # type: ignore[no-untyped-def]
+    data,
+    sums,
+    nbytes: tl.int64,
+    first_block: tl.int64,
+    skew: tl.int32,
+    per_program: tl.int32,
+    TILE: tl.constexpr,
+    BY_BYTES: tl.constexpr,
+    SKEWED: tl.constexpr,
+):
+    """Add ``s1`` and ``s2`` of `nbytes` bytes at `data` to ``sums``.
+
+    Args:
+        data: uint8 pointer. With a multiple of 16 the loads are 128 bits wide.
+        sums: int64[2], zeroed by the caller.
+        first_block, skew: quotient and remainder of the index of the first word by 2^16.
+        per_program: blocks that each program visits.
+        TILE: places of a block per program. Grid: (tiles in a block, groups of `per_program` blocks).
+        BY_BYTES: the data does not start on a multiple of 4.
+        SKEWED: `skew` is not 0. The blocks of the definition then begin inside a tile, and the block's terms are
+            computed for each word rather than once a tile.
+    """
+    # The interpreter gives small integers 32 bits, whatever the annotation says.
+    nbytes, first_block = nbytes.to(tl.int64), first_block.to(tl.int64)
+    lanes = tl.arange(0, TILE)
+    place = tl.program_id(0) * TILE + lanes
+    group = tl.program_id(1).to(tl.int64) * per_program
+    carry = (place + skew) >> 16 if SKEWED else 0
+    low = ((place + skew) & 0xFFFF).to(tl.uint32)
+
+    granule_words = nbytes // 16 * 4
+    position = group * BLOCK_WORDS + tl.program_id(0) * TILE
+    end = tl.minimum(position + per_program * BLOCK_WORDS, (nbytes + 3) // 4)
+    block = first_block + group
+    plain = tl.zeros([TILE], dtype=tl.uint64)
+    term = tl.zeros([TILE], dtype=tl.uint64)
+    factor = tl.zeros([TILE], dtype=tl.uint32)
+    while position < end:
+        if BY_BYTES:
+            word = _words_of_bytes(data, position, nbytes, lanes)
+        else:
+            start = data.to(tl.pointer_type(tl.uint32)) + position
+            word = tl.load(start + lanes, mask=lanes < granule_words - position, other=0)
+        plain += word.to(tl.uint64)
+        factor += word * _mix((block + carry + 1).to(tl.uint32))
+        term += word.to(tl.uint64) * _block_term(block + carry)
+        position += BLOCK_WORDS
+        block += 1
+    weighted = _place_weight(low) * (plain + (factor.to(tl.uint64) << 32)) + term
+    _add(sums, plain, weighted)
+
+    if not BY_BYTES and tl.program_id(0) + tl.program_id(1) == 0:
+        rest = tl.arange(0, 4)
+        word = _words_of_bytes(data, granule_words, nbytes, rest)
+        index = skew + granule_words + rest
+        block_of = first_block + (index >> 16)
+        weight = _place_weight((index & 0xFFFF).to(tl.uint32))
+        weight *= (_mix((block_of + 1).to(tl.uint32)).to(tl.uint64) << 32) + 1
+        _add(sums, word, word.to(tl.uint64) * (weight + _block_term(block_of)))
+
+
+def triton_sums(flat: Tensor, word_offset: int) -> Tensor:
+    """Launch the kernel on the tensor's device and its current stream; nothing is waited for.
+
+    Args:
+        flat: uint8[n], contiguous, at any address.
+        word_offset: index of the first word, 0 or more.
+
+    Returns:
+        int64[2] on the tensor's device: ``s1`` and ``s2`` as two's complement.
+    """
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    if not flat.numel():
+        return sums
+    words = triton.cdiv(flat.numel(), 4)
+    blocks = triton.cdiv(words, BLOCK_WORDS.value)
+    per_program = min(MAX_BLOCKS, triton.cdiv(blocks, MIN_GROUPS))
+    first_block, skew = divmod(word_offset, BLOCK_WORDS.value)
+    grid = (triton.cdiv(min(words, BLOCK_WORDS.value), TILE), triton.cdiv(blocks, per_program))
+    digest_kernel[grid](
+        flat,
+        sums,
+        flat.numel(),
+        first_block,
+        skew,
+        per_program,
+        TILE=TILE,
+        BY_BYTES=flat.data_ptr() % 4 != 0,
+        SKEWED=skew != 0,
+        num_warps=WARPS,
+    )
+    return sums

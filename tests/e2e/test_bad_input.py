@@ -1,0 +1,424 @@
+"""Bad input: one line that says what is wrong and what to do, exit code 2, and nothing overwritten."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.e2e.command import CommandServer, Result
+from tests.e2e.conftest import flags
+
+LINE = "hf-rocm-tune: error:"
+ROW = json.dumps({"text": "some words to learn"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A place to spoil things in, and the command that would work if nothing were spoilt.
+
+    Args:
+        server: runs the command.
+        model, untemplated, sharded: model directories; no test may change them.
+        data: a data directory; likewise.
+        room: an empty directory of this test.
+    """
+
+    server: CommandServer
+    model: Path
+    untemplated: Path
+    sharded: Path
+    data: Path
+    room: Path
+
+    @property
+    def output(self) -> Path:
+        """The output directory, unless a test names another."""
+        return self.room / "out"
+
+    def argv(self, *more: str, **changed: Any) -> list[str]:
+        """The command line; None takes a flag away."""
+        settings = {
+            "model_name_or_path": self.model,
+            "dataset_name": self.data,
+            "output_dir": self.output,
+            "max_steps": 1,
+            "per_device_train_batch_size": 2,
+            "max_length": 64,
+            "disable_tqdm": True,
+        } | changed
+        return [*flags(**{name: value for name, value in settings.items() if value is not None}), *more]
+
+    def refused(self, *more: str, env: dict[str, str] | None = None, **changed: Any) -> str:
+        """Runs the command, which must be refused in the proper way. Returns the line without its beginning."""
+        before = fingerprint(self.room)
+        line = the_line(self.server.run(*self.argv(*more, **changed), env=env, cwd=self.room))
+        after = fingerprint(self.room)
+        assert {name: after.get(name) for name in before} == before
+        assert {Path(name).name for name in after.keys() - before.keys()} <= {"_run.lock"}
+        return line
+
+    def file(self, name: str, content: str | bytes) -> Path:
+        """A file in the room."""
+        path = self.room / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    def copy_of(self, model: Path) -> Path:
+        """A model to spoil."""
+        return Path(shutil.copytree(model, self.room / "model"))
+
+
+@pytest.fixture
+def bench(server: CommandServer, scratch: Path, tmp_path: Path) -> Bench:
+    """See :class:`Bench`."""
+    models = scratch / "models"
+    return Bench(
+        server=server,
+        model=tiny.build("llama3", models),
+        untemplated=tiny.build("llama3", models, chat_template=False),
+        sharded=tiny.build("llama3", models, shards=3),
+        data=tiny.write_dataset_dir(scratch / "bad-input", train=8, test=4),
+        room=tmp_path,
+    )
+
+
+def fingerprint(directory: Path) -> dict[str, str]:
+    """SHA-256 of every file in a directory."""
+    return {
+        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != "_run.lock"
+    }
+
+
+def the_line(result: Result) -> str:
+    """Asserts that the command was refused with one line of ours; returns what it says."""
+    assert result.code == 2, result.stderr[-3000:]
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if LINE in line]
+    assert len(lines) == 1 and result.stderr.splitlines()[-1] == lines[0]
+    return lines[0].removeprefix(LINE).strip()
+
+
+# ---- flags and recipes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--learning_rat", "1"], "unknown flag --learning_rat; did you mean --learning_rate?"),
+        (["--max_steps", "many"], "--max_steps: invalid int value: 'many'"),
+        (["--max_steps", "0"], "--max_steps must be 1 or more, or -1 for no limit, got 0"),
+        (["--per_device_train_batch_size", "-2"], "--per_device_train_batch_size must be 1 or more, got -2"),
+        (["--learning_rate", "-0.1"], "--learning_rate must be 0 or more, and finite, got -0.1"),
+        (["--learning_rate", "inf"], "finite, got inf"),
+        (["--learning_rate", "nan"], "finite, got nan"),
+        (["--seed", "-1"], "--seed must be 0 or more"),
+        (["--adam_beta2", "1"], "--adam_beta2 must be 0 or more and below 1"),
+        (["--lora_r", "0"], "--lora_r must be 1 or more, got 0"),
+        (["--sentinel_every", "-1"], "--sentinel_every must be 0 (off) or more, got -1"),
+        (["--verify", "maybe"], "--verify: invalid choice: 'maybe'"),
+        (["stray"], "unexpected argument 'stray'"),
+        (["--load_in_4bit", "--use_peft", "false"], "--load_in_4bit works only with LoRA"),
+        (["--fp16"], "--fp16 needs a GPU"),
+        (["--report_to", "nobody"], "--report_to nobody: unknown or not installed"),
+        (["--early_stopping_patience", "2"], "add --eval_strategy steps"),
+        (["--lora_target_modules", "no_such"], "no_such match no module of LlamaForCausalLM; it has q_proj, k_proj"),
+        (["--resume_from_checkpoint", "/nowhere/checkpoint-3"], "there is no checkpoint"),
+        (["--resume_from_checkpoint", "true"], "holds no checkpoint of this run; leave the flag out"),
+    ],
+)
+def test_a_flag_that_cannot_be(bench: Bench, more: list[str], says: str) -> None:
+    assert says in bench.refused(*more)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("learning_rte: 0.1\n", "unknown key learning_rte; did you mean learning_rate?"),
+        ("- a\n- b\n", "must be a mapping of flag names to values, got a list"),
+        ("", "got an empty file"),
+        ("a: [1\nb: 2\n", "line 2, column 2 is not valid YAML"),
+        ("learning_rate: fast\n", "--learning_rate: invalid float value: 'fast'"),
+        ("seed: 1\nseed: 2\n", "'seed' is given twice"),
+    ],
+)
+def test_a_recipe_that_cannot_be(bench: Bench, content: str, says: str) -> None:
+    recipe = bench.file("recipe.yaml", content)
+    line = bench.refused("--config", str(recipe))
+    assert says in line and str(recipe) in line
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("kind=nothing", "expected one of zero zero_range"),
+        ("zero", "valid keys: kind rate"),
+        ("kind=zero,rate=2", "expected a number from 0 to 1"),
+    ],
+)
+def test_a_fault_that_cannot_be(bench: Bench, fault: str, says: str) -> None:
+    line = bench.refused(env={"HF_ROCM_TUNE_FAULT": fault})
+    assert line.startswith("HF_ROCM_TUNE_FAULT:") and says in line
+
+
+# ---- the model ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("/nowhere/model", "/nowhere/model does not exist: give a model directory or a Hub id"),
+        ("nobody/nothing", "check the spelling, the network and HF_HUB_OFFLINE, or give a model directory"),
+        (None, "no model: give --model_name_or_path"),
+    ],
+)
+def test_a_model_that_is_not_there(bench: Bench, name: str | None, says: str) -> None:
+    assert says in bench.refused(model_name_or_path=name)
+
+
+def _replace(old: bytes, new: bytes) -> Callable[[Path], None]:
+    def spoil(file: Path) -> None:
+        content = file.read_bytes()
+        assert old in content[:4096] and len(old) == len(new)
+        file.write_bytes(content.replace(old, new, 1))
+
+    return spoil
+
+
+WEIGHTS = "model.safetensors"
+SPOILS: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "truncated": (WEIGHTS, lambda file: os.truncate(file, file.stat().st_size - 100), "truncated"),
+    "emptied": (WEIGHTS, lambda file: file.write_bytes(b""), "0 bytes, damaged header"),
+    "header length": (WEIGHTS, lambda file: file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:]), "damaged header"),
+    "header text": (WEIGHTS, lambda file: file.write_bytes(file.read_bytes()[:8] + b"{" * 9999), "damaged"),
+    "header dtype": (WEIGHTS, _replace(b'"F32"', b'"Q32"'), "damaged safetensors header"),
+    "header shape": (WEIGHTS, _replace(b"[64", b"[63"), "damaged safetensors header"),
+    "no weights": (WEIGHTS, Path.unlink, "has no model.safetensors"),
+    "broken config": ("config.json", lambda file: file.write_text('{"model_type":'), "cannot be read as JSON"),
+    "no config": ("config.json", Path.unlink, "has no config.json"),
+    "unknown type": ("config.json", lambda file: file.write_text('{"model_type": "no_such"}'), "no_such"),
+    "no architecture": ("config.json", lambda file: file.write_text('{"model_type": "vit"}'), "no architecture"),
+    "field type": ("config.json", _replace(b'"hidden_size": 64', b'"hidden_size": ""'), "expected int, got str"),
+    "other config": ("config.json", _replace(b'"hidden_size": 64', b'"hidden_size": 32'), "other shapes"),
+    "broken tokenizer": ("tokenizer.json", lambda file: file.write_text("{"), "tokenizer of"),
+    "no tokenizer": ("tokenizer.json", lambda file: [file.unlink(), (file.parent / "tokenizer_config.json").unlink()],
+                     "needs tokenizer.json and tokenizer_config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_spoilt_model_directory(bench: Bench, spoil: str) -> None:
+    name, harm, says = SPOILS[spoil]
+    model = bench.copy_of(bench.model)
+    harm(model / name)
+    line = bench.refused(model_name_or_path=model)
+    assert says in line
+    if name == WEIGHTS and (model / name).exists():
+        assert str(model / name) in line
+
+
+def test_a_missing_shard_is_named(bench: Bench) -> None:
+    model = bench.copy_of(bench.sharded)
+    shard = sorted(model.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert f"lacks {shard.name}, which model.safetensors.index.json names" in bench.refused(model_name_or_path=model)
+
+
+def test_conversations_without_a_chat_template(bench: Bench) -> None:
+    line = bench.refused(model_name_or_path=bench.untemplated)
+    assert str(bench.untemplated) in line and "--chat_template_path" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "does not exist"),
+        ("{% for %}", "cannot render these rows"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        (" \n", "is empty"),
+    ],
+)
+def test_a_chat_template_that_does_not_work(bench: Bench, content: str | None, says: str) -> None:
+    template = bench.room / "template.jinja"
+    if content is not None:
+        template.write_text(content)
+    line = bench.refused(chat_template_path=template)
+    assert says in line and "chat" in line
+
+
+def test_a_chat_template_from_a_model_that_has_none(bench: Bench) -> None:
+    assert "has no chat template either" in bench.refused(chat_template_path=bench.untemplated)
+
+
+# ---- the data -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("/nowhere/rows.jsonl", "no such file or folder: '/nowhere/rows.jsonl'"),
+        ("nobody/nothing", "no dataset 'nobody/nothing'"),
+        (None, "no data: give --dataset_name"),
+    ],
+)
+def test_data_that_is_not_there(bench: Bench, name: str | None, says: str) -> None:
+    assert says in bench.refused(dataset_name=name)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "is empty (0 bytes)"),
+        ("\n\n", "could not be read"),
+        (f'{ROW}\n{ROW}\n{{"text": "cut\n{ROW}\n', "rows.jsonl, line 3, column"),
+        (f"{ROW}\n[1]\n", "rows.jsonl, line 2: a row has to be a JSON object"),
+        ('{"question": "a", "answer": "b"}\n', "found 'question', 'answer'; accepted 'messages'"),
+        ('{"message": [{"role": "user", "content": "x"}]}\n', "rename 'message' to 'messages'?"),
+        (f'{ROW}\n{{"text": null}}\n', "row 2 of the 'train' split: column 'text' holds nothing (null), not text"),
+        (f'{ROW}\n{{"text": [1]}}\n', "row 2 of the 'train' split: column 'text' holds a list, not text"),
+        ('{"messages": [{"role": "user", "content": 3}]}\n', "message 1 has a number as 'content', not text"),
+        (bytes(range(256)), "is not UTF-8"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on(bench: Bench, content: str | bytes, says: str) -> None:
+    assert says in bench.refused(dataset_name=bench.file("rows.jsonl", content))
+
+
+def test_an_evaluation_without_rows_to_evaluate(bench: Bench) -> None:
+    line = bench.refused(dataset_name=bench.file("rows.jsonl", f"{ROW}\n" * 4), eval_strategy="steps")
+    assert "has no split 'test'" in line and "--eval_split_size" in line
+
+
+# ---- the output directory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_an_output_directory_that_is_a_file(bench: Bench, below: str) -> None:
+    output = bench.file("taken", "not a directory") / below
+    line = bench.refused(output_dir=output)
+    assert str(output) in line and "is a file" in line
+
+
+def test_an_output_directory_that_no_one_can_write(bench: Bench) -> None:
+    assert "--output_dir /proc/nowhere/out cannot be written" in bench.refused(output_dir="/proc/nowhere/out")
+
+
+@contextmanager
+def _mounted(directory: Path, options: str) -> Iterator[Path]:
+    """A small file system in memory; skips where the system does not let us mount one."""
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+    try:
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command here")
+    if made.returncode:
+        pytest.skip(f"mounting is not allowed here: {made.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def test_an_output_directory_on_a_read_only_file_system(bench: Bench) -> None:
+    with _mounted(bench.room / "locked", "ro,size=1m") as directory:
+        assert "the file system is read-only" in bench.refused(output_dir=directory / "out")
+
+
+def test_a_full_output_directory(bench: Bench) -> None:
+    with _mounted(bench.room / "small", "size=64k") as directory:
+        (directory / "filler").write_bytes(b"x" * (60 << 10))
+        assert "no space left" in bench.refused(output_dir=directory / "out")
+
+
+def test_an_output_directory_that_fills_up_while_training(bench: Bench) -> None:
+    with _mounted(bench.room / "small", "size=128k") as directory:
+        line = the_line(bench.server.run(*bench.argv(output_dir=directory / "out", save_strategy="no")))
+        assert "no space left" in line and "start the same command again" in line
+        assert not (directory / "out" / "integrity.json").exists()
+        assert not (directory / "out" / "adapter_model.safetensors").exists()
+
+
+def test_an_output_directory_that_holds_another_run(bench: Bench) -> None:
+    first = bench.server.run(*bench.argv(learning_rate=0.001))
+    assert first.code == 0, first.stderr[-2000:]
+    line = bench.refused(learning_rate=0.002)
+    assert "learning_rate 0.001 -> 0.002" in line and "--overwrite_output_dir" in line
+    replaced = bench.server.run(*bench.argv("--overwrite_output_dir", learning_rate=0.002))
+    assert replaced.code == 0, replaced.stderr[-2000:]
+
+
+def test_an_output_directory_that_holds_a_foreign_adapter(bench: Bench) -> None:
+    bench.output.mkdir()
+    (bench.output / "adapter_model.safetensors").write_bytes(b"precious")
+    (bench.output / "adapter_config.json").write_text("{}")
+    line = bench.refused()
+    assert "adapter_model.safetensors" in line and "--overwrite_output_dir" in line
+
+
+def test_a_directory_without_a_checkpoint_to_resume_from(bench: Bench) -> None:
+    (bench.room / "checkpoint-7").mkdir()
+    line = bench.refused(resume_from_checkpoint=bench.room / "checkpoint-7")
+    assert "there is no checkpoint" in line and "checkpoint-N" in line
+
+
+# ---- the launch ---------------------------------------------------------------------------------------------
+
+
+def test_a_world_size_that_no_launcher_made(bench: Bench) -> None:
+    line = bench.refused(env={"WORLD_SIZE": "2"})
+    assert "WORLD_SIZE is 2" in line and "unset WORLD_SIZE" in line
+
+
+def test_a_world_size_that_is_no_number(bench: Bench) -> None:
+    assert "WORLD_SIZE is 'two'" in bench.refused(env={"WORLD_SIZE": "two"})
+
+
+def _real(argv: list[str], cwd: Path, **environment: str) -> Result:
+    """Runs a command in a process of its own, without the zygote."""
+    done = subprocess.run(
+        [sys.executable, "-m", *argv],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    return Result(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+def test_four_bit_where_bitsandbytes_cannot_be_imported(bench: Bench) -> None:
+    broken = bench.room / "shadow" / "bitsandbytes"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text('raise OSError("libhipblas.so.2: cannot open shared object file")\n')
+    path = os.pathsep.join([str(broken.parent), os.environ["PYTHONPATH"]])
+    line = the_line(_real(["hf_rocm_tune.sft", *bench.argv("--load_in_4bit")], bench.room, PYTHONPATH=path))
+    assert "--load_in_4bit" in line and "bitsandbytes" in line and "install" in line
+    assert fingerprint(bench.output) == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"learning_rat": 1}, "did you mean --learning_rate?"),
+        ({"model_name_or_path": "/nowhere/model"}, "/nowhere/model does not exist"),
+    ],
+)
+def test_the_launcher_hands_the_line_and_the_code_through(bench: Bench, changed: dict[str, Any], says: str) -> None:
+    result = _real(["hf_rocm_tune", "sft", *bench.argv(**changed)], bench.room)
+    assert says in the_line(result)
+    assert re.findall(r"^.*(?:Error|error).*$", result.stderr, re.MULTILINE) == [f"{LINE} {the_line(result)}"]
