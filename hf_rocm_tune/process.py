@@ -6,6 +6,8 @@ when it was told ``cpu``; otherwise each rank trains alone and nothing says so.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 from collections.abc import Mapping, MutableMapping
 
@@ -53,6 +55,23 @@ def _check_launch(environ: Mapping[str, str]) -> None:
             f"WORLD_SIZE is {launched} in the environment, but {', '.join(missing)} not set, so no launcher started this "
             "process: unset WORLD_SIZE, or start all processes with `hf-rocm-tune sft --num_processes`"
         )
+
+
+def check_bitsandbytes() -> None:
+    """Import bitsandbytes where it is installed, as PEFT does unasked when it is imported itself.
+
+    Raises:
+        UsageError: it is there and broken; every run would end in a traceback, not only a quantised one.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return
+    try:
+        importlib.import_module("bitsandbytes")
+    except Exception as error:  # a broken package may raise anything: a missing library is an OSError
+        raise UsageError(
+            f"bitsandbytes is installed but cannot be imported ({type(error).__name__}: {error}): install "
+            "bitsandbytes>=0.50.2 again, or remove it and train without --load_in_4bit and --load_in_8bit"
+        ) from error
 
 
 def check_world(num_processes: int, environ: Mapping[str, str]) -> None:

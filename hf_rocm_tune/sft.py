@@ -34,6 +34,7 @@ def _start(argv: list[str]) -> int:
     if os.environ != before:
         environ.announce(environ.apply(os.environ))  # the policy looked at the environment without the recipe's part
     process.prepare_process(os.environ)
+    process.check_bitsandbytes()
     from hf_rocm_tune import sft_job
 
     return sft_job.run(argv)

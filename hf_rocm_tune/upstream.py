@@ -154,6 +154,14 @@ SEAMS: tuple[Seam, ...] = (
         checked=_TRANSFORMERS,
     ),
     Seam(
+        name="training_step",
+        module=_TRAINER,
+        attribute="Trainer.training_step",
+        parameters=("self", "model", "inputs", "num_items_in_batch"),
+        why="averaged gradients are there when it returns, not clipped yet: they are compared then",
+        checked=_TRANSFORMERS,
+    ),
+    Seam(
         name="prepare_training",
         module=_TRAINER,
         attribute="Trainer._prepare_for_training",

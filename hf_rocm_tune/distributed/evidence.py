@@ -85,7 +85,7 @@ def judge(bucket: Bucket, words: Sequence[Tensor]) -> Verdict:
         return Verdict(ranks=failed, kind="not brought back", last_element=last)
     expected = sum(sent[1:], start=sent[0]) / len(words)
     if not expected.isfinite().all():
-        return Verdict(finite=False, last_element=last, **_span(~expected.isfinite().all(dim=1), bucket))
+        return Verdict(finite=False, **_span(~expected.isfinite().all(dim=1), bucket))
     bound = rounding_bound(expected[:, MAGNITUDE], dtype=bucket.sent.dtype, ranks=len(words))
     off = (averaged - expected[:, :MAGNITUDE]).abs() / bound[:, None]
     wrong = ~(off <= 1).all(dim=2)  # also where the average alone is NaN
@@ -93,7 +93,7 @@ def judge(bucket: Bucket, words: Sequence[Tensor]) -> Verdict:
         ranks = tuple(wrong.any(dim=1).nonzero().flatten().tolist())
         lost = bool((averaged[wrong] == 0).all())
         kind = "zeros" if lost else "wrong average"
-        return Verdict(ranks=ranks, kind=kind, error=float(off.max()), **_span(wrong.any(dim=0), bucket))
+        return Verdict(ranks=ranks, kind=kind, error=float(off.nan_to_num(nan=torch.inf).max()), **_span(wrong.any(dim=0), bucket))
     other = (header[:, 1:] != header[0, 1:]).any(dim=1)
     if other.any():
         return Verdict(ranks=tuple(other.nonzero().flatten().tolist()), kind="differs between ranks", last_element=last)

@@ -39,8 +39,8 @@ from torch.nn import functional
 
 SHORT_BLOCK, LONG_BLOCK = 256, 4096
 """Elements a block, for dtypes of 16 bits and for wider ones."""
-SUM, WEIGHTED, MAGNITUDE = range(3)
-"""Columns of `project`."""
+MAGNITUDE = 2
+"""Column of `project` that holds the sum of magnitudes; the projections stand before it."""
 
 _SLAB = 1 << 18
 """Elements converted to float64 at a time: 2 MiB, which stays in a processor's cache."""

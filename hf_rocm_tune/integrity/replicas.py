@@ -7,17 +7,16 @@ the comparison does not run over the path between cards that is suspect.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.transfer import digest
+from hf_rocm_tune.transfer.host_group import host_group
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 _NAMED = 5
 
@@ -39,7 +38,7 @@ def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
         return 0
     mine = {name: digest(tensor).hex() for name, tensor in tensors}
     everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=_host_group())
+    dist.all_gather_object(everyone, mine, group=host_group())
     first = everyone[0] or {}
     differing: dict[str, list[int]] = {}
     for rank, theirs in enumerate(everyone):
@@ -54,11 +53,3 @@ def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
             f"{when}: ranks hold other bits than rank 0 in {named}{more}: nothing was trained on them"
         )
     return len(mine)
-
-
-@cache
-def _host_group() -> ProcessGroup | None:
-    """A gloo group over all ranks; None means that the default group already is one."""
-    if dist.get_backend() == "gloo":
-        return None
-    return dist.new_group(backend="gloo")

@@ -30,7 +30,7 @@ from hf_rocm_tune.models.placement import Coverage, coverage, mark_initialised, 
 from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, verify_tables
 from hf_rocm_tune.training.callbacks import SentinelCallback
 from hf_rocm_tune.training.checkpoint import VerifiedCheckpointMixin
-from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, tree_tensors
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, map_tensors, tree_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,8 +70,6 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         self._consent_unverified = consent_unverified
         if args is not None:
             args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
-            if getattr(args, "ddp_broadcast_buffers", None) is None:
-                args.ddp_broadcast_buffers = False  # buffers are verified on each rank, not sent around
         peft_config = keywords.get("peft_config")
         model = keywords.get("model", arguments[0] if arguments else None)
         if isinstance(model, torch.nn.Module):
@@ -141,7 +139,7 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Any:
         """Counts label tokens on the host source: the device's copies have no verdict yet."""
-        sources = [{name: self._host_source(value) for name, value in batch.items()} for batch in batch_samples]
+        sources = [map_tensors(batch, self._host_source) for batch in batch_samples]
         across = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False  # the gather follows below, on verified counts
         try:
@@ -153,9 +151,9 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         count = self.mover.move(count, name="num_items_in_batch", stage="batches")
         return self.accelerator.gather(count).sum() if across and self.args.world_size > 1 else count
 
-    def _host_source(self, value: Any) -> Any:
-        source = self.mover.host_source(value) if torch.is_tensor(value) else None
-        return value if source is None else source
+    def _host_source(self, tensor: Tensor) -> Tensor:
+        source = self.mover.host_source(tensor)
+        return tensor if source is None else source
 
     def _prepare_inputs(self, inputs: Batch) -> Batch:
         """The last guard: every tensor has its verdict before ``forward`` sees it."""

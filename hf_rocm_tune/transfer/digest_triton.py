@@ -41,6 +41,12 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _block_factor(block):  # type: ignore[no-untyped-def]
+    """The upper half of the block's factor; its lower half is 1."""
+    return _mix((block + 1).to(tl.uint32))
+
+
+@triton.jit
 def _block_term(block):  # type: ignore[no-untyped-def]
     high = _mix((block + (1 << 31)).to(tl.uint32)).to(tl.uint64) << 32
     return high + (block.to(tl.uint64) << 16)
@@ -92,15 +98,14 @@ def digest_kernel(  # type: ignore[no-untyped-def]
         per_program: blocks that each program visits.
         TILE: places of a block per program. Grid: (tiles in a block, groups of `per_program` blocks).
         BY_BYTES: the data does not start on a multiple of 4.
-        SKEWED: `skew` is not 0. The blocks of the definition then begin inside a tile, and the block's terms are
-            computed for each word rather than once a tile.
+        SKEWED: `skew` is not 0, so that the last places of a block belong to the definition's next block.
     """
     # The interpreter gives small integers 32 bits, whatever the annotation says.
     nbytes, first_block = nbytes.to(tl.int64), first_block.to(tl.int64)
     lanes = tl.arange(0, TILE)
     place = tl.program_id(0) * TILE + lanes
     group = tl.program_id(1).to(tl.int64) * per_program
-    carry = (place + skew) >> 16 if SKEWED else 0
+    carried = place + skew >= BLOCK_WORDS
     low = ((place + skew) & 0xFFFF).to(tl.uint32)
 
     granule_words = nbytes // 16 * 4
@@ -117,8 +122,12 @@ def digest_kernel(  # type: ignore[no-untyped-def]
             start = data.to(tl.pointer_type(tl.uint32)) + position
             word = tl.load(start + lanes, mask=lanes < granule_words - position, other=0)
         plain += word.to(tl.uint64)
-        factor += word * _mix((block + carry + 1).to(tl.uint32))
-        term += word.to(tl.uint64) * _block_term(block + carry)
+        if SKEWED:
+            factor += word * tl.where(carried, _block_factor(block + 1), _block_factor(block))
+            term += word.to(tl.uint64) * tl.where(carried, _block_term(block + 1), _block_term(block))
+        else:
+            factor += word * _block_factor(block)
+            term += word.to(tl.uint64) * _block_term(block)
         position += BLOCK_WORDS
         block += 1
     weighted = _place_weight(low) * (plain + (factor.to(tl.uint64) << 32)) + term
@@ -130,7 +139,7 @@ def digest_kernel(  # type: ignore[no-untyped-def]
         index = skew + granule_words + rest
         block_of = first_block + (index >> 16)
         weight = _place_weight((index & 0xFFFF).to(tl.uint32))
-        weight *= (_mix((block_of + 1).to(tl.uint32)).to(tl.uint64) << 32) + 1
+        weight *= (_block_factor(block_of).to(tl.uint64) << 32) + 1
         _add(sums, word, word.to(tl.uint64) * (weight + _block_term(block_of)))
 
 
@@ -152,16 +161,17 @@ def triton_sums(flat: Tensor, word_offset: int) -> Tensor:
     per_program = min(MAX_BLOCKS, triton.cdiv(blocks, MIN_GROUPS))
     first_block, skew = divmod(word_offset, BLOCK_WORDS.value)
     grid = (triton.cdiv(min(words, BLOCK_WORDS.value), TILE), triton.cdiv(blocks, per_program))
-    digest_kernel[grid](
-        flat,
-        sums,
-        flat.numel(),
-        first_block,
-        skew,
-        per_program,
-        TILE=TILE,
-        BY_BYTES=flat.data_ptr() % 4 != 0,
-        SKEWED=skew != 0,
-        num_warps=WARPS,
-    )
+    with torch.cuda.device_of(flat):  # Triton launches on the current device, whatever the tensor's is
+        digest_kernel[grid](
+            flat,
+            sums,
+            flat.numel(),
+            first_block,
+            skew,
+            per_program,
+            TILE=TILE,
+            BY_BYTES=flat.data_ptr() % 4 != 0,
+            SKEWED=skew != 0,
+            num_warps=WARPS,
+        )
     return sums

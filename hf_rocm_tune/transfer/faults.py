@@ -14,6 +14,8 @@ from hf_rocm_tune.transfer.report import STAGES
 
 VARIABLE = "HF_ROCM_TUNE_FAULT"
 KINDS = ("zero", "zero_range", "flip", "stale", "swap", "drop", "late", "after")
+FAULT_STAGES = (*STAGES, "gradients")
+"""What can be harmed: all that crosses, and averages of gradients, which other libraries make."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,8 @@ class FaultSpec:
         rate: share of matching tensors that is hit, 0 to 1.
         seed: the same seed hits the same transfers, whatever the order of the threads.
         persist: whether each retry of a transfer is hit as well.
-        stage: only this stage.
+        stage: only this stage; in ``gradients`` a bucket's average is harmed, by the kinds that need no copy of ours
+            (``zero zero_range flip stale swap``).
         tensor: only names that match this pattern (``fnmatch``).
         first: the matching transfers before this one (counted from 1) are left alone.
         count: stop after this many injections.
@@ -45,7 +48,7 @@ class FaultSpec:
     def __post_init__(self) -> None:
         _check("kind", self.kind, self.kind in KINDS, "one of " + " ".join(KINDS))
         _check("rate", self.rate, 0 <= self.rate <= 1, "a number from 0 to 1")
-        _check("stage", self.stage, self.stage is None or self.stage in STAGES, "one of " + " ".join(STAGES))
+        _check("stage", self.stage, self.stage is None or self.stage in FAULT_STAGES, "one of " + " ".join(FAULT_STAGES))
         _check("first", self.first, self.first >= 1, "a number from 1 on")
         _check("count", self.count, self.count is None or self.count >= 1, "a number from 1 on")
 

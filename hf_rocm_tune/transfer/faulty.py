@@ -72,12 +72,22 @@ class FaultyBackend:
 
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
         with self._lock:
-            self._land_late_copies()
+            self._land_late_copies(before=label)
             harmed = self._harm(target, source, label)
         if harmed is None:
             return self.inner.copy(target, source, label, blocking=blocking)
         # Blocking, so that the harmed bytes need not be kept until the copy's end.
         return self.inner.copy(target, harmed, label, blocking=True)
+
+    def harm_in_place(self, data: Tensor, label: Label) -> None:
+        """Harm bytes of the device, uint8[n], that no copy of ours put there. Kinds that need a copy do nothing."""
+        if self.spec.kind in ("drop", "late", "after"):
+            return
+        right = data.cpu()
+        with self._lock:
+            harmed = self._harm(right, right, label)
+        if harmed is not None:
+            data.copy_(harmed)
 
     def fill(self, target: Tensor, value: int) -> None:
         with self._lock:
@@ -113,8 +123,11 @@ class FaultyBackend:
                 with self._lock:
                     self._count(later.plan, later.label.attempt)
 
-    def _land_late_copies(self) -> None:
-        late, self._late = self._late, []
+    def _land_late_copies(self, before: Label | None = None) -> None:
+        """All of them, except those of the sending that `before` is a chunk of: its digest is not taken yet."""
+        sending = (before.transfer, before.attempt) if before else None
+        late = [later for later in self._late if (later.label.transfer, later.label.attempt) != sending]
+        self._late = [later for later in self._late if (later.label.transfer, later.label.attempt) == sending]
         self.spoil(late)
 
     def _harm(self, target: Tensor, source: Tensor, label: Label) -> Tensor | None:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.transfer.accelerator import AcceleratorBackend
-from hf_rocm_tune.transfer.backend import Backend, HostBackend
+from hf_rocm_tune.transfer.backend import Backend, HostBackend, Label, Part
 from hf_rocm_tune.transfer.digest import Digest
 from hf_rocm_tune.transfer.faults import FaultSpec
 from hf_rocm_tune.transfer.faulty import FaultyBackend
 from hf_rocm_tune.transfer.ladder import Ladder
-from hf_rocm_tune.transfer.raw_bytes import check_plain, typed_view
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, check_plain, typed_view
 from hf_rocm_tune.transfer.registry import Entry, Registry
 from hf_rocm_tune.transfer.report import TransferReport
 from hf_rocm_tune.transfer.ring import Ring
@@ -267,6 +267,21 @@ class Mover:
     def mark_unverified(self, tensor: Tensor, reason: str) -> None:
         """Declare that `tensor` came to the device unverified, and why."""
         self._registry.put(tensor, Entry("unverified", reason))
+
+    def inject(self, tensor: Tensor, *, name: str, stage: str, number: int, attempt: int) -> None:
+        """Let injected faults, where they are asked for, harm a contiguous tensor that did not come through this door.
+
+        Args:
+            tensor: on the device; harmed in place.
+            name: for the patterns of the fault specification.
+            stage: likewise.
+            number: the caller's own count, so that attempts at the same thing are known as such.
+            attempt: from 0 on.
+        """
+        if self._faulty is not None:
+            data = as_bytes(tensor.detach())
+            whole = Part(name, 0, data.numel(), 0, data.numel())
+            self._faulty.harm_in_place(data, Label(stage, -1 - number, attempt, (whole,)))  # below 0: no shipment's
 
     def fault_injection(self) -> dict[str, Any] | None:
         """The fault specification and how many faults were injected so far; None when none are asked for."""

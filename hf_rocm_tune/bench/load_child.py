@@ -1,0 +1,140 @@
+"""One load in a process of its own: ``python -m hf_rocm_tune.bench.load_child SPEC.json ANSWER.json``.
+
+Everything is imported and the device is woken before the clock starts, the same for both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from hf_rocm_tune.bench.memory import PeakMemory
+from hf_rocm_tune.exits import run_guarded
+from hf_rocm_tune.models.factory import ModelSource, load_model
+from hf_rocm_tune.models.placement import coverage
+from hf_rocm_tune.transfer import Mover, TransferSettings, digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SIDES = ("stock", "ours")
+_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSpec:
+    """What one child loads.
+
+    Args:
+        model: checkpoint directory.
+        side: ``stock``: ``from_pretrained``; ``ours``: the same through the mover.
+        device: where to.
+        verify: what ours verifies.
+        load_in_4bit: NF4, double quantisation.
+    """
+
+    model: str
+    side: str
+    device: str
+    verify: str
+    load_in_4bit: bool
+
+
+def measure(spec: LoadSpec) -> dict[str, Any]:
+    """Load, run one ``forward`` of 8 tokens, and say how long it took and what it needed.
+
+    Returns:
+        ``seconds_load``, ``seconds_to_forward``, bytes of memory, the digest of the logits, and the share of the
+        model's bytes that was verified (None for stock).
+    """
+    device = torch.device(spec.device)
+    tokens = torch.arange(_TOKENS, device=device)[None]  # the device is awake now
+    _synchronise(device)
+    load = _ours(spec, device) if spec.side == "ours" else _stock(spec, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with PeakMemory() as memory, torch.no_grad():
+        started = time.perf_counter()
+        model, share = load()
+        _synchronise(device)
+        loaded = time.perf_counter()
+        logits = model(tokens).logits
+        _synchronise(device)
+        ended = time.perf_counter()
+    return {
+        "seconds_load": loaded - started,
+        "seconds_to_forward": ended - started,
+        "host_before": asdict(memory.before),
+        "host_peak": asdict(memory.peak),
+        "device_peak": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "logits": digest(logits).hex(),
+        "verified_share": share(),
+    }
+
+
+Loaded = tuple["PreTrainedModel", Callable[[], float | None]]
+
+
+def _stock(spec: LoadSpec, device: torch.device) -> Callable[[], Loaded]:
+    def load() -> Loaded:
+        quantization = {"quantization_config": _nf4()} if spec.load_in_4bit else {}
+        model = AutoModelForCausalLM.from_pretrained(
+            spec.model, dtype=torch.bfloat16, device_map={"": device}, **quantization
+        )
+        return model, lambda: None
+
+    return load
+
+
+def _ours(spec: LoadSpec, device: torch.device) -> Callable[[], Loaded]:
+    source = ModelSource(
+        name=spec.model, init={"dtype": "bfloat16"}, quantization=_nf4() if spec.load_in_4bit else None
+    )
+
+    def load() -> Loaded:
+        mover = Mover(device, settings=TransferSettings(verify=spec.verify))
+        model, _ = load_model(source, mover)
+
+        def share() -> float:
+            found = coverage(model, mover)
+            return found.verified_bytes / found.device_bytes
+
+        return model, share
+
+    return load
+
+
+def _nf4() -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main(spec_file: str, answer_file: str) -> int:
+    """Read a specification, measure, and write the answer."""
+    spec = LoadSpec(**json.loads(Path(spec_file).read_text(encoding="utf-8")))
+    transformers_logging.disable_progress_bar()
+    assert LlamaForCausalLM  # lazily imported by transformers: it belongs before the clock
+    Path(answer_file).write_text(json.dumps(measure(spec)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(lambda: main(*sys.argv[1:])))

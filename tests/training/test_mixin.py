@@ -1,0 +1,274 @@
+"""Whatever trainer stands behind the mixin, nothing reaches `forward` without a verdict, and the numbers stay its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from trl import SFTConfig, SFTTrainer
+
+from hf_rocm_tune import VerifiedTransferMixin, was_verified
+from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, tree_tensors
+from tests import tiny
+
+# PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+class VerifiedPlain(VerifiedTransferMixin, Trainer):
+    """In front of the plain trainer."""
+
+
+class VerifiedSFT(VerifiedTransferMixin, SFTTrainer):
+    """As a user would define it."""
+
+
+OPTIONS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "seed": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama on disk."""
+    return tiny.build("llama3", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Dataset:
+    """Token rows with labels, part of them masked."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(5, 500, (23, 16), generator=generator).tolist()
+    return Dataset.from_list([{"input_ids": row, "labels": [-100] * (n % 7) + row[n % 7 :]} for n, row in enumerate(rows)])
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(model_path: Path, tokens: Dataset, tmp_path: Path) -> Make:
+    """Builds a trainer with an adapter on a model that plain transformers loaded."""
+
+    def build(kind: Any = VerifiedPlain, *, model: Any = None, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+        torch.manual_seed(3)
+        sft = issubclass(kind, SFTTrainer)
+        settings = {"output_dir": str(tmp_path / "out"), **OPTIONS, **options}
+        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(model_path)
+            model = model if sft else get_peft_model(model, lora)
+        more = {"peft_config": lora} if sft else {"data_collator": default_data_collator}
+        args = SFTConfig(**settings, bf16=False, activation_checkpointing=False) if sft else TrainingArguments(**settings)
+        verified = {"consent_unverified": True} if issubclass(kind, VerifiedTransferMixin) else {}
+        return kind(
+            model=model,
+            args=args,
+            train_dataset=tokens,
+            eval_dataset=tokens.select(range(5)),
+            **{**more, **verified, **(extra or {})},
+        )
+
+    return build
+
+
+@contextmanager
+def judged(trainer: Any) -> Iterator[list[bool]]:
+    """Whether each tensor that reached a ``forward`` in the block had been verified."""
+    verdicts: list[bool] = []
+
+    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = {name: value for name, value in kwargs.items() if name in ("input_ids", "labels", "attention_mask")}
+        found = [was_verified(tensor) for tensor in tree_tensors([args, given])]
+        assert found
+        verdicts.extend(found)
+
+    hook = trainer.model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    try:
+        yield verdicts
+    finally:
+        hook.remove()
+
+
+def losses(trainer: Any) -> list[float]:
+    return [row[key] for row in trainer.state.log_history for key in ("loss", "grad_norm", "eval_loss") if key in row]
+
+
+@pytest.mark.parametrize(("ours", "stock"), [(VerifiedPlain, Trainer), (VerifiedSFT, SFTTrainer)])
+def test_every_batch_is_verified_before_forward_and_training_is_as_without(make: Make, ours: Any, stock: Any) -> None:
+    verified = make(ours, eval_strategy="steps", eval_steps=2)
+    with judged(verified) as verdicts:
+        verified.train()
+    assert all(verdicts)
+    plain = make(stock, eval_strategy="steps", eval_steps=2)
+    plain.train()
+    assert losses(verified) == losses(plain)
+    assert len(losses(verified)) >= 7
+    adapters = [{n: p for n, p in t.model.named_parameters() if p.requires_grad} for t in (verified, plain)]
+    assert all(torch.equal(adapters[0][name], tensor) for name, tensor in adapters[1].items())
+    batches = verified.transfer_report.to_dict()["batches"]
+    assert batches["bytes"] == batches["verified_bytes"] > 0
+
+
+@pytest.mark.parametrize(("ours", "stock"), [(VerifiedPlain, Trainer), (VerifiedSFT, SFTTrainer)])
+def test_evaluate_and_predict_alone_see_every_sample_once(make: Make, tokens: Dataset, ours: Any, stock: Any) -> None:
+    verified, plain = make(ours), make(stock)
+    with judged(verified) as verdicts:
+        assert verified.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+        found, expected = (trainer.predict(tokens.select(range(7))) for trainer in (verified, plain))
+    assert all(verdicts)
+    assert len(found.label_ids) == 7
+    assert (found.label_ids == expected.label_ids).all()
+    assert found.metrics["test_loss"] == expected.metrics["test_loss"]
+
+
+def test_persistent_evaluation_loaders_stay_verified(make: Make) -> None:
+    trainer = make(dataloader_num_workers=1, dataloader_persistent_workers=True)
+    results = []
+    with judged(trainer) as verdicts:
+        for _ in range(2):
+            results.append(trainer.evaluate()["eval_loss"])
+    assert all(verdicts) and results[0] == results[1]
+    (loader,) = trainer._eval_dataloaders.values()
+    loader.base_dataloader._iterator._shutdown_workers()  # a collected iterator waits 5 s for it
+
+
+def test_label_tokens_are_counted_as_upstream_counts_them_before_any_verdict(make: Make) -> None:
+    trainer = make()
+    iterator = iter(trainer.get_train_dataloader())
+    window = [next(iterator) for _ in range(3)]
+    assert all(trainer.mover.is_pending(batch["labels"]) for batch in window)
+    count = trainer._get_num_items_in_batch(window, trainer.args.device)
+    assert was_verified(count)
+    for batch in window:
+        trainer.mover.settle(batch)
+    stock = Trainer._get_num_items_in_batch(trainer, window, trainer.args.device)
+    assert int(count) == int(stock) == sum(int((batch["labels"] != -100).sum()) for batch in window)
+    assert trainer._get_num_items_in_batch([], trainer.args.device) is None
+    unlabelled = [{"input_ids": batch["input_ids"]} for batch in window]
+    assert trainer._get_num_items_in_batch(unlabelled, trainer.args.device) is None
+
+
+def test_tensors_that_the_loader_never_saw_are_verified_by_the_guard(make: Make) -> None:
+    class Adding(VerifiedPlain):
+        """Puts tensors of its own into the batch."""
+
+        def training_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Tensor:
+            """Adds a mask, as a custom trainer may."""
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            result: Tensor = super().training_step(model, inputs, *rest, **more)
+            return result
+
+    trainer = make(Adding)
+    with judged(trainer) as verdicts:
+        trainer.train()
+    assert len(verdicts) == 3 * 6 and all(verdicts)
+
+
+def test_a_nested_batch_is_verified_to_its_leaves(make: Make) -> None:
+    trainer = make()
+    batch = {"a": [torch.ones(2), (torch.zeros(3), {"b": torch.arange(4)})], "text": "kept", "none": None}
+    prepared = trainer._prepare_inputs(batch)
+    assert all(was_verified(tensor) for tensor in tree_tensors(prepared))
+    assert (prepared["text"], prepared["none"]) == ("kept", None)
+
+
+def test_a_tensor_that_has_no_plain_bytes_is_refused_with_its_name(make: Make) -> None:
+    def collate(rows: list[Any]) -> dict[str, Tensor]:
+        return {**default_data_collator(rows), "graph": torch.eye(4).to_sparse()}
+
+    trainer = make(extra={"data_collator": collate})
+    with pytest.raises(UsageError, match="graph"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("kind", ["zero", "flip", "stale"])
+def test_a_harmed_batch_changes_nothing_but_the_report(make: Make, kind: str) -> None:
+    right = make()
+    right.train()
+    with Mover(torch.device("cpu"), faults=FaultSpec(kind=kind, rate=0.5, stage="batches", seed=2)) as mover:
+        harmed = make(extra={"mover": mover})
+        harmed.train()
+    assert losses(harmed) == losses(right)
+    batches = mover.report.to_dict()["batches"]
+    assert batches["mismatches"] == batches["recovered"] > 0
+    assert {row["step"] for row in mover.report.incidents} <= {None, 1, 2, 3}
+
+
+def test_a_batch_that_cannot_be_brought_over_never_reaches_forward(make: Make) -> None:
+    spec = FaultSpec(kind="zero", stage="batches", tensor="labels", persist=True)
+    with Mover(torch.device("cpu"), faults=spec) as mover:
+        trainer = make(extra={"mover": mover})
+        with judged(trainer) as verdicts, pytest.raises(CorruptionError, match="labels"):
+            trainer.train()
+    assert verdicts == []
+
+
+
+def test_a_model_equal_to_its_files_needs_no_consent(make: Make, model_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    trainer = make(VerifiedSFT, model=base, extra={"consent_unverified": False})
+    trainer.train()
+    assert trainer.weight_coverage().complete
+
+
+@pytest.mark.parametrize("where", ["weight", "table"])
+def test_a_model_that_differs_from_its_files_stops_before_step_1(make: Make, model_path: Path, where: str) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    tensor = base.model.norm.weight if where == "weight" else base.model.rotary_emb.inv_freq
+    tensor.data = tensor.data.clone()
+    tensor.data[0] += 1
+    trainer = make(VerifiedSFT, model=base, extra={"consent_unverified": False})
+    with judged(trainer) as verdicts, pytest.raises(UsageError, match=r"not verified: base_model\.model\.model\."):
+        trainer.train()
+    assert verdicts == []
+    assert trainer.state.global_step == 0
+
+
+def test_a_model_without_files_needs_consent_and_is_reported(make: Make, model_path: Path) -> None:
+    def fresh() -> Any:
+        config = AutoConfig.from_pretrained(model_path)
+        config._name_or_path = ""
+        return AutoModelForCausalLM.from_config(config)
+
+    with pytest.raises(UsageError, match="consent_unverified=True"):
+        make(model=fresh(), extra={"consent_unverified": False}).train()
+    consented = make(model=fresh())
+    consented.train()
+    found = consented.weight_coverage()
+    assert not found.complete
+    assert any("not known" in row["reason"] for row in found.unverified)
+    sampled = {"consent_unverified": False, "transfer_settings": TransferSettings(verify="sample")}
+    make(model=fresh(), extra=sampled).train()
+
+
+def test_accelerate_leaves_the_weights_where_the_mover_put_them(make: Make) -> None:
+    trainer = make()
+    before = {name: parameter.data_ptr() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    assert {name: parameter.data_ptr() for name, parameter in trainer.model.named_parameters()} == before
+
+
+def test_the_trainer_s_settings_that_would_go_round_the_mover_are_off(make: Make) -> None:
+    trainer = make(dataloader_pin_memory=True)
+    assert trainer.args.dataloader_pin_memory is False
+    assert trainer.args.ddp_broadcast_buffers is False
+    assert make(ddp_broadcast_buffers=True).args.ddp_broadcast_buffers is True, "what the user chose is kept"
