@@ -56,7 +56,8 @@ def model(trainer: VerifiedTransferMixin, facts: RunFacts) -> list[str]:
         f"model {base._name_or_path} ({type(trainer.model).__name__} of {base.model_type}), method {_method(trainer)}",
         f"trainable {trainable:,} of {total:,} parameters ({100 * trainable / max(total, 1):.3g} %)",
         f"loaded {weights['tensors']:,} tensors, {weights['bytes'] / 1e9:.3g} GB in {facts.load_seconds:.1f} s "
-        f"({rate:.2g} GB/s); {share:.4g} % of the bytes on the device verified",
+        f"({rate:.2g} GB/s); {share:.4g} % of the bytes on the device verified; "
+        f"files attested {facts.attested_files}, not attested {len(facts.not_attested)}",
     ]
 
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
+import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.exits import PROGRAM, run_guarded
 
 
@@ -102,11 +105,58 @@ def demo(argv: Sequence[str]) -> int:
     return run_demo(list(argv))
 
 
+def drill(argv: Sequence[str]) -> int:
+    """put faults into real transfers on this machine, and show that each is found"""
+    parser = _Parser(prog=f"{PROGRAM} drill", description=drill.__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda (HIP and CUDA) where torch sees one")
+    parser.add_argument("--faults", type=int, help="faults to put in (default: 2000)")
+    parser.add_argument("--clean", type=int, help="transfers without a fault (default: 5000)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed sends and harms the same (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file too")
+    full = "10,000 faults, 1,000,000 clean transfers, casts, and canaries in memory; minutes"
+    parser.add_argument("--full", action="store_true", help=full)
+    wanted = parser.parse_args(argv)
+    if wanted.json and (wanted.json.is_dir() or not wanted.json.parent.is_dir()):
+        raise UsageError(f"--json {wanted.json} is not a file in a directory that exists; choose another")
+    from hf_rocm_tune.doctor.drill import DrillSettings, run
+    from hf_rocm_tune.doctor.drill_table import table
+
+    counts = {"faults": 10_000, "clean": 1_000_000} if wanted.full else {}
+    counts |= {name: value for name in ("faults", "clean") if (value := getattr(wanted, name)) is not None}
+    done = run(DrillSettings(device=wanted.device, seed=wanted.seed, full=wanted.full, **counts))
+    print(table(done))
+    if wanted.json:
+        try:
+            wanted.json.write_text(json.dumps(done.to_dict()) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--json {wanted.json} cannot be written: {error.strerror}; choose another") from error
+    if failures := done.failures():
+        raise CorruptionError(f"the drill failed: {'; '.join(failures)}; do not train on this machine before it passes")
+    return 0
+
+
+def bench(argv: Sequence[str]) -> int:
+    """measure transfers, loading and training steps on this machine"""
+    from hf_rocm_tune.bench.command import main as run_bench
+
+    def trainer_class() -> Callable[..., Any]:
+        from hf_rocm_tune.process import prepare_process
+
+        prepare_process(os.environ)
+        from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
+
+        return VerifiedSFTTrainer
+
+    return run_bench(argv, trainer_class=trainer_class)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "sft": sft,
     "configs": configs,
     "env": env,
+    "bench": bench,
     "demo": demo,
+    "drill": drill,
     "version": version,
 }
 

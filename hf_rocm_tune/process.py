@@ -52,8 +52,8 @@ def _check_launch(environ: Mapping[str, str]) -> None:
     missing = [name for name in _SET_BY_LAUNCHERS if name not in environ]
     if int(launched) > 1 and missing:
         raise UsageError(
-            f"WORLD_SIZE is {launched} in the environment, but {', '.join(missing)} not set, so no launcher started this "
-            "process: unset WORLD_SIZE, or start all processes with `hf-rocm-tune sft --num_processes`"
+            f"WORLD_SIZE is {launched} in the environment, but {', '.join(missing)} not set, so no launcher started "
+            "this process: unset WORLD_SIZE, or start all processes with `hf-rocm-tune sft --num_processes`"
         )
 
 

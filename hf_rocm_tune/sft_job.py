@@ -22,7 +22,7 @@ from hf_rocm_tune.data.mixture import load_mixture
 from hf_rocm_tune.data.sources import Splits, load_source
 from hf_rocm_tune.distributed.agree import on_main_process
 from hf_rocm_tune.models.adapter import check_targets, target_names
-from hf_rocm_tune.models.factory import ModelSource, check_source, load_model, load_tokenizer
+from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.process import check_world
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.loggers import check_loggers
@@ -164,6 +164,7 @@ def _trainer(job: _Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
     training, tune = job.arguments.training, job.arguments.tune
     set_seed(training.seed)  # as TRL does before it loads a model
     model, seconds = load_model(job.source, job.mover)
+    records = on_main_process(lambda: attest_files(job.source))
     peft_config = get_peft_config(job.arguments.model)
     if peft_config is not None:
         peft_config.target_modules = target_names(peft_config.target_modules)
@@ -191,7 +192,14 @@ def _trainer(job: _Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
         for one in environ.DECISIONS
         if one.action in ("warn", "error")
     )
-    return trainer, report.RunFacts(run_id=job.plan.run_id, load_seconds=seconds, findings=findings)
+    facts = report.RunFacts(
+        run_id=job.plan.run_id,
+        load_seconds=seconds,
+        attested_files=records.attested,
+        not_attested=records.unknown,
+        findings=findings,
+    )
+    return trainer, facts
 
 
 def _train(job: _Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> None:

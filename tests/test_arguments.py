@@ -54,6 +54,8 @@ VALUES: dict[str, list[str]] = {
     "include_for_metrics": ["inputs"],
     "include_num_input_tokens_seen": ["no"],
     "liger_kernel_config": ["none"],
+    "adam_beta1": ["0.5"],
+    "adam_beta2": ["0.5"],
     "lora_dropout": ["0.5"],
     "load_best_model_at_end": ["true", "--eval_strategy", "steps", "--eval_steps", "500"],
     "lr_scheduler_kwargs": ["{}"],

@@ -23,7 +23,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 
 def test_the_verbs_are_the_public_commands() -> None:
-    assert list(cli.VERBS) == ["sft", "configs", "env", "demo", "version"]
+    assert list(cli.VERBS) == ["sft", "configs", "env", "bench", "demo", "drill", "version"]
     assert all(command.__doc__ and "\n" not in command.__doc__ for command in cli.VERBS.values())
 
 

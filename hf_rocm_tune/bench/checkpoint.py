@@ -2,7 +2,8 @@
 
 Shape of Llama-3.1-8B (its ``config.json``): hidden 4096, intermediate 14336, 32 layers, 32 heads of 128 with 8 for keys
 and values, vocabulary 128256, untied, bfloat16: 8.03 billion parameters, 16.06 GB, four shards. A smaller scale keeps
-the layers and the proportions and narrows the widths, in steps of whole groups of four heads.
+the layers and the proportions and narrows the widths, in steps of whole groups of four heads; below the narrowest it
+takes fewer layers.
 
 Not covered: the values of a trained model. They repeat, so a file system that compresses would read faster than it does
 with real weights.
@@ -30,7 +31,10 @@ SHARDS = 4
 SMALLEST_SCALE = 1 / 4096
 _FULL_GROUPS = 8
 """Groups of the full size: each has four query heads and one of keys and values."""
+_LAYERS = 32
 _HEAD = 128
+_NARROWEST = 1 / (4 * _FULL_GROUPS**2)
+"""Scale of one group with heads of half the width. 4-bit kernels want widths in multiples of 64: none are narrower."""
 _VOCABULARY = 128256
 _POOL = 1 << 22
 
@@ -41,7 +45,7 @@ class Shape:
 
     Args:
         groups: groups of four query heads and one key and value head.
-        head: width of a head; a multiple of 16.
+        head: width of a head.
         vocabulary: tokens.
         layers: decoder layers.
     """
@@ -49,7 +53,7 @@ class Shape:
     groups: int
     head: int
     vocabulary: int
-    layers: int = 32
+    layers: int
 
     @property
     def hidden(self) -> int:
@@ -101,9 +105,12 @@ def shape_for(scale: float) -> Shape:
     if not SMALLEST_SCALE <= scale <= 1:
         raise UsageError(f"--scale is {scale:g}; give a number from {SMALLEST_SCALE:g} to 1 (the 8B model itself)")
     width = math.sqrt(scale)
-    groups = max(1, round(_FULL_GROUPS * width))
-    head = _HEAD if width * _FULL_GROUPS >= 1 else max(16, round(_HEAD * _FULL_GROUPS * width / 16) * 16)
-    return Shape(groups=groups, head=head, vocabulary=max(64, round(_VOCABULARY * width / 64) * 64))
+    vocabulary = max(64, round(_VOCABULARY * width / 64) * 64)
+    groups = _FULL_GROUPS * width
+    if groups >= 0.75:  # nearer to one whole group than to one with heads of half the width
+        return Shape(groups=max(1, round(groups)), head=_HEAD, vocabulary=vocabulary, layers=_LAYERS)
+    layers = min(_LAYERS, max(1, round(_LAYERS * scale / _NARROWEST)))
+    return Shape(groups=1, head=_HEAD // 2, vocabulary=vocabulary, layers=layers)
 
 
 def largest_scale(budget: float) -> float:

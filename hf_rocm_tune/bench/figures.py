@@ -27,7 +27,9 @@ class Spread:
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
         """The spread of one or more samples."""
-        q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+        q1, median, q3 = (
+            statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+        )
         return cls(median=median, q1=q1, q3=q3, min=min(samples), max=max(samples), n=len(samples))
 
     def to_dict(self) -> dict[str, Any]:
@@ -37,6 +39,11 @@ class Spread:
     def show(self, digits: int = 3, scale: float = 1.0) -> str:
         """``median (min .. max)``, each times `scale`."""
         low, middle, high = (f"{value * scale:.{digits}f}" for value in (self.min, self.median, self.max))
+        return f"{middle} ({low} .. {high})"
+
+    def show_quartiles(self, digits: int = 3, scale: float = 1.0) -> str:
+        """``median (q1 .. q3)``, for samples of which there are many."""
+        low, middle, high = (f"{value * scale:.{digits}f}" for value in (self.q1, self.median, self.q3))
         return f"{middle} ({low} .. {high})"
 
 

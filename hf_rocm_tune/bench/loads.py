@@ -25,7 +25,7 @@ import torch
 from hf_rocm_tune.bench import checkpoint, machine, pagecache, plots
 from hf_rocm_tune.bench.figures import Spread, ratios, table
 from hf_rocm_tune.bench.load_child import SIDES, LoadSpec
-from hf_rocm_tune.bench.result import Result, publish
+from hf_rocm_tune.bench.result import Result, progress, publish
 from hf_rocm_tune.errors import OutOfMemoryError, StallError, TuneError, UsageError
 from hf_rocm_tune.exits import EXIT_FILE_VARIABLE
 from hf_rocm_tune.transfer import gb_per_s
@@ -82,7 +82,7 @@ def run(bench: LoadBench, command: str, *, json_file: Path | None, plot: Path | 
     _check_room(shape, directory)
     about = machine.describe(device)
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-bench-", dir=directory) as folder:
-        print(f"building {_describe(shape)} in {directory} ({why})", flush=True)
+        progress(f"building {_describe(shape)} in {directory} ({why})")
         files = checkpoint.write(shape, Path(folder))
         samples, left_out = _measure(bench, device, Path(folder), files)
     rows = _rows(samples, shape)
@@ -125,7 +125,7 @@ def _measure(
                 else:
                     pagecache.warm(files)
                 cached = pagecache.cached_share(files)
-                print(f"{cache} cache, {side}, {repeat + 1} of {bench.repeats}", flush=True)
+                progress(f"{cache} cache, {side}, {repeat + 1} of {bench.repeats}")
                 answer = _child(replace(spec, side=side))
                 samples[cache, side].append({**answer, "cached_share_before": cached})
     return samples, left_out
@@ -190,13 +190,13 @@ def _check_room(shape: checkpoint.Shape, directory: Path) -> None:
     disk, memory = shutil.disk_usage(directory).free, psutil.virtual_memory().available
     if shape.nbytes * 1.05 > disk:
         raise UsageError(
-            f"the checkpoint needs {shape.nbytes / 1e9:.1f} GB, {directory} has {disk / 1e9:.1f} GB free: give a smaller "
-            "--scale, or --dir on another disk"
+            f"the checkpoint needs {shape.nbytes / 1e9:.1f} GB, {directory} has {disk / 1e9:.1f} GB free: "
+            "give a smaller --scale, or --dir on another disk"
         )
     if shape.nbytes > memory:
         raise UsageError(
-            f"the checkpoint has {shape.nbytes / 1e9:.1f} GB, {memory / 1e9:.1f} GB of memory are free: give a smaller "
-            "--scale"
+            f"the checkpoint has {shape.nbytes / 1e9:.1f} GB, {memory / 1e9:.1f} GB of memory are free: "
+            "give a smaller --scale"
         )
 
 
@@ -245,8 +245,8 @@ def _notes(bench: LoadBench, samples: Samples) -> list[str]:
         else "the first forward did NOT give the same bits everywhere"
     )
     return [
-        "GB/s are bytes of the checkpoint over the seconds to the end of the first forward; host peaks are without what "
-        "the process had before it loaded; file-backed memory counts as resident while it is mapped",
+        "GB/s are bytes of the checkpoint over the seconds to the end of the first forward; host peaks are without "
+        "what the process had before it loaded; mapped files count as resident (RSS), not as anonymous memory",
         same if len(logits) == 1 else other,
     ]
 
@@ -267,7 +267,17 @@ def _describe(shape: checkpoint.Shape) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    header = ["cache", "side", "s to first forward", "s load", "GB/s", "time to stock", "anon MB", "RSS MB", "device MB"]
+    header = [
+        "cache",
+        "side",
+        "s to first forward",
+        "s load",
+        "GB/s",
+        "time to stock",
+        "anon MB",
+        "RSS MB",
+        "device MB",
+    ]
     lines = []
     for row in rows:
         spreads = [Spread(**row[name]) for name in ("seconds_to_forward", "seconds_load", "gb_per_s")]

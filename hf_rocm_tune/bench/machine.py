@@ -33,7 +33,9 @@ def choose_device(name: str | None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device {name}: give cpu, cuda or cuda:1 (HIP devices have that name too)")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device {name}: torch sees {torch.cuda.device_count()} accelerators; see `hf-rocm-tune env`")
+        raise UsageError(
+            f"--device {name}: torch sees {torch.cuda.device_count()} accelerators; see `hf-rocm-tune env`"
+        )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +45,9 @@ class PeakMemory:
         return HostMemory(anonymous=self._anonymous, resident=_read("VmHWM"))
 
     def __enter__(self) -> PeakMemory:
-        try:
+        # Where it is refused, the peak is that of the process so far, which imports alone have not raised much.
+        with contextlib.suppress(OSError):
             _CLEAR.write_text("5", encoding="ascii")  # the kernel's peak starts anew, see proc(5)
-        except OSError:
-            pass  # then the peak is that of the process so far, which imports alone have not raised much
         self._watcher.start()
         return self
 

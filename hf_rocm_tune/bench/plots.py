@@ -48,7 +48,9 @@ def transfers(result: Result, path: Path) -> None:
                 capsize=3,
             )
         ticks = sorted({row["bytes"] for row in rows})
-        panel.set(title=name, xlabel="bytes of one copy", ylabel="GB/s (10^9 bytes a second)", xscale="log", yscale="log")
+        panel.set(
+            title=name, xlabel="bytes of one copy", ylabel="GB/s (10^9 bytes a second)", xscale="log", yscale="log"
+        )
         panel.set_xticks(ticks, [show_bytes(tick) for tick in ticks], rotation=60)
         panel.minorticks_off()
         panel.grid(alpha=0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,11 @@ def check_writable(path: Path | None, flag: str) -> None:
     """
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise UsageError(f"{flag} {path}: give a file in a directory that exists")
+
+
+def progress(text: str) -> None:
+    """Say on stderr where the benchmark is: stdout holds the result."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def publish(result: Result, table: str, json_file: Path | None) -> None:

@@ -7,7 +7,9 @@ the measurement itself cannot tell from 1.
 
 A step is measured from the end of the one before: fetching and sending the next batch, its digests and verdict,
 ``forward``, ``backward``, the optimizer, and the slice of the sentinel belong to it. The first of each stretch is
-thrown away; it pays for starting.
+thrown away, it pays for starting, and so is the first stretch of each trainer. An accelerator is waited for at the ends
+of a stretch only, because a wait after each step would hide what verification costs an unverified run that queues steps
+ahead; there a sample is the mean step of a stretch.
 
 Not covered: saving, evaluation, several ranks.
 """
@@ -16,8 +18,10 @@ from __future__ import annotations
 
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,18 +29,28 @@ import torch
 from datasets import Dataset
 from datasets.utils import logging as datasets_logging
 from peft import LoraConfig
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    TrainerCallback,
+    set_seed,
+)
 from transformers.utils import logging as transformers_logging
 from trl import SFTConfig
 
 from hf_rocm_tune.bench import machine
 from hf_rocm_tune.bench.figures import Spread, ratios, table
-from hf_rocm_tune.bench.result import Result, publish
+from hf_rocm_tune.bench.result import Result, progress, publish
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.transfer import TransferSettings
+from hf_rocm_tune.models.factory import ModelSource, load_model
+from hf_rocm_tune.transfer import Mover, TransferSettings
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 REFERENCE, CONTROL = "off", "off again"
 """The unverified trainer that all are compared with, and its double."""
@@ -112,12 +126,15 @@ def run(bench: StepBench, command: str, *, json_file: Path | None, trainer_class
     about = machine.describe(device)
     size = _size(bench, device)
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     datasets_logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-bench-") as scratch:
-        sides = {
-            name: _Side(trainer_class, bench, size, device, verify, Path(scratch) / name.replace(" ", "-"))
-            for name, verify in SIDES.items()
-        }
+    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-bench-") as scratch, warnings.catch_warnings():
+        # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        base = Path(scratch) / "base"
+        set_seed(0)
+        _model(size).save_pretrained(base)
+        sides = {name: _Side(trainer_class, bench, size, device, verify, base) for name, verify in SIDES.items()}
         parameters = sum(parameter.numel() for parameter in sides[REFERENCE].trainer.model.parameters())
         try:
             seconds = _interleave(sides, bench.turns)
@@ -136,29 +153,170 @@ def run(bench: StepBench, command: str, *, json_file: Path | None, trainer_class
     publish(result, _table(rows), json_file)
 
 
+class _Clock(TrainerCallback):
+    """Notes when steps end; on an accelerator it waits for the device at the first and the last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.ends: list[float] = []
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Notes the time."""
+        if self._device.type == "cuda" and state.global_step in (1, state.max_steps):
+            torch.cuda.synchronize(self._device)
+        self.ends.append(time.perf_counter())
+
+    def samples(self) -> list[float]:
+        """Seconds of the steps since `ends` was emptied, without the first; on an accelerator their mean."""
+        if self._device.type == "cuda":
+            return [(self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)]
+        return [later - earlier for earlier, later in pairwise(self.ends)]
+
+
 class _Side:
-    """One trainer and the clock in its callbacks."""
+    """One trainer and its clock."""
 
     def __init__(
-        self, trainer_class: Trainer, bench: StepBench, size: Size, device: torch.device, verify: str, output: Path
+        self, trainer_class: Trainer, bench: StepBench, size: Size, device: torch.device, verify: str, base: Path
     ) -> None:
         self._clock = _Clock(device)
+        self.loss = 0.0
+        mover = Mover(device, settings=TransferSettings(verify=verify))
+        model, _ = load_model(ModelSource(name=str(base), init={"dtype": "float32"}), mover)
+        set_seed(0)  # of the adapter
         self.trainer = trainer_class(
-            model=_model(size),
-            args=_training_arguments(bench, size, device, output),
-            train_dataset=_rows_of_tokens(size, bench.steps + 1),
+            model=model,
+            args=_training_arguments(bench, size, device, base.parent / "out"),
+            train_dataset=_random_tokens(size, bench.steps + 1),
             processing_class=_tokenizer(),
             peft_config=LoraConfig(target_modules="all-linear", r=16, lora_alpha=32),
             callbacks=[self._clock],
-            transfer_settings=TransferSettings(verify=verify),
+            mover=mover,
             sentinel_every=0 if verify == "off" else bench.sentinel_every,
-            consent_unverified=True,
         )
-        self.trainer.remove_callback("PrinterCallback") if False else None
+        self.trainer.remove_callback(PrinterCallback)
 
     def stretch(self) -> list[float]:
-        """Train one stretch; seconds of its steps but the first."""
+        """Train one stretch; its samples in seconds."""
         self._clock.ends.clear()
-        self.trainer.train()
-        ends = self._clock.ends
-        return [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)]
+        self.loss = self.trainer.train().training_loss
+        return self._clock.samples()
+
+
+def _size(bench: StepBench, device: torch.device) -> Size:
+    default = _SIZES[device.type]
+    return Size(
+        hidden=bench.hidden or default.hidden,
+        layers=bench.layers or default.layers,
+        batch=bench.batch or default.batch,
+        seq=bench.seq or default.seq,
+    )
+
+
+def _model(size: Size) -> LlamaForCausalLM:
+    heads = size.hidden // _HEAD
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=size.hidden,
+            intermediate_size=size.hidden * 11 // 4,
+            num_hidden_layers=size.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 4 if heads % 4 == 0 else heads,
+            vocab_size=_VOCABULARY,
+            max_position_embeddings=max(size.seq, 128),
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=1,
+        )
+    )
+
+
+def _training_arguments(bench: StepBench, size: Size, device: torch.device, output: Path) -> SFTConfig:
+    return SFTConfig(
+        output_dir=str(output),
+        per_device_train_batch_size=size.batch,
+        max_length=size.seq,
+        max_steps=bench.steps + 1,
+        learning_rate=2e-4,
+        lr_scheduler_type="constant",
+        use_cpu=device.type == "cpu",
+        bf16=device.type == "cuda",
+        activation_checkpointing=False,
+        gradient_checkpointing=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def _random_tokens(size: Size, steps: int) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(2, _VOCABULARY, (steps * size.batch, size.seq), generator=generator)
+    return Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def _interleave(sides: dict[str, _Side], turns: int) -> dict[str, list[float]]:
+    """Samples by side, in the same order for all; the first turn only warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for turn in range(turns + 1):
+        progress(f"turn {turn} of {turns}" if turn else "warming up")
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            taken = sides[name].stretch()
+            if turn:
+                seconds[name] += taken
+    return seconds
+
+
+def _row(name: str, seconds: dict[str, list[float]], side: _Side) -> dict[str, Any]:
+    batches = side.trainer.transfer_report.to_dict()["batches"]
+    return {
+        "side": name,
+        "verify": SIDES[name],
+        "seconds": Spread.of(seconds[name]).to_dict(),
+        "ratio": ratios(seconds[name], seconds[REFERENCE]).to_dict(),
+        "ratio_of_totals": round(sum(seconds[name]) / sum(seconds[REFERENCE]), 6),
+        "batch_bytes": batches["bytes"],
+        "batch_verified_bytes": batches["verified_bytes"],
+        "training_loss": side.loss,
+    }
+
+
+def _notes(device: torch.device, size: Size, parameters: int, rows: list[dict[str, Any]]) -> list[str]:
+    by_side = {row["side"]: row["ratio"]["median"] for row in rows}
+    goal, seen, noise = GOALS[device.type], by_side["full"], by_side[CONTROL]
+    verdict = "reached" if seen <= goal else "not reached"
+    return [
+        f"a Llama of {parameters / 1e6:.1f} M parameters with LoRA adapters, {size.batch} x {size.seq} tokens a step",
+        f"goal: verified within {100 * (goal - 1):.0f} % of unverified; seen {100 * (seen - 1):+.2f} %, {verdict}; two "
+        f"unverified trainers differ by {100 * (noise - 1):+.2f} %, which is what this measurement cannot tell from 0",
+        "ratios are taken step by step in the same turn; the ratio of totals weighs a sentinel's large tensors as they "
+        "fall, the median does not",
+    ]
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    header = [
+        "side",
+        "ms a step (q1 .. q3)",
+        "ratio to off (q1 .. q3)",
+        "ratio of totals",
+        "samples",
+        "batches verified",
+    ]
+    lines = []
+    for row in rows:
+        seconds, ratio = Spread(**row["seconds"]), Spread(**row["ratio"])
+        share = f"{100 * row['batch_verified_bytes'] / row['batch_bytes']:.0f} %"
+        ratio_text = ratio.show_quartiles(4) if row["side"] != REFERENCE else "reference"
+        cells = [seconds.show_quartiles(2, 1e3), ratio_text, f"{row['ratio_of_totals']:.4f}", str(seconds.n), share]
+        lines.append([row["side"], *cells])
+    return table(header, lines)

@@ -199,8 +199,6 @@ def _table(rows: list[dict[str, Any]]) -> str:
         speed, ratio = Spread(**row["gb_per_s"]), Spread(**row["speed_to_reference"])
         microseconds = f"{row['seconds']['median'] * 1e6:.1f}"
         ratio_text = ratio.show(2) if row["way"] != row["reference"] else "reference"
-        lines.append(
-            [row["direction"], show_bytes(row["bytes"]), row["way"], speed.show(2), microseconds, ratio_text]
-            + [str(row["wrong"])]
-        )
+        figures = [speed.show(2), microseconds, ratio_text, str(row["wrong"])]
+        lines.append([row["direction"], show_bytes(row["bytes"]), row["way"], *figures])
     return table(header, lines)

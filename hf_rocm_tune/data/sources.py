@@ -10,7 +10,7 @@ later one into words.
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -82,10 +82,9 @@ def load_source(
     return Splits(train=train, eval=evaluation, description=_describe(name, train, evaluation, origin))
 
 
-def explain_read_error(error: BaseException, name: str) -> UsageError:
+def explain_read_error(error: BaseException, name: str, *, files: Sequence[Path] | None = None) -> UsageError:
     """Put an error of `datasets` while reading ``name`` into words, with file and line where they can be found."""
-    path = Path(name).expanduser()
-    for file in _data_files(path):
+    for file in _data_files(Path(name).expanduser()) if files is None else files:
         if fault := find_fault(file):
             return UsageError(fault)
     cause = error.__cause__ or error
@@ -96,7 +95,7 @@ def explain_read_error(error: BaseException, name: str) -> UsageError:
 def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str, Rows]:
     path = Path(name).expanduser()
     _check_readable(path, name)
-    with _explained(name):
+    with explained(name):
         if path.is_file():
             splits = _load_file(path, streaming=streaming)
         elif _is_saved(path):
@@ -179,8 +178,13 @@ def _refuse_missing_path(name: str) -> None:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Errors of `datasets` become one line; its own log of the same error is held back meanwhile."""
+def explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[None]:
+    """Errors of `datasets` become one line; its own log of the same error is held back meanwhile.
+
+    Args:
+        name: what is being read.
+        files: where to look for the fault; by default the files that ``name`` stands for.
+    """
     import pyarrow as pa
     from datasets.exceptions import DatasetsError
     from datasets.utils import logging
@@ -191,7 +195,7 @@ def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except foreign as error:
-        raise explain_read_error(error, name) from error
+        raise explain_read_error(error, name, files=files) from error
     finally:
         logging.set_verbosity(level)
 
@@ -223,7 +227,7 @@ def _pick(splits: dict[str, Rows], split: str, *, flag: str, name: str) -> Rows:
     if split not in splits:
         raise UsageError(f"'{name}' has no split '{split}', only {_listed(splits)}: choose one with {flag} NAME")
     rows = splits[split]
-    with _explained(name):
+    with explained(name):
         count = len(rows) if isinstance(rows, Dataset) else len(list(islice(rows, 1)))
     if count == 0:
         raise UsageError(f"the dataset '{name}' is empty: its split '{split}' has no rows")

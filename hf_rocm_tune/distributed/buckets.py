@@ -28,7 +28,7 @@ class _Place:
         return [self.parameter.shape[dimension] for dimension in self.order]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Bucket:
     """The gradients of one bucket.
 
@@ -46,15 +46,13 @@ class Bucket:
     places: tuple[_Place, ...]
 
     @classmethod
-    def before_averaging(cls, bucket: dist.GradBucket, *, number: int) -> Bucket:
+    def before_averaging(cls, bucket: dist.GradBucket, *, number: int) -> Bucket:  # type: ignore[name-defined]
         """Record a bucket that is about to be averaged in place."""
         buffer = bucket.buffer()
         places, start = [], 0
-        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            strides = view.stride()
-            order = tuple(sorted(range(view.dim()), key=lambda dimension, of=strides: -of[dimension]))
-            places.append(_Place(parameter=parameter, start=start, order=order))
-            start += view.numel()
+        for parameter in bucket.parameters():
+            places.append(_Place(parameter=parameter, start=start, order=_order_in_bucket(parameter)))
+            start += parameter.numel()
         return cls(
             index=bucket.index(),
             number=number,
@@ -94,3 +92,11 @@ class Bucket:
         if gradient is None:
             return self.sent.new_zeros(place.parameter.numel())
         return gradient.detach().permute(place.order).reshape(-1)
+
+
+def _order_in_bucket(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The dimensions as torch's reducer lays the gradient out (``initialize_bucket_views``): as the parameter is laid
+    out, where that is dense. `GradBucket.gradients` does not heed that: its views are right for contiguous ones only.
+    """
+    order = tuple(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
+    return order if parameter.permute(order).is_contiguous() else tuple(range(parameter.dim()))

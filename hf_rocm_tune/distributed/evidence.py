@@ -27,11 +27,10 @@ class Verdict:
 
     Attributes:
         finite: whether no rank's gradients held NaN or an infinity; otherwise nothing was compared.
-        ranks: those whose average is wrong.
-        kind: ``zeros``, ``wrong average``, ``differs between ranks``, ``not brought back``; None when it is right.
+        ranks: those whose average is wrong, or whose gradients were not finite.
+        kind: ``zeros``, ``wrong average``, ``differs between ranks``, ``not made again``; None when it is right.
         first_element: where the first wrong block begins; 0 when the place is not known.
         last_element: where the last one ends; the bucket's last element when the place is not known.
-        error: how far the worst projection is off, over the bound; 0 when all are within it.
     """
 
     finite: bool = True
@@ -39,7 +38,6 @@ class Verdict:
     kind: str | None = None
     first_element: int = 0
     last_element: int = 0
-    error: float = 0.0
 
     @property
     def wrong(self) -> bool:
@@ -82,32 +80,32 @@ def judge(bucket: Bucket, words: Sequence[Tensor]) -> Verdict:
     last = bucket.sent.numel() - 1
     if header[:, 0].any():
         failed = tuple(header[:, 0].nonzero().flatten().tolist())
-        return Verdict(ranks=failed, kind="not brought back", last_element=last)
+        return Verdict(ranks=failed, kind="not made again", last_element=last)
     expected = sum(sent[1:], start=sent[0]) / len(words)
     if not expected.isfinite().all():
-        return Verdict(finite=False, **_span(~expected.isfinite().all(dim=1), bucket))
+        first, last = _span(~expected.isfinite().all(dim=1), bucket)
+        ranks = tuple((~sent.isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist())
+        return Verdict(finite=False, ranks=ranks, first_element=first, last_element=last)
     bound = rounding_bound(expected[:, MAGNITUDE], dtype=bucket.sent.dtype, ranks=len(words))
     off = (averaged - expected[:, :MAGNITUDE]).abs() / bound[:, None]
     wrong = ~(off <= 1).all(dim=2)  # also where the average alone is NaN
     if wrong.any():
         ranks = tuple(wrong.any(dim=1).nonzero().flatten().tolist())
         lost = bool((averaged[wrong] == 0).all())
+        first, last = _span(wrong.any(dim=0), bucket)
         kind = "zeros" if lost else "wrong average"
-        return Verdict(ranks=ranks, kind=kind, error=float(off.nan_to_num(nan=torch.inf).max()), **_span(wrong.any(dim=0), bucket))
+        return Verdict(ranks=ranks, kind=kind, first_element=first, last_element=last)
     other = (header[:, 1:] != header[0, 1:]).any(dim=1)
     if other.any():
         return Verdict(ranks=tuple(other.nonzero().flatten().tolist()), kind="differs between ranks", last_element=last)
     return Verdict()
 
 
-def _span(blocks: Tensor, bucket: Bucket) -> dict[str, int]:
+def _span(blocks: Tensor, bucket: Bucket) -> tuple[int, int]:
     """First and last element of the blocks that a bool mask marks."""
     marked = blocks.nonzero().flatten()
     size = block_elements(bucket.sent.dtype)
-    return {
-        "first_element": int(marked[0]) * size,
-        "last_element": min(int(marked[-1] + 1) * size, bucket.sent.numel()) - 1,
-    }
+    return int(marked[0]) * size, min(int(marked[-1] + 1) * size, bucket.sent.numel()) - 1
 
 
 def _digest_words(flat: Tensor) -> Tensor:

@@ -18,12 +18,13 @@ are named and passed on; backward itself; of several synchronising backward pass
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_type_hints
+from typing import get_type_hints
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_rocm_tune.distributed.buckets import Bucket
 from hf_rocm_tune.distributed.evidence import Verdict, judge, pack, unpack
@@ -31,9 +32,6 @@ from hf_rocm_tune.distributed.projections import MAGNITUDE, project, rounding_bo
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
 from hf_rocm_tune.transfer import Mover, digest
 from hf_rocm_tune.transfer.host_group import host_group
-
-if TYPE_CHECKING:
-    from torch.nn.parallel import DistributedDataParallel
 
 STAGE = "gradients"
 _READS = 3
@@ -47,6 +45,9 @@ class GradientCheck:
         model: wrapped, before its first backward.
         mover: brings averages back to the device, holds the settings, the report and injected faults.
 
+    Attributes:
+        model: see above.
+
     Raises:
         UsageError: the model has a communication hook already.
     """
@@ -57,7 +58,7 @@ class GradientCheck:
                 "the DDP communication hook of this model is taken, so averages of gradients cannot be checked: remove "
                 "comm_hook from the DistributedDataParallelKwargs, or train with --verify off"
             )
-        self._model, self._mover = model, mover
+        self.model, self._mover = model, mover
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._group = host_group()
         self._pending: list[Bucket] = []
@@ -70,17 +71,19 @@ class GradientCheck:
         """Whether averages wait for their verdict."""
         return bool(self._pending)
 
-    def before_averaging(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def before_averaging(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """The hook: record the bucket, then average it as DistributedDataParallel does."""
         if bucket.index() == 0:
             self._pending.clear()  # another backward of the same step: this average includes the earlier one
         record = Bucket.before_averaging(bucket, number=self._recorded)
         self._recorded += 1
         self._pending.append(record)
-        average = allreduce_hook(self._model.process_group, bucket)
+        average = allreduce_hook(self.model.process_group, bucket)
         if self._mover.fault_injection() is None:
             return average
-        return average.then(lambda done: self._harmed(done.value(), record, attempt=0))
+        harmed = average.then(lambda done: self._harmed(done.value(), record, attempt=0))
+        harmed.wait()  # one bucket after the other, so that a specification means the same buckets on every rank
+        return harmed
 
     def settle(self, *, step: int) -> None:
         """Judge the averages of this step and put wrong ones right. Collective; afterwards they may be used.
@@ -107,8 +110,8 @@ class GradientCheck:
             self._recover(wrong, step)
 
     def _verdicts(self, buckets: Sequence[Bucket], failed: Sequence[bool] | None = None) -> list[Verdict]:
-        packed = [pack(bucket, failed=bad) for bucket, bad in zip(buckets, failed or [False] * len(buckets), strict=True)]
-        mine = torch.cat(packed).cpu()
+        flags = failed or [False] * len(buckets)
+        mine = torch.cat([pack(bucket, failed=flag) for bucket, flag in zip(buckets, flags, strict=True)]).cpu()
         everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(everyone, mine, group=self._group)
         return [judge(bucket, words) for bucket, words in unpack(buckets, everyone)]
@@ -117,17 +120,20 @@ class GradientCheck:
 
     def _recover(self, wrong: Sequence[tuple[Bucket, Verdict]], step: int) -> None:
         if self._mover.settings.on_corruption == "stop":
-            self._fail(wrong, wrong, step, "all_reduce", "stopped", "--on_corruption stop was asked for")
+            self._tell(wrong, step, "all_reduce", "stopped")
+            raise self._refusal(wrong, step, "--on_corruption stop was asked for")
         buckets = [bucket for bucket, _ in wrong]
         failures = [self._average_again(bucket) for bucket in buckets]
         again = self._verdicts(buckets, [failure is not None for failure in failures])
-        if any(verdict.wrong for verdict in again):
-            still = [(bucket, verdict) for bucket, verdict in zip(buckets, again, strict=True) if verdict.wrong]
-            own = next((failure for failure in failures if failure), "averaging through the host gave a wrong one too")
-            self._fail(still, wrong, step, "host_staged", "failed", own)
-        for bucket, verdict in wrong:
-            self._incident(bucket, verdict, step, "host_staged", "recovered")
-        self._mover.report.count(STAGE, recovered=len(wrong))
+        bad = {bucket.number for bucket, verdict in zip(buckets, again, strict=True) if verdict.wrong}
+        still = [(bucket, verdict) for bucket, verdict in wrong if bucket.number in bad]
+        right = [(bucket, verdict) for bucket, verdict in wrong if bucket.number not in bad]
+        self._tell(right, step, "host_staged", "recovered")
+        self._tell(still, step, "host_staged", "failed")
+        self._mover.report.count(STAGE, recovered=len(right))
+        if still:
+            own = [failure for failure in failures if failure]
+            raise self._refusal(still, step, own[0] if own else "averaging it again through the host did not help")
 
     def _average_again(self, bucket: Bucket) -> str | None:
         """Average a bucket through the host. Collective, so a rank that cannot go on takes part all the same.
@@ -142,8 +148,8 @@ class GradientCheck:
         dist.all_reduce(host, group=self._group)
         try:
             average = self._mover.move(host, name=bucket.name, stage="adapter")
-        except CorruptionError as error:
-            return failure or str(error)
+        except CorruptionError:  # the mover has made an incident of it, with all that it found
+            return failure or f"the one made again could not be brought back to {self._mover.device}"
         bucket.write(self._harmed(average, bucket, attempt=1))
         return failure
 
@@ -153,57 +159,66 @@ class GradientCheck:
 
     # ---- telling --------------------------------------------------------------------------------------------
 
-    def _fail(
-        self,
-        still: Sequence[tuple[Bucket, Verdict]],
-        found: Sequence[tuple[Bucket, Verdict]],
-        step: int,
-        rung: str,
-        outcome: str,
-        why: str,
-    ) -> None:
-        recovered = [pair for pair in found if pair[0] not in [bucket for bucket, _ in still]]
-        for bucket, verdict in still:
-            self._incident(bucket, verdict, step, rung, outcome)
-        for bucket, verdict in recovered:
-            self._incident(bucket, verdict, step, rung, "recovered")
-        bucket, verdict = still[0]
-        more = f" (and {len(still) - 1} more buckets)" if len(still) > 1 else ""
-        raise CorruptionError(
-            f"the averaged gradients of {bucket.name}{more} are wrong on ranks {list(verdict.ranks)} at step {step} "
-            f"({verdict.kind}, {', '.join(self._owners(bucket, verdict)[:2])}), and {why}. They were not used and "
-            "nothing was saved since; the checkpoints already written are intact: run the doctor"
+    def _refusal(self, wrong: Sequence[tuple[Bucket, Verdict]], step: int, why: str) -> CorruptionError:
+        bucket, verdict = wrong[0]
+        more = f" (and {len(wrong) - 1} more buckets)" if len(wrong) > 1 else ""
+        return CorruptionError(
+            f"the average of the gradients in {bucket.name}{more} is wrong at step {step} on ranks "
+            f"{list(verdict.ranks)} ({verdict.kind} in {self._where(bucket, verdict)}), and {why}. It was not used; "
+            "the checkpoints already written are intact: run the doctor, then start the same command again to continue "
+            "from the newest one"
         )
 
-    def _incident(self, bucket: Bucket, verdict: Verdict, step: int, rung: str, outcome: str) -> None:
-        size = bucket.sent.element_size()
-        owners = self._owners(bucket, verdict)
-        self._mover.report.incident(
-            {
-                "step": step,
-                "stage": STAGE,
-                "tensor": owners[0] if len(owners) == 1 else f"{owners[0]} .. {owners[-1]}",
-                "bucket": bucket.index,
-                "ranks": list(verdict.ranks),
-                "kind": verdict.kind or "not finite",
-                "first_offset": verdict.first_element * size,
-                "length": (verdict.last_element + 1 - verdict.first_element) * size,
-                "rung": rung,
-                "outcome": outcome,
-            }
-        )
+    def _tell(self, found: Sequence[tuple[Bucket, Verdict]], step: int, rung: str, outcome: str) -> None:
+        for bucket, verdict in found:
+            size = bucket.sent.element_size()
+            self._mover.report.incident(
+                {
+                    "step": step,
+                    "stage": STAGE,
+                    "tensor": self._where(bucket, verdict),
+                    "bucket": bucket.index,
+                    "ranks": list(verdict.ranks),
+                    "kind": verdict.kind or "not finite",
+                    "first_offset": verdict.first_element * size,
+                    "length": (verdict.last_element + 1 - verdict.first_element) * size,
+                    "rung": rung,
+                    "outcome": outcome,
+                }
+            )
 
-    def _owners(self, bucket: Bucket, verdict: Verdict) -> list[str]:
+    def _where(self, bucket: Bucket, verdict: Verdict) -> str:
+        """The parameter whose gradient is wrong, or the first and the last of them."""
         parameters = bucket.owners(verdict.first_element, verdict.last_element)
-        return [self._names.get(id(parameter), "?") for parameter in parameters]
+        names = [self._names[id(parameter)] for parameter in parameters]
+        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
     def _name_what_is_not_finite(self, buckets: Sequence[Bucket], verdicts: Sequence[Verdict], step: int) -> None:
         """Once for each stretch of steps: NaN or infinities that backward made are no fault of a transfer."""
         bad = [(bucket, verdict) for bucket, verdict in zip(buckets, verdicts, strict=True) if not verdict.finite]
-        if bad and not self._named_not_finite:
-            for bucket, verdict in bad:
-                self._incident(bucket, verdict, step, "none", "passed on")
+        if not self._named_not_finite:
+            self._tell(bad, step, "none", "passed on")
         self._named_not_finite = bool(bad)
+
+
+def watch(model: nn.Module, mover: Mover, earlier: GradientCheck | None) -> GradientCheck | None:
+    """The check of a model's averages.
+
+    Args:
+        model: as it is trained.
+        mover: see `GradientCheck`.
+        earlier: the check of an earlier training, kept when it watches the same model.
+
+    Returns:
+        None when nothing is verified, or when no DistributedDataParallel averages the gradients.
+
+    Raises:
+        UsageError: see `GradientCheck`.
+    """
+    wrapped = getattr(model, "_orig_mod", model)  # torch.compile stands around DistributedDataParallel
+    if mover.settings.verify == "off" or not isinstance(wrapped, DistributedDataParallel):
+        return None
+    return earlier if earlier is not None and earlier.model is wrapped else GradientCheck(wrapped, mover)
 
 
 def _to_host(bucket: Bucket) -> tuple[Tensor, str | None]:
@@ -224,7 +239,10 @@ def _to_host(bucket: Bucket) -> tuple[Tensor, str | None]:
     return host, None
 
 
-def _record_and_average(check: GradientCheck, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _record_and_average(
+    check: GradientCheck,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # it is there; torch's annotations do not say so
+) -> torch.futures.Future[Tensor]:
     return check.before_averaging(bucket)
 
 

@@ -1,4 +1,4 @@
-"""What the drill sends: tensors of every dtype, of sizes from one byte, and the catalogue of faults to put into them."""
+"""What the drill sends: tensors of every dtype, of sizes from one byte, and the catalogue of faults."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_rocm_tune.doctor.catalogue import SLOT_BYTES, Cell, Samples, cells
+from hf_rocm_tune.doctor.poisoned import poisoned
 from hf_rocm_tune.doctor.sending import Listener, begin, same_bytes
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
@@ -101,8 +102,8 @@ class _Bench:
     def __init__(self, device: torch.device, cell: Cell, seed: int) -> None:
         spec = FaultSpec(kind=cell.kind, persist=cell.persist, seed=seed, tensor=TARGET)
         self.listener = Listener()
-        settings = TransferSettings(slot_bytes=SLOT_BYTES, slots=3)
-        self.mover = Mover(device, settings=settings, report=self.listener, faults=spec)
+        settings, backend = TransferSettings(slot_bytes=SLOT_BYTES, slots=3), poisoned(device)
+        self.mover = Mover(device, settings=settings, report=self.listener, faults=spec, backend=backend)
 
     @property
     def injected(self) -> int:

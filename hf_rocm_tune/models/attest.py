@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.files import check_model_directory
+from hf_rocm_tune.models.files import check_model_directory, hub_snapshot
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.transfer import digest
 
@@ -104,7 +104,7 @@ def _files_of(model: nn.Module) -> tuple[list[Path], str]:
         return [], "the files that it came from are not known"
     directory = Path(name)
     if not os.path.isdir(directory):  # Path's own raises on a name that is too long
-        cached = _cached_snapshot(name, getattr(model.config, "_commit_hash", None))
+        cached = hub_snapshot(name, getattr(model.config, "_commit_hash", None))
         if cached is None:
             return [], f"{name} is neither a directory nor in the Hub's cache"
         directory = cached
@@ -112,16 +112,6 @@ def _files_of(model: nn.Module) -> tuple[list[Path], str]:
         return check_model_directory(directory), ""
     except (UsageError, OSError, SafetensorError) as error:
         return [], str(error)
-
-
-def _cached_snapshot(name: str, revision: str | None) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
-        return None
 
 
 def _file_name(name: str) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.files import check_model_directory
+from hf_rocm_tune.models.file_records import FileRecords, check_files, default_memory
+from hf_rocm_tune.models.files import check_model_directory, hub_snapshot
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.placement import place
 from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, require_bitsandbytes, verify_tables
@@ -105,6 +106,17 @@ def load_model(source: ModelSource, mover: Mover) -> tuple[PreTrainedModel, floa
     verify_tables(model)
     keep_trainable_on_cpu(model)
     return model, time.perf_counter() - started
+
+
+def attest_files(source: ModelSource) -> FileRecords:
+    """Compares the weight files of a model with what was recorded of them; after loading, when they are all there.
+
+    Raises:
+        UsageError: a file is damaged on this disk.
+    """
+    directory = Path(source.name).expanduser() if source.is_local else hub_snapshot(source.name, source.revision)
+    files = sorted(directory.glob("*.safetensors")) if directory is not None else []
+    return check_files(files, default_memory())
 
 
 def load_tokenizer(source: ModelSource, chat_template_path: str | None = None) -> PreTrainedTokenizerBase:

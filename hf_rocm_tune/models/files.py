@@ -48,19 +48,24 @@ def check_safetensors(file: Path) -> None:
         UsageError: truncated or damaged; the message names the file.
     """
     again = "download or copy it again"
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
-            raise UsageError(f"model file {file}: not a whole safetensors file ({size} bytes, damaged header): {again}")
-        try:
-            header = json.loads(stream.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            data = max(ends, default=0)
-            whole = 8 + length + data
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-            raise UsageError(f"model file {file}: damaged safetensors header ({error}): {again}") from error
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = int.from_bytes(prefix, "little")
+            whole_header = len(prefix) == 8 and length <= min(size - 8, _MAX_HEADER)
+            text = stream.read(length) if whole_header else b""
+    except OSError as error:
+        raise UsageError(
+            f"model file {file}: cannot be read ({error.strerror}): check the disk and permissions"
+        ) from error
+    if not whole_header:
+        raise UsageError(f"model file {file}: not a whole safetensors file ({size} bytes, damaged header): {again}")
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__"]
+        whole = 8 + length + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise UsageError(f"model file {file}: damaged safetensors header ({error}): {again}") from error
     if size != whole:
         raise UsageError(f"model file {file}: {size} bytes, but its header describes {whole}: truncated; {again}")
     try:
@@ -102,3 +107,14 @@ def _read_json(file: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise UsageError(f"model file {file}: expected a JSON object, got {type(content).__name__}")
     return content
+
+
+def hub_snapshot(name: str, revision: str | None) -> Path | None:
+    """Directory of a Hub model in the local cache, or None when it is not there. Never downloads."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
+        return None

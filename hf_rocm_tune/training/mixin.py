@@ -23,6 +23,7 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import verify_loader
+from hf_rocm_tune.distributed.gradients import GradientCheck, watch
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.attest import attest
 from hf_rocm_tune.models.loading import host_adapters, initialised_on_device, rewrites_base, verified_loading
@@ -53,6 +54,8 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         SeamError: an upstream library has moved a place on which verification depends.
         CorruptionError: a tensor could not be brought to the device right.
     """
+
+    _gradient_check: GradientCheck | None = None
 
     def __init__(
         self,
@@ -126,7 +129,16 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if distributed:
             self._sentinel.check_replicas(tensors_of(self.model), "after DistributedDataParallel")
+            self._gradient_check = watch(self.model_wrapped, self.mover, self._gradient_check)
         return prepared
+
+    def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
+        """As upstream; averages of gradients are then judged, before they are clipped and used."""
+        loss: Tensor = super().training_step(*arguments, **keywords)
+        check = self._gradient_check
+        if check is not None and (check.pending or self.accelerator.sync_gradients):
+            check.settle(step=self.state.global_step + 1)
+        return loss
 
     # ---- batches --------------------------------------------------------------------------------------------
 

@@ -33,13 +33,15 @@ class RunFacts:
     Args:
         run_id: id of the run.
         load_seconds: seconds from the first byte of the model's weights to the last verdict.
-        attested_files: model files whose content was compared with a recorded digest.
+        attested_files: model files whose content has the SHA-256 that was recorded of them.
+        not_attested: names of model files of which nothing is recorded.
         findings: what the environment policy said at the start.
     """
 
     run_id: str
     load_seconds: float
     attested_files: int = 0
+    not_attested: tuple[str, ...] = ()
     findings: tuple[dict[str, str], ...] = ()
 
 
@@ -79,6 +81,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
             **counters["weights"],
             "load_seconds": round(facts.load_seconds, 4),
             "attested_files": facts.attested_files,
+            "not_attested": list(facts.not_attested),
         },
         "batches": {**batches, "verify_share_of_step": _share(batches["verify_seconds"], seconds * len(everyone))},
         "environment": list(facts.findings),

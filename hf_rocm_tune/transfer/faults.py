@@ -48,7 +48,9 @@ class FaultSpec:
     def __post_init__(self) -> None:
         _check("kind", self.kind, self.kind in KINDS, "one of " + " ".join(KINDS))
         _check("rate", self.rate, 0 <= self.rate <= 1, "a number from 0 to 1")
-        _check("stage", self.stage, self.stage is None or self.stage in FAULT_STAGES, "one of " + " ".join(FAULT_STAGES))
+        _check(
+            "stage", self.stage, self.stage is None or self.stage in FAULT_STAGES, "one of " + " ".join(FAULT_STAGES)
+        )
         _check("first", self.first, self.first >= 1, "a number from 1 on")
         _check("count", self.count, self.count is None or self.count >= 1, "a number from 1 on")
 

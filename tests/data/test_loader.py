@@ -238,10 +238,15 @@ def test_an_exception_in_the_dataset_comes_through_at_the_same_batch(
     def until_broken(chosen: Mover | None) -> int:
         loader = prepare(Rows(12, broken=7), chosen, dispatch=dispatch, shuffle=False)
         count = 0
-        with pytest.raises(LookupError, match="row 7 is broken"):
+
+        def consume() -> None:
+            nonlocal count
             for batch in loader:
                 settle(loader, batch)
                 count += 1
+
+        with pytest.raises(LookupError, match="row 7 is broken"):
+            consume()
         accelerate.data_loader.GradientState()._reset_state()
         return count
 

@@ -125,10 +125,7 @@ def the_line(result: Result) -> str:
         (["--per_device_train_batch_size", "-2"], "--per_device_train_batch_size must be 1 or more, got -2"),
         (["--learning_rate", "-0.1"], "--learning_rate must be 0 or more, and finite, got -0.1"),
         (["--learning_rate", "inf"], "finite, got inf"),
-        (["--learning_rate", "nan"], "finite, got nan"),
         (["--seed", "-1"], "--seed must be 0 or more"),
-        (["--adam_beta2", "1"], "--adam_beta2 must be 0 or more and below 1"),
-        (["--lora_r", "0"], "--lora_r must be 1 or more, got 0"),
         (["--sentinel_every", "-1"], "--sentinel_every must be 0 (off) or more, got -1"),
         (["--verify", "maybe"], "--verify: invalid choice: 'maybe'"),
         (["stray"], "unexpected argument 'stray'"),
@@ -138,6 +135,7 @@ def the_line(result: Result) -> str:
         (["--early_stopping_patience", "2"], "add --eval_strategy steps"),
         (["--lora_target_modules", "no_such"], "no_such match no module of LlamaForCausalLM; it has q_proj, k_proj"),
         (["--resume_from_checkpoint", "/nowhere/checkpoint-3"], "there is no checkpoint"),
+        (["--resume_from_checkpoint", "."], "there is no checkpoint; name a checkpoint-N directory"),
         (["--resume_from_checkpoint", "true"], "holds no checkpoint of this run; leave the flag out"),
     ],
 )
@@ -152,8 +150,6 @@ def test_a_flag_that_cannot_be(bench: Bench, more: list[str], says: str) -> None
         ("- a\n- b\n", "must be a mapping of flag names to values, got a list"),
         ("", "got an empty file"),
         ("a: [1\nb: 2\n", "line 2, column 2 is not valid YAML"),
-        ("learning_rate: fast\n", "--learning_rate: invalid float value: 'fast'"),
-        ("seed: 1\nseed: 2\n", "'seed' is given twice"),
     ],
 )
 def test_a_recipe_that_cannot_be(bench: Bench, content: str, says: str) -> None:
@@ -175,19 +171,22 @@ def test_a_fault_that_cannot_be(bench: Bench, fault: str, says: str) -> None:
     assert line.startswith("HF_ROCM_TUNE_FAULT:") and says in line
 
 
-# ---- the model ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("flag", "name", "says"),
     [
-        ("/nowhere/model", "/nowhere/model does not exist: give a model directory or a Hub id"),
-        ("nobody/nothing", "check the spelling, the network and HF_HUB_OFFLINE, or give a model directory"),
-        (None, "no model: give --model_name_or_path"),
+        ("model_name_or_path", "/nowhere/model", "does not exist: give a model directory or a Hub id"),
+        ("model_name_or_path", "nobody/nothing", "check the spelling, the network and HF_HUB_OFFLINE"),
+        ("model_name_or_path", None, "no model: give --model_name_or_path"),
+        ("dataset_name", "/nowhere/rows.jsonl", "no such file or folder: '/nowhere/rows.jsonl'"),
+        ("dataset_name", "nobody/nothing", "no dataset 'nobody/nothing'"),
+        ("dataset_name", None, "no data: give --dataset_name"),
     ],
 )
-def test_a_model_that_is_not_there(bench: Bench, name: str | None, says: str) -> None:
-    assert says in bench.refused(model_name_or_path=name)
+def test_a_model_or_data_that_is_not_there(bench: Bench, flag: str, name: str | None, says: str) -> None:
+    assert says in bench.refused(**{flag: name})
+
+
+# ---- the model ----------------------------------------------------------------------------------------------
 
 
 def _replace(old: bytes, new: bytes) -> Callable[[Path], None]:
@@ -258,25 +257,10 @@ def test_a_chat_template_that_does_not_work(bench: Bench, content: str | None, s
         template.write_text(content)
     line = bench.refused(chat_template_path=template)
     assert says in line and "chat" in line
-
-
-def test_a_chat_template_from_a_model_that_has_none(bench: Bench) -> None:
     assert "has no chat template either" in bench.refused(chat_template_path=bench.untemplated)
 
 
 # ---- the data -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("/nowhere/rows.jsonl", "no such file or folder: '/nowhere/rows.jsonl'"),
-        ("nobody/nothing", "no dataset 'nobody/nothing'"),
-        (None, "no data: give --dataset_name"),
-    ],
-)
-def test_data_that_is_not_there(bench: Bench, name: str | None, says: str) -> None:
-    assert says in bench.refused(dataset_name=name)
 
 
 @pytest.mark.parametrize(
@@ -370,22 +354,13 @@ def test_an_output_directory_that_holds_a_foreign_adapter(bench: Bench) -> None:
     assert "adapter_model.safetensors" in line and "--overwrite_output_dir" in line
 
 
-def test_a_directory_without_a_checkpoint_to_resume_from(bench: Bench) -> None:
-    (bench.room / "checkpoint-7").mkdir()
-    line = bench.refused(resume_from_checkpoint=bench.room / "checkpoint-7")
-    assert "there is no checkpoint" in line and "checkpoint-N" in line
-
-
 # ---- the launch ---------------------------------------------------------------------------------------------
 
 
-def test_a_world_size_that_no_launcher_made(bench: Bench) -> None:
-    line = bench.refused(env={"WORLD_SIZE": "2"})
-    assert "WORLD_SIZE is 2" in line and "unset WORLD_SIZE" in line
-
-
-def test_a_world_size_that_is_no_number(bench: Bench) -> None:
-    assert "WORLD_SIZE is 'two'" in bench.refused(env={"WORLD_SIZE": "two"})
+@pytest.mark.parametrize(("size", "says"), [("2", "WORLD_SIZE is 2"), ("two", "WORLD_SIZE is 'two'")])
+def test_a_world_size_that_no_launcher_made(bench: Bench, size: str, says: str) -> None:
+    line = bench.refused(env={"WORLD_SIZE": size})
+    assert says in line and "unset" in line
 
 
 def _real(argv: list[str], cwd: Path, **environment: str) -> Result:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from hf_rocm_tune.integrity import manifest
 from tests import tiny
@@ -246,6 +248,53 @@ def test_a_weight_that_changes_in_memory_is_found_before_anything_is_saved(job: 
     assert report["weights"]["mismatches"] == 0  # the way was clean
     assert report["frozen"]["mismatches"] == 1 and report["fault_injection"]["injected"] == 1
     assert report["incidents"][0]["stage"] == "frozen" and report["incidents"][0]["step"] <= 3
+
+
+def _flip_in_memory(pid: int, wanted: bytes) -> int:
+    """Flips one bit in the midst of each copy of these bytes in a process's writable memory; returns how many."""
+    flipped = 0
+    try:
+        memory = open(f"/proc/{pid}/mem", "r+b", buffering=0)  # noqa: SIM115
+    except PermissionError:
+        pytest.skip("the memory of another process may not be written here")
+    with memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, rights = line.split()[:2]
+            begin, end = (int(number, 16) for number in span.split("-"))
+            if not rights.startswith("rw") or end - begin > 1 << 30:
+                continue
+            memory.seek(begin)
+            found = memory.read(end - begin).find(wanted)
+            if found >= 0:
+                place = begin + found + len(wanted) // 2
+                memory.seek(place)
+                bit = bytes([memory.read(1)[0] ^ 16])
+                memory.seek(place)
+                memory.write(bit)
+                flipped += 1
+    return flipped
+
+
+def test_a_bit_that_flips_in_memory_during_training_is_found_within_the_period(job: Job, tmp_path: Path) -> None:
+    every, name = 3, "model.layers.1.mlp.up_proj.weight"
+    with safe_open(Path(job.settings["model_name_or_path"]) / "model.safetensors", framework="pt") as file:
+        wanted = file.get_tensor(name).numpy().tobytes()
+    output = tmp_path / "out"
+    settings = {**job.settings, "max_steps": 300, "save_steps": 1000, "eval_strategy": "no", "output_dir": output}
+    running = job.server.start(*flags(**settings, sentinel_every=every))
+    while running.printed().count("'loss'") < 2:
+        assert (ended := running.poll()) is None, ended
+    running.kill(signal.SIGSTOP)
+    flipped = _flip_in_memory(running.pid, wanted)
+    step = running.printed().count("'loss'")
+    running.kill(signal.SIGCONT)
+    assert flipped > 0
+    line = assert_stopped(running.wait(), output, checkpoints=[])
+    module = name.removesuffix(".weight")
+    assert module in line and "changed in memory" in line
+    (incident,) = report_of(output)["incidents"]
+    assert incident["stage"] == "frozen" and module in incident["tensor"]
+    assert step <= incident["step"] <= step + every + 1  # one step may have been under way
 
 
 # ---- honesty ------------------------------------------------------------------------------------------------

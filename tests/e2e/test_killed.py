@@ -304,9 +304,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
     assert_same_result(jobs["lora"], output)
 
 
-def test_with_every_checkpoint_damaged_it_starts_again(
-    jobs: dict[str, Job], interrupted: Path, tmp_path: Path
-) -> None:
+def test_with_every_checkpoint_damaged_it_starts_again(jobs: dict[str, Job], interrupted: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     shutil.copytree(interrupted, output)
     for step in (2, 4):

@@ -37,7 +37,7 @@ def _missing(held: Tensors, rank: int) -> None:
         del held["w3"]
 
 
-def _other_dtype(held: Tensors, rank: int) -> None:
+def _longer(held: Tensors, rank: int) -> None:
     if rank == 1:
         held["w3"] = torch.cat([held["w3"], torch.zeros(1)])  # zeros add nothing to the sums; the length does
 
@@ -52,7 +52,7 @@ CASES: dict[str, Callable[[Tensors, int], None]] = {
     "one_bit": _one_bit,
     "many": _many,
     "missing": _missing,
-    "longer": _other_dtype,
+    "longer": _longer,
     "nothing": _nothing,
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_rocm_tune.integrity.sentinels import FrozenSentinel
+from hf_rocm_tune.transfer import digest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn)
 
@@ -108,10 +112,23 @@ def test_new_memory_at_the_old_address_is_a_replacement_and_not_a_fault() -> Non
     assert len(sentinel.rebaselined) == 20
 
 
-def test_the_sentinel_keeps_no_tensor_alive() -> None:
-    import gc
-    import weakref
+def test_what_changed_between_the_load_and_the_first_step_is_found() -> None:
+    """A baseline that is taken at the start would take the fault for the truth."""
+    held = tensors(10, 20, 30)
+    arrived = {id(tensor): digest(tensor) for tensor in held.values()}
+    del arrived[id(held["t2"])]  # not known how it arrived
+    for name in ("t1", "t2"):
+        flip(held[name], 5)
+    sentinel = FrozenSentinel(
+        list_tensors=lambda: list(held.items()), period=3, arrived_with=lambda tensor: arrived.get(id(tensor))
+    )
+    assert sentinel.changed_at_start == ["t1"]
+    assert sentinel.check_all() == ["t1"], "what is wrong is never adopted"
+    flip(held["t1"], 5)
+    assert sentinel.check_all() == []
 
+
+def test_the_sentinel_keeps_no_tensor_alive() -> None:
     held = tensors(1000)
     sentinel = watch(held, 1)
     gone = weakref.ref(held["t0"].untyped_storage())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,8 @@ def refused(directory: Path) -> str:
 
 
 def only_usage_errors(directory: Path) -> None:
-    try:
+    with suppress(UsageError):
         check_model_directory(directory)
-    except UsageError:
-        pass
 
 
 def test_whole_models_are_accepted_with_their_files_in_order(model: Path, sharded: Path) -> None:
@@ -131,6 +130,12 @@ def test_what_is_not_a_model_directory_says_what_is_missing(model: Path, tmp_pat
 def test_a_configuration_that_is_no_json_object_is_named(model: Path, text: str) -> None:
     (model / "config.json").write_text(text)
     assert "config.json" in refused(model)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for unreadable in (tmp_path, tmp_path / "gone.safetensors"):
+        with pytest.raises(UsageError, match="cannot be read"):
+            check_safetensors(unreadable)
 
 
 def test_a_header_nested_too_deep_for_the_parser_is_damaged(tmp_path: Path) -> None:

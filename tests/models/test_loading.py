@@ -202,5 +202,5 @@ def test_adapters_that_are_computed_from_the_base_are_told_apart(settings: dict[
 
 @pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model", "no-such-org/no-such-model"])
 def test_a_model_that_is_not_there_is_a_usage_error(name: str) -> None:
-    with pytest.raises(UsageError, match="no/such|no-such"):
+    with pytest.raises(UsageError, match=r"no/such|no-such"):
         check_source(ModelSource(name=name), torch.device("cpu"))

@@ -70,9 +70,7 @@ def test_a_tensor_that_was_replaced_later_is_named(linear: nn.Module, mover: Any
     assert "another way" in row["reason"]
 
 
-def test_what_was_moved_without_verification_does_not_count(
-    linear: nn.Module, make_mover: Callable[..., Any]
-) -> None:
+def test_what_was_moved_without_verification_does_not_count(linear: nn.Module, make_mover: Callable[..., Any]) -> None:
     mover = make_mover(settings=TransferSettings(verify="off"))
     place(linear, mover)
     found = coverage(linear, mover)

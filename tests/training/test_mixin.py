@@ -1,4 +1,4 @@
-"""Whatever trainer stands behind the mixin, nothing reaches `forward` without a verdict, and the numbers stay its own."""
+"""Whatever trainer stands behind the mixin, nothing reaches `forward` without a verdict, and its numbers stay."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def tokens() -> Dataset:
     """Token rows with labels, part of them masked."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(5, 500, (23, 16), generator=generator).tolist()
-    return Dataset.from_list([{"input_ids": row, "labels": [-100] * (n % 7) + row[n % 7 :]} for n, row in enumerate(rows)])
+    return Dataset.from_list(
+        [{"input_ids": row, "labels": [-100] * (n % 7) + row[n % 7 :]} for n, row in enumerate(rows)]
+    )
 
 
 Make = Callable[..., Any]
@@ -68,7 +70,9 @@ Make = Callable[..., Any]
 def make(model_path: Path, tokens: Dataset, tmp_path: Path) -> Make:
     """Builds a trainer with an adapter on a model that plain transformers loaded."""
 
-    def build(kind: Any = VerifiedPlain, *, model: Any = None, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+    def build(
+        kind: Any = VerifiedPlain, *, model: Any = None, extra: dict[str, Any] | None = None, **options: Any
+    ) -> Any:
         torch.manual_seed(3)
         sft = issubclass(kind, SFTTrainer)
         settings = {"output_dir": str(tmp_path / "out"), **OPTIONS, **options}
@@ -77,7 +81,9 @@ def make(model_path: Path, tokens: Dataset, tmp_path: Path) -> Make:
             model = AutoModelForCausalLM.from_pretrained(model_path)
             model = model if sft else get_peft_model(model, lora)
         more = {"peft_config": lora} if sft else {"data_collator": default_data_collator}
-        args = SFTConfig(**settings, bf16=False, activation_checkpointing=False) if sft else TrainingArguments(**settings)
+        args = (
+            SFTConfig(**settings, bf16=False, activation_checkpointing=False) if sft else TrainingArguments(**settings)
+        )
         verified = {"consent_unverified": True} if issubclass(kind, VerifiedTransferMixin) else {}
         return kind(
             model=model,
@@ -129,14 +135,21 @@ def test_every_batch_is_verified_before_forward_and_training_is_as_without(make:
 
 
 @pytest.mark.parametrize(("ours", "stock"), [(VerifiedPlain, Trainer), (VerifiedSFT, SFTTrainer)])
-def test_evaluate_and_predict_alone_see_every_sample_once(make: Make, tokens: Dataset, ours: Any, stock: Any) -> None:
+def test_evaluate_alone_is_verified_and_gives_the_stock_loss(make: Make, ours: Any, stock: Any) -> None:
     verified, plain = make(ours), make(stock)
     with judged(verified) as verdicts:
         assert verified.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    assert all(verdicts)
+
+
+def test_predict_alone_sees_every_sample_once(make: Make, tokens: Dataset) -> None:
+    verified, plain = make(VerifiedPlain), make(Trainer)
+    with judged(verified) as verdicts:
         found, expected = (trainer.predict(tokens.select(range(7))) for trainer in (verified, plain))
     assert all(verdicts)
     assert len(found.label_ids) == 7
     assert (found.label_ids == expected.label_ids).all()
+    assert (found.predictions == expected.predictions).all()
     assert found.metrics["test_loss"] == expected.metrics["test_loss"]
 
 
@@ -161,7 +174,7 @@ def test_label_tokens_are_counted_as_upstream_counts_them_before_any_verdict(mak
     for batch in window:
         trainer.mover.settle(batch)
     stock = Trainer._get_num_items_in_batch(trainer, window, trainer.args.device)
-    assert int(count) == int(stock) == sum(int((batch["labels"] != -100).sum()) for batch in window)
+    assert int(count) == int(stock) == sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
     assert trainer._get_num_items_in_batch([], trainer.args.device) is None
     unlabelled = [{"input_ids": batch["input_ids"]} for batch in window]
     assert trainer._get_num_items_in_batch(unlabelled, trainer.args.device) is None
@@ -222,7 +235,6 @@ def test_a_batch_that_cannot_be_brought_over_never_reaches_forward(make: Make) -
     assert verdicts == []
 
 
-
 def test_a_model_equal_to_its_files_needs_no_consent(make: Make, model_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path)
     trainer = make(VerifiedSFT, model=base, extra={"consent_unverified": False})
@@ -267,8 +279,5 @@ def test_accelerate_leaves_the_weights_where_the_mover_put_them(make: Make) -> N
     assert {name: parameter.data_ptr() for name, parameter in trainer.model.named_parameters()} == before
 
 
-def test_the_trainer_s_settings_that_would_go_round_the_mover_are_off(make: Make) -> None:
-    trainer = make(dataloader_pin_memory=True)
-    assert trainer.args.dataloader_pin_memory is False
-    assert trainer.args.ddp_broadcast_buffers is False
-    assert make(ddp_broadcast_buffers=True).args.ddp_broadcast_buffers is True, "what the user chose is kept"
+def test_the_loader_pins_nothing_beside_the_mover_s_ring(make: Make) -> None:
+    assert make(dataloader_pin_memory=True).args.dataloader_pin_memory is False

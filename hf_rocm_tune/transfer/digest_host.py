@@ -1,0 +1,109 @@
+"""The digest of host memory: a small C function where a compiler is at hand, else plain torch, bit-identical.
+
+Both read the tensor once and write nothing the size of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_rocm_tune.transfer import digest_native
+from hf_rocm_tune.transfer.digest_device import DigestMethod
+from hf_rocm_tune.transfer.digest_native import NativeSums
+from hf_rocm_tune.transfer.digest_weights import BLOCK_WORDS, block_factor, block_term, place_weights
+
+HostSums = Callable[[Tensor, int], tuple[int, int]]
+"""uint8[n], contiguous, on the host, and the index of its first word to ``(s1, s2)`` modulo 2^64."""
+
+_M64 = 0xFFFFFFFFFFFFFFFF
+
+
+def host_sums(flat: Tensor, index: int) -> tuple[int, int]:
+    """``s1`` and ``s2`` of uint8[n], contiguous, on the host; `index` is that of its first word."""
+    return _chosen()[0](flat, index)
+
+
+def host_method() -> DigestMethod:
+    """How `host_sums` computes, and why; compiles when it must."""
+    return _chosen()[1]
+
+
+_choice: tuple[HostSums, DigestMethod] | None = None
+_choice_lock = threading.Lock()
+
+
+def _chosen() -> tuple[HostSums, DigestMethod]:
+    global _choice
+    if _choice is None:
+        with _choice_lock:
+            _choice = _choice or _choose()
+    return _choice
+
+
+def _choose() -> tuple[HostSums, DigestMethod]:
+    native, reason = digest_native.load()
+    if native is None:
+        return torch_sums, DigestMethod(name="torch", reason=reason)
+    sums = with_table(native)
+    # Every place of a block, a start within one, the end of one, a tail, an odd address.
+    data = place_weights(torch.device("cpu")).view(torch.uint8)
+    for start, stop, index in ((0, data.numel() - 5, 0), (3, 4002, 2 * BLOCK_WORDS - 99)):
+        if sums(data[start:stop], index) != torch_sums(data[start:stop], index):
+            return torch_sums, DigestMethod(name="torch", reason=f"other sums than plain torch when {reason}")
+    return sums, DigestMethod(name="native", reason=reason)
+
+
+def with_table(native: NativeSums) -> HostSums:
+    """The compiled function on tensors."""
+    table = place_weights(torch.device("cpu"))
+
+    def sums(flat: Tensor, index: int) -> tuple[int, int]:
+        return native(flat.data_ptr(), flat.numel(), index, table.data_ptr())
+
+    return sums
+
+
+def torch_sums(flat: Tensor, index: int) -> tuple[int, int]:
+    """The same as `host_sums` in plain torch, on blocks that stay in the cache."""
+    s1 = s2 = position = 0
+    while position < flat.numel():
+        number, low = divmod(index, BLOCK_WORDS)
+        end = min(flat.numel(), position + 4 * (BLOCK_WORDS - low))
+        total, weighted = _scratch.reduce(flat[position:end], low)
+        s1 += total
+        s2 += weighted * block_factor(number) + total * block_term(number)
+        position, index = end, index + BLOCK_WORDS - low
+    return s1 & _M64, s2 & _M64
+
+
+class _Scratch(threading.local):
+    """Memory of one thread for plain torch: 768 KiB, made once, when the thread first digests."""
+
+    def __init__(self) -> None:
+        self.table = place_weights(torch.device("cpu"))
+        with torch.inference_mode(False):
+            self.words = torch.empty(BLOCK_WORDS, dtype=torch.int64)
+            self.aligned = torch.empty(4 * BLOCK_WORDS, dtype=torch.uint8)
+
+    def reduce(self, block: Tensor, low: int) -> tuple[int, int]:
+        """(sum of words, dot with the table from `low` on) of at most one block of bytes."""
+        whole = block.numel() // 4
+        total = weighted = 0
+        if whole:
+            words = self.words[:whole]
+            body = block[: 4 * whole]
+            if body.data_ptr() % 4 or body.storage_offset() % 4:
+                body = self.aligned[: 4 * whole].copy_(body)
+            words.copy_(body.view(torch.uint32))
+            total, weighted = int(words.sum()), int(torch.dot(words, self.table[low : low + whole]))
+        if block.numel() % 4:
+            word = int.from_bytes(bytes(block[4 * whole :].tolist()), "little")
+            total, weighted = total + word, weighted + word * int(self.table[low + whole])
+        return total, weighted
+
+
+_scratch = _Scratch()

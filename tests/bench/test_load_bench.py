@@ -1,0 +1,147 @@
+"""``bench load``: the checkpoint is a real one, the two sides load the same, and cold means cold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_rocm_tune import cli
+from hf_rocm_tune.bench import checkpoint, loads, pagecache
+from hf_rocm_tune.bench.load_child import LoadSpec, measure
+from hf_rocm_tune.bench.memory import PeakMemory
+from hf_rocm_tune.errors import CorruptionError, OutOfMemoryError, UsageError
+
+TINY = checkpoint.Shape(groups=1, head=64, vocabulary=128, layers=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint as the benchmark builds it."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    checkpoint.write(TINY, folder)
+    return folder
+
+
+def spec(model: Path, side: str, *, load_in_4bit: bool = False) -> LoadSpec:
+    return LoadSpec(model=str(model), side=side, device="cpu", verify="full", load_in_4bit=load_in_4bit)
+
+
+def test_full_scale_is_llama_8b() -> None:
+    shape = checkpoint.shape_for(1)
+    config = shape.config()
+    assert shape.parameters == 8_030_261_248, "as Llama-3.1-8B has"
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (4096, 14336, 32)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (32, 8, 128256)
+
+
+@pytest.mark.parametrize("scale", [1 / 4096, 0.001, 1 / 64, 0.03, 1 / 16, 0.5, 1])
+def test_scale_is_about_what_is_asked_for(scale: float) -> None:
+    shape = checkpoint.shape_for(scale)
+    assert 0.4 < shape.parameters / (scale * 8.03e9) < 2.2
+    assert shape.head in (64, 128) and shape.hidden == 4 * shape.groups * shape.head
+
+
+def test_default_scale_fits_its_budget() -> None:
+    for budget in (2e7, 3e8, 1.2e9, 5e9, 17e9, 1e12):
+        assert checkpoint.shape_for(checkpoint.largest_scale(budget)).nbytes <= budget
+
+
+def test_checkpoint_is_complete_and_real(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert len(list(model.glob("*.safetensors"))) == checkpoint.SHARDS
+    loaded, found = AutoModelForCausalLM.from_pretrained(model, dtype="auto", output_loading_info=True)
+    assert not any(found[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert sum(parameter.numel() for parameter in loaded.parameters()) == TINY.parameters
+    assert sum(file.stat().st_size for file in model.glob("*.safetensors")) >= TINY.nbytes
+    assert all(bool(parameter.isfinite().all()) for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("load_in_4bit", [False, True])
+def test_both_sides_load_and_only_ours_verifies(model: Path, load_in_4bit: bool) -> None:
+    stock, ours = (measure(spec(model, side, load_in_4bit=load_in_4bit)) for side in ("stock", "ours"))
+    assert (stock["verified_share"], ours["verified_share"]) == (None, 1.0)
+    for one in (stock, ours):
+        assert 0 < one["seconds_load"] <= one["seconds_to_forward"]
+    if not load_in_4bit:  # a CPU with AVX512-BF16 repacks the stock model's 4-bit weights
+        assert stock["logits"] == ours["logits"]
+
+
+def test_the_command_compares_both_sides_and_removes_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["load", "--device", "cpu", "--scale", "0.0003", "--repeats", "1", "--caches", "warm"]
+    code = cli.main(["bench", *flags, "--dir", str(tmp_path)])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    result = json.loads(printed.out.splitlines()[-1])
+    assert [(row["cache"], row["side"]) for row in result["rows"]] == [("warm", "stock"), ("warm", "ours")]
+    stock, ours = result["rows"]
+    assert stock["logits"] == ours["logits"]
+    assert (stock["seconds_to_stock"]["median"], ours["verified_share"]) == (1, 1)
+    assert result["settings"]["shape"]["bytes"] == stock["bytes"] == ours["bytes"]
+    assert any("scale as given" in note for note in result["notes"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cold_is_cold_and_warm_is_warm(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(4 << 20))
+    reason = pagecache.drop([file])
+    if reason is not None:
+        assert "page cache" in reason or "posix_fadvise" in reason
+        pytest.skip(reason)
+    assert pagecache.cached_share([file]) == 0
+    pagecache.warm([file])
+    assert pagecache.cached_share([file]) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no file system in memory at /dev/shm")
+def test_a_cache_that_cannot_be_dropped_is_said(tmp_path: Path) -> None:
+    file = Path("/dev/shm") / f"{tmp_path.parent.name}-{tmp_path.name}"
+    try:
+        file.write_bytes(bytes(1 << 20))
+        assert "100 %" in str(pagecache.drop([file]))
+    finally:
+        file.unlink()
+
+
+def test_cold_is_left_out_with_the_reason(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pagecache, "drop", lambda files: "it stays")
+    bench = loads.LoadBench(caches=("cold",))
+    samples, left_out = loads._measure(bench, torch.device("cpu"), model, [])
+    assert (samples, left_out) == ({}, [{"what": "cold page cache", "reason": "it stays"}])
+
+
+def test_peak_of_anonymous_memory_is_seen() -> None:
+    with PeakMemory() as memory:
+        block = torch.ones(16 << 20)
+        del block
+    if memory.before.anonymous is None:
+        pytest.skip("this system does not tell the anonymous memory of a process")
+    assert memory.peak.anonymous is not None and memory.peak.resident is not None
+    assert memory.peak.resident - memory.before.resident >= 48 << 20  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, UsageError), (3, CorruptionError), (5, OutOfMemoryError)])
+def test_how_a_child_ends_is_passed_on(code: int, kind: type[Exception], tmp_path: Path) -> None:
+    ending = tmp_path / "ending.json"
+    ending.write_text(json.dumps({"code": code, "message": "because"}))
+    error = loads._child_error("ours", code, "", ending)
+    assert type(error) is kind and str(error) == "loading (ours): because"
+
+
+def test_a_child_that_is_killed_points_at_memory(tmp_path: Path) -> None:
+    error = loads._child_error("stock", -9, "", tmp_path / "none")
+    assert isinstance(error, OutOfMemoryError) and "--scale" in str(error)
+
+
+@pytest.mark.long
+def test_a_child_refuses_what_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"loading .ours.: model "):
+        loads._child(replace(spec(tmp_path, "ours")))

@@ -1,0 +1,244 @@
+"""The drill: it finds every fault, and it would say so if the engine did not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_rocm_tune import cli
+from hf_rocm_tune.doctor import casts, drill
+from hf_rocm_tune.doctor.catalogue import DTYPES, SIZES, Samples, cells
+from hf_rocm_tune.doctor.clean import send_clean
+from hf_rocm_tune.doctor.drill import DrillSettings
+from hf_rocm_tune.doctor.drill_table import table
+from hf_rocm_tune.doctor.injected import InjectedFaults, inject
+from hf_rocm_tune.doctor.sending import Listener
+from hf_rocm_tune.integrity.canaries import CanaryFault
+from hf_rocm_tune.transfer import STAGES, Digest, HostBackend, Mover
+from hf_rocm_tune.transfer.faults import KINDS
+from hf_rocm_tune.transfer.raw_bytes import byte_count
+from hf_rocm_tune.transfer.shipment import Shipment
+
+CPU = torch.device("cpu")
+
+
+def nothing(*_: object) -> None:
+    """No progress is shown."""
+
+
+def small(faults: int = 3 * len(cells()), seed: int = 0) -> InjectedFaults:
+    return inject(CPU, faults=faults, seed=seed, on_fault=nothing)
+
+
+def test_every_fault_of_the_catalogue_is_found_and_nothing_else() -> None:
+    found = small()
+    assert found.good
+    assert {kind for kind, _ in found.tallies} == set(KINDS)
+    assert set(found.stages) == set(STAGES)
+    assert found.total().injected == 3 * len(cells())
+    for (kind, persist), tally in found.tallies.items():
+        assert tally.detected == tally.injected == 3 * (1 if kind == "after" else len(STAGES))
+        assert tally.missed == tally.false_alarms == 0
+        if kind != "after":
+            assert tally.recovered + tally.stopped == tally.injected
+            assert persist or tally.stopped == 0
+
+
+@pytest.mark.parametrize("faults", [1, len(cells()) + 2])
+def test_exactly_as_many_faults_as_asked_for_are_put_in(faults: int) -> None:
+    assert small(faults).total().injected == faults
+
+
+def test_the_same_seed_drills_the_same_and_another_does_not() -> None:
+    assert small(seed=3) == small(seed=3)
+    assert small(seed=3).sizes != small(seed=4).sizes
+
+
+def test_samples_are_of_every_dtype_and_size_from_one_byte() -> None:
+    samples = Samples(0)
+    made = [samples.tensor() for _ in range(4 * len(DTYPES) * len(SIZES))]
+    assert {tensor.dtype for tensor in made} == set(DTYPES)
+    assert set(SIZES) <= {byte_count(tensor) for tensor in made}
+    assert {tensor.is_contiguous() for tensor in made} == {True, False}
+
+
+def test_an_engine_that_accepts_everything_fails_the_drill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shipment, "matches", lambda self, found: True)
+    found = small()
+    on_the_way = [tally for (kind, _), tally in found.tallies.items() if kind != "after"]
+    assert not found.good
+    assert all(tally.missed == tally.injected and tally.detected == 0 for tally in on_the_way)
+
+
+def test_an_engine_that_sees_sums_only_is_caught_by_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sums_only(self: Shipment, found: Digest) -> bool:
+        return found.s1 == self.expected.s1
+
+    monkeypatch.setattr(Shipment, "matches", sums_only)
+    found = small()
+    missed = {kind for (kind, _), tally in found.tallies.items() if tally.missed}
+    assert "swap" in missed and not missed & {"zero", "zero_range", "flip"}
+
+
+class WrongDigest(HostBackend):
+    """Its seventh digest is wrong though the bytes are right."""
+
+    digests = 0
+
+    def digest(self, target: Tensor, word_offset: int = 0) -> Any:
+        self.digests += 1
+        pending = super().digest(target, word_offset)
+        return super().digest(target, word_offset + 1) if self.digests == 7 else pending
+
+
+class Corrupting(HostBackend):
+    """Its seventh copy loses a byte."""
+
+    copies = 0
+
+    def _copy_now(self, target: Tensor, source: Tensor) -> None:
+        super()._copy_now(target, source)
+        self.copies += 1
+        if self.copies == 7:
+            target[-1] ^= 0xFF
+
+
+class HarmsLater(HostBackend):
+    """Harms what it hands out, just after the verdict."""
+
+    def hand_out(self, buffer: Tensor, ticket: Any) -> None:
+        super().hand_out(buffer, ticket)
+        buffer[:1] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "counts"), [(WrongDigest, (1, 0, 0)), (Corrupting, (0, 1, 0)), (HarmsLater, (0, 0, 20))]
+)
+def test_clean_transfers_tell_false_alarms_from_a_bad_machine(
+    backend: type[HostBackend], counts: tuple[int, int, int]
+) -> None:
+    mover = Mover(CPU, backend=backend(), report=Listener())
+    found = send_clean(CPU, transfers=20, seed=0, on_transfer=nothing, mover=mover)
+    assert (found.false_alarms, found.corrupted) == counts[:2]
+    assert (found.missed >= counts[2]) if counts[2] else not found.missed
+    assert not found.good
+
+
+def test_clean_transfers_are_clean() -> None:
+    found = send_clean(CPU, transfers=500, seed=1, on_transfer=nothing)
+    assert found.good and found.transfers == 500 and found.example is None
+
+
+def test_a_wrong_cast_is_found_and_an_exact_one_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert casts.compare_casts(CPU, seed=0).good
+
+    class Skewed(Mover):
+        def move(self, tensor: Tensor, **named: Any) -> Tensor:
+            moved = super().move(tensor, **named)
+            moved.view(torch.int16)[6] ^= 1  # the smallest difference, in one element
+            return moved
+
+    monkeypatch.setattr(casts, "Mover", Skewed)
+    found = casts.compare_casts(CPU, seed=0)
+    assert found.wrong > 0
+    assert found.example is not None and "instead of" in found.example
+
+
+def test_the_canary_watch_rehearses_and_a_changed_canary_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drill, "_CANARY_CYCLES", 3)
+    monkeypatch.setattr(drill, "measure", lambda device: [])
+    settings = DrillSettings(device="cpu", faults=1, clean=1, full=True)
+    done = drill.run(settings)
+    assert done.canaries is not None and done.canaries.good
+    assert done.failures() == []
+    assert "harmed on purpose was found" in table(done)
+
+    bad = CanaryFault(
+        cycle=144, canary=2, first_offset=0, length=20 << 20, alignment=20 << 20, kind="zeros", stable=True
+    )
+    monkeypatch.setattr(drill, "watch", lambda *_, **__: bad)
+    changed, unfound = drill.run(settings).failures()[::-1]
+    assert "canary 2 in cycle 144, zeros from byte 0" in changed
+    assert "on purpose was not found" in unfound
+
+
+def test_the_command_shows_a_table_and_writes_only_what_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = ["drill", "--device", "cpu", "--faults", "60", "--clean", "20"]
+    assert cli.main(few) == 0
+    printed = capsys.readouterr()
+    assert list(tmp_path.iterdir()) == []
+    assert printed.err == ""
+    rows = {tuple(line.split()[:2]) for line in printed.out.splitlines() if line}
+    assert {(kind, "once") for kind in KINDS} <= rows
+    assert printed.out.count("skipped, --full") == 2
+    assert cli.main([*few, "--json", "found.json"]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["failures"] == []
+    assert found["faults_total"]["injected"] == found["faults_total"]["detected"] == 60
+    assert found["clean"]["transfers"] == 20
+    assert all(row["verified_mb_per_s"] > 0 for row in found["cost"])
+
+
+def test_a_failed_drill_says_so_in_one_line_and_ends_with_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Shipment, "matches", lambda self, found: True)
+    assert cli.main(["drill", "--device", "cpu", "--faults", "60", "--clean", "20"]) == 3
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert "faults missed" in printed.err
+    assert "verdict      " in printed.out and "faults missed" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--faults", "0"], "--faults is 0"),
+        (["--clean", "-1"], "--clean is -1"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--device", "tpu"], "'tpu'"),
+        (["--faults", "many"], "'many'"),
+        (["--json", "nowhere/found.json"], "nowhere"),
+        (["--json", "."], "--json ."),
+    ],
+)
+def test_wrong_input_is_one_line_and_nothing_is_drilled(
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["drill", *argv]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1 and named in printed.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator here")
+def test_an_accelerator_that_is_not_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["drill", "--device", "cuda"]) == 2
+    assert "torch sees no accelerator" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_the_drill_passes_on_the_device() -> None:
+    done = drill.run(DrillSettings(device="cuda", faults=2 * len(cells()), clean=200))
+    assert done.failures() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_ten_thousand_faults_and_a_million_clean_transfers(device: str, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "hf_rocm_tune", "drill", "--full", "--device", device, "--json", "found.json"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=3600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["faults_total"]["detected"] == found["faults_total"]["injected"] == 10_000
+    assert found["clean"]["transfers"] == 1_000_000
