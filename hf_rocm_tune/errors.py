@@ -3,7 +3,8 @@
     TuneError                      exit code   what it is for
     ├── UsageError                     2       the user's input is wrong: says what and what to do
     ├── CorruptionError                3       bytes that were wrong and could not be made right
-    │   └── SourceChangedError         3       the source changed under the copy: not a transfer fault
+    │   ├── SourceChangedError         3       the source changed under the copy: not a transfer fault
+    │   └── MemoryFaultError           3       bytes that were right on the device no longer are
     ├── StallError                     4       something does not return, or a preflight failed
     ├── OutOfMemoryError               5       it does not fit and cannot be made to
     ├── InterruptedRunError          130       stopped by the user; a checkpoint was written
@@ -46,6 +47,19 @@ class CorruptionError(TuneError):
 
 class SourceChangedError(CorruptionError):
     """The source of a transfer no longer has the bytes that were digested: host memory or a file changed."""
+
+
+class MemoryFaultError(CorruptionError):
+    """Bytes that were verified on the device have changed there since.
+
+    Args:
+        what: what changed and when it was found.
+        advice: what to do when the run ends here.
+    """
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(f"{what}. {advice}")
+        self.what = what
 
 
 class StallError(TuneError):

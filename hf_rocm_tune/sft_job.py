@@ -21,8 +21,10 @@ from hf_rocm_tune.data.formats import check_format
 from hf_rocm_tune.data.mixture import load_mixture
 from hf_rocm_tune.data.sources import Splits, load_source
 from hf_rocm_tune.distributed.agree import on_main_process
+from hf_rocm_tune.errors import MemoryFaultError
 from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
+from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.process import check_world
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.loggers import check_loggers
@@ -30,6 +32,8 @@ from hf_rocm_tune.training.refusals import as_usage_errors
 from hf_rocm_tune.training.run import Plan, prepare_output_dir
 from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
+
+_WAYS_BACK = 3  # in one process; memory that fails more often is not to be trained in
 
 
 @dataclass(kw_only=True)
@@ -67,28 +71,56 @@ def run(argv: Sequence[str]) -> int:
     job = _prepare(arguments, plan)
     announce.say(*announce.settings(arguments, job.data.description, job.mover))
     with job.mover:
-        trainer, facts = _trainer(job)
-        announce.say(*announce.model(trainer, facts))
-        trainer.require_coverage()
-        if trainer.is_world_process_zero():
-            plan.commit()
-        trainer.accelerator.wait_for_everyone()
-        try:
-            _train(job, trainer, facts)
-        except BaseException as error:
-            report.write_partial(trainer, facts, error)  # the evidence, whatever it was
-            raise
+        _complete(job)
     return 0
 
 
-def _plan(arguments: Arguments) -> Plan:
+def _complete(job: _Job) -> None:
+    """Trains to the end. Where frozen weights changed in memory, they are loaded again and the run goes back.
+
+    Each way back loads every weight anew, verified, and continues from the newest checkpoint: all checkpoints were
+    written after a look at every frozen weight. With several ranks the job ends instead, and starting it again does the
+    same: a rank alone cannot take the others back.
+    """
+    recoverable = job.arguments.tune.on_corruption == "recover" and job.arguments.training.world_size == 1
+    for attempt in range(_WAYS_BACK + 1):
+        fault = _attempt(job, may_go_back=recoverable and attempt < _WAYS_BACK)
+        if fault is None:
+            return
+        release_memory()
+        job.plan.lock.release()
+        job.plan = _plan(job.arguments, going_back=True)
+        where = job.plan.checkpoint.name if job.plan.checkpoint else "the start"
+        announce.say(f"{fault}", f"all weights are loaded again and the run goes back to {where}")
+        job.mover.report.settle_incidents("frozen", "recovered")
+
+
+def _attempt(job: _Job, *, may_go_back: bool) -> str | None:
+    """One way from loading to the finished result; the message of a memory fault that may be recovered from."""
+    trainer, facts = _trainer(job)
+    announce.say(*announce.model(trainer, facts))
+    trainer.require_coverage()
+    if trainer.is_world_process_zero():
+        job.plan.commit()
+    trainer.accelerator.wait_for_everyone()
+    try:
+        _train(job, trainer, facts)
+    except BaseException as error:
+        report.write_partial(trainer, facts, error)  # the evidence, whatever it was
+        if may_go_back and isinstance(error, MemoryFaultError):
+            return error.what
+        raise
+    return None
+
+
+def _plan(arguments: Arguments, *, going_back: bool = False) -> Plan:
     """What to do in the output directory: rank 0 decides, all ranks hear it."""
     return on_main_process(
         lambda: prepare_output_dir(
             arguments.training.output_dir,
             {**arguments.resolved(), "world_size": arguments.training.world_size},
-            overwrite=arguments.tune.overwrite_output_dir,
-            resume=arguments.training.resume_from_checkpoint,
+            overwrite=arguments.tune.overwrite_output_dir and not going_back,
+            resume=None if going_back else arguments.training.resume_from_checkpoint,
         )
     )
 

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from trl.trainer import utils as trl_utils
 
 from hf_rocm_tune.bench.memory import PeakMemory
-from hf_rocm_tune.exits import run_guarded
+from hf_rocm_tune.errors import OutOfMemoryError, TuneError
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.placement import coverage
 from hf_rocm_tune.transfer import Mover, TransferSettings, digest
@@ -131,12 +131,20 @@ def _synchronise(device: torch.device) -> None:
 
 
 def main(spec_file: str, answer_file: str) -> int:
-    """Read a specification, measure, and write the answer."""
+    """Read a specification, measure, and write the answer: the figures, or ``error`` and ``exit_code``."""
     spec = LoadSpec(**json.loads(Path(spec_file).read_text(encoding="utf-8")))
     transformers_logging.disable_progress_bar()
-    Path(answer_file).write_text(json.dumps(measure(spec)), encoding="utf-8")
-    return 0
+    code = 0
+    try:
+        answer = measure(spec)
+    except TuneError as error:
+        code, answer = error.exit_code, {"error": str(error), "exit_code": error.exit_code}
+    except torch.OutOfMemoryError as error:
+        code = OutOfMemoryError.exit_code
+        answer = {"error": f"{str(error).split('. ')[0]}; give a smaller --scale", "exit_code": code}
+    Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(run_guarded(lambda: main(*sys.argv[1:])))
+    sys.exit(main(*sys.argv[1:]))

@@ -26,8 +26,7 @@ from hf_rocm_tune.bench import checkpoint, machine, pagecache, plots
 from hf_rocm_tune.bench.figures import Spread, ratios, table
 from hf_rocm_tune.bench.load_child import SIDES, LoadSpec
 from hf_rocm_tune.bench.result import Result, progress, publish
-from hf_rocm_tune.errors import OutOfMemoryError, StallError, TuneError, UsageError
-from hf_rocm_tune.exits import EXIT_FILE_VARIABLE
+from hf_rocm_tune.errors import CorruptionError, OutOfMemoryError, SeamError, StallError, UsageError
 from hf_rocm_tune.transfer import gb_per_s
 
 CACHES = ("warm", "cold")
@@ -138,12 +137,12 @@ def _child(spec: LoadSpec) -> dict[str, Any]:
         TuneError: of the child's kind, with its message.
     """
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-bench-") as scratch:
-        asked, answered, ending = (Path(scratch) / name for name in ("spec.json", "answer.json", "ending.json"))
+        asked, answered = Path(scratch) / "spec.json", Path(scratch) / "answer.json"
         asked.write_text(json.dumps(asdict(spec)), encoding="utf-8")
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "hf_rocm_tune.bench.load_child", str(asked), str(answered)],
-                env={**os.environ, EXIT_FILE_VARIABLE: str(ending), "HF_ROCM_TUNE_QUIET": "1"},
+                env={**os.environ, "HF_ROCM_TUNE_QUIET": "1"},
                 stderr=subprocess.PIPE,
                 text=True,
                 timeout=_DEADLINE_SECONDS,
@@ -151,20 +150,17 @@ def _child(spec: LoadSpec) -> dict[str, Any]:
             )
         except subprocess.TimeoutExpired as error:
             raise StallError(f"a load ({spec.side}) has not ended in {_DEADLINE_SECONDS} s and was stopped") from error
-        if done.returncode == 0:
-            answer: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
-            return answer
-        raise _child_error(spec.side, done.returncode, done.stderr, ending)
+        answer: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8")) if answered.exists() else {}
+    if done.returncode:
+        raise _child_error(spec.side, done.returncode, done.stderr, answer)
+    return answer
 
 
-def _child_error(side: str, code: int, stderr: str, ending: Path) -> Exception:
+def _child_error(side: str, code: int, stderr: str, answer: dict[str, Any]) -> Exception:
     """What a child's end means here."""
-    if ending.exists():
-        said = json.loads(ending.read_text(encoding="utf-8"))
-        kinds = {kind.exit_code: kind for kind in TuneError.__subclasses__()}
-        kind = kinds.get(said["code"])
-        if kind is not None:
-            return kind(f"loading ({side}): {said['message']}")
+    kinds = {kind.exit_code: kind for kind in (UsageError, CorruptionError, OutOfMemoryError, SeamError)}
+    if answer:
+        return kinds[answer["exit_code"]](f"loading ({side}): {answer['error']}")
     if code == _KILLED:
         return OutOfMemoryError(f"loading ({side}) was killed, most likely for memory: give a smaller --scale")
     return RuntimeError(f"loading ({side}) ended with code {code}:\n{stderr[-4000:]}")

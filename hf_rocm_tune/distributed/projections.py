@@ -35,7 +35,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 SHORT_BLOCK, LONG_BLOCK = 256, 4096
 """Elements a block, for dtypes of 16 bits and for wider ones."""
@@ -64,15 +63,17 @@ def project(flat: Tensor) -> Tensor:
     size = block_elements(flat.dtype)
     weights = _weights(size, flat.device)
     columns = torch.empty(-(-flat.numel() // size), 3, dtype=torch.float64, device=flat.device)
-    step = _SLAB if flat.device.type == "cpu" else _DEVICE_SLAB
+    step = min(_SLAB if flat.device.type == "cpu" else _DEVICE_SLAB, columns.shape[0] * size)
+    scratch = torch.empty(step, dtype=torch.float64, device=flat.device)
     for start in range(0, flat.numel(), step):
-        slab = flat[start : start + step].to(torch.float64)
-        if slab.numel() % size:
-            slab = functional.pad(slab, (0, -slab.numel() % size))
+        piece = flat[start : start + step]
+        slab = scratch[: -(-piece.numel() // size) * size]
+        slab[: piece.numel()] = piece
+        slab[piece.numel() :] = 0
         slab = slab.view(-1, size)
         rows = columns[start // size : start // size + slab.shape[0]]
-        rows[:, :MAGNITUDE] = slab @ weights
-        torch.linalg.vector_norm(slab, 1, dim=1, out=rows[:, MAGNITUDE])
+        rows[:, :MAGNITUDE] = slab @ weights.t()
+        rows[:, MAGNITUDE] = slab.abs_().sum(1)
     return columns
 
 
@@ -98,7 +99,7 @@ def rounding_bound(magnitude: Tensor, *, dtype: torch.dtype, ranks: int) -> Tens
 
 @cache
 def _weights(size: int, device: torch.device) -> Tensor:
-    """float64[size, 2]: ones, and multiples of the golden ratio modulo 1, stretched to [-1, 1). Exact everywhere."""
+    """float64[2, size]: ones, and multiples of the golden ratio modulo 1, stretched to [-1, 1). Exact everywhere."""
     index = torch.arange(1, size + 1, device=device)
     golden = (index * 40503 % 65536).to(torch.float64) / 32768 - 1  # 40503 = 2^16 / 1.618, odd: no value comes twice
-    return torch.stack([torch.ones_like(golden), golden], dim=1)
+    return torch.stack([torch.ones_like(golden), golden])

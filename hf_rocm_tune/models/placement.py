@@ -6,6 +6,7 @@ quantisation state of 4-bit and 8-bit weights. Coverage, placement and the senti
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -73,6 +74,13 @@ def place(model: nn.Module, mover: Mover) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and _on_host_unknown(buffer, mover):
                 module._buffers[name] = mover.move(buffer, name=prefix + name, stage="weights")
+
+
+def release_memory() -> None:
+    """Gives back what a model that is no longer referenced held, before another one is loaded."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def mark_loaded(model: nn.Module, names: Iterable[str], mover: Mover) -> None:

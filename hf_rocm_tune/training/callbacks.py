@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from hf_rocm_tune.errors import CorruptionError
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from hf_rocm_tune.integrity.replicas import compare_replicas
 from hf_rocm_tune.integrity.sentinels import FrozenSentinel
 from hf_rocm_tune.models.placement import tensors_of
@@ -99,10 +99,11 @@ class SentinelCallback(TrainerCallback):
             self._report.incident(
                 {"step": step, "stage": "frozen", "tensor": name, "kind": "changed in memory", "outcome": "stopped"}
             )
-        raise CorruptionError(
-            f"frozen weights changed in memory ({when}): {', '.join(changed[:3])}"
-            f"{f' and {len(changed) - 3} more' if len(changed) > 3 else ''}. Nothing was saved since; the checkpoints "
-            "already written are intact: start the same command again to continue from the newest one"
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise MemoryFaultError(
+            f"frozen weights changed in memory ({when}): {', '.join(changed[:3])}{more}",
+            "Nothing was saved since; the checkpoints already written are intact: start the same command again to "
+            "continue from the newest one",
         )
 
     def _count(self, changed: list[str]) -> None:

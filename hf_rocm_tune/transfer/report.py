@@ -74,6 +74,13 @@ class TransferReport:
         with self._lock:
             self._incidents.append(dict(row))
 
+    def settle_incidents(self, stage: str, outcome: str) -> None:
+        """Give the incidents of a stage that stopped the work a new outcome: it went on after all."""
+        with self._lock:
+            for row in self._incidents:
+                if row.get("stage") == stage and row.get("outcome") == "stopped":
+                    row["outcome"] = outcome
+
     @property
     def incidents(self) -> list[dict[str, Any]]:
         """A copy of the incidents so far."""

@@ -129,16 +129,19 @@ def test_peak_of_anonymous_memory_is_seen() -> None:
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, UsageError), (3, CorruptionError), (5, OutOfMemoryError)])
-def test_how_a_child_ends_is_passed_on(code: int, kind: type[Exception], tmp_path: Path) -> None:
-    ending = tmp_path / "ending.json"
-    ending.write_text(json.dumps({"code": code, "message": "because"}))
-    error = loads._child_error("ours", code, "", ending)
+def test_how_a_child_ends_is_passed_on(code: int, kind: type[Exception]) -> None:
+    error = loads._child_error("ours", code, "", {"error": "because", "exit_code": code})
     assert type(error) is kind and str(error) == "loading (ours): because"
 
 
-def test_a_child_that_is_killed_points_at_memory(tmp_path: Path) -> None:
-    error = loads._child_error("stock", -9, "", tmp_path / "none")
+def test_a_child_that_is_killed_points_at_memory() -> None:
+    error = loads._child_error("stock", -9, "", {})
     assert isinstance(error, OutOfMemoryError) and "--scale" in str(error)
+
+
+def test_a_child_that_crashes_is_a_bug_with_its_traceback() -> None:
+    error = loads._child_error("stock", 1, "Traceback: here", {})
+    assert type(error) is RuntimeError and "Traceback: here" in str(error)
 
 
 @pytest.mark.long

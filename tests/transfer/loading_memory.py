@@ -1,8 +1,8 @@
 """Loads a synthetic checkpoint through the mover and prints how much host memory that took, as one JSON line.
 
 Run in a process of its own: ``python loading_memory.py DIRECTORY``. "Device" memory is shared memory here, which the
-kernel counts apart from the private memory of the process (``RssAnon``); pages of the mapped file are page cache and are
-counted apart as well. What is left is the ring and whatever else the loading holds.
+kernel counts apart from the private memory of the process (``RssAnon``); pages of the mapped file are page cache and
+are counted apart as well. What is left is the ring and whatever else the loading holds.
 """
 
 from __future__ import annotations

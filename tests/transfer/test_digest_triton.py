@@ -32,7 +32,9 @@ def interpreted(cases: list[tuple[int, int, int, int]]) -> list[list[int]]:
     pytest.importorskip("triton", reason="Triton is not installed")
     command = [sys.executable, "-W", "error", str(CHILD)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, input=json.dumps(cases), env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input=json.dumps(cases), env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -168,7 +170,10 @@ def test_compiled_kernel_loads_128_bits_spills_nothing_and_leaves_room_for_many_
 @pytest.mark.parametrize("variant", ["by_bytes", "skewed", "unaligned"])
 def test_every_variant_compiles_without_spills(card: Card, variant: str) -> None:
     kernel = compiled(
-        card, by_bytes=variant == "by_bytes", skewed=variant == "skewed", aligned=variant not in ("by_bytes", "unaligned")
+        card,
+        by_bytes=variant == "by_bytes",
+        skewed=variant == "skewed",
+        aligned=variant not in ("by_bytes", "unaligned"),
     )
     assert any(card.wide_load in name for name in kernel.loads()) == (variant == "skewed")
     assert kernel.spilled == 0

@@ -1,7 +1,7 @@
 """Tests of the tests: with one wait taken out of the engine the corruption is there, and the digests see it.
 
-Each proof runs twice: as shipped, where nothing may be wrong, and with the wait removed, where something must be. On the
-CPU a held copy engine makes the race certain; on an accelerator a delay kernel does.
+Each proof runs twice: as shipped, where nothing may be wrong, and with the wait removed, where something must be. On
+the CPU a held copy engine makes the race certain; on an accelerator a delay kernel does.
 """
 
 from __future__ import annotations
