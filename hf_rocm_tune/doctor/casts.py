@@ -1,8 +1,8 @@
 """Casts between float32, bfloat16 and float16, made on the device from a verified source, against those of the CPU.
 
-Weights are cast on the device after they were verified, so a conversion kernel that is wrong (ROCm/ROCm#6123 and
-pytorch#16448 show what that looks like) would come after the last digest. Every 16-bit pattern is cast, and float32
-with every exponent and sign; sizes are odd and views unaligned, because vectorised kernels treat those apart.
+Weights are cast on the device after they were verified, so a conversion kernel that is wrong would come after the last
+digest (pytorch#16448 was one that gave zeros). Every 16-bit pattern is cast, and float32 with every exponent and sign;
+sizes are odd and views unaligned, because vectorised kernels treat those apart.
 
 NaN count as equal whatever their payload: processors choose that differently.
 """
