@@ -60,7 +60,7 @@ def numpy_blocks(data: torch.Tensor, block: int, *, einsum: bool) -> Way:
 def numba_blocks(data: torch.Tensor, block: int) -> Way:
     import numba
 
-    @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+    @numba.njit(nogil=True)
     def reduce(words: np.ndarray, table: np.ndarray) -> tuple[np.uint64, np.uint64]:
         plain = weighted = np.uint64(0)
         for i in range(words.size):

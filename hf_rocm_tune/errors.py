@@ -7,7 +7,6 @@
     │   └── MemoryFaultError           3       bytes that were right on the device no longer are
     ├── StallError                     4       something does not return, or a preflight failed
     ├── OutOfMemoryError               5       it does not fit and cannot be made to
-    ├── InterruptedRunError          130       stopped by the user; a checkpoint was written
     └── SeamError                      1       a private upstream seam is missing: our bug, or a new upstream
 
 A message is one line: what is wrong, what was found, what to do next. Foreign exceptions are turned into these
@@ -72,12 +71,6 @@ class OutOfMemoryError(TuneError):
     """The work does not fit in memory and cannot be made to fit."""
 
     exit_code = 5
-
-
-class InterruptedRunError(TuneError):
-    """The user stopped the run; a checkpoint was written first."""
-
-    exit_code = 130
 
 
 class SeamError(TuneError):

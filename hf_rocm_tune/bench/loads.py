@@ -158,7 +158,7 @@ def _child(spec: LoadSpec) -> dict[str, Any]:
 
 def _child_error(side: str, code: int, stderr: str, answer: dict[str, Any]) -> Exception:
     """What a child's end means here."""
-    kinds = {kind.exit_code: kind for kind in (UsageError, CorruptionError, OutOfMemoryError, SeamError)}
+    kinds = {kind.exit_code: kind for kind in (SeamError, UsageError, CorruptionError, StallError, OutOfMemoryError)}
     if answer:
         return kinds[answer["exit_code"]](f"loading ({side}): {answer['error']}")
     if code == _KILLED:

@@ -60,7 +60,7 @@ class GradientCheck:
             )
         self.model, self._mover = model, mover
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        self._group = host_group()
+        host_group()  # made here, on every rank: not in the middle of a step
         self._pending: list[Bucket] = []
         self._recorded = 0
         self._named_not_finite = False
@@ -112,8 +112,9 @@ class GradientCheck:
     def _verdicts(self, buckets: Sequence[Bucket], failed: Sequence[bool] | None = None) -> list[Verdict]:
         flags = failed or [False] * len(buckets)
         mine = torch.cat([pack(bucket, failed=flag) for bucket, flag in zip(buckets, flags, strict=True)]).cpu()
-        everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(everyone, mine, group=self._group)
+        group = host_group()
+        everyone = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(everyone, mine, group=group)
         return [judge(bucket, words) for bucket, words in unpack(buckets, everyone)]
 
     # ---- making it again ------------------------------------------------------------------------------------
@@ -144,8 +145,9 @@ class GradientCheck:
             None, or what went wrong on this rank.
         """
         host, failure = _to_host(bucket)
-        host.div_(self._group.size())
-        dist.all_reduce(host, group=self._group)
+        group = host_group()
+        host.div_(group.size())
+        dist.all_reduce(host, group=group)
         try:
             average = self._mover.move(host, name=bucket.name, stage="adapter")
         except CorruptionError:  # the mover has made an incident of it, with all that it found

@@ -99,9 +99,18 @@ def load_model(source: ModelSource, mover: Mover) -> tuple[PreTrainedModel, floa
     arguments["device_map"] = {"": mover.device}
     try:
         with verified_loading(mover):
-            model: PreTrainedModel = create_model_from_path(source.name, **arguments)
+            loaded: tuple[PreTrainedModel, dict[str, Any]] = create_model_from_path(
+                source.name, output_loading_info=True, **arguments
+            )
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: attn_implementation
         raise UsageError(f"model {source.name}: {_first_line(error)}") from error
+    model, info = loaded
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise UsageError(
+            f"model {source.name}: its weight files lack {len(missing)} tensors, {missing[0]} first, which would be made "
+            "up at random: download or copy it again, or give the model that this configuration belongs to"
+        )
     place(model, mover)
     verify_tables(model)
     keep_trainable_on_cpu(model)

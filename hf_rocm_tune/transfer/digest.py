@@ -48,6 +48,8 @@ from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather
 PIECE_BYTES = 256 << 10
 """Bytes of a strided tensor that are gathered and digested at a time."""
 
+__all__ = ["Digest", "combine", "digest", "digest_on_device", "digest_range", "from_sums"]
+
 _M64 = 0xFFFFFFFFFFFFFFFF
 
 
@@ -111,9 +113,9 @@ def from_sums(sums: Tensor, nbytes: int) -> Digest:
 
 
 def digest_range(tensor: Tensor, start: int, stop: int, *, word_offset: int = 0) -> Digest:
-    """Digest the logical bytes [start, stop) of a host tensor, in the calling thread.
+    """Digest the logical bytes [start, stop) of a host tensor, in the calling thread; `digest_host` does the reading.
 
-    `start` and `stop` are multiples of the element size when the tensor is not contiguous. HOSTSPEED
+    `start` and `stop` are multiples of the element size when the tensor is not contiguous.
     """
     if not tensor.is_contiguous():
         return combine(_digest_gathered(tensor, start, stop, word_offset))

@@ -1,6 +1,18 @@
 """The digest of host memory: a small C function where a compiler is at hand, else plain torch, bit-identical.
 
-Both read the tensor once and write nothing the size of it.
+Neither makes a temporary of the size of the tensor.
+
+Measured with ``python benchmarks/digest_host.py --mib 256 --rounds 9`` on two cores of an AMD EPYC (family 26, AVX-512)
+that other programs used as well; torch 2.13, NumPy 2.4, Numba 0.68; GB/s of 10^9 bytes, median of the rounds and best:
+
+    reading alone    20.3  30.2        plain torch                   3.7   4.9
+    Numba            14.2  15.9        NumPy, best of six ways       5.3   7.3
+    C (shipped)      11.9  15.3        C, halves in two threads      8.2  14.9
+
+C is three times as fast as plain torch, and eight times for a few KiB, where torch's calls are what costs; the same loop
+compiled for AVX2 gives about 8. Numba is as fast and would bring a compiler of its own (LLVM) into every installation.
+A second thread gained nothing here, and the callers (loading threads, the training loop) run beside each other already:
+a digest stays in the thread that asks for it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Nothing is needed to install the package, and nothing is downloaded: `cc` (or ``CC``) compiles 40 lines that ship with
 it, for this very processor, into the user's cache directory. The library is named by its source and the processor, so
-neither an update nor a home directory shared between machines can bring up one that does not fit. It is used once it has
-given the same sums as plain torch; `native_sums` says why when it is not.
+neither an update nor a home directory shared between machines can bring up one that does not fit. `digest_host` uses it
+once it has given the same sums as plain torch.
 """
 
 from __future__ import annotations

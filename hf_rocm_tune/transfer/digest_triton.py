@@ -11,7 +11,7 @@ same in any order.
 
 Words are read in granules of 16 bytes, in one 128-bit load each, when the data starts on a multiple of 16; nothing
 outside of the tensor is ever read. The 0 to 15 bytes after the last granule are read one by one by the first program.
-Data that does not start on a multiple of 4 (odd views only) is read byte by byte throughout, at a fraction of the speed.
+Data that starts on a multiple of 4 only is read in 32-bit loads, any other (odd views) byte by byte, which is slow.
 
 One tensor a launch: a list of many would need a table of addresses on the device, sent over the link under suspicion.
 """
@@ -77,7 +77,7 @@ def _add(sums, plain, weighted):  # type: ignore[no-untyped-def]
     tl.atomic_add(sums + 1, tl.sum(weighted.to(tl.int64)), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["nbytes", "first_block", "skew", "per_program"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["nbytes", "first_block", "skew", "per_program"])
 def digest_kernel(  # type: ignore[no-untyped-def]
     data,
     sums,

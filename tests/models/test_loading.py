@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -204,3 +206,13 @@ def test_adapters_that_are_computed_from_the_base_are_told_apart(settings: dict[
 def test_a_model_that_is_not_there_is_a_usage_error(name: str) -> None:
     with pytest.raises(UsageError, match=r"no/such|no-such"):
         check_source(ModelSource(name=name), torch.device("cpu"))
+
+
+def test_weight_files_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
+    source = shutil.copytree(tiny.build("llama3", tmp_path / "models"), tmp_path / "lacking")
+    tensors = load_file(source / "model.safetensors")
+    lost = "model.layers.1.mlp.down_proj.weight"
+    del tensors[lost]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with Mover(torch.device("cpu")) as mover, pytest.raises(UsageError, match=f"lack 1 tensors, {lost}"):
+        load_model(ModelSource(name=str(source)), mover)
