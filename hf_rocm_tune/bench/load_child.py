@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausa
 from transformers.utils import logging as transformers_logging
 from trl.trainer import utils as trl_utils
 
+from hf_rocm_tune.bench.load_spec import LoadSpec
 from hf_rocm_tune.bench.memory import PeakMemory
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError
 from hf_rocm_tune.models.factory import ModelSource, load_model
@@ -27,29 +28,9 @@ from hf_rocm_tune.transfer import Mover, TransferSettings, digest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SIDES = ("stock", "ours")
 _TOKENS = 8
 _BEFORE_THE_CLOCK = (LlamaForCausalLM, trl_utils.create_model_from_path)
 """What the two sides import only when they load, and neither shall pay for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadSpec:
-    """What one child loads.
-
-    Args:
-        model: checkpoint directory.
-        side: ``stock``: ``from_pretrained``; ``ours``: the same through the mover.
-        device: where to.
-        verify: what ours verifies.
-        load_in_4bit: NF4, double quantisation.
-    """
-
-    model: str
-    side: str
-    device: str
-    verify: str
-    load_in_4bit: bool
 
 
 def measure(spec: LoadSpec) -> dict[str, Any]:

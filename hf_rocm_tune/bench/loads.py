@@ -24,7 +24,7 @@ import torch
 
 from hf_rocm_tune.bench import checkpoint, machine, pagecache, plots
 from hf_rocm_tune.bench.figures import Spread, ratios, table
-from hf_rocm_tune.bench.load_child import SIDES, LoadSpec
+from hf_rocm_tune.bench.load_spec import SIDES, LoadSpec
 from hf_rocm_tune.bench.result import Result, progress, publish
 from hf_rocm_tune.errors import CorruptionError, OutOfMemoryError, SeamError, StallError, UsageError
 from hf_rocm_tune.transfer import gb_per_s

@@ -105,7 +105,7 @@ class Size:
 
 
 _SIZES = {
-    "cpu": Size(hidden=512, layers=8, batch=2, seq=128),
+    "cpu": Size(hidden=512, layers=8, batch=2, seq=64),
     "cuda": Size(hidden=2048, layers=16, batch=4, seq=1024),
 }
 

@@ -9,8 +9,8 @@ that other programs used as well; torch 2.13, NumPy 2.4, Numba 0.68; GB/s of 10^
     Numba            14.2  15.9        NumPy, best of six ways       5.3   7.3
     C (shipped)      11.9  15.3        C, halves in two threads      8.2  14.9
 
-C is three times as fast as plain torch, and eight times for a few KiB, where torch's calls are what costs; the same loop
-compiled for AVX2 gives about 8. Numba is as fast and would bring a compiler of its own (LLVM) into every installation.
+C is three times as fast as plain torch, and eight times for a few KiB, where torch's calls are what costs; compiled for
+AVX2 the same loop gave 8. Numba is as fast and would bring a compiler of its own (LLVM) into every installation.
 A second thread gained nothing here, and the callers (loading threads, the training loop) run beside each other already:
 a digest stays in the thread that asks for it.
 """

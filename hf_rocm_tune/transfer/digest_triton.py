@@ -77,6 +77,19 @@ def _add(sums, plain, weighted):  # type: ignore[no-untyped-def]
     tl.atomic_add(sums + 1, tl.sum(weighted.to(tl.int64)), sem="relaxed")
 
 
+@triton.jit
+def _add_tail(data, sums, nbytes, first_block, skew):  # type: ignore[no-untyped-def]
+    """What follows the last whole granule: 0 to 15 bytes, in at most 4 words, the last one padded with zeros."""
+    position = nbytes // 16 * 4
+    rest = tl.arange(0, 4)
+    word = _words_of_bytes(data, position, nbytes, rest)
+    index = skew + position + rest
+    block = first_block + (index >> 16)
+    weight = _place_weight((index & 0xFFFF).to(tl.uint32))
+    weight *= (_block_factor(block).to(tl.uint64) << 32) + 1
+    _add(sums, word, word.to(tl.uint64) * (weight + _block_term(block)))
+
+
 @triton.jit(do_not_specialize=["nbytes", "first_block", "skew", "per_program"])
 def digest_kernel(  # type: ignore[no-untyped-def]
     data,
@@ -134,13 +147,7 @@ def digest_kernel(  # type: ignore[no-untyped-def]
     _add(sums, plain, weighted)
 
     if not BY_BYTES and tl.program_id(0) + tl.program_id(1) == 0:
-        rest = tl.arange(0, 4)
-        word = _words_of_bytes(data, granule_words, nbytes, rest)
-        index = skew + granule_words + rest
-        block_of = first_block + (index >> 16)
-        weight = _place_weight((index & 0xFFFF).to(tl.uint32))
-        weight *= (_block_factor(block_of).to(tl.uint64) << 32) + 1
-        _add(sums, word, word.to(tl.uint64) * (weight + _block_term(block_of)))
+        _add_tail(data, sums, nbytes, first_block, skew)
 
 
 def triton_sums(flat: Tensor, word_offset: int) -> Tensor:

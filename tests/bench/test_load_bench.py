@@ -11,7 +11,8 @@ import torch
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.bench import checkpoint, loads, pagecache
-from hf_rocm_tune.bench.load_child import LoadSpec, measure
+from hf_rocm_tune.bench.load_child import measure
+from hf_rocm_tune.bench.load_spec import LoadSpec
 from hf_rocm_tune.bench.memory import PeakMemory
 from hf_rocm_tune.errors import CorruptionError, OutOfMemoryError, UsageError
 

@@ -239,9 +239,28 @@ def test_asked_to_stop_it_stops_at_the_first_mismatch(job: Job, tmp_path: Path) 
 # ---- memory that was right ----------------------------------------------------------------------------------
 
 
-def test_a_weight_that_changes_in_memory_is_found_before_anything_is_saved(job: Job, tmp_path: Path) -> None:
+def test_a_weight_that_changed_after_its_verdict_is_loaded_again_and_changes_nothing(job: Job, tmp_path: Path) -> None:
     output = tmp_path / "out"
     result = job.run(output, fault="kind=after,tensor=*q_proj*,stage=weights,count=1", sentinel_every=3)
+    assert result.code == 0, result.stderr[-3000:]
+    assert "all weights are loaded again and the run goes back to the start" in result.stdout
+    job.assert_same_result(output)
+    (incident,) = report_of(output)["incidents"]
+    assert (incident["stage"], incident["outcome"]) == ("frozen", "recovered") and "q_proj" in incident["tensor"]
+
+
+def test_memory_that_fails_at_every_load_ends_the_run(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    result = job.run(output, fault="kind=after,tensor=*q_proj*,stage=weights", sentinel_every=3)
+    assert_stopped(result, output, checkpoints=[])
+    assert result.stdout.count("all weights are loaded again") == 3
+    assert {row["outcome"] for row in report_of(output)["incidents"]} == {"recovered", "stopped"}
+
+
+def test_asked_to_stop_a_weight_that_changes_in_memory_ends_the_run(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    fault = "kind=after,tensor=*q_proj*,stage=weights,count=1"
+    result = job.run(output, fault=fault, sentinel_every=3, on_corruption="stop")
     line = assert_stopped(result, output, checkpoints=[])
     assert "q_proj" in line and "memory" in line
     report = report_of(output)
@@ -275,26 +294,31 @@ def _flip_in_memory(pid: int, wanted: bytes) -> int:
     return flipped
 
 
-def test_a_bit_that_flips_in_memory_during_training_is_found_within_the_period(job: Job, tmp_path: Path) -> None:
+def test_a_bit_that_flips_in_memory_during_training_is_found_and_the_run_goes_back(job: Job, tmp_path: Path) -> None:
+    """Found within the period, loaded again, back to the newest checkpoint: the result is the undisturbed run's."""
     every, name = 3, "model.layers.1.mlp.up_proj.weight"
     with safe_open(Path(job.settings["model_name_or_path"]) / "model.safetensors", framework="pt") as file:
         wanted = file.get_tensor(name).numpy().tobytes()
     output = tmp_path / "out"
-    settings = {**job.settings, "max_steps": 300, "save_steps": 1000, "eval_strategy": "no", "output_dir": output}
-    running = job.server.start(*flags(**settings, sentinel_every=every))
-    while running.printed().count("'loss'") < 2:
+    settings = {**job.settings, "max_steps": 60, "save_steps": 4, "save_total_limit": 2, "eval_strategy": "no"}
+    undisturbed = tmp_path / "undisturbed"
+    assert job.server.run(*flags(**{**settings, "output_dir": undisturbed})).code == 0
+    running = job.server.start(*flags(**{**settings, "output_dir": output}, sentinel_every=every))
+    while running.printed().count("'loss'") < 5:
         assert (ended := running.poll()) is None, ended
     running.kill(signal.SIGSTOP)
     flipped = _flip_in_memory(running.pid, wanted)
     step = running.printed().count("'loss'")
     running.kill(signal.SIGCONT)
     assert flipped > 0
-    line = assert_stopped(running.wait(), output, checkpoints=[])
+    result = running.wait()
+    assert result.code == 0, result.stderr[-3000:]
+    assert "the run goes back to checkpoint-" in result.stdout
     module = name.removesuffix(".weight")
-    assert module in line and "changed in memory" in line
     (incident,) = report_of(output)["incidents"]
-    assert incident["stage"] == "frozen" and module in incident["tensor"]
+    assert incident["stage"] == "frozen" and module in incident["tensor"] and incident["outcome"] == "recovered"
     assert step <= incident["step"] <= step + every + 1  # one step may have been under way
+    assert (output / ADAPTER).read_bytes() == (undisturbed / ADAPTER).read_bytes()
 
 
 # ---- honesty ------------------------------------------------------------------------------------------------

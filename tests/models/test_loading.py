@@ -21,7 +21,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.factory import ModelSource, check_source, load_model
 from hf_rocm_tune.models.loading import host_adapters, initialised_on_device, verified_loading
 from hf_rocm_tune.models.placement import coverage, tensors_of
-from hf_rocm_tune.transfer import FaultSpec, digest
+from hf_rocm_tune.transfer import FaultSpec, Mover, digest
 from tests import tiny
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
