@@ -17,6 +17,7 @@ for _name in [name for name in os.environ if name.startswith(("HF_ROCM_TUNE_", "
     del os.environ[_name]
 os.environ.update(
     HF_HOME=_HOME,
+    XDG_CACHE_HOME=_HOME,
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
     OMP_NUM_THREADS="1",

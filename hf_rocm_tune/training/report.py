@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ from accelerate.utils import gather_object
 
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.transfer import TransferReport
+from hf_rocm_tune.transfer.digest_device import device_method
+from hf_rocm_tune.transfer.digest_host import host_method
 
 if TYPE_CHECKING:
     from hf_rocm_tune.training.mixin import VerifiedTransferMixin
@@ -69,6 +71,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         "verify": trainer.mover.settings.verify,
         "fault_injection": trainer.mover.fault_injection(),
         "device": describe_device(trainer.mover.device),
+        "digest": {"host": asdict(host_method()), "device": asdict(device_method(trainer.mover.device))},
         "ranks": len(everyone),
         "versions": versions(),
         "coverage": {
