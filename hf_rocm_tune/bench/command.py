@@ -107,8 +107,8 @@ def _step_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help=f"its layers {chosen}")
     parser.add_argument("--batch", type=int, help=f"rows of a batch {chosen}")
     parser.add_argument("--seq", type=int, help=f"tokens of a row {chosen}")
-    parser.add_argument("--turns", type=int, default=8, help="stretches of each trainer (default: 8)")
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of a stretch (default: 8)")
+    parser.add_argument("--turns", type=int, default=16, help="stretches of each trainer (default: 16)")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of a stretch (default: 4)")
     sentinel = "as in sft, for the trainers that verify (default: 50)"
     parser.add_argument("--sentinel_every", type=int, default=50, help=sentinel)
 

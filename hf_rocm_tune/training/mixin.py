@@ -4,6 +4,7 @@
 
 is a complete definition, and a user can do the same with a trainer of their own. Batches, evaluation batches, weights,
 adapters and optimizer state pass one door, the :class:`~hf_rocm_tune.transfer.Mover`; Accelerate places nothing.
+Averages of gradients that DistributedDataParallel makes are judged before they are clipped and used.
 
 Covered: everything that the stock trainer, TRL's SFT trainer and PEFT move to the device, through the seams listed in
 :mod:`hf_rocm_tune.upstream`. Not covered: tensors that a data collator or a custom ``compute_loss`` puts on the device

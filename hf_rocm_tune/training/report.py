@@ -120,12 +120,15 @@ def closing_line(report: Mapping[str, Any]) -> str:
     tensors, moved, mismatches, recovered = (
         sum(stage[key] for stage in stages) for key in ("tensors", "bytes", "mismatches", "recovered")
     )
+    averages = report["gradients"]
+    wrong = f" ({averages['mismatches']} wrong, {averages['recovered']} recovered)" if averages["mismatches"] else ""
+    checked = f"{averages['buckets']:,} averages of gradients checked{wrong}, " if report["ranks"] > 1 else ""
     covered = report["coverage"]
     share = 100 * covered["verified_bytes"] / max(covered["device_bytes"], 1)
     fault = " (faults were injected on request)" if report["fault_injection"] else ""
     return (
         f"integrity: {tensors:,} tensors, {_readable(moved)} moved, {share:.4g} % of the bytes on the device verified, "
-        f"{mismatches} mismatches, {recovered} recovered, {report['frozen']['passes']} sentinel passes over "
+        f"{mismatches} mismatches, {recovered} recovered, {checked}{report['frozen']['passes']} sentinel passes over "
         f"{report['frozen']['tensors']} frozen tensors ({report['frozen']['mismatches']} changed), "
         f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification{fault}"
     )

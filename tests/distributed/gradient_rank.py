@@ -120,7 +120,7 @@ def train(case: Case, rank: int) -> dict[str, Any]:
                         loss = model(batch).float().square().mean() / case.window
                         (loss * (torch.nan if rank and step == case.poison else 1)).backward()
                 if case.spoil_copy and rank and check is not None:
-                    check._pending[0].sent[3] += 1
+                    check._pending[0].sent[3] *= 1.0001  # so little that its average would pass
                 if check is not None:
                     check.settle(step=step)
                 nn.utils.clip_grad_norm_(net.parameters(), 0.5)

@@ -126,6 +126,7 @@ def test_through_the_launcher_an_average_that_is_wrong_alike_on_both_ranks_is_ma
     assert launched.returncode == 0, launched.stderr[-3000:]
     _assert_recovered(output, job.clean, mismatches=1)
     assert report_of(output)["fault_injection"]["injected"] == 1
+    assert "averages of gradients checked (2 wrong, 2 recovered)" in launched.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("ranks", ["one", "both"])
