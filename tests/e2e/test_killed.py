@@ -144,26 +144,43 @@ def killed_after(job: Job, output: Path, step: int, number: int = signal.SIGKILL
     return running.wait(30)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_killed_at_random_moments_until_it_is_done(jobs: dict[str, Job], tmp_path: Path, method: str) -> None:
-    job, output, chance = jobs[method], tmp_path / "out", random.Random(20)
-    whole = time.monotonic()
-    job.finish(tmp_path / "timed")
-    whole = time.monotonic() - whole
-    endings = []
-    for _ in range(6):
+def killed_until_done(job: Job, output: Path, chance: random.Random, whole: float) -> int:
+    """Starts the command again and again, kills it at random moments, and lets the last start finish.
+
+    Returns:
+        The number of kills; 0 when it was done before the first one.
+    """
+    kills = 0
+    while kills < 6:
         running = job.start(output)
         result = running.poll(chance.uniform(0.25, 0.95) * whole)
-        if result is None:
-            running.kill()
-            result = running.wait(30)
-        endings.append(result.code)
-        if result.code == 0:
-            break
-    assert endings[0] == -signal.SIGKILL
-    assert set(endings) <= {0, -signal.SIGKILL}
+        if result is not None:
+            assert result.code == 0, result.stderr[-2000:]
+            return kills
+        running.kill()
+        assert running.wait(30).code == -signal.SIGKILL
+        kills += 1
     job.finish(output)
-    assert_same_result(job, output)
+    return kills
+
+
+@pytest.mark.parametrize("wanted", [2, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", METHODS)
+def test_killed_at_random_moments_until_it_is_done(
+    jobs: dict[str, Job], tmp_path: Path, method: str, wanted: int
+) -> None:
+    job, chance = jobs[method], random.Random(20)
+    started = time.monotonic()
+    job.finish(tmp_path / "timed")
+    whole = time.monotonic() - started
+    kills = rounds = 0
+    while kills < wanted:
+        output = tmp_path / f"out-{rounds}"
+        rounds += 1
+        now = killed_until_done(job, output, chance, whole)
+        whole = whole if now else whole / 2  # it is faster than when it was timed
+        kills += now
+        assert_same_result(job, output)
 
 
 @pytest.mark.parametrize("limit", [1, 2])
