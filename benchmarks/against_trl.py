@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 OURS = ("verify", "on_corruption", "consent_unverified", "sentinel_every", "overwrite_output_dir", "eval_split_size")
-OURS += ("early_stopping_patience", "early_stopping_threshold")
+OURS += ("early_stopping_patience", "early_stopping_threshold", "compare_optimizer_every", "prefetch_batches")
 
 
 def main() -> None:

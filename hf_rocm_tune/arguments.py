@@ -47,6 +47,17 @@ class TuneArguments:
         default=50,
         metadata={"help": "Steps between two looks at weights that must not change. 0 turns the looks off."},
     )
+    compare_optimizer_every: int = field(
+        default=0,
+        metadata={"help": "Steps between two comparisons of the optimizer's state over all ranks. 0 for never."},
+    )
+    prefetch_batches: int = field(
+        default=1,
+        metadata={
+            "help": "Batches beyond the one in use that may be on their way to the device; above 1 counts with gradient "
+            "accumulation. 0 moves each batch when it is used."
+        },
+    )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Use an output directory that holds another run; its files are replaced."}
     )
@@ -70,8 +81,9 @@ class TuneArguments:
         size = self.eval_split_size
         if size is not None and not (0 < size < 1 or (size >= 1 and size == int(size))):
             raise ValueError(f"--eval_split_size must be a share between 0 and 1 or a number of rows, got {size}")
-        if self.sentinel_every < 0:
-            raise ValueError(f"--sentinel_every must be 0 (off) or more, got {self.sentinel_every}")
+        for name in ("sentinel_every", "compare_optimizer_every", "prefetch_batches"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name} must be 0 (off) or more, got {getattr(self, name)}")
         if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
             raise ValueError(f"--early_stopping_patience must be 1 or more, got {self.early_stopping_patience}")
         if self.early_stopping_threshold < 0:

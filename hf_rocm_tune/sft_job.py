@@ -216,6 +216,8 @@ def _trainer(job: _Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
             callbacks=callbacks,
             mover=job.mover,
             sentinel_every=tune.sentinel_every,
+            prefetch_batches=tune.prefetch_batches,
+            compare_optimizer_every=tune.compare_optimizer_every,
             consent_unverified=tune.consent_unverified,
         )
     trainer.run_id = job.plan.run_id

@@ -138,6 +138,14 @@ SEAMS: tuple[Seam, ...] = (
         checked=_TRANSFORMERS,
     ),
     Seam(
+        name="accumulation_window",
+        module=_TRAINER,
+        attribute="Trainer.get_batch_samples",
+        parameters=("self", "epoch_iterator", "num_batches", "device"),
+        why="reads a whole accumulation window: how many of its batches are on their way at once is decided here",
+        checked=_TRANSFORMERS,
+    ),
+    Seam(
         name="count_items",
         module=_TRAINER,
         attribute="Trainer._get_num_items_in_batch",

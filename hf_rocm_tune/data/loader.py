@@ -10,7 +10,8 @@ of each batch as it is read, so the copy and the digest of batch N+1 run while b
 further ahead than stock (which would break the count of the last batch). ``DataLoaderDispatcher`` transfers through
 ``accelerate.data_loader.send_to_device`` and slices afterwards: there the transfer is verified on the spot.
 
-Batches are handed out with the transfer still in flight: :meth:`hf_rocm_tune.transfer.Mover.settle` gives the verdict
+Batches are handed out with the transfer still in flight, or as host tensors where there is no room for them yet:
+:meth:`hf_rocm_tune.transfer.Mover.settle` gives the verdict
 and must come before any use.
 """
 
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
 from hf_rocm_tune import upstream
+from hf_rocm_tune.data.prefetch import Prefetch
 from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,16 +33,16 @@ if TYPE_CHECKING:
 
     from hf_rocm_tune.transfer import Mover
 
-_MOVER = "_hf_rocm_tune_mover"
+_PREFETCH = "_hf_rocm_tune_prefetch"
 _ACTIVE: ContextVar[Mover | None] = ContextVar("hf_rocm_tune_active_mover", default=None)
 
 
-def verify_loader(loader: DataLoader[Any], mover: Mover) -> DataLoader[Any]:
+def verify_loader(loader: DataLoader[Any], prefetch: Prefetch) -> DataLoader[Any]:
     """Makes a prepared loader send its batches through the mover.
 
     Args:
         loader: what ``Accelerator.prepare`` returned, or a plain ``DataLoader``.
-        mover: the one door to the device.
+        prefetch: the one door to the device, and how many batches may be on their way through it.
 
     Returns:
         An instance of a subclass of the loader's own class that shares its state. A loader that already is one is
@@ -50,24 +52,24 @@ def verify_loader(loader: DataLoader[Any], mover: Mover) -> DataLoader[Any]:
         UsageError: batches that rank 0 reads and broadcasts (``dispatch_batches=true`` with several processes) cannot
             be verified where they arrive.
     """
-    if _MOVER in vars(loader):
+    if _PREFETCH in vars(loader):
         return loader
     upstream.replace_for_good("skip_first_batches", _skip_first_batches)
     if isinstance(loader, DataLoaderDispatcher):
-        if loader.state.num_processes > 1 and mover.settings.verify == "full":
+        if loader.state.num_processes > 1 and prefetch.mover.settings.verify == "full":
             raise UsageError(
                 "batches that rank 0 reads and broadcasts cannot be verified on the other ranks: set "
                 "--accelerator_config '{\"dispatch_batches\": false}', or choose --verify sample or off"
             )
         upstream.replace_for_good("send_to_device", _send_to_device)
-        return _adopt(loader, _VerifiedDispatcher, mover)
+        return _adopt(loader, _VerifiedDispatcher, prefetch)
     if isinstance(loader, DataLoaderShard):
         upstream.resolve("shard_iteration")
-        verified = _adopt(loader, _VerifiedShard, mover)
+        verified = _adopt(loader, _VerifiedShard, prefetch)
         verified.device = None
-        verified.base_dataloader = _feed(loader.base_dataloader, mover)
+        verified.base_dataloader = _feed(loader.base_dataloader, prefetch)
         return verified
-    return _feed(loader, mover)
+    return _feed(loader, prefetch)
 
 
 class _VerifiedShard(DataLoaderShard):
@@ -86,7 +88,7 @@ class _VerifiedDispatcher(DataLoaderDispatcher):
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()
         while True:
-            token = _ACTIVE.set(vars(self)[_MOVER])
+            token = _ACTIVE.set(vars(self)[_PREFETCH].mover)
             try:
                 batch = next(batches)
             except StopIteration:
@@ -98,13 +100,13 @@ class _VerifiedDispatcher(DataLoaderDispatcher):
 
 @cache
 def _feeding(stock: Any) -> Any:
-    """Subclass of a loader class that starts the transfer of each batch as it is read."""
+    """Subclass of a loader class that hands each batch that it reads to the prefetch."""
 
     class Feeding(stock):
         def __iter__(self) -> Iterator[Any]:
-            mover = vars(self)[_MOVER]
+            prefetch = vars(self)[_PREFETCH]
             for batch in super().__iter__():
-                yield mover.begin(batch)
+                yield prefetch.read(batch)
 
         def __reduce__(self) -> Any:
             return _as_stock(self, stock).__reduce_ex__(2)
@@ -113,26 +115,26 @@ def _feeding(stock: Any) -> Any:
     return Feeding
 
 
-def _feed(loader: Any, mover: Mover) -> Any:
+def _feed(loader: Any, prefetch: Prefetch) -> Any:
     # The mover's ring is the pinned memory; pinning in the loader would allocate and copy once more per batch.
     vars(loader)["pin_memory"] = False
     stock: Any = type(loader)
-    return _adopt(loader, _feeding(stock), mover)
+    return _adopt(loader, _feeding(stock), prefetch)
 
 
-def _adopt(loader: Any, subclass: Any, mover: Mover) -> Any:
+def _adopt(loader: Any, subclass: Any, prefetch: Prefetch) -> Any:
     adopted = subclass.__new__(subclass)
     adopted.__dict__ = loader.__dict__
-    adopted.__dict__[_MOVER] = mover
+    adopted.__dict__[_PREFETCH] = prefetch
     return adopted
 
 
 def _as_stock(loader: Any, stock: Any) -> Any:
     # A copy cannot take the mover along: it is a stock loader, and the guard in `_prepare_inputs` verifies its batches.
     plain = stock.__new__(stock)
-    plain.__dict__.update((name, value) for name, value in vars(loader).items() if name != _MOVER)
+    plain.__dict__.update((name, value) for name, value in vars(loader).items() if name != _PREFETCH)
     base: Any = vars(plain).get("base_dataloader")
-    if base is not None and _MOVER in vars(base):
+    if base is not None and _PREFETCH in vars(base):
         plain.base_dataloader = _as_stock(base, type(base).__base__)
     return plain
 
@@ -140,8 +142,8 @@ def _as_stock(loader: Any, stock: Any) -> Any:
 def _skip_first_batches(stock: Callable[..., Any]) -> Callable[..., Any]:
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         skipped = stock(dataloader, num_batches)
-        mover = getattr(dataloader, "__dict__", {}).get(_MOVER)
-        return skipped if mover is None else verify_loader(skipped, mover)
+        prefetch = getattr(dataloader, "__dict__", {}).get(_PREFETCH)
+        return skipped if prefetch is None else verify_loader(skipped, prefetch)
 
     return skip_first_batches
 

@@ -1,9 +1,10 @@
-"""Trainer callbacks: frozen weights and replicas looked at while a run lasts."""
+"""Trainer callbacks: frozen weights, replicas and, on request, optimizer state looked at while a run lasts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainerCallback
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor, nn
+    from torch.optim import Optimizer
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from hf_rocm_tune.transfer import Digest, TransferReport
@@ -30,6 +32,8 @@ class SentinelCallback(TrainerCallback):
         model: whose tensors that do not require gradients are watched.
         report: counts passes and mismatches.
         every: steps in which each tensor is checked once; 0 for never, not before a save either.
+        compare_optimizer_every: steps between two comparisons of all of the optimizer's state over all ranks; 0 for
+            never.
         arrived_with: the digest that a tensor had when it was loaded, or None where that is not known.
 
     Raises:
@@ -42,11 +46,13 @@ class SentinelCallback(TrainerCallback):
         report: TransferReport,
         *,
         every: int,
+        compare_optimizer_every: int = 0,
         arrived_with: Callable[[Tensor], Digest | None] = lambda _: None,
     ) -> None:
         self._model = model
         self._report = report
         self._every = every
+        self._compare_optimizer_every = compare_optimizer_every
         self._arrived_with = arrived_with
         self._sentinel: FrozenSentinel | None = None
 
@@ -58,13 +64,15 @@ class SentinelCallback(TrainerCallback):
             )
             self._judge(self._sentinel.changed_at_start, "between the load and the first step", state.global_step)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Checks the next slice, and the replicas when it is time."""
-        if self._sentinel is None:
-            return
-        self._judge(self._sentinel.check_slice(), f"after step {state.global_step}", state.global_step)
-        if state.global_step % self._every == 0:
-            self.check_replicas(self._trainable(), f"at step {state.global_step}")
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Checks the next slice, and the replicas and the optimizer's state when it is time."""
+        step = state.global_step
+        if self._sentinel is not None:
+            self._judge(self._sentinel.check_slice(), f"after step {step}", step)
+            if step % self._every == 0:
+                self.check_replicas(self._trainable(), f"at step {step}")
+        if self._compare_optimizer_every > 0 and step % self._compare_optimizer_every == 0:
+            self.check_replicas(self._optimizer_state(more["optimizer"]), f"at step {step}")
 
     def check_all(self, step: int) -> None:
         """Checks every frozen tensor; called before a save."""
@@ -87,6 +95,13 @@ class SentinelCallback(TrainerCallback):
 
     def _trainable(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in tensors_of(self._model) if tensor.requires_grad)
+
+    def _optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """Every state tensor, called after its parameter: "<parameter>/exp_avg"."""
+        for parameter_name, parameter in self._trainable():
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if torch.is_tensor(value):
+                    yield f"{parameter_name}/{name}", value
 
     def _frozen(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in tensors_of(self._model) if not tensor.requires_grad)

@@ -14,7 +14,7 @@ by itself (refused under ``verify="full"``), and weights that were on the device
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import verify_loader
+from hf_rocm_tune.data.prefetch import Prefetch
 from hf_rocm_tune.distributed.gradients import GradientCheck, watch
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.attest import attest
@@ -49,6 +50,8 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
             made, and a model that is already on an accelerator counts as unverified.
         transfer_settings: how to verify, when no mover is given.
         sentinel_every: steps in which each frozen tensor is looked at once; 0 for never. Before a save all are.
+        prefetch_batches: batches beyond the one in use that may be on their way to the device; 0: none, no overlap.
+        compare_optimizer_every: steps between two comparisons of the optimizer's state over all ranks; 0 for never.
         consent_unverified: train although ``verify="full"`` did not reach every byte.
 
     Raises:
@@ -64,6 +67,8 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         mover: Mover | None = None,
         transfer_settings: TransferSettings | None = None,
         sentinel_every: int = 50,
+        prefetch_batches: int = 1,
+        compare_optimizer_every: int = 0,
         consent_unverified: bool = False,
         **keywords: Any,
     ) -> None:
@@ -71,6 +76,8 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         args = keywords.get("args", arguments[1] if len(arguments) > 1 else None)
         self.mover = mover or _new_mover(args, transfer_settings)
         self.transfer_report: TransferReport = self.mover.report
+        self._prefetch_batches = prefetch_batches
+        self._training_prefetch = Prefetch(self.mover, prefetch_batches)
         self._consent_unverified = consent_unverified
         if args is not None:
             args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
@@ -89,7 +96,11 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
             mark_rewritten(self.model, self.mover)
         self._place(self.model)
         self._sentinel = SentinelCallback(
-            self.model, self.transfer_report, every=sentinel_every, arrived_with=self.mover.digest_of
+            self.model,
+            self.transfer_report,
+            every=sentinel_every,
+            compare_optimizer_every=compare_optimizer_every,
+            arrived_with=self.mover.digest_of,
         )
         self.add_callback(self._sentinel)
 
@@ -144,11 +155,21 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
     # ---- batches --------------------------------------------------------------------------------------------
 
     def _get_dataloader(self, *arguments: Any, **keywords: Any) -> DataLoader[Any]:
-        loader = verify_loader(super()._get_dataloader(*arguments, **keywords), self.mover)
+        prefetch = Prefetch(self.mover, self._prefetch_batches)
+        loader = verify_loader(super()._get_dataloader(*arguments, **keywords), prefetch)
+        if keywords.get("is_training"):
+            self._training_prefetch = prefetch
         key = keywords.get("dataloader_key")
         if key is not None and self.args.dataloader_persistent_workers:
             self._eval_dataloaders[key] = loader  # filled inside with the stock object
         return loader
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """As upstream; the window is then a list that begins transfers as it is iterated."""
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return self._training_prefetch.window(batches), count
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Any:
         """Counts label tokens on the host source: the device's copies have no verdict yet."""

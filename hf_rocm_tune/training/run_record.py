@@ -43,6 +43,8 @@ IGNORED = frozenset(
         "skip_memory_metrics",
         "push_to_hub",
         "on_corruption",
+        "prefetch_batches",
+        "compare_optimizer_every",
         "save_strategy",
         "save_steps",
         "save_total_limit",

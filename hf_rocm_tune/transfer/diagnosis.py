@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -96,10 +97,13 @@ class Examiner:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._recent: deque[Tensor] = deque(maxlen=32)
+        self._lock = threading.Lock()  # other threads send and remember while one looks at what went wrong
 
     def remember(self, shipment: Shipment) -> None:
         """Keep up to 64 KiB of each tensor of a shipment that arrived right."""
-        self._recent.extend(_head(parcel) for parcel in shipment.parcels if parcel.nbytes)
+        heads = [_head(parcel) for parcel in shipment.parcels if parcel.nbytes]
+        with self._lock:
+            self._recent.extend(heads)
 
     def differences(self, shipment: Shipment, buffer: Tensor) -> list[tuple[Parcel, Difference]]:
         """The tensors that are wrong in device memory. Never empty: if all is right now, it arrived late."""
@@ -143,7 +147,9 @@ class Examiner:
         if bool((found == POISON).all()):
             return "poison"
         siblings = (_head(other) for other in shipment.parcels if other is not parcel)
-        for head in itertools.chain(self._recent, siblings):
+        with self._lock:
+            recent = list(self._recent)
+        for head in itertools.chain(recent, siblings):
             earlier = head[first : first + found.numel()]
             if earlier.numel() >= 8 and torch.equal(earlier, found[: earlier.numel()]):
                 return "stale"

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hf_rocm_tune.data.loader import verify_loader
+from hf_rocm_tune.data.prefetch import Prefetch
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, tree_tensors
 
@@ -79,7 +80,7 @@ def prepare() -> Prepare:
         loader = DataLoader(dataset, **{"batch_size": 3, **shuffle, **options})
         prepared = accelerator.prepare(loader)
         prepared.accelerator = accelerator
-        return prepared if mover is None else verify_loader(prepared, mover)
+        return prepared if mover is None else verify_loader(prepared, Prefetch(mover))
 
     return make
 
@@ -104,8 +105,9 @@ def seen(loader: Any, *, epochs: int = 1) -> list[Any]:
 
 def settle(loader: Any, batch: Any) -> None:
     """Waits for the verdict as the trainer does, and insists on one."""
-    mover = vars(loader).get("_hf_rocm_tune_mover")
-    if mover is not None:
+    prefetch = vars(loader).get("_hf_rocm_tune_prefetch")
+    if prefetch is not None:
+        mover = prefetch.mover
         mover.settle(batch)
         assert all(mover.was_verified(tensor) for tensor in tree_tensors(batch))
 
@@ -150,7 +152,7 @@ def test_any_size_any_batch_any_resumption(
             accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
             torch.manual_seed(5)
             loader = accelerator.prepare(DataLoader(Rows(size), batch_size=batch, shuffle=True, drop_last=drop_last))
-            loader = loader if chosen is None else verify_loader(loader, chosen)
+            loader = loader if chosen is None else verify_loader(loader, Prefetch(chosen))
             steps = min(skipped, len(loader) - 1)
             resumed = transformers.trainer.skip_first_batches(loader, steps)
             found.append([seen(loader), seen(resumed), len(loader), len(resumed)])
@@ -179,8 +181,8 @@ def test_a_resumed_loader_is_verified_and_starts_where_stock_does(prepare: Prepa
     for dataset, dispatch in ((Rows(10), False), (Rows(10), True), (Stream(10), True), (Stream(10), False)):
         loaders = [prepare(copy.deepcopy(dataset), chosen, dispatch=dispatch) for chosen in (None, mover)]
         stock, ours = [transformers.trainer.skip_first_batches(loader, 2) for loader in loaders]
-        assert "_hf_rocm_tune_mover" in vars(ours)
-        assert "_hf_rocm_tune_mover" not in vars(stock)
+        assert "_hf_rocm_tune_prefetch" in vars(ours)
+        assert "_hf_rocm_tune_prefetch" not in vars(stock)
         assert seen(ours) == seen(stock)
         again = transformers.trainer.skip_first_batches(ours, 1)
         assert seen(again) == seen(transformers.trainer.skip_first_batches(stock, 1))
@@ -256,10 +258,10 @@ def test_an_exception_in_the_dataset_comes_through_at_the_same_batch(
 def test_it_is_of_its_own_class_and_shares_its_state(prepare: Prepare, mover: Mover) -> None:
     for dispatch, kind in ((False, DataLoaderShard), (True, DataLoaderDispatcher)):
         stock = prepare(Rows(4), dispatch=dispatch)
-        ours = verify_loader(stock, mover)
+        ours = verify_loader(stock, Prefetch(mover))
         assert isinstance(ours, kind) and isinstance(ours, DataLoader)
         assert vars(ours) is vars(stock)
-        assert verify_loader(ours, mover) is ours
+        assert verify_loader(ours, Prefetch(mover)) is ours
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
@@ -281,7 +283,7 @@ def test_a_copy_of_a_loader_is_a_stock_loader_with_the_same_batches(
 def test_a_plain_loader_and_its_resumed_one_are_verified_too(mover: Mover) -> None:
     stock = DataLoader(Rows(7), batch_size=2)
     expected = [batch["row"].tolist() for batch in stock]
-    ours = verify_loader(DataLoader(Rows(7), batch_size=2), mover)
+    ours = verify_loader(DataLoader(Rows(7), batch_size=2), Prefetch(mover))
     for start, loader in ((0, ours), (1, transformers.trainer.skip_first_batches(ours, 1))):
         rows = []
         for batch in loader:
@@ -311,7 +313,7 @@ def test_harmed_batches_arrive_right(prepare: Prepare, dispatch: bool, kind: str
 
 
 def test_the_dispatchers_of_others_are_not_touched(prepare: Prepare, mover: Mover) -> None:
-    verify_loader(prepare(Rows(4), dispatch=True), mover)
+    verify_loader(prepare(Rows(4), dispatch=True), Prefetch(mover))
     before = mover.report.to_dict()["batches"]["tensors"]
     assert len(seen(prepare(Rows(4), dispatch=True))) == 3
     assert mover.report.to_dict()["batches"]["tensors"] == before
@@ -324,9 +326,9 @@ def test_dispatching_to_several_processes_is_refused(
     loader = prepare(Rows(4), dispatch=True)
     monkeypatch.setitem(loader.state.__dict__, "num_processes", 2)
     with pytest.raises(UsageError, match="dispatch_batches"):
-        verify_loader(loader, mover)
+        verify_loader(loader, Prefetch(mover))
     with Mover(CPU, settings=TransferSettings(verify="off")) as unverified:
-        verify_loader(loader, unverified)
+        verify_loader(loader, Prefetch(unverified))
 
 
 def test_no_loader_pins_memory_of_its_own(prepare: Prepare, mover: Mover) -> None:

@@ -118,7 +118,9 @@ def test_a_fault_on_the_way_is_recovered_and_changes_nothing(job: Job, tmp_path:
     job.assert_same_result(output)
     report = report_of(output)
     assert_recovered(report, kind)
-    assert report["weights"]["mismatches"] > 0 and report["batches"]["mismatches"] > 0
+    assert report["batches"]["mismatches"] > 0
+    # several threads load weights: the copy of one may land the late bytes of another before their digest is taken
+    assert report["weights"]["mismatches"] > 0 or kind == "late"
     assert "faults are injected on request" in result.stdout
     assert "(faults were injected on request)" in result.stdout.splitlines()[-1]
 

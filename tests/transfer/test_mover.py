@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.transfer import Mover, TransferSettings, digest, tree_tensors, was_verified
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest, tree_tensors, was_verified
 
 from .test_digest import DTYPES
 
@@ -238,3 +239,13 @@ def test_a_clean_soak_raises_no_alarm() -> None:
         assert batches["mismatches"] == 0
         assert batches["verified_bytes"] == batches["bytes"] == sum(sizes)
         assert len(mover._registry) <= 1
+
+
+def test_many_threads_recover_while_others_send() -> None:
+    """What is remembered for the diagnosis is read by one thread while others add to it."""
+    faults = FaultSpec.parse("kind=flip,rate=0.5,seed=5")
+    with Mover(torch.device("cpu"), faults=faults) as mover, ThreadPoolExecutor(8) as pool:
+        sources = [torch.arange(number, number + 300) for number in range(600)]
+        moved = list(pool.map(lambda source: mover.move(source, name="w"), sources))
+    assert all(torch.equal(a, b) for a, b in zip(moved, sources, strict=True))
+    assert mover.report.to_dict()["weights"]["recovered"] > 100
