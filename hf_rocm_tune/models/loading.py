@@ -3,7 +3,7 @@
 ``transformers`` reads every weight of ``from_pretrained`` in one function, in several threads, quantised models too
 (bitsandbytes quantises what comes out of it). Inside :func:`verified_loading` that function sends the tensor through
 the mover: read from the file on the host, digested there, copied through the ring, digested on the device. Casts are
-made on the device from the verified tensor.
+made on the device from the verified tensor, and compared with the CPU's on a sample.
 
 What no file holds (missing keys, rotary tables, other buffers) is initialised on the host and moved by
 :func:`hf_rocm_tune.models.placement.place`.
@@ -22,6 +22,7 @@ import torch
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.casts import cast_verified
 from hf_rocm_tune.models.placement import mark_loaded
 
 if TYPE_CHECKING:
@@ -83,12 +84,12 @@ def _materialize(stock: Callable[..., Any], mover: Mover, names: dict[int, str])
         if device is None or not _same_device(torch.device(device), mover.device):
             loaded: torch.Tensor = stock(tensor, device, dtype)
             return loaded
-        moved = mover.move(tensor[...], name=names.get(id(tensor), "a checkpoint tensor"), stage="weights")
+        source = tensor[...]
+        name = names.get(id(tensor), "a checkpoint tensor")
+        moved = mover.move(source, name=name, stage="weights")
         if dtype is None or dtype == moved.dtype:
             return moved
-        cast = moved.to(dtype=dtype)
-        mover.mark_derived(cast, "cast on the device")
-        return cast
+        return cast_verified(moved, source, dtype, name=name, mover=mover)
 
     return materialize
 

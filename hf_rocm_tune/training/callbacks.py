@@ -98,10 +98,10 @@ class SentinelCallback(TrainerCallback):
 
     def _optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         """Every state tensor, called after its parameter: "<parameter>/exp_avg"."""
-        for parameter_name, parameter in self._trainable():
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if torch.is_tensor(value):
-                    yield f"{parameter_name}/{name}", value
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        for number, (parameter, state) in enumerate(optimizer.state.items()):
+            owner = names.get(id(parameter), f"parameter {number}")
+            yield from ((f"{owner}/{name}", value) for name, value in state.items() if torch.is_tensor(value))
 
     def _frozen(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in tensors_of(self._model) if not tensor.requires_grad)

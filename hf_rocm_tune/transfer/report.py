@@ -9,6 +9,7 @@ from typing import Any
 STAGES = ("weights", "batches", "adapter", "optimizer")
 """What crosses: model weights, training and evaluation batches, adapter weights, optimizer state."""
 _SUMMED: dict[str, tuple[str, ...]] = {
+    "casts": ("checked", "mismatches", "recovered"),
     "gradients": ("buckets", "mismatches", "recovered"),
     "frozen": ("passes", "tensors", "mismatches"),
     "replicas": ("checks", "mismatches"),
@@ -52,7 +53,7 @@ class TransferReport:
                 counters[key] += value
 
     def count(self, section: str, **increments: int) -> None:
-        """Add to ``gradients``, ``frozen``, ``replicas`` or ``files``."""
+        """Add to ``casts`` (of weights), ``gradients``, ``frozen``, ``replicas`` or ``files``."""
         with self._lock:
             counters = self._sections[section]
             for key, value in increments.items():

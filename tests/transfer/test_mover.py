@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -243,9 +244,14 @@ def test_a_clean_soak_raises_no_alarm() -> None:
 
 def test_many_threads_recover_while_others_send() -> None:
     """What is remembered for the diagnosis is read by one thread while others add to it."""
-    faults = FaultSpec.parse("kind=flip,rate=0.5,seed=5")
-    with Mover(torch.device("cpu"), faults=faults) as mover, ThreadPoolExecutor(8) as pool:
-        sources = [torch.arange(number, number + 300) for number in range(600)]
-        moved = list(pool.map(lambda source: mover.move(source, name="w"), sources))
+    faults = FaultSpec.parse("kind=swap,rate=0.5,seed=5")
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns within a loop, as they may at any time
+    try:
+        with Mover(torch.device("cpu"), faults=faults) as mover, ThreadPoolExecutor(8) as pool:
+            sources = [torch.arange(number, number + 300) for number in range(600)]
+            moved = list(pool.map(lambda source: mover.move(source, name="w"), sources))
+    finally:
+        sys.setswitchinterval(usual)
     assert all(torch.equal(a, b) for a, b in zip(moved, sources, strict=True))
     assert mover.report.to_dict()["weights"]["recovered"] > 100
