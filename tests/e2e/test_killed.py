@@ -154,11 +154,12 @@ def killed_until_done(job: Job, output: Path, chance: random.Random, whole: floa
     while kills < 6:
         running = job.start(output)
         result = running.poll(chance.uniform(0.25, 0.95) * whole)
-        if result is not None:
+        if result is None:
+            running.kill()
+            result = running.wait(30)
+        if result.code != -signal.SIGKILL:  # done, perhaps just before the kill
             assert result.code == 0, result.stderr[-2000:]
             return kills
-        running.kill()
-        assert running.wait(30).code == -signal.SIGKILL
         kills += 1
     job.finish(output)
     return kills
