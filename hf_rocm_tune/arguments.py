@@ -54,8 +54,8 @@ class TuneArguments:
     prefetch_batches: int = field(
         default=1,
         metadata={
-            "help": "Batches beyond the one in use that may be on their way to the device; above 1 counts with gradient "
-            "accumulation. 0 moves each batch when it is used."
+            "help": "Batches beyond the one in use that may be on their way to the device; above 1 it counts within "
+            "an accumulation window only. 0 moves each batch when it is used."
         },
     )
     overwrite_output_dir: bool = field(

@@ -268,6 +268,8 @@ def test_eval_split_size_is_a_share_or_a_number(size: str, rows: float | None, b
         (["--warmup_steps", "-1"], ["--warmup_steps"]),
         (["--eval_split_size", "1.5"], ["--eval_split_size", "1.5"]),
         (["--sentinel_every", "-1"], ["--sentinel_every"]),
+        (["--compare_optimizer_every", "-1"], ["--compare_optimizer_every"]),
+        (["--prefetch_batches", "-1"], ["--prefetch_batches"]),
         (["--early_stopping_patience", "0"], ["--early_stopping_patience"]),
         (["--model_init_kwargs", "{broken"], []),
         (["--load_best_model_at_end"], ["--load_best_model_at_end"]),

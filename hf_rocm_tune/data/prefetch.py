@@ -56,18 +56,19 @@ class Prefetch:
         begun, self._begun = self._begun, None
         if begun is not None and batches and batches[0] is begun[0]:
             batches[0] = begun[1]
+        if batches and batches[-1] is self._waiting:
+            self._waiting = None  # nothing was read beyond the window
         return Window(self, batches)
 
     def begin_ahead(self, window: list[Any], number: int) -> None:
         """Before batch `number` of a window is handed out: begins it and those that may be under way beside it."""
-        stop = number + 1 + self._batches
         if self._batches == 0:
             return
+        stop = number + 1 + self._batches
         for later in range(number, min(stop, len(window))):
             window[later] = self._begin(window[later])
-        beyond = self._waiting
-        if stop > len(window) and beyond is not None and beyond is not window[-1]:
-            self._begun, self._waiting = (beyond, self._begin(beyond)), None
+        if stop > len(window) and self._waiting is not None:
+            self._begun, self._waiting = (self._waiting, self._begin(self._waiting)), None
 
     def _begin(self, batch: Any) -> Any:
         first = next(tree_tensors(batch), None)

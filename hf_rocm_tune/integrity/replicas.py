@@ -50,6 +50,6 @@ def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
         named = ", ".join(f"{name} (ranks {ranks})" for name, ranks in list(differing.items())[:_NAMED])
         more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
         raise CorruptionError(
-            f"{when}: ranks hold other bits than rank 0 in {named}{more}: the run stops here, nothing more is trained on them"
+            f"{when}: ranks hold other bits than rank 0 in {named}{more}: nothing more is trained on them"
         )
     return len(mine)

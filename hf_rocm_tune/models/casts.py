@@ -63,7 +63,7 @@ def _judge_again(cast: Tensor, expected: Tensor, pair: str, name: str, mover: Mo
     mover.report.incident(row)
     if not right:
         raise CorruptionError(
-            f"weights tensor '{name}': {mover.device} casts {pair.replace('torch.', '')} wrongly, twice, while its bytes "
+            f"weights tensor '{name}': {mover.device} casts {pair.replace('torch.', '')} wrongly, twice, but its bytes "
             "arrived right: arithmetic, not transfer. Nothing of it was used; run hf-rocm-tune drill --full"
         )
     mover.report.count("casts", recovered=1)

@@ -108,8 +108,8 @@ def load_model(source: ModelSource, mover: Mover) -> tuple[PreTrainedModel, floa
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise UsageError(
-            f"model {source.name}: its weight files lack {len(missing)} tensors, {missing[0]} first, which would be made "
-            "up at random: download or copy it again, or give the model that this configuration belongs to"
+            f"model {source.name}: its weight files lack {len(missing)} tensors, {missing[0]} first, which would be "
+            "made up at random: download or copy it again, or give the model that this configuration belongs to"
         )
     place(model, mover)
     verify_tables(model)

@@ -237,6 +237,12 @@ class StockResume(VerifiedSFTTrainer):
     _load_from_checkpoint = SFTTrainer._load_from_checkpoint
 
 
+class StockWindows(VerifiedSFTTrainer):
+    """Accumulation windows are used as they are read."""
+
+    get_batch_samples = SFTTrainer.get_batch_samples
+
+
 def test_the_census_sees_batches_that_are_used_before_their_verdict(run: Callable[..., Census]) -> None:
     assert "an input of forward has no verdict" in run(StockInputs).found
 
@@ -255,7 +261,7 @@ def test_the_census_sees_the_loader_of_a_resumed_epoch(
     run()
     monkeypatch.setattr(verified_loaders, "_skip_first_batches", unverified)
     monkeypatch.setattr(transformers.trainer, "skip_first_batches", getattr(patched, "__wrapped__", patched))
-    assert run(resume=True).found == {"a batch reached the guard unknown to the mover"}
+    assert run(StockWindows, resume=True).found == {"a batch reached the guard unknown to the mover"}
 
 
 def test_the_census_sees_a_model_that_accelerate_places(run: Callable[..., Census]) -> None:

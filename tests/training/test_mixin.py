@@ -134,6 +134,20 @@ def test_every_batch_is_verified_before_forward_and_training_is_as_without(make:
     assert batches["bytes"] == batches["verified_bytes"] > 0
 
 
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_however_many_batches_are_on_their_way_training_is_as_without(make: Make, depth: int) -> None:
+    options: dict[str, Any] = {"gradient_accumulation_steps": 4, "eval_strategy": "steps", "eval_steps": 1}
+    verified = make(extra={"prefetch_batches": depth}, **options)
+    with judged(verified) as verdicts:
+        verified.train()
+    assert all(verdicts)
+    plain = make(Trainer, **options)
+    plain.train()
+    assert losses(verified) == losses(plain)
+    adapters = [{n: p for n, p in t.model.named_parameters() if p.requires_grad} for t in (verified, plain)]
+    assert all(torch.equal(adapters[0][name], tensor) for name, tensor in adapters[1].items())
+
+
 @pytest.mark.parametrize(("ours", "stock"), [(VerifiedPlain, Trainer), (VerifiedSFT, SFTTrainer)])
 def test_evaluate_alone_is_verified_and_gives_the_stock_loss(make: Make, ours: Any, stock: Any) -> None:
     verified, plain = make(ours), make(stock)

@@ -1,0 +1,81 @@
+"""Ranks that drift apart during a real run of two processes: all stop, naming what differs.
+
+One rank's optimizer state is harmed in memory after a resume, when every digest of its transfer has been taken. From
+then on its steps differ from the other rank's, although the averaged gradients are the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.e2e.command import CommandServer, Result
+from tests.e2e.conftest import flags, report_of
+from tests.e2e.test_gradients import ADAPTER, Job
+
+HARM = "kind=after,stage=optimizer,tensor=*exp_avg,count=1"
+
+
+@pytest.fixture(scope="module")
+def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Job:
+    """An undisturbed run with a checkpoint after its second of four steps."""
+    root = scratch / "replicas"
+    argv = flags(
+        model_name_or_path=model_of("llama3"),
+        dataset_name=tiny.write_dataset_dir(root / "data", train=24, test=4),
+        max_steps=4,
+        per_device_train_batch_size=1,
+        max_length=64,
+        learning_rate=0.01,
+        save_steps=2,
+        eval_strategy="no",
+        disable_tqdm=True,
+    )
+    made = Job(server=server, argv=argv, clean=root / "clean")
+    results = made.run(made.clean, compare_optimizer_every=2)
+    assert [result.code for result in results] == [0, 0], [result.stderr[-3000:] for result in results]
+    return made
+
+
+def resumed(job: Job, output: Path, **changed: object) -> list[Result]:
+    """Goes on from the undisturbed run's checkpoint, with one rank's optimizer state harmed."""
+    return job.run(output, ("", HARM), resume_from_checkpoint=job.clean / "checkpoint-2", **changed)
+
+
+def error_line(results: list[Result]) -> str:
+    """The one line of both ranks together."""
+    assert [result.code for result in results] == [3, 3], [result.stderr[-3000:] for result in results]
+    said = [line for result in results for line in result.stderr.splitlines()]
+    lines = [line for line in said if re.match(r"hf-rocm-tune: (\[rank \d+\] )?error: ", line)]
+    assert len(lines) == 1 and not any("Traceback" in line for line in said)
+    return lines[0]
+
+
+def test_equal_optimizer_states_are_compared_and_pass(job: Job) -> None:
+    # two ranks, each: before and after the wrapping, and the optimizer's state after steps 2 and 4
+    assert report_of(job.clean)["replicas"] == {"checks": 2 * 4, "mismatches": 0}
+
+
+def test_optimizer_state_that_differs_is_named_on_request(job: Job, tmp_path: Path) -> None:
+    line = error_line(resumed(job, tmp_path / "out", compare_optimizer_every=1, sentinel_every=0))
+    assert "at step 3: ranks hold other bits" in line
+    assert re.search(r"lora_[AB]\.default\.weight/exp_avg \(ranks \[1\]\)", line)
+    assert not (tmp_path / "out" / ADAPTER).exists()
+    assert report_of(tmp_path / "out")["replicas"]["mismatches"] == 1
+
+
+def test_an_adapter_that_differs_is_named(job: Job, tmp_path: Path) -> None:
+    line = error_line(resumed(job, tmp_path / "out", sentinel_every=1))
+    assert "at step 3: ranks hold other bits" in line
+    assert re.search(r"lora_[AB]\.default\.weight \(ranks \[1\]\)", line) and "exp_avg" not in line
+    assert not (tmp_path / "out" / ADAPTER).exists()
+
+
+def test_without_the_request_optimizer_state_is_not_compared(job: Job, tmp_path: Path) -> None:
+    """What the flag is for: with these settings nothing else looks at the state before the run ends."""
+    results = resumed(job, tmp_path / "out", sentinel_every=0)
+    assert [result.code for result in results] == [0, 0]
