@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from hf_rocm_tune.transfer import Mover
 
 
+SINGLE = "model.safetensors"
+Names = dict[int, tuple[str, str | None]]
+"""By identity of a checkpoint's lazy tensor: its name and the file that holds it."""
+
+
 @contextmanager
 def verified_loading(mover: Mover) -> Iterator[None]:
     """Within the block every weight that ``from_pretrained`` loads passes the mover.
@@ -41,7 +46,7 @@ def verified_loading(mover: Mover) -> Iterator[None]:
     Raises:
         SeamError: transformers has moved one of the places where we stand.
     """
-    names: dict[int, str] = {}
+    names: Names = {}
     with ExitStack() as stack:
         stack.enter_context(upstream.replaced("materialize_weight", lambda stock: _materialize(stock, mover, names)))
         stack.enter_context(upstream.replaced("load_state_dict", lambda stock: _load_state_dict(stock, mover, names)))
@@ -79,14 +84,14 @@ def rewrites_base(peft_config: Any) -> bool:
     return isinstance(scheme, str) and scheme not in {"gaussian", "orthogonal"}
 
 
-def _materialize(stock: Callable[..., Any], mover: Mover, names: dict[int, str]) -> Callable[..., Any]:
+def _materialize(stock: Callable[..., Any], mover: Mover, names: Names) -> Callable[..., Any]:
     def materialize(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         if device is None or not _same_device(torch.device(device), mover.device):
             loaded: torch.Tensor = stock(tensor, device, dtype)
             return loaded
         source = tensor[...]
-        name = names.get(id(tensor), "a checkpoint tensor")
-        moved = mover.move(source, name=name, stage="weights")
+        name, file = names.get(id(tensor), ("a checkpoint tensor", None))
+        moved = mover.move(source, name=name, stage="weights", source=file)
         if dtype is None or dtype == moved.dtype:
             return moved
         return cast_verified(moved, source, dtype, name=name, mover=mover)
@@ -94,9 +99,11 @@ def _materialize(stock: Callable[..., Any], mover: Mover, names: dict[int, str])
     return materialize
 
 
-def _load_state_dict(stock: Callable[..., Any], mover: Mover, names: dict[int, str]) -> Callable[..., Any]:
+def _load_state_dict(stock: Callable[..., Any], mover: Mover, names: Names) -> Callable[..., Any]:
     def load(model: PreTrainedModel, state_dict: dict[str, Any], load_config: Any, *rest: Any, **more: Any) -> Any:
-        names.update((id(value), key) for key, value in state_dict.items())
+        shards = (load_config.sharded_metadata or {}).get("weight_map", {})
+        whole = load_config.pretrained_model_name_or_path
+        names.update((id(value), (key, f"{whole}/{shards.get(key, SINGLE)}")) for key, value in state_dict.items())
         expected = set(model.state_dict())
         try:
             result = stock(model, state_dict, load_config, *rest, **more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -337,3 +338,22 @@ def test_no_loader_pins_memory_of_its_own(prepare: Prepare, mover: Mover) -> Non
         loader = prepare(Rows(4), mover, pin_memory=True)
         assert len(seen(loader)) == 3
         assert len(seen(transformers.trainer.skip_first_batches(loader, 1))) == 2
+
+
+class Fatal(Dataset[dict[str, Tensor]]):
+    """Rows of which one ends the process that reads it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        if number == 5:
+            os._exit(9)
+        return {"input_ids": torch.full((4,), number)}
+
+
+def test_a_worker_that_dies_ends_the_loop_and_leaves_the_mover_usable(prepare: Prepare, mover: Mover) -> None:
+    loader = prepare(Fatal(), mover, num_workers=1, shuffle=False)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        mover.settle(list(loader))
+    assert torch.equal(mover.move(torch.arange(9), name="after"), torch.arange(9))

@@ -217,3 +217,16 @@ def test_weight_files_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with Mover(torch.device("cpu")) as mover, pytest.raises(UsageError, match=f"lack 1 tensors, {lost}"):
         load_model(ModelSource(name=str(source)), mover)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_an_incident_names_the_file_that_the_tensor_came_from(tmp_path: Path, shards: int) -> None:
+    directory = tiny.build("llama3", tmp_path, shards=shards)
+    faults = FaultSpec.parse(f"kind=flip,tensor={HARMED}")
+    with Mover(torch.device("cpu"), faults=faults) as mover:
+        load_model(ModelSource(name=str(directory)), mover)
+    (incident,) = mover.report.incidents
+    file = Path(incident["source"])
+    assert incident["tensor"] == HARMED and file.parent == directory
+    with safe_open(file, framework="pt") as opened:
+        assert HARMED in opened.keys()  # noqa: SIM118  # not a mapping
