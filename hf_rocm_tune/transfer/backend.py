@@ -6,6 +6,7 @@ A backend is one queue ("stream") of copies and digests that run in order beside
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
@@ -119,10 +120,13 @@ class HostBackend:
         return ticket
 
     def _copy_now(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
+        # Not torch's copy: above a few KiB it opens an OpenMP region, and the threads that this leaves behind for the
+        # worker make libgomp see more threads than cores, whereupon it throttles those of the training thread.
+        assert target.is_contiguous() and source.is_contiguous() and target.numel() == source.numel()
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
     def fill(self, target: Tensor, value: int) -> None:
-        self._queue.submit(target.fill_, value)
+        self._queue.submit(ctypes.memset, target.data_ptr(), value, target.numel())
 
     def digest(self, target: Tensor, word_offset: int = 0) -> PendingDigest:
         return self._queue.submit(digest, target, word_offset=word_offset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -162,3 +163,24 @@ def train_on_device(mover: Mover, batches: int) -> None:
         weight = torch.tanh(weight @ weight + waiting["labels"].sum())
         waiting = following
     mover.settle(waiting)
+
+
+def test_the_hosts_copy_worker_leaves_no_team_of_threads_behind() -> None:
+    """OpenMP threads of a second host thread would make libgomp throttle those of the training thread."""
+    script = """
+import os, torch
+torch.set_num_threads(2)
+torch.ones(1 << 22).clone()  # the main thread's own team
+from hf_rocm_tune.transfer import Mover
+with Mover(torch.device("cpu")) as mover:
+    mover.move(torch.ones(4), name="small")  # starts the worker
+    before = len(os.listdir("/proc/self/task"))
+    mover.move(torch.ones(1 << 23), name="large")
+    print(len(os.listdir("/proc/self/task")) - before)
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "0"
