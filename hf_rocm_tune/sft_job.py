@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
     announce.say(*announce.settings(arguments, job.data.description, job.mover))
     with job.mover:
         _complete(job)
-    release_memory()  # what still holds a process group in a cycle would abort the interpreter at its end
+    release_memory()  # suspected, not proven: a process group held in a cycle can abort the interpreter at its end
     return 0
 
 

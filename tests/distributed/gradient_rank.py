@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -143,10 +142,8 @@ def main(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for name, case in CASES.items():
         print(json.dumps({"case": name, **train(case, rank)}), flush=True)
-    gc.collect()  # a process group that is still held in a cycle aborts the interpreter at its end
+    gc.collect()  # suspected, not proven: a process group held in a cycle made a rank abort once at its end
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # the results are out; gloo's threads are not what is tested
 
 
 if __name__ == "__main__":

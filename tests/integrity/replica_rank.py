@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from collections.abc import Callable
 
@@ -71,10 +70,8 @@ def main(rank: int, store: str) -> None:
         except CorruptionError as error:
             outcome = {"error": str(error)}
         print(json.dumps({"case": case, **outcome}), flush=True)
-    gc.collect()  # a process group that is still held in a cycle aborts the interpreter at its end
+    gc.collect()  # suspected, not proven: a process group held in a cycle made a rank abort once at its end
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # the results are out; gloo's threads are not what is tested
 
 
 if __name__ == "__main__":
