@@ -8,11 +8,11 @@ Not covered: NVIDIA and Intel GPUs, Windows. Field meanings: kernel ``kfd_topolo
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from hf_rocm_tune.hardware.sysfs import Reading, list_numbered, read_properties, read_text
+from hf_rocm_tune.hardware.sysfs_tree import Tree, as_tree
 
 NODES = "sys/class/kfd/kfd/topology/nodes"
 # hsakmttypes.h HSA_HEAPTYPE: frame buffer that the CPU can map (1) and that it cannot (2). Small BAR splits VRAM so.
@@ -77,7 +77,7 @@ def decode_location(location_id: int, domain: int) -> str:
     return f"{domain:04x}:{bus:02x}:{devfn >> 3:02x}.{devfn & 7}"
 
 
-def read_vram_bytes(root: Path, node: int) -> Reading[int]:
+def read_vram_bytes(root: Tree | Path, node: int) -> Reading[int]:
     """Sum of the frame-buffer banks of one node in bytes; system memory and shared apertures do not count."""
     where = f"{NODES}/{node}/mem_banks"
     banks = list_numbered(root, where)
@@ -91,10 +91,10 @@ def read_vram_bytes(root: Path, node: int) -> Reading[int]:
             return Reading(value=None, reason=properties.reason)
         if properties.value.get("heap_type") in FRAME_BUFFER_HEAPS:
             total += properties.value.get("size_in_bytes", 0)
-    return Reading(value=total) if total else Reading(value=None, reason=f"{root / where}: no frame-buffer bank")
+    return Reading(value=total) if total else Reading(value=None, reason=f"/{where}: no frame-buffer bank")
 
 
-def _gpu_node(root: Path, index: int, number: int, properties: dict[str, int], vram: int | None) -> GpuNode:
+def _gpu_node(root: Tree | Path, index: int, number: int, properties: dict[str, int], vram: int | None) -> GpuNode:
     version = properties["gfx_target_version"]
     location = properties.get("location_id")
     return GpuNode(
@@ -110,13 +110,24 @@ def _gpu_node(root: Path, index: int, number: int, properties: dict[str, int], v
     )
 
 
-def read_topology(root: Path = Path("/")) -> Topology:
+def _has_no_driver(tree: Tree) -> bool:
+    try:
+        tree.names("sys/class/kfd")
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def read_topology(root: Tree | Path = Path("/")) -> Topology:
     """Every GPU node that KFD lists. Never raises; see ``Topology.reasons`` for what could not be read."""
+    root = as_tree(root)
     numbers = list_numbered(root, NODES)
     if numbers.value is None:
         reason = f"no AMD GPU is listed by the kernel ({numbers.reason})"
         # A missing directory is an answer (no driver, no GPU); one that may not be read is not.
-        return Topology(nodes=(), reasons=(reason,), complete=not os.path.lexists(root / "sys/class/kfd"))
+        return Topology(nodes=(), reasons=(reason,), complete=_has_no_driver(root))
     nodes: list[GpuNode] = []
     reasons: list[str] = []
     complete = True
@@ -127,7 +138,7 @@ def read_topology(root: Path = Path("/")) -> Topology:
             reasons.append(properties.reason)
         elif not {"simd_count", "gfx_target_version"} <= properties.value.keys():
             complete = False
-            reasons.append(f"{root / NODES}/{number}/properties: no simd_count or no gfx_target_version")
+            reasons.append(f"/{NODES}/{number}/properties: no simd_count or no gfx_target_version")
         elif properties.value["simd_count"] and properties.value["gfx_target_version"]:
             vram = read_vram_bytes(root, number)
             if vram.reason:

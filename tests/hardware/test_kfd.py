@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from hf_rocm_tune.hardware import kfd, sysfs
+from hf_rocm_tune.hardware.sysfs_tree import LiveTree, RecordedTree, RecordingTree
 
 NODES = "sys/class/kfd/kfd/topology/nodes"
 NONSENSE = [
@@ -108,21 +109,16 @@ def test_a_directory_where_a_file_belongs_is_unreadable(tmp_path: Path, machines
     assert not kfd.read_topology(tmp_path).complete
 
 
-def test_a_forbidden_node_is_reported_with_the_system_s_words(
-    tmp_path: Path, machines: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forbidden_node_is_reported_with_the_system_s_words(tmp_path: Path, machines: ModuleType) -> None:
     machines.write_gpu(tmp_path, 1)
     machines.write_gpu(tmp_path, 2)
-    real = Path.open
-
-    def forbid(self: Path, *args: object, **kwargs: object) -> object:
-        # chmod does not keep root out, and a container's device filter answers like this.
-        if self.parent.name == "1" and self.name == "properties":
-            raise PermissionError(1, "Operation not permitted")
-        return real(self, *args, **kwargs)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(Path, "open", forbid)
-    topology = kfd.read_topology(tmp_path)
+    tree = RecordingTree(LiveTree(tmp_path))
+    kfd.read_topology(tree)
+    recording = tree.recording()
+    # chmod does not keep root out; a container's device filter answers like this.
+    del recording["files"][f"{NODES}/1/properties"]
+    recording["errors"][f"{NODES}/1/properties"] = "EPERM"
+    topology = kfd.read_topology(RecordedTree(recording))
     assert [node.node for node in topology.nodes] == [2]
     assert not topology.complete
     assert "Operation not permitted" in topology.reasons[0]

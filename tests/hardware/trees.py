@@ -1,0 +1,393 @@
+"""Faithful machines, built part by part as recordings that ``RecordedTree`` replays.
+
+    machine = Built("an AM5 board with one card").card(XT).igpu()
+    survey(machine.tree())
+
+Where the forms come from: the bridges of an AM5 machine with a 7900 XTX, from its full PCI list in
+freebsd/drm-kmod#426; ids from amdgpu.ids and pci.ids; memory sizes of cards from LACT#533 (24560 MiB on a 7900 XTX) and
+rocminfo outputs; sysfs and hwmon forms from the kernel's documentation (sysfs-bus-pci, sysfs-bus-pci-devices-aer,
+gpu/amdgpu/thermal) and the drivers' sources (``kgd_pp_interface.h`` for gpu_metrics, ``drivers/pci/pcie/aer.c`` for the
+counters' short names). No machine is a copy of a real one: figures such as temperatures are invented.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+from hf_rocm_tune.hardware.sysfs_tree import RecordedTree
+from tests.hardware.parts import (
+    AT_REST,
+    FULL_SLOT,
+    GIB,
+    GRE,
+    MIB,
+    P2P_CONFIG,
+    PARAMETERS,
+    RAPHAEL,
+    STRIX_HALO,
+    XT,
+    XT_9070,
+    XTX,
+    Chip,
+    Readings,
+    Slot,
+    aer_files,
+    metrics_v1_3,
+    metrics_v2_1,
+    rebar_bytes,
+)
+
+__all__ = [
+    "GIB",
+    "GRE",
+    "MIB",
+    "P2P_CONFIG",
+    "RAPHAEL",
+    "STRIX_HALO",
+    "XT",
+    "XTX",
+    "XT_9070",
+    "Built",
+    "Chip",
+    "Readings",
+    "Slot",
+]
+
+DEVICES = "sys/bus/pci/devices"
+NODES = "sys/class/kfd/kfd/topology/nodes"
+
+
+class Built:
+    """A machine in the making. Every method adds a part and returns the machine; later calls win.
+
+    Args:
+        source: where this machine comes from, for a reader of the test.
+        cpu: name of the processor.
+    """
+
+    def __init__(self, source: str, *, cpu: str = "AMD Ryzen 7 7800X3D 8-Core Processor") -> None:
+        self.files: dict[str, str] = {}
+        self.binary: dict[str, str] = {}
+        self.links: dict[str, str] = {}
+        self.names: dict[str, list[str]] = {"sys/class/drm": []}
+        self.errors: dict[str, str] = {}
+        self.nodes: dict[str, dict[str, Any]] = {}
+        self.process: dict[str, Any] = {"platform": "linux", "groups": ["render", "video"], "shm_bytes": 32 * GIB}
+        self.extra: dict[str, Any] = {}
+        self._source = source
+        self._cards = 0
+        self._bus = 1
+        self._kfd_nodes = 0
+        self._compute: list[tuple[int, bool]] = []
+        self._iommu: str | None = None
+        self._chipset: str | None = None
+        self.files["proc/cpuinfo"] = f"processor\t: 0\nmodel name\t: {cpu}\n"
+        self.files["proc/self/status"] = "Name:\tpython\nSeccomp:\t0\nSeccomp_filters:\t0\n"
+        self.files["proc/self/cgroup"] = "0::/user.slice/user-1000.slice/session-2.scope\n"
+        self.kernel().memory().iommu("DMA-FQ")
+
+    # Host and kernel.
+
+    def kernel(
+        self,
+        release: str = "6.14.0-37-generic",
+        *,
+        cmdline: str = "ro quiet splash",
+        config: Mapping[str, str] | None = None,
+        amdgpu_version: str | None = None,
+        parameters: Mapping[str, str] | None = None,
+    ) -> Built:
+        """The running kernel. Call it before adding cards; ``parameters`` are amdgpu's, over the usual ones."""
+        self.process["release"] = release
+        self.files["proc/cmdline"] = f"BOOT_IMAGE=/boot/vmlinuz-{release} root=UUID=4cb2 {cmdline}\n"
+        options = P2P_CONFIG if config is None else config
+        lines = [f"{name}={value}" if value != "n" else f"# {name} is not set" for name, value in options.items()]
+        for path in [path for path in self.files if path.startswith("boot/config-")]:
+            del self.files[path]
+        self.files[f"boot/config-{release}"] = "\n".join(["# Linux kernel configuration", *lines, ""])
+        self._amdgpu_version = amdgpu_version
+        self._parameters = {**PARAMETERS, **(parameters or {})}
+        return self
+
+    def memory(self, gib: float = 64, *, available_gib: float | None = None, swap_gib: float = 8) -> Built:
+        """Memory of the host."""
+        free = gib * 0.9 if available_gib is None else available_gib
+        sizes = {
+            "MemTotal": gib,
+            "MemFree": free / 2,
+            "MemAvailable": free,
+            "SwapTotal": swap_gib,
+            "SwapFree": swap_gib,
+        }
+        self.files["proc/meminfo"] = "".join(f"{name}: {int(size * MIB):>15} kB\n" for name, size in sizes.items())
+        return self
+
+    def iommu(self, kind: str | None) -> Built:
+        """``DMA``, ``DMA-FQ`` (translating), ``identity`` (passthrough), or None for no IOMMU. Call it before cards."""
+        self._iommu = kind
+        self.names.pop("sys/class/iommu", None)
+        if kind is not None:
+            self.names["sys/class/iommu"] = ["ivhd0"]
+        return self
+
+    def user(self, *, groups: tuple[str, ...] = ("render", "video"), usable: bool = True) -> Built:
+        """The groups of this process, and whether it may use the device nodes. Call it after cards."""
+        self.process["groups"] = list(groups)
+        for node in self.nodes.values():
+            node["usable"] = usable
+        return self
+
+    def container(self, engine: str = "docker", *, devices: bool = True, shm_bytes: int = 64 * MIB) -> Built:
+        """Put this process in a container; without ``devices``, the nodes are not passed in. Call it after cards."""
+        mark = {"docker": ".dockerenv", "podman": "run/.containerenv"}[engine]
+        self.files[mark] = ""
+        self.files["proc/self/cgroup"] = "0::/\n"
+        self.files["proc/self/status"] = "Name:\tpython\nSeccomp:\t2\nSeccomp_filters:\t1\n"
+        self.process["shm_bytes"] = shm_bytes
+        if not devices:
+            self.nodes.clear()
+        return self
+
+    def memory_limit(self, size: int) -> Built:
+        """A control group's limit on this process's memory."""
+        self.files["proc/self/cgroup"] = "0::/\n"
+        self.files["sys/fs/cgroup/memory.max"] = f"{size}\n"
+        return self
+
+    def having(self, **sections: Any) -> Built:
+        """Other sections of the recording: ``software``, ``environ``."""
+        self.extra.update(sections)
+        return self
+
+    # Devices.
+
+    def card(
+        self,
+        chip: Chip = XT,
+        *,
+        slot: Slot = FULL_SLOT,
+        readings: Readings = AT_REST,
+        bar_bytes: int | None = None,
+        aer: Mapping[str, int] | None = None,
+        driver: str | None = "amdgpu",
+        kfd: bool = True,
+    ) -> Built:
+        """A discrete AMD card with its own switch, in a slot.
+
+        Args:
+            chip: the model.
+            slot: where it sits.
+            readings: of its sensors.
+            bar_bytes: size of the memory BAR; by default the power of two that holds all memory, as with ReBAR.
+            aer: counts of ``correctable``, ``nonfatal`` and ``fatal`` errors at the card's connector.
+            driver: None for an unbound card.
+            kfd: whether KFD lists it.
+        """
+        above = self._ports(slot)
+        first = self._take_buses(3)
+        up, down, gpu = (f"0000:{first + offset:02x}:00.0" for offset in range(3))
+        reached = min(slot.speed, chip.pcie[0])
+        now = 2.5 if slot.idle else reached
+        width = min(slot.width, chip.pcie[1])
+        chain = [*above, up, down, gpu]
+        self._device(above[-1], link=(now, width), able=(slot.speed, slot.width))
+        self._device(up, ids=(0x1002, 0x1478), kind=0x060400, link=(now, width), able=chip.pcie, aer=aer or {})
+        self._device(down, ids=(0x1002, 0x1479), kind=0x060400, link=chip.pcie, able=chip.pcie)
+        self._device(gpu, ids=(0x1002, chip.device), revision=chip.revision, link=chip.pcie, able=chip.pcie)
+        self._hang(chain)
+        self._amd_function(gpu, chip, readings, bar_bytes or rebar_bytes(chip.vram_bytes), driver, kfd=kfd)
+        return self
+
+    def igpu(self, chip: Chip = RAPHAEL, *, driver: str | None = "amdgpu", kfd: bool = True) -> Built:
+        """The GPU in the processor; it takes the next free bus, so after the cards as on AM5."""
+        root, gpu = "0000:00:08.1", f"0000:{self._take_buses(1):02x}:00.0"
+        self._device(root, ids=(0x1022, 0x14DD), kind=0x060400, link=(16.0, 16), able=(16.0, 16))
+        self._device(gpu, ids=(0x1002, chip.device), revision=chip.revision, link=(16.0, 16), able=(16.0, 16))
+        self._hang([root, gpu])
+        readings = Readings(hotspot=None, memory=None, throttle=None)
+        self._amd_function(gpu, chip, readings, chip.vram_bytes, driver, kfd=kfd, metrics=metrics_v2_1())
+        return self
+
+    def nvidia(self, *, slot: Slot = FULL_SLOT, device: int = 0x2684, driver: str | None = "nvidia") -> Built:
+        """A card of NVIDIA's, which hangs from its slot without a switch of its own (0x2684: RTX 4090, pci.ids)."""
+        above = self._ports(slot)
+        gpu = f"0000:{self._take_buses(1):02x}:00.0"
+        self._device(above[-1], link=(slot.speed, slot.width), able=(slot.speed, slot.width))
+        self._device(gpu, ids=(0x10DE, device), revision=0xA1, link=(slot.speed, slot.width), able=(16.0, 16))
+        self._hang([*above, gpu])
+        self._bars(gpu, 32 * GIB)
+        self._bind(gpu, driver)
+        return self
+
+    # The result.
+
+    def recording(self) -> dict[str, Any]:
+        """What ``RecordedTree`` takes and ``doctor --from`` reads."""
+        sections = ("files", "binary", "links", "names", "errors", "nodes", "process")
+        copied = {name: dict(getattr(self, name)) for name in sections}
+        self._link_peers(copied)
+        return {"schema": 1, "source": self._source, **copied, **self.extra}
+
+    def tree(self) -> RecordedTree:
+        """The machine, ready to be surveyed."""
+        return RecordedTree(self.recording())
+
+    # Parts of devices.
+
+    def _ports(self, slot: Slot) -> list[str]:
+        """Addresses from the root port down to the port that the slot hangs from."""
+        if not slot.chipset:
+            self._cards += 1
+            root = f"0000:00:01.{self._cards}"
+            self._device(root, ids=(0x1022, 0x14DB), kind=0x060400)
+            return [root]
+        root = "0000:00:02.1"
+        if self._chipset is None:
+            first = self._take_buses(2)
+            self._chipset = f"0000:{first:02x}:00.0"
+            self._chipset_bus = first + 1
+            self._chipset_slots = 0
+            self._device(root, ids=(0x1022, 0x14DB), kind=0x060400, link=(16.0, 4), able=(16.0, 4))
+            self._device(self._chipset, ids=(0x1022, 0x43F4), kind=0x060400, link=(16.0, 4), able=(16.0, 4))
+            self._hang([root, self._chipset])
+        port = f"0000:{self._chipset_bus:02x}:{self._chipset_slots:02x}.0"
+        self._chipset_slots += 1
+        self._device(port, ids=(0x1022, 0x43F5), kind=0x060400)
+        return [root, self._chipset, port]
+
+    def _take_buses(self, count: int) -> int:
+        first = self._bus
+        self._bus += count
+        return first
+
+    def _device(
+        self,
+        address: str,
+        *,
+        ids: tuple[int, int] | None = None,
+        kind: int = 0x030000,
+        revision: int = 0,
+        link: tuple[float, int] | None = None,
+        able: tuple[float, int] | None = None,
+        aer: Mapping[str, int] | None = None,
+    ) -> None:
+        place = f"{DEVICES}/{address}"
+        if ids:
+            values = {"vendor": (ids[0], 4), "device": (ids[1], 4), "class": (kind, 6), "revision": (revision, 2)}
+            self.files.update({f"{place}/{name}": f"0x{value:0{width}x}\n" for name, (value, width) in values.items()})
+            self.files.update(aer_files(place, aer or {}))
+        for prefix, pair in (("current", link), ("max", able)):
+            if pair:
+                self.files[f"{place}/{prefix}_link_speed"] = f"{pair[0]} GT/s PCIe\n"
+                self.files[f"{place}/{prefix}_link_width"] = f"{pair[1]}\n"
+
+    def _hang(self, chain: list[str]) -> None:
+        for depth, address in enumerate(chain):
+            way = "/".join(chain[: depth + 1])
+            self.links[f"{DEVICES}/{address}"] = f"../../../devices/pci0000:00/{way}"
+
+    def _bars(self, address: str, size: int) -> None:
+        lines = ["0x0000000000000000 0x0000000000000000 0x0000000000000000"] * 13
+        lines[0] = f"0x{0xF800000000:016x} 0x{0xF800000000 + size - 1:016x} 0x000000000014220c"
+        lines[2] = f"0x{0xF000000000:016x} 0x{0xF000000000 + 2 * MIB - 1:016x} 0x000000000014220c"
+        lines[4] = "0x000000000000e000 0x000000000000e0ff 0x0000000000040101"
+        lines[5] = "0x00000000f6b00000 0x00000000f6bfffff 0x0000000000040200"
+        self.files[f"{DEVICES}/{address}/resource"] = "\n".join([*lines, ""])
+
+    def _bind(self, address: str, driver: str | None) -> None:
+        if driver:
+            self.links[f"{DEVICES}/{address}/driver"] = f"../../../../bus/pci/drivers/{driver}"
+        if self._iommu:
+            group = 10 + self._bus
+            self.links[f"{DEVICES}/{address}/iommu_group"] = f"../../../../kernel/iommu_groups/{group}"
+            self.files[f"sys/kernel/iommu_groups/{group}/type"] = f"{self._iommu}\n"
+
+    def _amd_function(
+        self,
+        address: str,
+        chip: Chip,
+        readings: Readings,
+        bar_bytes: int,
+        driver: str | None,
+        *,
+        kfd: bool,
+        metrics: bytes | None = None,
+    ) -> None:
+        self._bars(address, bar_bytes)
+        self._bind(address, driver)
+        if driver != "amdgpu":
+            return
+        self._module()
+        self._sensors(address, chip, readings, metrics)
+        number = sum(path.startswith("dev/dri/renderD") for path in self.nodes)
+        self.nodes[f"dev/dri/card{number}"] = {"usable": True, "group": "video"}
+        self.nodes[f"dev/dri/renderD{128 + number}"] = {"usable": True, "group": "render"}
+        if kfd:
+            self._kfd_node(address, chip, reachable=bool(chip.cap_w) and bar_bytes >= chip.vram_bytes)
+
+    def _module(self) -> None:
+        for name, value in self._parameters.items():
+            self.files[f"sys/module/amdgpu/parameters/{name}"] = f"{value}\n"
+        if self._amdgpu_version:
+            self.files["sys/module/amdgpu/version"] = f"{self._amdgpu_version}\n"
+
+    def _sensors(self, address: str, chip: Chip, readings: Readings, metrics: bytes | None) -> None:
+        place = f"{DEVICES}/{address}"
+        hwmon = f"{place}/hwmon/hwmon{self._bus}"
+        channels = {"edge": readings.edge, "junction": readings.hotspot, "mem": readings.memory}
+        for channel, (label, degrees) in enumerate(channels.items(), start=1):
+            if degrees is not None:
+                self.files[f"{hwmon}/temp{channel}_label"] = f"{label}\n"
+                self.files[f"{hwmon}/temp{channel}_input"] = f"{int(degrees * 1000)}\n"
+        if readings.power is not None:
+            self.files[f"{hwmon}/power1_average"] = f"{int(readings.power * 1_000_000)}\n"
+        if chip.cap_w:
+            self.files[f"{hwmon}/power1_cap"] = f"{chip.cap_w * 1_000_000}\n"
+        for name, value in (("gpu_busy_percent", readings.busy), ("mem_info_vram_used", readings.vram_used)):
+            if value is not None:
+                self.files[f"{place}/{name}"] = f"{value}\n"
+        self.files[f"{place}/mem_info_vram_total"] = f"{chip.vram_bytes}\n"
+        content = metrics if readings.throttle is None else metrics_v1_3(readings.throttle)
+        if content is not None:
+            self.binary[f"{place}/gpu_metrics"] = base64.b64encode(content).decode()
+
+    def _kfd_node(self, address: str, chip: Chip, *, reachable: bool) -> None:
+        if not self._kfd_nodes:
+            self._write_node({"cpu_cores_count": 16, "simd_count": 0, "gfx_target_version": 0}, "", (0, 64 * GIB))
+            self.nodes["dev/kfd"] = {"usable": True, "group": "render"}
+        bus, device, function = (int(part, 16) for part in address.replace(".", ":").split(":")[1:])
+        properties = {
+            "cpu_cores_count": 0,
+            "simd_count": chip.simd_count,
+            "gfx_target_version": chip.gfx_target_version,
+            "vendor_id": 0x1002,
+            "device_id": chip.device,
+            "location_id": bus << 8 | device << 3 | function,
+            "domain": 0,
+        }
+        place = f"{NODES}/{self._kfd_nodes}"
+        self._compute.append((self._kfd_nodes, reachable))
+        self.files[f"{place}/io_links/0/properties"] = f"type 2\nnode_from {self._kfd_nodes}\nnode_to 0\nflags 1\n"
+        self._write_node(properties, chip.kfd_name, (1, chip.vram_bytes))
+
+    def _write_node(self, properties: Mapping[str, int], name: str, bank: tuple[int, int]) -> None:
+        place = f"{NODES}/{self._kfd_nodes}"
+        self._kfd_nodes += 1
+        self.files[f"{place}/name"] = f"{name}\n"
+        self.files[f"{place}/properties"] = "".join(f"{key} {value}\n" for key, value in properties.items())
+        heap, size = bank
+        self.files[f"{place}/mem_banks/0/properties"] = f"heap_type {heap}\nsize_in_bytes {size}\nflags 0\n"
+
+    def _link_peers(self, recording: dict[str, Any]) -> None:
+        """The kernel's own condition for links between cards: its options, and all memory in the BAR."""
+        config = next((text for path, text in self.files.items() if path.startswith("boot/config-")), "")
+        able = "CONFIG_HSA_AMD_P2P=y" in config and self._parameters["pcie_p2p"] == "Y"
+        cards = [number for number, reachable in self._compute if able and reachable]
+        for number, _ in self._compute:
+            place = f"{NODES}/{number}/p2p_links"
+            others = [other for other in cards if other != number] if number in cards else []
+            recording["names"][place] = [str(link) for link in range(len(others))]
+            for link, other in enumerate(others):
+                recording["files"][f"{place}/{link}/properties"] = f"type 2\nnode_to {other}\nflags 1\n"
