@@ -1,8 +1,9 @@
-"""Casts between float32, bfloat16 and float16, made on the device from a verified source, against those of the CPU.
+"""Casts between float32, bfloat16 and float16 on the device and on the way to and from it, against those of the CPU.
 
 Weights are cast on the device after they were verified, so a conversion kernel that is wrong would come after the last
-digest (pytorch#16448 was one that gave zeros). Every 16-bit pattern is cast, and float32 with every exponent and sign;
-sizes are odd and views unaligned, because vectorised kernels treat those apart.
+digest (pytorch#16448 was one that gave zeros). A copy that changes the dtype is cast by the CPU when it is blocking and
+by the device when it is not (torch's Copy.cu), so both are tried. Every 16-bit pattern is cast, and float32 with every
+exponent and sign; sizes are odd and views unaligned, because vectorised kernels treat those apart.
 
 NaN count as equal whatever their payload: processors choose that differently.
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.transfer import Mover
+from hf_rocm_tune.transfer.raw_copies import Copies, RawCopies, wait_for
 
 PAIRS = (
     (torch.float32, torch.bfloat16),
@@ -25,6 +27,17 @@ PAIRS = (
     (torch.bfloat16, torch.float16),
     (torch.float16, torch.bfloat16),
 )
+WAYS = (
+    "on the device",
+    "to the device, blocking",
+    "to the device, non_blocking",
+    "from the device, blocking",
+    "from the device, non_blocking",
+)
+
+POISONED = -21.5
+"""What stands where a cast goes; any value that is exact in all three dtypes will do."""
+
 _PATTERNS = 1 << 16
 _VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda tensor: tensor,
@@ -51,20 +64,44 @@ class Casts:
         return self.wrong == 0
 
 
-def compare_casts(device: torch.device, *, seed: int) -> Casts:
-    """Cast on the device and on the CPU, and compare bit for bit.
+def compare_casts(device: torch.device, *, seed: int, copies: Copies | None = None) -> Casts:
+    """Cast in every way of `WAYS` and on the CPU, and compare bit for bit.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        seed: of the lower halves of float32.
+        copies: what casts; torch unless given.
 
     Raises:
         CorruptionError: a source did not arrive.
     """
-    found = Casts()
+    found, caster = Casts(), _Caster(device, copies or RawCopies())
     with Mover(device) as mover:
         for source, target in PAIRS:
             for values in _sources(source, seed):
                 arrived = mover.move(values, name=f"{source} values")
                 for view in _VIEWS:
-                    _compare(view(arrived).to(target).cpu(), view(values).to(target), f"{source} to {target}", found)
+                    right = view(values).to(target)
+                    for way in WAYS:
+                        cast = caster.cast(view(values), view(arrived), target, way)
+                        _compare(cast, right, f"{source} to {target} {way}", found)
     return found
+
+
+class _Caster:
+    def __init__(self, device: torch.device, copies: Copies) -> None:
+        self._device, self._copies = device, copies
+
+    def cast(self, host: Tensor, there: Tensor, dtype: torch.dtype, way: str) -> Tensor:
+        """The same values from the host or from the device, cast in one of `WAYS`; on the host."""
+        source = host if way.startswith("to") else there
+        target = torch.full(
+            source.shape, POISONED, dtype=dtype, device="cpu" if way.startswith("from") else self._device
+        )
+        words = f"{source.dtype} to {dtype} {way}"
+        self._copies.copy(target, source, what=words, non_blocking=way.endswith("non_blocking"))
+        wait_for(target, source)
+        return target.cpu()
 
 
 def _sources(dtype: torch.dtype, seed: int) -> Iterator[Tensor]:

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 from hf_rocm_tune.environ.facts import MachineFacts, read_facts
+from hf_rocm_tune.environ.links import links_of
 from hf_rocm_tune.environ.policy import POLICY
+from hf_rocm_tune.environ.rows_runtime import VISIBLE
 from hf_rocm_tune.environ.rules import Action, Row, Versions
 
 # Inherited by child processes: which variables are ours and not the user's.
@@ -26,8 +28,9 @@ class Decision:
         variable: its name; several, with commas, where the row is about their combination.
         action: ``set``, ``keep``, ``info``, ``warn`` or ``error``. In all but ``set`` the user's value stands.
         value: the value that holds now; None where the variable is unset.
-        reason: one line.
-        source: on whose word.
+        reason: one line: what is the case.
+        source: on whose word, several with semicolons.
+        cure: one line: what to do; empty where nothing is to be done.
     """
 
     variable: str
@@ -35,9 +38,17 @@ class Decision:
     value: str | None
     reason: str
     source: str
+    cure: str = ""
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Addresses of those sources that have a certain one."""
+        return links_of(self.source)
 
 
 DECISIONS: list[Decision] = []
+# What was read of this machine, under the filters of visible GPUs that held then.
+_FACTS: dict[tuple[str | None, ...], MachineFacts] = {}
 
 
 def _release(version: str) -> tuple[int, int] | None:
@@ -71,8 +82,9 @@ def _conditions(row: Row, facts: MachineFacts) -> Iterator[tuple[bool | None, st
     if row.has_arch is not None:
         yield None if facts.archs is None else row.has_arch in facts.archs, "archs"
     if row.only_arch is not None:
-        only = facts.archs is not None and set(facts.archs) == {"gfx1100"}
-        yield None if facts.archs is None else only == row.only_arch, "archs"
+        yield None if facts.archs is None else set(facts.archs) == {row.only_arch}, "archs"
+    if row.not_only_arch is not None:
+        yield None if facts.archs is None else set(facts.archs) != {row.not_only_arch}, "archs"
     if row.finding is not None:
         yield row.finding in facts.findings, "findings"
 
@@ -119,13 +131,14 @@ def _speak(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision
         if holds is False and not foreign:
             continue
         for name, value, instead in _matches(row, environ):
-            action, reason = row.action, row.reason.format(instead=instead)
+            action, reason, cure = row.action, row.reason.format(instead=instead), row.cure.format(instead=instead)
             if foreign:
-                action, reason = "keep", f"of no concern here, this torch is not a ROCm build; on ROCm: {reason}"
+                action, cure = "keep", ""
+                reason = f"of no concern here, this torch is not a ROCm build; on ROCm: {reason}"
             elif holds is None:
                 action = "warn" if action == "error" else action
                 reason += f" [not certain here: {unknown}]"
-            decision = Decision(variable=name, action=action, value=value, reason=reason, source=row.source)
+            decision = Decision(variable=name, action=action, value=value, reason=reason, source=row.source, cure=cure)
             found.setdefault((row.topic or str(number), name), []).append((holds is True, decision))
     for rivals in found.values():
         yield max(rivals, key=lambda rival: (rival[0], _SEVERITY[rival[1].action]))[1]
@@ -136,10 +149,9 @@ def _set(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
     for row in POLICY:
         if row.action != "set" or row.value is None:
             continue
+        value = row.value
         holds, unknown = _verdict(row, facts)
         for name in row.variables if holds is not False else ():
-            home = environ.get("HOME", "~")
-            value = home + row.value[1:] if row.value.startswith("~/") else row.value
             there = environ.get(name)
             inherited = name in ours and there == value
             if there is not None and not inherited:
@@ -148,22 +160,35 @@ def _set(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
             elif holds:
                 yield Decision(variable=name, action="set", value=value, reason=row.reason, source=row.source)
             elif facts.is_rocm:
-                reason = f"not set, because it is not certain ({unknown}); set {value} where {row.reason}"
-                yield Decision(variable=name, action="info", value=None, reason=reason, source=row.source)
+                reason = f"not set, because it is not certain that it is needed ({unknown})"
+                cure = f"set {value} if this is so: {row.reason}"
+                yield Decision(variable=name, action="info", value=None, reason=reason, source=row.source, cure=cure)
 
 
 def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
     """What the policy says of ``environ`` on this machine. Changes nothing."""
-    return [*_set(environ, facts), *_speak(environ, facts)]
+    made = list(_set(environ, facts))
+    said = list(_speak(environ, facts))
+    spoken_of = {decision.variable for decision in made}
+    spoken_of |= {name for one in said if one.action != "keep" for name in one.variable.split(", ")}
+    for decision in said:
+        # What only says that a variable is kept adds nothing where another row has spoken of it.
+        if decision.action != "keep" or decision.variable not in spoken_of:
+            spoken_of.add(decision.variable)
+            made.append(decision)
+    return made
+
+
+def known_facts() -> MachineFacts | None:
+    """On what ground ``os.environ`` was judged last; None where it was not."""
+    return next(iter(_FACTS.values()), None)
 
 
 def too_late(decision: Decision) -> Decision:
     """The same decision where torch has been imported already: nothing is set, and that is said."""
-    reason = (
-        f"too late to set {decision.value}: torch was imported before hf_rocm_tune; import hf_rocm_tune first or set "
-        f"it in the shell ({decision.reason})"
-    )
-    return replace(decision, action="warn", value=None, reason=reason)
+    reason = f"too late to set {decision.value}: torch was imported before hf_rocm_tune ({decision.reason})"
+    cure = "import hf_rocm_tune first, or set it in the shell"
+    return replace(decision, action="warn", value=None, reason=reason, cure=cure)
 
 
 def remember(decisions: Iterable[Decision]) -> None:
@@ -183,11 +208,17 @@ def apply(
 
     Args:
         environ: ``os.environ`` unless given.
-        facts: read without GPUs' architectures unless given.
+        facts: unless given, those of the last call on ``os.environ``; without one, or where another filter of visible
+            GPUs was set since, they are read anew, without the GPUs' architectures.
         torch_loaded: whether torch is imported already, and has read its variables; then nothing is set.
     """
     environ = os.environ if environ is None else environ
-    facts = read_facts(archs=None) if facts is None else facts
+    filters = tuple(environ.get(name) for name in VISIBLE)
+    if facts is None:
+        facts = _FACTS.get(filters) or read_facts(archs=None)
+    elif environ is os.environ:
+        _FACTS.clear()
+        _FACTS[filters] = facts
     loaded = "torch" in sys.modules if torch_loaded is None else torch_loaded
     made: list[Decision] = []
     for decision in evaluate(environ, facts):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -39,8 +40,12 @@ def is_11_0_0(value: str) -> bool:
     return value.strip() == "11.0.0"
 
 
-def not_11_0_0(value: str) -> bool:
-    return bool(value.strip()) and not is_11_0_0(value)
+def is_11_5_1(value: str) -> bool:
+    return value.strip() == "11.5.1"
+
+
+def another_override(value: str) -> bool:
+    return bool(value.strip()) and not is_11_0_0(value) and not is_11_5_1(value)
 
 
 def under_tmp(value: str) -> bool:
@@ -63,6 +68,32 @@ def async_backend(value: str) -> bool:
     return allocator_options(value).get("backend") in ("cudamallocasync", "hipmallocasync")
 
 
+_WHOLE = re.compile(r"[0-9]{1,18}")
+_NUMBER = re.compile(r"[0-9]{0,9}(\.[0-9]{1,18})?")
+
+
+def _is_refused(name: str, setting: str) -> bool:
+    whole = int(setting) if _WHOLE.fullmatch(setting) else None
+    if name == "expandable_segments":
+        return setting not in ("True", "False")
+    if name == "max_split_size_mb":
+        return not setting[:1].isdigit() if whole is None else whole < 20
+    if name == "garbage_collection_threshold":
+        return not setting or not _NUMBER.fullmatch(setting) or not 0 < float(setting) < 1
+    return name == "roundup_power2_divisions" and whole is not None and whole.bit_count() != 1
+
+
+def refused(value: str) -> bool:
+    """Whether torch raises over an allocator setting: tried with torch 2.13, and only what is plain there."""
+    pairs = (part.partition(":") for part in value.split(","))
+    return any(_is_refused(name.strip(), setting.strip()) for name, colon, setting in pairs if colon)
+
+
+def high_threshold(value: str) -> bool:
+    setting = allocator_options(value).get("garbage_collection_threshold", "")
+    return not refused(value) and bool(_NUMBER.fullmatch(setting)) and setting != "" and float(setting) > 0.9
+
+
 def values_differ(present: Mapping[str, str]) -> bool:
     return len({value.strip() for value in present.values()}) > 1
 
@@ -78,7 +109,8 @@ class Row:
     Attributes:
         variables: names; a ``*`` stands for any rest of a name.
         action: ``set`` where the user has not; ``keep`` without a word; or say it as ``info``, ``warn``, ``error``.
-        reason: one line; ``{instead}`` is replaced by ``instead``.
+        reason: one line: what is the case; ``{instead}`` is replaced by ``instead``.
+        cure: one line: what to do; ``{instead}`` likewise. Only rows that set or keep have none.
         source: issue, document or source file that says so.
         topic: rows of one topic exclude each other for one variable; empty for a topic of its own.
         value: what to set, for action ``set``.
@@ -88,7 +120,8 @@ class Row:
         torch_releases: or single torch releases.
         rocm: range of ROCm major versions.
         has_arch: an architecture that must be among the visible ones.
-        only_arch: whether gfx1100 must be (True) or must not be (False) the only visible architecture.
+        only_arch: an architecture that must be the only visible one.
+        not_only_arch: an architecture that must not be the only visible one.
         flash_attn: range of versions of an installed flash-attn.
         finding: something that a check has found on this machine, for example ``peer_copy_failed``.
         any_build: also where torch is known not to be a ROCm build.
@@ -99,6 +132,7 @@ class Row:
     action: Action
     reason: str
     source: str
+    cure: str = ""
     topic: str = ""
     value: str | None = None
     test: Callable[[str], bool] = present
@@ -107,7 +141,8 @@ class Row:
     torch_releases: tuple[str, ...] = ()
     rocm: Versions | None = None
     has_arch: str | None = None
-    only_arch: bool | None = None
+    only_arch: str | None = None
+    not_only_arch: str | None = None
     flash_attn: Versions | None = None
     finding: str | None = None
     any_build: bool = False
@@ -116,3 +151,4 @@ class Row:
     def __post_init__(self) -> None:
         assert all((self.reason, self.source, self.variables)), "every row says why and on whose word"
         assert (self.action == "set") == (self.value is not None), "exactly the rows that set have a value"
+        assert (self.action in ("set", "keep")) == (not self.cure), "exactly the rows that find fault have a cure"

@@ -12,17 +12,20 @@ from dataclasses import asdict
 from typing import TextIO
 
 from hf_rocm_tune.environ.decide import Decision
+from hf_rocm_tune.environ.facts import MachineFacts
 from hf_rocm_tune.environ.rules import Action
 
 # Inherited by child processes: what has been printed.
 MARK_TOLD = "HF_ROCM_TUNE_TOLD"
 QUIET = "HF_ROCM_TUNE_QUIET"
 
+_ORDER: dict[Action, int] = {"error": 0, "warn": 1, "set": 2, "info": 3, "keep": 4}
 _LABEL: dict[Action, str] = {"error": "error", "warn": "warning", "info": "note"}
 
 
 def _line(decision: Decision) -> str:
-    return f"{_LABEL[decision.action]}: {_assignment(decision)}: {decision.reason} ({decision.source})"
+    cure = f"; {decision.cure}" if decision.cure else ""
+    return f"{_LABEL[decision.action]}: {_assignment(decision)}: {decision.reason}{cure} ({decision.source})"
 
 
 def _assignment(decision: Decision) -> str:
@@ -58,19 +61,39 @@ def announce(
         environ[MARK_TOLD] = ",".join(told)
 
 
-def explain(decisions: Sequence[Decision]) -> str:
-    """A readable table: action, variable and value, then reason and source on a line of their own."""
+def explain(decisions: Sequence[Decision], facts: MachineFacts | None = None) -> str:
+    """A readable table, the gravest first: action, variable and value, then reason, cure and source below.
+
+    Args:
+        decisions: what was decided.
+        facts: on what ground; shown above the table, with the reason for each thing that is not known.
+    """
+    head = [] if facts is None else [_ground(facts)]
     if not decisions:
-        return "No variable was set, and none that is present needs a word."
-    return "\n".join(
-        f"{decision.action:<6}{_assignment(decision)}\n      {decision.reason}\n      source: {decision.source}"
-        for decision in decisions
-    )
+        return "\n".join([*head, "No variable was set, and none that is present needs a word."])
+    return "\n".join([*head, *(_entry(one) for one in sorted(decisions, key=lambda one: _ORDER[one.action]))])
+
+
+def _entry(decision: Decision) -> str:
+    lines = [decision.reason]
+    lines += [f"cure: {decision.cure}"] if decision.cure else []
+    lines += [f"source: {decision.source}", *decision.links]
+    return "\n      ".join([f"{decision.action:<6}{_assignment(decision)}", *lines])
+
+
+def _ground(facts: MachineFacts) -> str:
+    """What the decisions rest on, in one line for torch and one for the GPUs."""
+    build = {True: f"a ROCm {facts.hip_version} build", False: "not a ROCm build", None: "build not known"}
+    torch = f"torch {facts.torch_version or 'not known'}, {build[facts.is_rocm]}"
+    seen = "not known" if facts.archs is None else ", ".join(facts.archs) or "none"
+    unknown = "; ".join(dict.fromkeys(facts.reasons.values()))
+    why = f"not known: {unknown}; what hangs on it is marked as not certain, and nothing is set by it\n"
+    return f"{torch}; visible AMD GPUs: {seen}\n{why if unknown else ''}"
 
 
 def to_json(decisions: Sequence[Decision]) -> str:
-    """The decisions as a JSON array of objects with the fields of ``Decision``."""
-    return json.dumps([asdict(decision) for decision in decisions], indent=2)
+    """The decisions as a JSON array of objects with the fields of ``Decision`` and its links."""
+    return json.dumps([asdict(decision) | {"links": list(decision.links)} for decision in decisions], indent=2)
 
 
 def exports(decisions: Iterable[Decision]) -> str:

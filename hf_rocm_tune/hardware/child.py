@@ -56,11 +56,10 @@ def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5
         children = [stack.enter_context(Child(task)) for task in tasks]
         ends_at = time.monotonic() + deadline_s
         one_failed = False
-        while any([child.runs() for child in children]) and time.monotonic() < ends_at:
+        while (late := [child for child in children if child.runs()]) and time.monotonic() < ends_at:
             if not one_failed and any(child.failed() for child in children):
                 one_failed, ends_at = True, min(ends_at, time.monotonic() + grace_s)
             time.sleep(_POLL_SECONDS)
-        late = [child for child in children if child.runs()]
         for child in late:
             child.ask_where()
         if late:

@@ -45,8 +45,8 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
         measure: gets the request; its result must be plain JSON values.
 
     Returns:
-        The exit code: 0; that of a ``TuneError``, with its message on stderr; 1 for any other exception, with its
-        traceback on stderr.
+        The exit code, and only where nobody asked through `child`; otherwise it ends the process with it. 0; that of a
+        ``TuneError``, with its message on stderr; 1 for any other exception, with its traceback on stderr.
     """
     _follow_parent()
     faulthandler.enable()  # a crash in native code says where it was called from
@@ -64,7 +64,11 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
             print(f"error: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
-    _leave(json.dumps(result))
+    if _leave(json.dumps(result)):
+        # What is measured is measured: libraries that crash or wait while they are taken down cannot undo it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 
@@ -92,12 +96,14 @@ def _request() -> dict[str, Any]:
     return request
 
 
-def _leave(text: str) -> None:
+def _leave(text: str) -> bool:
+    """Whether somebody waits for it, else it is printed."""
     directory = os.environ.get(DIRECTORY)
     if directory:
         Path(directory, RESULT).write_text(text, encoding="utf-8")
     else:
         print(text)
+    return bool(directory)
 
 
 def _follow_parent() -> None:

@@ -23,6 +23,7 @@ from hf_rocm_tune.hardware.child_main import DIRECTORY, FAILED, PARENT, RESULT, 
 from hf_rocm_tune.hardware.child_record import Outcome, Status, Task
 from hf_rocm_tune.hardware.visible import MARK
 
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL, and one way of ending a process
 _KILL_SECONDS = 5.0
 _LISTEN_SECONDS = 1.0
 _TAIL_CHARACTERS = 4000
@@ -72,7 +73,7 @@ class Child:
         """Whether it has not ended. Once it has, nothing of its group is left."""
         if self._process.returncode is None and self._has_ended():
             # Before it is reaped: until then nobody else can have its number.
-            self._signal(signal.SIGKILL)
+            self._signal(_KILL)
             self._process.wait()
             self._ended = time.monotonic()
         return self._process.returncode is None
@@ -90,7 +91,7 @@ class Child:
     def kill(self) -> None:
         """End its whole process group; a process that the kernel holds is waited for, but not for ever."""
         if self.runs():
-            self._signal(signal.SIGKILL)
+            self._signal(_KILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_KILL_SECONDS)
             self._ended = time.monotonic()
@@ -136,7 +137,7 @@ class Child:
             return "died", None, ""
         try:
             found = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if self._process.returncode != 0:
             error = str(found.get(FAILED, "")) if isinstance(found, dict) else ""

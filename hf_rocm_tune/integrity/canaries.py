@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,11 +23,11 @@ from torch import Tensor
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Digest, combine, digest
 from hf_rocm_tune.transfer.diagnosis import ALIGNMENTS
+from hf_rocm_tune.transfer.pattern import PIECE_WORDS, pattern
 
 CHURN = 0x5C
 """Byte with which the blocks that come and go are filled: found in a canary, two live blocks share memory."""
 
-_PIECE_WORDS = 1 << 20
 _SMALLEST_BLOCK = 512
 _JOINED_GAP = 64
 
@@ -115,7 +116,7 @@ class Canaries:
         self.blocks = [torch.empty(words, dtype=torch.int32, device=device) for _ in range(settings.canaries)]
         for number, block in enumerate(self.blocks):
             for start, piece in _pieces(block):
-                piece[:] = _pattern(number, start, piece.numel(), device)
+                piece[:] = pattern(number, start, piece.numel(), device)
         # Digested on the host: a block whose first bytes never landed is wrong from the start, and is seen so.
         self._expected = [_expected(number, words) for number in range(settings.canaries)]
 
@@ -152,7 +153,7 @@ class Canaries:
         for start, piece in _pieces(block):
             reading = piece.cpu().view(torch.uint8)
             stable = stable and torch.equal(reading, piece.cpu().view(torch.uint8))
-            wanted = _pattern(number, start, piece.numel(), torch.device("cpu")).view(torch.uint8)
+            wanted = pattern(number, start, piece.numel(), torch.device("cpu")).view(torch.uint8)
             begin, end = _run(reading != wanted, goes_on=first >= 0)
             if end > begin:
                 first = 4 * start + begin if first < 0 else first
@@ -193,7 +194,11 @@ class Canaries:
 
 
 def watch(
-    device: torch.device, settings: CanarySettings, *, on_cycle: Callable[[int, Canaries], None] | None = None
+    device: torch.device,
+    settings: CanarySettings,
+    *,
+    on_cycle: Callable[[int, Canaries], None] | None = None,
+    seconds: float = math.inf,
 ) -> CanaryFault | None:
     """Run the test on a device.
 
@@ -201,6 +206,7 @@ def watch(
         device: an accelerator or the CPU.
         settings: sizes and number of cycles.
         on_cycle: called after each cycle's churn, before the canaries are looked at.
+        seconds: no cycle begins later than this.
 
     Returns:
         The first fault, at which the test ends, or None after all cycles.
@@ -208,10 +214,11 @@ def watch(
     Raises:
         torch.OutOfMemoryError: not even the canaries fit.
     """
+    began = time.monotonic()
     canaries = Canaries(device, settings)
     fault = canaries.check(0)
     for cycle in range(1, settings.cycles + 1):
-        if fault is not None:
+        if fault is not None or time.monotonic() - began > seconds:
             return fault
         canaries.churn()
         if on_cycle is not None:
@@ -222,25 +229,14 @@ def watch(
 
 def _pieces(block: Tensor) -> list[tuple[int, Tensor]]:
     """Consecutive views of a block, with the index of their first word: temporaries stay at a few MiB."""
-    return [(start, block[start : start + _PIECE_WORDS]) for start in range(0, block.numel(), _PIECE_WORDS)]
-
-
-def _pattern(number: int, start: int, count: int, device: torch.device) -> Tensor:
-    """int32[count] of canary `number` from word `start` on: never zero, and never NaN when read as float32.
-
-    A bijective mixing of position and number (multiply, shift, multiply), without the top two bits, and odd.
-    """
-    index = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    mixed = ((index + 1) * 0x9E3779B1 + number * 0x85EBCA77) & 0xFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
-    return ((mixed ^ (mixed >> 13)) & 0x3FFFFFFF | 1).to(torch.int32)
+    return [(start, block[start : start + PIECE_WORDS]) for start in range(0, block.numel(), PIECE_WORDS)]
 
 
 def _expected(number: int, words: int) -> Digest:
     host = torch.device("cpu")
-    steps = range(0, words, _PIECE_WORDS)
+    steps = range(0, words, PIECE_WORDS)
     return combine(
-        digest(_pattern(number, start, min(_PIECE_WORDS, words - start), host), word_offset=start) for start in steps
+        digest(pattern(number, start, min(PIECE_WORDS, words - start), host), word_offset=start) for start in steps
     )
 
 
@@ -256,9 +252,9 @@ def _run(wrong: Tensor, *, goes_on: bool) -> tuple[int, int]:
 
 def _stands_in(words: Tensor, number: int, count: int) -> bool:
     """Whether a few words stand, in this order, anywhere in the pattern of canary `number`."""
-    for start in range(0, count, _PIECE_WORDS):
-        pattern = _pattern(number, start, min(_PIECE_WORDS + words.numel(), count - start), torch.device("cpu"))
-        for place in (pattern == words[0]).nonzero().flatten().tolist():
-            if torch.equal(pattern[place : place + words.numel()], words):
+    for start in range(0, count, PIECE_WORDS):
+        piece = pattern(number, start, min(PIECE_WORDS + words.numel(), count - start), torch.device("cpu"))
+        for place in (piece == words[0]).nonzero().flatten().tolist():
+            if torch.equal(piece[place : place + words.numel()], words):
                 return True
     return False

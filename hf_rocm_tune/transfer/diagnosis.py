@@ -124,7 +124,7 @@ class Examiner:
             found = self._backend.read_back(place[start:stop])
             expected = torch.empty_like(found)
             gather(parcel.source, start, stop, expected)
-            begin, last, goes_on = _run(found != expected, already_in_one=first >= 0)
+            begin, last, goes_on = first_run(found != expected, already_in_one=first >= 0)
             if last > begin:
                 first = start + begin if first < 0 else first
                 end = start + last
@@ -164,7 +164,7 @@ def _head(parcel: Parcel) -> Tensor:
     return head
 
 
-def _run(wrong: Tensor, *, already_in_one: bool) -> tuple[int, int, bool]:
+def first_run(wrong: Tensor, *, already_in_one: bool) -> tuple[int, int, bool]:
     """(begin, end, may go on behind it) of the first run in a bool mask; it begins at 0 when already in one."""
     places = wrong.nonzero().flatten()
     if not places.numel() or (already_in_one and int(places[0]) > _JOINED_GAP):

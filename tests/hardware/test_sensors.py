@@ -81,15 +81,20 @@ def test_a_card_without_a_monitor_still_tells_its_memory() -> None:
         (0, ()),
         (1 << 0, ("power",)),
         (1 << 16, ("current",)),
-        (1 << 36, ("temperature",)),
+        (1 << 33, ("temperature",)),
         (1 << 44, ("temperature",)),
         (1 << 0 | 1 << 34 | 1 << 57, ("power", "temperature", "other")),
-        (1 << 63, ()),
+        (1 << 63, ("other",)),
     ],
 )
 def test_the_causes_of_throttling_are_named(status: int, causes: tuple[str, ...]) -> None:
     assert throttle_causes(status) == causes
     assert parse_throttle(metrics_v1_3(status)).value == status
+
+
+def test_the_hotspot_bit_is_left_out_because_an_idle_navi_31_sets_it_too() -> None:
+    assert parse_throttle(metrics_v1_3(1 << 36)).value == 0
+    assert parse_throttle(metrics_v1_3(1 << 36 | 1 << 0)).value == 1 << 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""Environment variables: what the policy in ``environ`` decides, in its own words."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from hf_rocm_tune.doctor.check import Check
+from hf_rocm_tune.doctor.evidence import Evidence
+from hf_rocm_tune.doctor.finding import Finding, Status, from_row
+from hf_rocm_tune.environ import Decision, evaluate
+
+_STATUS: dict[str, Status] = {"error": "fail", "warn": "warn", "info": "info", "set": "info"}
+
+
+def of_decision(check: str, decision: Decision) -> Finding:
+    """A decision of the policy as a finding."""
+    value = "" if decision.value is None else f"={shlex.quote(decision.value)}"
+    cure = decision.cure
+    if decision.action == "set":
+        cure = f"`export {decision.variable}{value}`; this package sets it for its own processes"
+    return Finding(
+        check=check,
+        row=f"environ:{decision.variable}",
+        status=_STATUS.get(decision.action, "info"),
+        title=f"{decision.variable}{value}",
+        text=decision.reason,
+        cure=cure,
+        sources=tuple(name.strip() for name in decision.source.split(";")),
+        subject=decision.variable,
+    )
+
+
+def _variables(evidence: Evidence) -> Iterator[Finding]:
+    decisions = evaluate(evidence.environ, evidence.facts())
+    spoken = [decision for decision in decisions if decision.action in _STATUS]
+    yield from (of_decision("variables", decision) for decision in spoken)
+    if not spoken:
+        kept = [f"{decision.variable}={decision.value}: {decision.reason}" for decision in decisions]
+        yield from_row("variables", "variables_ok", evidence=kept)
+
+
+CHECKS = (
+    Check(name="variables", group="variables", about="variables that are harmful, ignored or missing", run=_variables),
+)

@@ -1,0 +1,146 @@
+"""``hf-rocm-tune doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from hf_rocm_tune.doctor import capture, markdown
+from hf_rocm_tune.doctor.check import Check
+from hf_rocm_tune.doctor.diagnose import diagnose
+from hf_rocm_tune.doctor.live import read_here
+from hf_rocm_tune.doctor.measured.faults import VARIABLE, DoctorFault
+from hf_rocm_tune.doctor.outcome import Report, about
+from hf_rocm_tune.doctor.registry import all_checks, listing, select
+from hf_rocm_tune.doctor.table import Table
+from hf_rocm_tune.errors import UsageError
+
+PROGRAM = "hf-rocm-tune doctor"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: the arguments behind ``doctor``.
+
+    Returns:
+        0 fine, 1 warnings, 2 failures.
+
+    Raises:
+        UsageError: a flag, a file or the variable for faults is wrong.
+    """
+    wanted = _parser().parse_args(list(argv))
+    checks = select(all_checks(), only=_names(wanted.only), skip=_names(wanted.skip))
+    if wanted.list:
+        _show(listing(checks))
+        return 0
+    if wanted.capture is not None:
+        return _capture(wanted.capture)
+    report = _examine(checks, full=wanted.full, recording=wanted.recording)
+    if wanted.json:
+        _show(json.dumps(report.to_dict(), indent=2))
+    elif wanted.markdown:
+        _show(markdown.render(report))
+    else:
+        width = shutil.get_terminal_size((100, 24)).columns
+        _show(Table(width=width, colour=has_colour(sys.stdout)).render(report))
+    return report.diagnosis.exit_code
+
+
+def _examine(checks: Sequence[Check], *, full: bool, recording: Path | None) -> Report:
+    began = time.monotonic()
+    fault = None if recording else DoctorFault.from_environment(os.environ)
+    if recording:
+        evidence, source = capture.read(recording)
+    else:
+        _say("reading the machine, and asking torch")
+        evidence, source = read_here()[0], ""
+    diagnosis = diagnose(evidence, checks, full=full, on_check=_announce)
+    _say("")
+    return Report(
+        diagnosis=diagnosis,
+        groups={check.name: check.group for check in all_checks()},
+        about=about(evidence),
+        source=source,
+        fault=f"{VARIABLE}={os.environ[VARIABLE]}" if fault else "",
+        seconds=time.monotonic() - began,
+    )
+
+
+def _capture(file: Path) -> int:
+    if file.is_dir() or not file.parent.is_dir():
+        raise UsageError(f"--capture {file} is not a file in a directory that exists; choose another")
+    evidence, recording = read_here()
+    things = capture.write(file, evidence, recording)
+    _show(
+        f"{file}: {things} things that were read of this machine, without names, secrets and serial numbers. Look "
+        f"through it before you send it; `{PROGRAM} --from {file}` diagnoses it anywhere."
+    )
+    return 0
+
+
+def _show(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Who reads it (head, a pager) has seen enough; Python would complain again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether colours are shown: on a terminal that knows them, unless NO_COLOR is set to something."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _announce(check: Check) -> None:
+    if check.measured:
+        _say(f"{check.about} (about {max(check.seconds, 1):.0f} s)")
+
+
+def _say(text: str) -> None:
+    """What is done at the moment, on a terminal, over what was said before."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
+def _names(given: Sequence[str]) -> list[str]:
+    """``--only links,bar variables`` as three names."""
+    return [name for words in given for name in words.split(",") if name]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=PROGRAM,
+        description="Is this machine fit to train, and if not, what exactly is wrong and what cures it? "
+        "Exit code: 0 fine, 1 warnings, 2 failures.",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="print Markdown, for an issue report")
+    name = "NAME"
+    parser.add_argument("--only", nargs="+", default=[], metavar=name, help="run these checks or groups only")
+    parser.add_argument("--skip", nargs="+", default=[], metavar=name, help="leave these checks or groups out")
+    parser.add_argument("--full", action="store_true", help="run the long measured checks as well; minutes")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--list", action="store_true", help="name the checks and stop")
+    action.add_argument("--capture", type=Path, metavar="FILE", help="write what was read to a file and stop")
+    of_file = "diagnose a file of --capture instead of this machine"
+    action.add_argument("--from", type=Path, dest="recording", metavar="FILE", help=of_file)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with its errors as ``UsageError``."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it in one line; the usage is one ``--help`` away."""
+        raise UsageError(f"{message}; see `{self.prog} --help`")

@@ -1,0 +1,123 @@
+"""The measured checks of arithmetic on the card."""
+
+from __future__ import annotations
+
+from hf_rocm_tune.doctor.measured.entry import Measured
+
+# The kinds of `tally`, which imports torch.
+RESULT_FAULTS = ("wrong", "nan", "zeros")
+
+COMPUTE: tuple[Measured, ...] = (
+    Measured(
+        name="gemm",
+        group="compute",
+        about="matrix products of every dtype against float64, also odd shapes and transposed factors",
+        module="gemm",
+        seconds=5,
+        deadline_s=120,
+        faults=RESULT_FAULTS,
+    ),
+    Measured(
+        name="gemm_repeat",
+        group="compute",
+        about="the same matrix product again and again under load, bit for bit",
+        module="gemm_repeat",
+        seconds=6,
+        deadline_s=120,
+        faults=RESULT_FAULTS,
+        options={"seconds": 0.4},
+    ),
+    Measured(
+        name="attention",
+        group="compute",
+        about="attention forward and backward against float64, and which backend really runs",
+        module="attention",
+        seconds=6,
+        deadline_s=120,
+        faults=(*RESULT_FAULTS, "gradient"),
+    ),
+    Measured(
+        name="norm",
+        group="compute",
+        about="normalisation, embedding, softmax and cross entropy forward and backward against float64",
+        module="norm",
+        seconds=5,
+        deadline_s=120,
+        faults=(*RESULT_FAULTS, "gradient"),
+    ),
+    Measured(
+        name="nf4",
+        group="compute",
+        about="4-bit weights of bitsandbytes: quantised, dequantised and multiplied, against their definition",
+        module="nf4",
+        seconds=6,
+        deadline_s=120,
+        faults=(*RESULT_FAULTS, "gradient", "absmax"),
+    ),
+    Measured(
+        name="gemm_long",
+        group="compute",
+        about="matrix products of the sizes of a language model's layers against float64",
+        module="gemm",
+        seconds=30,
+        deadline_s=900,
+        faults=RESULT_FAULTS,
+        options={"full": True},
+        full=True,
+    ),
+    Measured(
+        name="gemm_repeat_long",
+        group="compute",
+        about="the same matrix product for half a minute in each dtype under load, bit for bit",
+        module="gemm_repeat",
+        seconds=130,
+        deadline_s=900,
+        faults=RESULT_FAULTS,
+        options={"seconds": 30},
+        full=True,
+    ),
+    Measured(
+        name="attention_long",
+        group="compute",
+        about="attention of longer sequences and other head sizes, with the names of the kernels",
+        module="attention",
+        seconds=20,
+        deadline_s=600,
+        faults=(*RESULT_FAULTS, "gradient"),
+        options={"full": True},
+        full=True,
+    ),
+    Measured(
+        name="norm_long",
+        group="compute",
+        about="the layers of norm in the sizes of a language model",
+        module="norm",
+        seconds=20,
+        deadline_s=600,
+        faults=(*RESULT_FAULTS, "gradient"),
+        options={"full": True},
+        full=True,
+    ),
+    Measured(
+        name="nf4_long",
+        group="compute",
+        about="4-bit weights in the sizes of a language model's layers",
+        module="nf4",
+        seconds=30,
+        deadline_s=600,
+        faults=(*RESULT_FAULTS, "gradient", "absmax"),
+        options={"full": True},
+        full=True,
+    ),
+    Measured(
+        name="blas",
+        group="compute",
+        about="hipBLASLt against rocBLAS, by result and by time",
+        module="blas",
+        seconds=5,
+        deadline_s=120,
+        faults=RESULT_FAULTS,
+        full=True,
+    ),
+)
+"""In the order in which they run."""

@@ -1,0 +1,198 @@
+"""Children that measure: whatever becomes of one, the parent has an outcome in time and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune.hardware.child import Outcome, Task, run, run_together
+from hf_rocm_tune.hardware.child_main import ENDINGS
+
+MODULE = "tests.doctor.acting_child"
+SOON = 1.5
+LATE = 60.0
+
+
+def act(deadline_s: float = LATE, environ: dict[str, str | None] | None = None, **request: Any) -> Outcome:
+    return run(MODULE, request=request, deadline_s=deadline_s, environ=environ)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, a moment after it was told to. What nobody has reaped yet has ended too."""
+    for _ in range(100):
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if stat.rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_the_result_comes_back_whatever_is_printed() -> None:
+    outcome = run(MODULE, "an", "argument", request={"say": ["this", 1, None]}, deadline_s=LATE)
+    assert outcome.status == "done" and outcome.code == 0
+    assert outcome.result is not None and outcome.result["said"] == ["this", 1, None]
+    assert outcome.tail == '["an", "argument"]'
+
+
+def test_a_flood_is_no_more_than_a_tail() -> None:
+    outcome = act(act="flood")
+    assert outcome.status == "done"
+    assert outcome.tail.endswith("the last line") and len(outcome.tail) <= 4000
+    assert "\x1b" not in outcome.tail
+
+
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_every_ending_is_told_for_what_it_is(kind: str, tmp_path: Path) -> None:
+    fault = {"kind": kind, "where": "taking its time"}
+    pid_file = tmp_path / "pid"
+    outcome = act(SOON, act="slow", seconds=0, fault=fault, pid_file=str(pid_file))
+    expected = {
+        "hang": ("timeout", "had not ended after"),
+        "stop": ("timeout", "in state T"),
+        "kill": ("died", "was ended by SIGKILL"),
+        "crash": ("died", "was ended by SIGSEGV"),
+        "garbage": ("garbage", "cannot be read"),
+        "silent": ("died", "exit code 0 and no result"),
+    }
+    status, words = expected[kind]
+    assert outcome.status == status and outcome.result is None
+    assert words in outcome.how and "while taking its time" in outcome.how
+    assert outcome.seconds < SOON + 5
+    assert gone(int(pid_file.read_text()))
+
+
+def test_an_ending_waits_for_its_place() -> None:
+    assert act(act="slow", seconds=0, fault={"kind": "kill", "where": "never said"}).status == "done"
+    assert act(act="slow", seconds=0, fault={"kind": "zeros"}).status == "done", "not one of the process itself"
+
+
+def test_a_hang_says_where_it_hangs() -> None:
+    outcome = act(SOON, act="slow", seconds=600)
+    assert outcome.step == "taking its time" and outcome.state.startswith("S (sleeping)")
+    assert "acting_child.py" in outcome.tail and "in act" in outcome.tail
+
+
+def test_what_is_deaf_to_signals_is_killed_all_the_same(tmp_path: Path) -> None:
+    outcome = act(SOON, act="deaf", pid_file=str(tmp_path / "pid"))
+    assert outcome.status == "timeout" and outcome.code == -signal.SIGKILL
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_an_exception_is_told_in_one_line() -> None:
+    outcome = act(act="raise")
+    assert (outcome.status, outcome.code) == ("died", 1)
+    assert outcome.error == "ValueError: a message of two lines"
+    assert "Traceback" in outcome.tail
+
+
+def test_an_error_of_ours_keeps_its_code_and_shows_no_traceback() -> None:
+    outcome = act(act="corruption")
+    assert (outcome.code, outcome.error) == (3, "CorruptionError: wrong bytes")
+    assert "Traceback" not in outcome.tail
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "status"),
+    [
+        ("", 0, "garbage"),
+        ("[1, 2]", 0, "garbage"),
+        ('{"said": ', 0, "garbage"),
+        ("\x00\ufffd", 0, "garbage"),
+        ("7" * (9 << 20), 0, "garbage"),
+        ('{"a": "' + "7" * (9 << 20) + '"}', 0, "garbage"),
+        ('{"said": 1}', 3, "died"),
+        ("[" * 100_000, 0, "garbage"),
+    ],
+    ids=["empty", "list", "cut off", "binary", "number", "too large", "result and a bad code", "deep"],
+)
+def test_only_an_object_of_a_child_that_ended_well_is_a_result(text: str, code: int, status: str) -> None:
+    assert act(act="leave", text=text, code=code).status == status
+
+
+def test_grandchildren_end_with_their_parent(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    assert act(act="grandchild", escapes=False, grandchild_file=str(file)).status == "done"
+    assert gone(int(file.read_text()))
+
+
+def test_a_grandchild_that_escapes_does_not_hold_the_parent(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    began = time.monotonic()
+    outcome = act(act="grandchild", escapes=True, grandchild_file=str(file))
+    os.kill(int(file.read_text()), signal.SIGKILL)
+    assert outcome.status == "done" and time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_child_does_not_outlive_its_parent(number: signal.Signals, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    program = (
+        "from hf_rocm_tune.hardware.child import run\n"
+        f"run({MODULE!r}, request={{'act': 'slow', 'seconds': 600, 'pid_file': {str(file)!r}}}, deadline_s=600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    for _ in range(600):
+        if file.exists() and file.read_text():
+            break
+        time.sleep(0.05)
+    parent.send_signal(number)
+    parent.wait(30)
+    assert gone(int(file.read_text()))
+
+
+def test_a_child_is_no_rank_of_a_job_that_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "HF_ROCM_TUNE_FAULT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    monkeypatch.setenv("PYTORCH_HIP_ALLOC_CONF", "max_split_size_mb:32")
+    outcome = act(act="environ", environ={"PYTORCH_HIP_ALLOC_CONF": None, "HSA_ENABLE_SDMA": "0"})
+    assert outcome.result is not None
+    seen = outcome.result
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & seen.keys()
+    assert not {"HF_ROCM_TUNE_FAULT", "PYTORCH_HIP_ALLOC_CONF"} & seen.keys()
+    assert (seen["NCCL_PROTO"], seen["HSA_ENABLE_SDMA"], seen["HF_ROCM_TUNE_SPLIT"]) == ("Simple", "0", "1")
+
+
+def test_files_in_the_users_directory_shadow_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wave.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    outcome = act(act="where")
+    assert outcome.result is not None and outcome.result["cwd"] == str(tmp_path)
+    assert not outcome.result["wave"].startswith(str(tmp_path))
+
+
+def test_those_that_wait_for_a_dead_one_are_ended_soon() -> None:
+    waits = Task(module=MODULE, request={"act": "slow", "seconds": 600})
+    dies = Task(module=MODULE, request={"act": "slow", "fault": {"kind": "kill"}})
+    done = Task(module=MODULE, request={"say": "done"})
+    began = time.monotonic()
+    outcomes = run_together([waits, dies, done], deadline_s=600, grace_s=1)
+    assert time.monotonic() - began < 30
+    assert [outcome.status for outcome in outcomes] == ["timeout", "died", "done"]
+
+
+def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    act(say="this")
+    act(SOON, act="slow", seconds=600)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("stdin", "words"),
+    [(b"[1]", b"give a JSON object"), (b"{", b"is no JSON"), (b'{"say": "hello"}', b'"said": "hello"')],
+)
+def test_a_measurement_can_be_tried_by_hand(stdin: bytes, words: bytes) -> None:
+    done = subprocess.run([sys.executable, "-m", MODULE], input=stdin, capture_output=True, timeout=60)
+    assert words in done.stdout and b"Traceback" not in done.stderr
+    assert done.returncode == (0 if b"hello" in stdin else 2)

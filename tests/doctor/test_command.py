@@ -1,0 +1,238 @@
+"""The doctor as a command: its forms, its choice of checks, its exit codes, and what it does when it is misused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_rocm_tune import cli
+from hf_rocm_tune.doctor import command
+from hf_rocm_tune.doctor.check import GROUPS
+from hf_rocm_tune.doctor.command import has_colour
+from hf_rocm_tune.doctor.measured.faults import VARIABLE
+from hf_rocm_tune.doctor.registry import all_checks
+from hf_rocm_tune.doctor.table import Table
+from tests.doctor.machines import MACHINES
+
+ESCAPE = "\x1b["
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(["doctor", *argv])
+    except SystemExit as caught:  # argparse's --help
+        code = int(caught.code or 0)
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A captured machine with a failure, warnings and notes."""
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(MACHINES["override_with_igpu"].recording), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(("name", "code"), [("healthy", 0), ("x4_idle", 1), ("cpu_torch", 2)])
+@pytest.mark.parametrize("form", [(), ("--json",), ("--markdown",)])
+def test_every_form_ends_with_the_same_code(
+    name: str, code: int, form: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(MACHINES[name].recording), encoding="utf-8")
+    ended, out, err = run(capsys, "--from", str(file), *form)
+    assert (ended, err) == (code, "")
+    assert out.endswith("\n")
+    assert ESCAPE not in out
+
+
+def test_the_table_says_everything_about_a_failure(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--from", str(machine))
+    blocks = re.split(r"\n(?=\S)", out)
+    block = next(block for block in blocks if block.startswith("FAIL"))
+    assert block.splitlines()[0] == "FAIL  HSA_OVERRIDE_GFX_VERSION=11.0.0"
+    labels = [line.split()[0] for line in block.splitlines()[1:]]
+    assert {"cure", "source"} <= set(labels)
+    assert "https://github.com/ROCm/TheRock/issues/5543" in block
+    assert out.index(GROUPS["access"]) < out.index(GROUPS["variables"]) < out.index(GROUPS["links"])
+    assert "1 failure, 1 note" in out.splitlines()[-1]
+    assert all(len(line) <= 100 or "https://" in line for line in out.splitlines())
+
+
+def test_json_holds_every_finding_with_its_group_and_links(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--from", str(machine), "--json")
+    told = json.loads(out)
+    assert told["exit_code"] == code == 2
+    assert sum(told["counts"].values()) == len(told["findings"])
+    assert told["recorded"]
+    (override,) = (one for one in told["findings"] if one["subject"] == "HSA_OVERRIDE_GFX_VERSION")
+    assert (override["status"], override["group"], override["row"]) == (
+        "fail",
+        "variables",
+        "environ:HSA_OVERRIDE_GFX_VERSION",
+    )
+    assert override["links"]
+    for one in told["findings"]:
+        assert one["sources"] or one["status"] in ("unknown", "skipped")
+
+
+def test_markdown_can_be_pasted(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--from", str(machine), "--markdown")
+    assert out.startswith("## hf-rocm-tune doctor")
+    assert "[TheRock\\#5543](https://github.com/ROCm/TheRock/issues/5543)" in out
+    assert not re.search(r"(?<!\\)[<@|]", re.sub(r"`[^`]*`|\]\([^)]*\)", "", out))
+
+
+def test_only_and_skip_take_checks_and_groups(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def checks(*argv: str) -> set[str]:
+        _, out, _ = run(capsys, "--from", str(machine), "--json", *argv)
+        return {one["check"] for one in json.loads(out)["findings"]}
+
+    names = {group: {check.name for check in all_checks() if check.group == group} for group in GROUPS}
+    assert checks("--only", "variables") == {"variables"}
+    assert checks("--only", "links,bar", "host") <= names["links"] | names["host"]
+    assert checks("--only", "access", "--skip", "cards") == names["access"] - {"cards"}
+    assert checks("--only", "link_width") == {"link_width"}
+    assert not checks("--skip", "variables", "access") & (names["variables"] | names["access"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--only", "variabels"], ["'variabels'", "did you mean variables?"]),
+        (["--skip", "bandwith"], ["'bandwith'", "did you mean bandwidth?"]),
+        (["--only", "zzzzz"], ["'zzzzz'", "--list"]),
+        (["--only", "bar", "--skip", "links"], ["leave no check"]),
+        (["--json", "--markdown"], ["--json", "--markdown"]),
+        (["--form", "x"], ["--form"]),
+        (["--from", "/nowhere/at/all.json"], ["/nowhere/at/all.json", "No such file"]),
+        (["--from", "/dev/null"], ["/dev/null"]),
+        (["--capture", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
+        (["--capture", "/tmp"], ["/tmp"]),
+        (["--capture", "x", "--from", "y"], ["--capture", "--from"]),
+        (["--only"], ["--only"]),
+        (["links"], ["links"]),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(
+    argv: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert all(name in err for name in named), err
+
+
+def test_an_unknown_fault_is_wrong_usage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "check=no_such_check,kind=wrong")
+    code, out, err = run(capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert VARIABLE in err
+
+
+def test_a_fault_that_is_asked_for_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "check=round_trip,kind=hang")
+    _, out, _ = run(capsys, "--only", "shared_memory")
+    assert "A FAULT IS PUT IN ON REQUEST" in out
+    assert "check=round_trip,kind=hang" in out
+    assert json.loads(run(capsys, "--only", "shared_memory", "--json")[1])["fault_injection"]
+
+
+def test_the_list_names_every_check_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--list")
+    assert code == 0
+    listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
+    assert listed == [check.name for check in all_checks()]
+    assert len(listed) == len(set(listed)) > 25
+    assert "(with --full only" in out
+
+
+def test_without_a_gpu_the_whole_doctor_says_what_it_could_not_check(tmp_path: Path) -> None:
+    """On a machine with one, this is what it says where torch is not allowed to see it."""
+    environ = {**os.environ, "HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "", "HF_ROCM_TUNE_QUIET": "1"}
+    code = (
+        "import sys, json; from hf_rocm_tune import cli\n"
+        "code = cli.main(['doctor', '--full', '--json'])\n"
+        "assert code in (0, 1, 2), code\n"
+        "heavy = {'torch', 'transformers', 'accelerate'} & set(sys.modules); assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    skipped = {one["check"]: one["text"] for one in told["findings"] if one["status"] == "skipped"}
+    measured = {check.name for check in all_checks() if check.needs_gpu and check.needs_cards < 2}
+    assert measured <= skipped.keys()
+    assert all("torch sees no accelerator" in skipped[name] for name in measured)
+    assert not [one for one in told["findings"] if one["row"] == "check_crashed"]
+
+
+def test_colours_are_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert has_colour(Terminal())  # type: ignore[arg-type]
+    assert not has_colour(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not has_colour(Terminal())  # type: ignore[arg-type]
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not has_colour(Terminal())  # type: ignore[arg-type]
+
+
+def test_a_coloured_table_is_the_plain_one_with_colours(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+    for colour in (True, False):
+        monkeypatch.setattr(command, "has_colour", lambda stream, colour=colour: colour)
+        monkeypatch.setattr(command, "_show", lambda text, colour=colour: seen.update({colour: text}))
+        command.main(["--from", str(machine)])
+    assert ESCAPE in seen[True]
+    assert re.sub(r"\x1b\[[0-9;]*m", "", seen[True]).splitlines()[:-1] == seen[False].splitlines()[:-1]
+
+
+@pytest.mark.parametrize("width", [1, 40, 80, 500])
+def test_any_width_is_readable(width: int, machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+
+    class Narrow(Table):
+        def __init__(self, *, width: int, colour: bool) -> None:
+            super().__init__(width=requested, colour=colour)
+
+    requested = width
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "Table", Narrow)
+        run_code, out, _ = run(capsys, "--from", str(machine))
+    lines = out.splitlines()
+    assert run_code == 2
+    assert max(len(line) for line in lines if "http" not in line and "/" not in line) <= 120
+    assert "FAIL" in out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(machine: Path) -> None:
+    line = f"{sys.executable} -m hf_rocm_tune doctor --from {machine} --markdown | head -1"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("## hf-rocm-tune doctor")
+    assert done.stderr == ""
+
+
+@pytest.mark.gpu
+def test_with_a_gpu_every_short_check_gives_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--json")
+    told = json.loads(out)
+    assert not [one for one in told["findings"] if one["row"] == "check_crashed"]
+    skipped = {one["check"]: one["text"] for one in told["findings"] if one["status"] == "skipped"}
+    assert not [name for name, reason in skipped.items() if "sees no accelerator" in reason]
+    long = {check.name for check in all_checks() if check.full and check.needs_cards < 2}
+    assert all("--full" in skipped[name] for name in long)

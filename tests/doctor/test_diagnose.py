@@ -1,0 +1,173 @@
+"""Checks are run in order, none of them stops another, and what was not run is said with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from hf_rocm_tune.doctor import quick
+from hf_rocm_tune.doctor.brief import affordable
+from hf_rocm_tune.doctor.check import GROUPS, Check
+from hf_rocm_tune.doctor.checks import pcie
+from hf_rocm_tune.doctor.diagnose import NOTHING_THERE, diagnose, in_order
+from hf_rocm_tune.doctor.evidence import Evidence
+from hf_rocm_tune.doctor.finding import Finding, from_row
+from hf_rocm_tune.doctor.registry import all_checks
+from hf_rocm_tune.doctor.rows import all_rows
+from hf_rocm_tune.hardware.machine import Machine
+from hf_rocm_tune.hardware.software import Software
+from hf_rocm_tune.hardware.survey import survey
+from tests.doctor.stacks import cpu_stack, device, stack
+from tests.hardware.parts import XT, Slot
+from tests.hardware.trees import Built
+
+
+def evidence(
+    cards: int = 1, *, gpu: bool = True, recorded: bool = False, environ: dict[str, str] | None = None
+) -> Evidence:
+    built = Built("a machine")
+    for _ in range(cards):
+        built.card(XT, slot=Slot(width=8))
+    devices = [device(index, bus=3 + 3 * index) for index in range(cards)]
+    software = stack(devices=devices) if gpu else cpu_stack()
+    return Evidence(
+        machine=survey(built.tree()), software=Software.from_dict(software), environ=environ or {}, recorded=recorded
+    )
+
+
+def check(name: str, *finds: Finding, group: str = "links", **more: object) -> Check:
+    return Check(name=name, group=group, about=name, run=lambda evidence: finds, **more)  # type: ignore[arg-type]
+
+
+def finding(name: str, row: str = "kfd_missing") -> Finding:
+    return from_row(name, row, address="0000:03:00.0")
+
+
+def crashing(error: BaseException) -> Check:
+    def run(evidence: Evidence) -> Iterator[Finding]:
+        yield finding("crashing")
+        raise error
+
+    return Check(name="crashing", group="links", about="crashes", run=run)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("odd\nthing"), KeyError("x"), AssertionError(), RecursionError(), OSError(5, "I/O")]
+)
+def test_a_check_that_crashes_is_reported_and_stops_nothing(error: BaseException) -> None:
+    done = diagnose(evidence(), [check("before", finding("before")), crashing(error), check("after", finding("after"))])
+    # What it had found by then is kept.
+    assert [one.check for one in done.findings] == ["before", "crashing", "crashing", "after"]
+    crashed = done.findings[2]
+    assert (crashed.row, crashed.status) == ("check_crashed", "warn")
+    assert type(error).__name__ in crashed.text
+    assert "\n" not in crashed.text
+
+
+def test_ctrl_c_is_no_crash_of_a_check() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        diagnose(evidence(), [crashing(KeyboardInterrupt())])
+
+
+def test_the_order_is_that_of_the_groups() -> None:
+    places = list(GROUPS)
+    order = [places.index(one.group) for one in all_checks()]
+    assert order == sorted(order)
+    assert all_checks()[-1].name == "link_errors_after"
+    mixed = [check("c", group="compute"), check("a", group="access"), check("b", group="access")]
+    assert [one.name for one in in_order(mixed)] == ["a", "b", "c"]
+
+
+def test_a_check_that_is_not_run_says_why() -> None:
+    measured = check("m", finding("m"), measured=True, needs_gpu=True)
+    long = check("l", finding("l"), measured=True, needs_gpu=True, full=True, seconds=240)
+
+    def why(known: Evidence, one: Check, **more: bool) -> str:
+        (made,) = diagnose(known, [one], **more).findings
+        return made.text if made.status == "skipped" else made.status
+
+    assert why(evidence(), measured) == "fail"
+    assert "recorded" in why(evidence(recorded=True), measured)
+    assert "torch sees no accelerator" in why(evidence(gpu=False), measured)
+    assert "4 minutes; --full" in why(evidence(), long)
+    assert why(evidence(), long, full=True) == "fail"
+    assert why(evidence(), check("e")) == NOTHING_THERE
+
+
+def test_what_needs_two_cards_does_not_appear_on_one() -> None:
+    pairs = check("pairs", finding("pairs"), measured=True, needs_gpu=True, needs_cards=2)
+    about_two = check("both", from_row("both", "links_unequal", widths="x"))
+    assert diagnose(evidence(1), [pairs]).findings == ()
+    assert [one.status for one in diagnose(evidence(1), [about_two]).findings] == ["skipped"]
+    assert [one.check for one in diagnose(evidence(2), [pairs, about_two]).findings] == ["pairs", "both"]
+
+
+def test_an_integrated_gpu_is_no_second_card() -> None:
+    beside = Built("beside").card(XT).igpu()
+    devices = [device(), device(1, bus=4, arch="gfx1036", gib=0.5)]
+    software = Software.from_dict(stack(devices=devices))
+    known = Evidence(machine=survey(beside.tree()), software=software, environ={})
+    assert known.card_count == 1
+    two_of_another_vendor = Evidence(
+        machine=survey(Built("cuda").nvidia().nvidia().tree()),
+        software=Software.from_dict(stack(hip=None, cuda="13.0", devices=[device(0, bus=1), device(1, bus=2)])),
+        environ={},
+    )
+    assert two_of_another_vendor.card_count == 2
+
+
+def test_the_counters_of_the_link_are_read_again_after_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(correctable: int) -> Machine:
+        return survey(Built("a machine").card(XT, aer={"correctable": correctable}).tree())
+
+    known = replace(evidence(), machine=counted(5))
+    for now, row in ((5, "aer_still"), (9, "aer_rising"), (0, "aer_still")):
+        monkeypatch.setattr(pcie, "survey", lambda now=now: counted(now))
+        (made,) = diagnose(known, [pcie.AFTER_MEASURING]).findings
+        assert made.row == row
+    monkeypatch.setattr(pcie, "survey", lambda: survey(Built("gone").tree()))
+    (made,) = diagnose(known, [pcie.AFTER_MEASURING]).findings
+    assert made.status == "skipped"
+
+
+def test_what_was_found_is_told_to_the_policy_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replace(all_rows()["links_unequal"], environ=("peer_copy_failed",))
+    monkeypatch.setitem(all_rows(), "links_unequal", row)
+    pair = check("pairs", from_row("pairs", "links_unequal", widths="x"))
+    told = [one for one in diagnose(evidence(2), [pair]).findings if one.check == "variables"]
+    assert [(one.title, one.status) for one in told] == [("NCCL_P2P_DISABLE=1", "info")]
+    assert told[0].cure.startswith("`export NCCL_P2P_DISABLE=1`")
+    # The user's own value stands, and that is said; nothing is said on one card, where the row does not appear.
+    kept = diagnose(evidence(2, environ={"NCCL_P2P_DISABLE": "0"}), [pair]).findings
+    assert "the user's value is kept" in kept[-1].text
+    assert not [one for one in diagnose(evidence(1), [pair]).findings if one.check == "variables"]
+
+
+def test_the_quick_subset_reads_everything_and_measures_little() -> None:
+    known = evidence(2)
+    every = all_checks()
+    chosen = affordable(every, known, 8.0)
+    assert {one.name for one in every if not one.measured} <= {one.name for one in chosen}
+    measured = [one for one in chosen if one.measured]
+    assert sum(one.seconds for one in measured) <= 8.0
+    assert not any(one.full for one in measured)
+    assert not [one for one in affordable(every, known, 0.0) if one.measured]
+    assert [one for one in affordable(every, evidence(), 10.0) if one.measured and one.seconds > 1]
+
+
+def test_quick_never_raises_and_gives_findings() -> None:
+    found = quick(evidence(recorded=True), measure_seconds=0)
+    assert {one.check for one in found} >= {"driver", "torch", "link_width", "variables"}
+    assert all(one.status != "skipped" for one in found)
+    assert all(one.to_dict()["check"] for one in quick(measure_seconds=0))
+
+
+def test_cards_that_want_different_values_get_no_line() -> None:
+    ratio = {"device": "cuda:0", "ratio": "1.3"}
+    wants = {name: from_row("blas", f"gemm_prefers_{name}", **ratio) for name in ("hipblaslt", "rocblas")}
+    (line,) = [one.title for one in diagnose(evidence(), [check("b", wants["rocblas"])]).findings if one.subject]
+    assert line == "TORCH_BLAS_PREFER_HIPBLASLT=0"
+    both = diagnose(evidence(2), [check("b", *wants.values())]).findings
+    assert not [one for one in both if one.check == "variables"]

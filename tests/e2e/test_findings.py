@@ -1,0 +1,168 @@
+"""The findings of the doctor and the telemetry of the card stand in the report of a run, and never break one."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.command import CommandServer, Result
+from tests.e2e.conftest import flags, report_of
+from tests.hardware.trees import XT, Built
+
+ROCM = {
+    "torch": "2.13.0+rocm7.2",
+    "hip": "7.2.26015",
+    "archs": ["gfx1030", "gfx1100", "gfx1201"],
+    "devices": [
+        {
+            "name": "Radeon RX 7900 XT",
+            "arch": "gfx1100",
+            "total_bytes": XT.vram_bytes,
+            "pci_address": "0000:03:00.0",
+        }
+    ],
+}
+ADDRESS = "0000:03:00.0"
+"""Of the first card of a machine that ``Built`` builds."""
+
+Run = Callable[..., tuple[Result, dict[str, Any]]]
+
+
+@pytest.fixture
+def run(server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path) -> Run:
+    """Runs one command on a pretended machine; its result and report."""
+
+    def command(
+        machine: dict[str, Any] | None = None,
+        *more: str,
+        env: dict[str, str] | None = None,
+        software: dict[str, Any] | None = None,
+        **pretended: Any,
+    ) -> tuple[Result, dict[str, Any]]:
+        environment = dict(env or {})
+        if machine is not None:
+            wanted = {"recording": machine, "software": software, "address": None, "hangs": False, "deadline_s": None}
+            file = tmp_path / "machine.json"
+            file.write_text(json.dumps(wanted | pretended))
+            environment["PRETENDED_MACHINE"] = str(file)
+        given = [*base_flags, *flags(model_name_or_path=model_of("llama3")), *more]
+        result = server.run(*given, env=environment)
+        assert result.code == 0, result.stderr[-3000:]
+        return result, report_of(tmp_path / "out")
+
+    return command
+
+
+def faults(report: dict[str, Any]) -> dict[str, str]:
+    """Subject or title, and status, of every warning and failure."""
+    bad = [found for found in report["findings"] if found["status"] in ("warn", "fail")]
+    return {found["subject"] or found["title"]: found["status"] for found in bad}
+
+
+def spoken(result: Result) -> list[str]:
+    """The lines of the doctor on standard output."""
+    marks = ("hf-rocm-tune: warning:", "hf-rocm-tune: failure:")
+    return [line for line in result.stdout.splitlines() if line.startswith(marks)]
+
+
+def test_a_prepared_environment_is_in_the_report_once_with_cure_and_source(run: Run) -> None:
+    bad = {"HSA_OVERRIDE_GFX_VERSION": "10.3.0", "PYTORCH_NO_HIP_MEMORY_CACHING": "1", "RCCL_DEBUG": "INFO"}
+    _, report = run(Built("one card").card().recording(), env=bad, software=ROCM)
+    about = [found for found in report["findings"] if found["check"] == "variables"]
+    assert {found["subject"]: found["status"] for found in about} == {
+        "HSA_OVERRIDE_GFX_VERSION": "fail",
+        "PYTORCH_NO_HIP_MEMORY_CACHING": "warn",
+        "RCCL_DEBUG": "info",
+    }
+    assert len(about) == 3
+    assert all(found["cure"] and found["sources"] and found["text"] for found in about)
+
+
+def test_a_warning_is_one_line_and_does_not_stop_the_run(run: Run) -> None:
+    machine = Built("a card behind a bad contact").card(aer={"correctable": 77, "nonfatal": 3}).recording()
+    result, report = run(machine, software=ROCM)
+    lines = [line for line in spoken(result) if "77" in line]
+    assert len(lines) == 1
+    assert "(" in lines[0] and ADDRESS.partition(":")[2].partition(":")[0] in lines[0]
+    assert any("77" in found["text"] for found in report["findings"] if found["status"] == "warn")
+    assert len(spoken(result)) == len(set(spoken(result)))
+
+
+def test_the_card_s_figures_are_in_the_report_and_beside_the_loss(run: Run, tmp_path: Path) -> None:
+    machine = Built("one card").card().recording()
+    more = flags(save_strategy="steps", save_steps=4, telemetry_every=0.001)
+    _, report = run(machine, *more, software=ROCM, address=ADDRESS)
+    (seen,) = report["telemetry"]
+    assert (seen["rank"], seen["source"]) == (0, f"amdgpu, {ADDRESS}")
+    assert seen["looks"] >= 4 and seen["hotspot_c"]["max"] >= seen["hotspot_c"]["mean"] > 0
+    history = json.loads((tmp_path / "out/checkpoint-4/trainer_state.json").read_text())["log_history"]
+    assert [row["gpu/hotspot_c"] for row in history if "loss" in row] == [seen["hotspot_c"]["mean"]] * 4
+
+
+def test_the_doctor_and_the_telemetry_can_be_switched_off(run: Run) -> None:
+    machine = Built("a card behind a bad contact").card(aer={"correctable": 77}).recording()
+    more = flags(doctor="off", telemetry_every=0)
+    result, report = run(machine, *more, software=ROCM, address=ADDRESS)
+    assert (report["findings"], report["telemetry"], spoken(result)) == ([], [], [])
+
+
+def test_without_a_card_the_report_says_what_is_not_known(run: Run) -> None:
+    result, report = run()
+    assert report["telemetry"] == [
+        {"rank": 0, "source": "training on cpu: there are no sensors to read", "looks": 0, "seconds": 0.0}
+    ]
+    assert report["findings"]
+    assert not [found for found in report["findings"] if not found["text"]]
+    assert not [line for line in spoken(result) if "Traceback" in line]
+
+
+NONSENSE = ("", "\x00\x01\x02", "nan", "-1", "9" * 400, "x y z\n" * 50, "\udcff")
+
+
+@pytest.mark.parametrize("offset", range(2))
+def test_nonsense_in_every_file_of_the_machine_breaks_no_run(run: Run, offset: int) -> None:
+    machine = Built("nonsense").card().card().igpu().recording()
+    for number, path in enumerate(sorted(machine["files"])):
+        if number % 4 == offset:
+            machine["errors"][path] = "EACCES"
+            del machine["files"][path]
+        else:
+            machine["files"][path] = NONSENSE[(number + offset) % 6]
+    machine["binary"] = dict.fromkeys(machine["binary"], "AAECAwQF")
+    machine["links"] = dict.fromkeys(machine["links"], "../" * 40 + "nowhere")
+    _, report = run(machine, software=ROCM, address=ADDRESS)
+    assert report["findings"]
+    assert "hotspot_c" not in report["telemetry"][0]
+    assert not [found for found in report["findings"] if found["row"] == "check_crashed"]
+
+
+def test_a_driver_that_does_not_answer_holds_no_run_up(run: Run) -> None:
+    machine = Built("one card").card().recording()
+    _, report = run(machine, hangs=True, deadline_s=0.5, software=ROCM)
+    (found,) = [found for found in report["findings"] if found["check"] == "machine"]
+    assert (found["status"], "0.5 seconds" in found["text"]) == ("unknown", True)
+
+
+def test_two_ranks_look_once_and_each_speaks_of_its_card(
+    server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path
+) -> None:
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world["TORCHELASTIC_RUN_ID"] = str(tmp_path / "out")
+    given = [*base_flags, *flags(model_name_or_path=model_of("llama3"))]
+    ranks = [server.start(*given, env={**world, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    results = [rank.wait() for rank in ranks]
+    assert [result.code for result in results] == [0, 0], results[0].stderr[-2000:] + results[1].stderr[-2000:]
+    report = report_of(tmp_path / "out")
+    assert [seen["rank"] for seen in report["telemetry"]] == [0, 1]
+    keys = [(found["check"], found["row"], found["subject"], found["text"]) for found in report["findings"]]
+    assert keys and len(keys) == len(set(keys))
+    assert spoken(results[1]) == []

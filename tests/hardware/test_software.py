@@ -1,0 +1,269 @@
+"""What is read of torch and its neighbours: whole where they are healthy, and never a crash where they are not.
+
+No AMD machine is at hand, so torch is a stand-in package where it has to see cards; it is found and asked the same way.
+Each reading is made by a process of its own, whose path begins with the stand-in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune.hardware.software import PACKAGES, Software, read_software
+
+_READ = """
+import json, sys
+from hf_rocm_tune.hardware.software import read_software
+print(json.dumps(read_software(deadline_s=float(sys.argv[1])).to_dict()))
+"""
+ROCM_VERSION_PY = """
+from typing import Optional
+__version__ = '2.13.0+rocm10.0.0'
+debug = False
+cuda: Optional[str] = None
+hip: Optional[str] = '7.15.26333'
+rocm: Optional[str] = '10.0.0'
+"""
+HEALTHY = """
+from types import SimpleNamespace
+from torch import version
+__version__ = version.__version__
+_C = SimpleNamespace(_accelerator_getAllocatorSettings=lambda: "max_split_size_mb:512")
+_CARDS = [
+    SimpleNamespace(name="Radeon RX 7900 XT", gcnArchName="gfx1100", total_memory=21458059264,
+                    pci_domain_id=0, pci_bus_id=0x2d, pci_device_id=0),
+    SimpleNamespace(name="AMD Instinct MI210", gcnArchName="gfx90a:sramecc+:xnack-", total_memory=68702699520),
+]
+cuda = SimpleNamespace(init=lambda: None, device_count=lambda: len(_CARDS), get_device_properties=_CARDS.__getitem__,
+                       get_arch_list=lambda: ["gfx1030", "gfx1100"])
+"""
+AT_DEVICES = "cuda.init = lambda: {}\n"
+
+
+def stand_in(folder: Path, code: str, version_py: str = ROCM_VERSION_PY) -> Path:
+    """A package named torch that runs ``code`` when it is imported."""
+    package = folder / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(code, encoding="utf-8")
+    (package / "version.py").write_text(version_py, encoding="utf-8")
+    return folder
+
+
+def read_with(folder: Path, checkout: Path, *, deadline_s: float = 20, options: tuple[str, ...] = ()) -> Software:
+    """``read_software`` in a process that finds packages in ``folder`` first."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(checkout)]), "HF_ROCM_TUNE_QUIET": "1"}
+    command = [sys.executable, *options, "-P", "-c", _READ, str(deadline_s)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+    return Software.from_dict(json.loads(done.stdout))
+
+
+def test_a_healthy_rocm_build_is_read_whole(tmp_path: Path, checkout: Path) -> None:
+    software = read_with(stand_in(tmp_path, HEALTHY), checkout)
+    assert software.build == "rocm"
+    assert software.torch_version.value == "2.13.0+rocm10.0.0"
+    assert (software.hip_version, software.torch_rocm_version, software.cuda_version) == ("7.15.26333", "10.0.0", None)
+    assert software.arch_list.value == ("gfx1030", "gfx1100")
+    assert software.allocator_settings.value == "max_split_size_mb:512"
+    assert software.devices.value is not None
+    first, second = software.devices.value
+    assert (first.index, first.arch, first.total_bytes, first.pci_address) == (
+        0,
+        "gfx1100",
+        21458059264,
+        "0000:2d:00.0",
+    )
+    assert (second.arch, second.pci_address) == ("gfx90a", None), "features are no architecture; no address is invented"
+
+
+def test_this_installation_is_read(tmp_path: Path) -> None:
+    import torch
+
+    software = read_software(root=tmp_path)
+    assert software.torch_version.value == torch.__version__
+    assert software.packages["transformers"] and software.packages.keys() == PACKAGES.keys()
+    assert software.arch_list.value == tuple(torch.cuda.get_arch_list())
+    assert software.devices.value is not None and len(software.devices.value) == torch.cuda.device_count()
+    assert "libbitsandbytes_rocm72.so" in (software.bitsandbytes_libraries.value or ())
+    assert Software.from_dict(json.loads(json.dumps(software.to_dict()))) == software
+    assert sys.modules["torch"] is torch
+
+
+@pytest.mark.gpu
+def test_a_device_has_the_address_that_the_kernel_lists(tmp_path: Path) -> None:
+    devices = read_software(root=tmp_path).devices.value
+    assert devices
+    for device in devices:
+        assert device.total_bytes > 1 << 30
+        assert device.pci_address is None or Path("/sys/bus/pci/devices", device.pci_address).exists()
+
+
+def test_without_torch_the_rest_is_read_and_torch_is_said_to_be_missing(tmp_path: Path, checkout: Path) -> None:
+    software = read_with(tmp_path, checkout, options=("-S",))  # without site-packages there is no torch
+    assert software.build is None
+    for reading in (software.torch_version, software.arch_list, software.devices, software.allocator_settings):
+        assert reading.reason == "torch is not installed"
+    assert set(software.packages.values()) == {None} and not software.package_problems
+    assert software.bitsandbytes_libraries.reason == "bitsandbytes is not installed"
+
+
+def test_the_remains_of_an_uninstalled_torch_are_no_torch(tmp_path: Path, checkout: Path) -> None:
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    software = read_with(tmp_path, checkout, options=("-S",))
+    assert software.torch_version.reason == "torch is not installed"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise ImportError('libamdhip64.so.7: cannot open shared object file')", "libamdhip64.so.7: cannot open"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+        ("import os; print('HSA_STATUS_ERROR_OUT_OF_RESOURCES', flush=True); os._exit(7)", "OUT_OF_RESOURCES"),
+        ("raise SystemExit(0)", "no result"),
+        ("import sys; sys.stdout.buffer.write(bytes(range(256)) * 4000); raise RuntimeError('no driver')", "no driver"),
+        ("", "AttributeError"),
+    ],
+)
+def test_what_fails_at_import_leaves_the_versions_of_its_files(
+    tmp_path: Path, checkout: Path, code: str, said: str
+) -> None:
+    software = read_with(stand_in(tmp_path, code), checkout)
+    assert software.torch_version.value == "2.13.0+rocm10.0.0" and software.hip_version == "7.15.26333"
+    for reading in (software.arch_list, software.devices, software.allocator_settings):
+        assert reading.value is None and said in reading.reason and "\n" not in reading.reason
+        assert reading.reason.isprintable()
+
+
+def test_what_hangs_at_import_is_killed_at_the_deadline(tmp_path: Path, checkout: Path) -> None:
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    software = read_with(stand_in(tmp_path, code), checkout, deadline_s=2)
+    assert "had not ended" in software.devices.reason and "while importing torch" in software.devices.reason
+    assert software.build == "rocm"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("__import__('os').kill(__import__('os').getpid(), 11)", "SIGSEGV while asking torch for its devices"),
+        ("__import__('os')._exit(1)", "exit code 1"),
+        ("__import__('time').sleep(600)", "while asking torch for its devices"),
+        ("(_ for _ in ()).throw(RuntimeError('No HIP GPUs are available'))", "No HIP GPUs are available"),
+        ("print('\\x00\\x1b[2J' * 9000) or (_ for _ in ()).throw(OSError('odd'))", "OSError: odd"),
+    ],
+)
+def test_what_fails_at_the_devices_leaves_what_was_said_before(
+    tmp_path: Path, checkout: Path, code: str, said: str
+) -> None:
+    software = read_with(stand_in(tmp_path, HEALTHY + AT_DEVICES.format(code)), checkout, deadline_s=3)
+    assert software.devices.value is None and said in software.devices.reason
+    assert software.arch_list.value == ("gfx1030", "gfx1100")
+    assert software.allocator_settings.value == "max_split_size_mb:512"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "cuda.get_arch_list = lambda: [1, 2]",
+        "cuda.get_arch_list = lambda: 'gfx1100'",
+        "_CARDS[0].total_memory = 'much'",
+        "_CARDS[0].total_memory = -1",
+        "_CARDS[0].name = None",
+        "_C._accelerator_getAllocatorSettings = lambda: 5",
+        "del _C._accelerator_getAllocatorSettings",
+        "version.hip = 7",
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_unknown_with_its_reason(tmp_path: Path, checkout: Path, change: str) -> None:
+    software = read_with(stand_in(tmp_path, f"{HEALTHY}\n{change}\n"), checkout)
+    asked = (software.arch_list, software.devices, software.allocator_settings)
+    odd = [reading for reading in asked if reading.value is None]
+    assert software.torch_version.value == "2.13.0+rocm10.0.0" and software.hip_version == "7.15.26333"
+    assert len(odd) == ("version.hip" not in change)
+    assert all("torch" in reading.reason for reading in odd)
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "__version__ = 5", "\x00\x01"])
+def test_a_version_file_of_another_form_is_unknown_and_no_cpu_build(tmp_path: Path, checkout: Path, text: str) -> None:
+    software = read_with(stand_in(tmp_path, "raise ImportError('broken')", text), checkout)
+    assert software.torch_version.value is None and "broken" in software.torch_version.reason
+    assert software.build is None and software.hip_version is None
+
+
+def distribution(folder: Path, name: str, metadata: bytes) -> None:
+    """The record of an installed distribution."""
+    info = folder / f"{name}-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_bytes(metadata)
+
+
+def test_wheels_that_carry_rocm_are_listed_by_plain_names(tmp_path: Path, checkout: Path) -> None:
+    for name in ("rocm-sdk-core", "rocm_sdk_device_gfx1100", "amd-torch-device-gfx1100", "rocm", "rocmlike", "prorocm"):
+        distribution(tmp_path, name, f"Metadata-Version: 2.1\nName: {name}\nVersion: 10.0.0\n".encode())
+    distribution(tmp_path, "rocm-sdk-libraries", b"\xff\xfe\x00 nonsense")
+    wheels = read_with(tmp_path, checkout, options=("-S",)).rocm_wheels
+    assert wheels == {
+        "amd-torch-device-gfx1100": "10.0.0",
+        "rocm": "10.0.0",
+        "rocm-sdk-core": "10.0.0",
+        "rocm-sdk-device-gfx1100": "10.0.0",
+    }
+
+
+def test_a_package_whose_record_is_broken_is_not_said_to_be_missing(tmp_path: Path, checkout: Path) -> None:
+    distribution(tmp_path, "peft", b"Metadata-Version: 2.1\nName: peft\n")
+    distribution(tmp_path, "trl", b"\xff\xfe\x00")
+    distribution(tmp_path, "pytorch_triton_rocm", b"Metadata-Version: 2.1\nName: pytorch-triton-rocm\nVersion: 3.5.1\n")
+    software = read_with(tmp_path, checkout, options=("-S",))
+    assert software.package_problems.keys() == {"peft", "trl"}
+    assert software.packages["triton"] == "3.5.1", "ROCm wheels bring a triton of another name"
+
+
+def test_nonsense_in_a_record_from_elsewhere_is_refused_by_name() -> None:
+    good = _record()
+    bad: list[tuple[Any, str]] = [
+        (None, "not an object"),
+        ([], "not an object"),
+        ({}, "too many or too few"),
+        ({**good, "extra": 1}, "extra"),
+        ({**good, "python": 3}, "python"),
+        ({**good, "devices": {"value": [{"index": 0}]}}, "devices"),
+        ({**good, "devices": {"value": [5]}}, "devices"),
+        ({**good, "devices": {"value": None}}, "devices"),
+        ({**good, "devices": {"reason": ""}}, "devices"),
+        ({**good, "arch_list": {"value": ["gfx1100"], "reason": "both"}}, "arch_list"),
+        ({**good, "packages": {"torch": 2}}, "packages"),
+        ({**good, "rocm_wheels": []}, "rocm_wheels"),
+    ]
+    assert Software.from_dict(good).to_dict() == good
+    for packed, said in bad:
+        with pytest.raises(ValueError, match=said):
+            Software.from_dict(packed)
+
+
+def _record() -> dict[str, Any]:
+    device = {"index": 0, "name": "x", "arch": "gfx1100", "total_bytes": 1, "pci_address": None}
+    return {
+        "python": "3.12.3",
+        "torch_version": {"value": "2.13.0+rocm7.2"},
+        "hip_version": "7.2.26015",
+        "torch_rocm_version": None,
+        "cuda_version": None,
+        "arch_list": {"value": ["gfx1100"]},
+        "devices": {"value": [device]},
+        "allocator_settings": {"reason": "this torch does not tell"},
+        "packages": {"torch": "2.13.0", "peft": None},
+        "package_problems": {},
+        "bitsandbytes_libraries": {"value": []},
+        "rocm_version": {"value": "7.2.4"},
+        "rocm_wheels": {"rocm": "10.0.0"},
+    }

@@ -1,0 +1,247 @@
+"""Machines that differ in their cards, in where the cards sit, and in who may use them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.hardware.parts import GIB, GRE, MIB, RAPHAEL, XT_9070, XTX, Readings, Slot
+from tests.hardware.trees import Built
+from tests.machines.case import Case, case
+from tests.machines.installs import device, pair, stack
+
+HALF = Slot(width=8)
+FIRST, SECOND, BEHIND_CHIPSET = "0000:03:00.0", "0000:06:00.0", "0000:08:00.0"
+NO_HIP_GPUS = "RuntimeError: No HIP GPUs are available"
+# How AMD's two pages contradict each other, and what others did: the wording of the facts page, section 3.
+IOMMU_WORDS = (
+    "AMD documents two contradictory settings",
+    "RCCL: iommu=pt",
+    "only if the pair test fails: others fixed it by iommu=pt, by disabling the IOMMU in the BIOS, or by "
+    "amdgpu.pcie_p2p=0",
+)
+TWO_HALVES = (f"link_half {FIRST}", f"link_half {SECOND}")
+
+
+def two_cards(source: str, *, iommu: str | None = "DMA-FQ", **kernel: Any) -> Built:
+    """Two 7900 XT that share the sixteen lanes of the processor."""
+    return Built(source).kernel(**kernel).iommu(iommu).card(slot=HALF).card(slot=HALF)
+
+
+CARDS: dict[str, Case] = {
+    "healthy_xt": case(
+        Built("facts 1a: one 7900 XT in a full slot of an AM5 board").card(),
+        fine=(
+            *("driver_ok", "permissions_ok", "card_known", "variables_ok", "torch_rocm", "arch_ok", "versions_of_rocm"),
+            *("hipblaslt_yes", "allocator", "bnb_library", "versions_tested", "kernel_ok", "clocks_stock", "link_full"),
+            *("slot_of_processor", "bar_full", "aer_clean", "host_memory", "shm_ok", "vram_free", "sensors_ok"),
+        ),
+        says=("gfx1100, 20.0 GiB", "800 GB/s, 315 W, PCIe 4.0 x16", "31.5 GB/s each way by arithmetic"),
+    ),
+    "healthy_xtx": case(
+        Built("facts 1a: a 7900 XTX is gfx1100 too, with 24 GB").card(XTX),
+        software=stack(devices=[device(name="AMD Radeon RX 7900 XTX", gib=23.98)]),
+        fine=("card_known", "arch_ok", "link_full"),
+        says=("Radeon RX 7900 XTX", "960 GB/s, 355 W"),
+        never=("800 GB/s",),
+    ),
+    "beside_an_igpu": case(
+        Built("TheRock#5543: RX 7900 XT and the GPU of a 7800X3D (gfx1036)").card().igpu(RAPHAEL),
+        note=("igpu_hidden",),
+        says=("`export HIP_VISIBLE_DEVICES=0`", "gfx1036", "hipErrorInvalidImage"),
+    ),
+    "behind_an_igpu": case(
+        Built("TheRock#5543: the processor's GPU is device 0").igpu(RAPHAEL).card(),
+        software=stack(devices=[device("0000:04:00.0")]),
+        note=("igpu_hidden",),
+        says=("`export HIP_VISIBLE_DEVICES=1`",),
+        never=("HIP_VISIBLE_DEVICES=0",),
+    ),
+    "two_cards_and_an_igpu": case(
+        Built("TheRock#5543, with two cards").card(slot=HALF).igpu(RAPHAEL).card(slot=HALF),
+        software=stack(devices=pair("0000:07:00.0")),
+        note=("igpu_hidden", "iommu_state", f"link_half {FIRST}", "link_half 0000:07:00.0"),
+        says=("`export HIP_VISIBLE_DEVICES=0,2`",),
+    ),
+    "igpu_hidden_by_its_owner": case(
+        Built("TheRock#5543: hidden, PASS").card().igpu(RAPHAEL),
+        environ={"HIP_VISIBLE_DEVICES": "0"},
+        fine=("igpu_filtered",),
+    ),
+    "x8_x8": case(
+        two_cards("facts 1a: two cards x8/x8 on most AM5 boards"),
+        software=stack(devices=pair()),
+        note=(*TWO_HALVES, "iommu_state"),
+        fine=("peer_config_ok", "bar_full", "aer_clean"),
+        says=("15.8 GB/s each way by arithmetic; 13 to 14 are to be expected", "IOMMU: translating", *IOMMU_WORDS),
+    ),
+    "x16_and_x4_of_the_chipset": case(
+        Built("facts 1a: many boards give x16 and x4 via the chipset; ROCm/ROCm#2429: HIP errors with two 7900 XTX")
+        .card(XTX)
+        .card(XTX, slot=Slot(width=4, chipset=True)),
+        software=stack(
+            devices=pair(BEHIND_CHIPSET, name="AMD Radeon RX 7900 XTX", gib=23.98),
+        ),
+        warn=(f"link_narrow {BEHIND_CHIPSET}", "links_unequal", f"slot_of_chipset_pair {BEHIND_CHIPSET}"),
+        note=("iommu_state",),
+        fine=("link_full", "slot_of_processor"),
+        says=("x4 link: 7.9 GB/s at most", "6.5 to 7 are to be expected", "0000:03:00.0: x16, 0000:08:00.0: x4"),
+    ),
+    "one_card_on_the_chipset": case(
+        Built("facts 0.8: 6.5 GB/s is what a misplaced card gives").card(slot=Slot(width=4, chipset=True, idle=True)),
+        software=stack(devices=[device("0000:05:00.0")]),
+        warn=("link_narrow",),
+        note=("link_slow_now", "slot_of_chipset"),
+        says=("a misplaced card, not a healthy x8", "this says something only under load"),
+    ),
+    "no_iommu": case(Built("facts 2: causes 2 and 15 do not exist on one card").iommu(None).card()),
+    "iommu_translating": case(Built("facts 2: one card, addresses are translated").iommu("DMA").card()),
+    "two_cards_no_iommu": case(
+        two_cards("pytorch#132397: the IOMMU switched off in the BIOS", iommu=None),
+        software=stack(devices=pair()),
+        note=(*TWO_HALVES, "iommu_state"),
+        says=("IOMMU: off", *IOMMU_WORDS),
+    ),
+    "two_cards_passthrough": case(
+        two_cards("rccl#1129: iommu=pt", iommu="identity", cmdline="ro quiet iommu=pt"),
+        software=stack(devices=pair()),
+        note=(*TWO_HALVES, "iommu_state"),
+        says=("IOMMU: passthrough", "boot parameter iommu=pt", *IOMMU_WORDS),
+    ),
+    "two_cards_no_p2p_kernel": case(
+        two_cards(
+            "llama.cpp#12012: a kernel without the options",
+            config={"CONFIG_HSA_AMD": "y", "CONFIG_PCI_P2PDMA": "y", "CONFIG_HSA_AMD_P2P": "n"},
+        ),
+        software=stack(devices=pair()),
+        warn=("peer_config_missing",),
+        note=(*TWO_HALVES, "iommu_state"),
+        says=("CONFIG_HSA_AMD_P2P and CONFIG_DMABUF_MOVE_NOTIFY not set", "CONFIG_PCI_P2PDMA=y"),
+    ),
+    "two_cards_p2p_off": case(
+        two_cards("ROCm/ROCm#6342: direct copies switched off by the module parameter", parameters={"pcie_p2p": "N"}),
+        software=stack(devices=pair()),
+        note=(*TWO_HALVES, "iommu_state", "pcie_p2p_off"),
+        fine=("peer_config_ok",),
+    ),
+    "two_cards_without_rebar": case(
+        Built("ROCm/ROCm#6342: a small window on the second card").card(slot=HALF).card(slot=HALF, bar_bytes=256 * MIB),
+        software=stack(devices=pair()),
+        warn=(f"bar_small_pair {SECOND}",),
+        note=(*TWO_HALVES, "iommu_state"),
+        fine=("bar_full",),
+        says=("the largest BAR is 256 MiB, and the card has 20 GiB", "Above 4G decoding"),
+    ),
+    "xt_and_gre": case(
+        Built("two cards of one architecture and of different size").card(slot=HALF).card(GRE, slot=HALF),
+        software=stack(devices=pair(name="AMD Radeon RX 7900 GRE", gib=15.98)),
+        note=(*TWO_HALVES, "iommu_state"),
+        says=("Radeon RX 7900 GRE",),
+    ),
+    "two_cards_one_hidden": case(
+        two_cards("HIP environment variables page: one of two cards filtered out"),
+        environ={"ROCR_VISIBLE_DEVICES": "1"},
+        software=stack(devices=[device(SECOND)]),
+        note=(*TWO_HALVES, "iommu_state", "torch_sees_fewer"),
+        says=("torch sees 1 of 2 cards", "ROCR_VISIBLE_DEVICES=1 is set"),
+    ),
+    "no_rebar": case(
+        Built("facts 2, cause 2: a small window concerns copies between cards").card(bar_bytes=256 * MIB),
+        note=("bar_small",),
+        says=("the largest BAR is 256 MiB", "Resizable BAR", "a single card trains without"),
+    ),
+    "rdna4": case(
+        Built("facts 1a: a 9070 XT, PCIe 5.0").card(XT_9070, slot=Slot(speed=32.0)),
+        software=stack(devices=[device(name="AMD Radeon RX 9070 XT", arch="gfx1201", gib=15.92)]),
+        fine=("card_known", "arch_ok", "link_full"),
+        says=("Radeon RX 9070 XT", "63.0 GB/s each way by arithmetic"),
+    ),
+    "container_without_kfd": case(
+        Built("ROCm docs, Docker: started without --device").card().container("docker", devices=False),
+        software=stack(devices=NO_HIP_GPUS),
+        fail=("kfd_not_in_container", "torch_sees_nothing"),
+        warn=("shm_small",),
+        note=("seccomp_filter",),
+        says=("`--device /dev/kfd --device /dev/dri`", "/dev/kfd and /dev/dri/renderD*", "`--shm-size 8g`"),
+    ),
+    "container_in_order": case(
+        Built("ROCm docs, Docker: with everything, and a limit on memory")
+        .card()
+        .container("docker", shm_bytes=16 * GIB)
+        .memory_limit(24 * GIB),
+        note=("memory_limit", "seccomp_filter"),
+        fine=("permissions_ok", "shm_ok"),
+        says=("a memory limit of 24.0 GiB",),
+    ),
+    "podman_with_little_shared_memory": case(
+        Built("PyTorch README, Docker image: 64 MiB of shared memory").card().container("podman"),
+        warn=("shm_small",),
+        note=("seccomp_filter",),
+        says=("/dev/shm holds 64 MiB in this podman container",),
+    ),
+    "user_not_in_render": case(
+        Built("ROCm docs, prerequisites: the user is in video only").card().user(groups=("video",), usable=False),
+        software=stack(devices=NO_HIP_GPUS),
+        fail=("node_not_usable", "torch_sees_nothing"),
+        says=("`sudo usermod -aG render,video $USER`", "/dev/kfd and /dev/dri/renderD128"),
+        never=("none of the usual groups",),
+    ),
+    "given_to_a_virtual_machine": case(
+        Built("ROCm docs, prerequisites: vfio-pci has the card").card(driver="vfio-pci", kfd=False),
+        software=stack(devices=NO_HIP_GPUS),
+        fail=("driver_not_bound", "torch_sees_nothing"),
+        unknown=("bar", "overdrive", "temperature", "vram"),
+        says=("vfio-pci",),
+    ),
+    "driver_not_loaded": case(
+        Built("ROCm docs, prerequisites: started with nomodeset")
+        .kernel(cmdline="ro quiet nomodeset")
+        .card(driver=None, kfd=False),
+        software=stack(devices=NO_HIP_GPUS),
+        fail=("driver_not_bound", "torch_sees_nothing"),
+        unknown=("bar", "overdrive", "temperature", "vram"),
+        says=("modprobe amdgpu", "boot parameter nomodeset"),
+    ),
+    "kernel_without_kfd": case(
+        Built("ROCm docs, prerequisites: amdgpu without its compute part").card(kfd=False),
+        software=stack(devices=NO_HIP_GPUS),
+        fail=("kfd_missing", "torch_sees_nothing"),
+        says=("CONFIG_HSA_AMD",),
+    ),
+    "link_errors_since_boot": case(
+        Built("facts 2, cause 12: counters of the link; rocm-libraries#12344").card(
+            aer={"correctable": 1280, "nonfatal": 2}
+        ),
+        warn=("aer_errors",),
+        note=("aer_corrected",),
+        says=("1,280", "read the counter again under load"),
+    ),
+    "desktop_on_the_card": case(
+        Built("a desktop holds a part of the memory").card(readings=Readings(vram_used=1800 * MIB)),
+        note=("vram_taken",),
+        says=("1.8 of 20.0 GiB",),
+    ),
+    "another_program_on_the_card": case(
+        Built("an inference server holds most of the memory").card(readings=Readings(vram_used=15 * GIB)),
+        warn=("vram_scarce",),
+        says=("15.0 of 20.0 GiB", "amd-smi process"),
+    ),
+    "hot_and_throttled": case(
+        Built("facts 1a: RDNA3 regulates on the hotspot, warn from 105 C").card(
+            readings=Readings(edge=84.0, hotspot=107.0, memory=92.0, power=302.0, busy=99, throttle=1 << 34)
+        ),
+        warn=("hotspot", "throttled"),
+        says=("107 C", "temperature limits the clocks"),
+    ),
+    "hotspot_bit_at_rest": case(
+        Built("rocm-systems#11781: the firmware of Navi 31 sets the hotspot's bit on a card at rest").card(
+            readings=Readings(throttle=1 << 36)
+        ),
+        fine=("sensors_ok",),
+    ),
+    "hot_edge_only": case(
+        Built("facts 1a: 85 to 95 C at the edge are no throttle point by themselves").card(
+            readings=Readings(edge=93.0, hotspot=101.0, memory=96.0, power=310.0, busy=100)
+        ),
+        fine=("sensors_ok",),
+    ),
+}

@@ -1,0 +1,21 @@
+"""Every machine is replayed once, in all forms of output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.machines.catalogue import MACHINES
+from tests.machines.replay import Replay, replay
+
+COLUMNS = 80
+
+
+@pytest.fixture(scope="session")
+def replays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Replay]:
+    """Name of a machine to what the command says of it, on a terminal of 80 columns."""
+    directory: Path = tmp_path_factory.mktemp("machines")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COLUMNS", str(COLUMNS))
+        return {name: replay(case.recording, directory / f"{name}.json") for name, case in MACHINES.items()}

@@ -1,0 +1,193 @@
+"""Machines that are not one Linux host with a Radeon card: other vendors, other systems, nothing, and half a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.hardware.parts import RAPHAEL, STRIX_HALO, XT, Slot
+from tests.hardware.trees import Built
+from tests.machines.case import Case, case
+from tests.machines.installs import (
+    BNB_WINDOWS,
+    NO_SYSTEM_ROCM,
+    ROCM72,
+    cpu_stack,
+    cuda_stack,
+    device,
+    stack,
+)
+
+NVIDIA = device("0000:01:00.0", name="NVIDIA GeForce RTX 4090", arch="sm_89", gib=23.5)
+STRIX = device("0000:01:00.0", name="AMD Radeon Graphics", arch="gfx1151", gib=96.0)
+STRIX_CPU = "AMD RYZEN AI MAX+ 395 w/ Radeon 8060S"
+
+
+def with_files(built: Built, files: dict[str, str]) -> Built:
+    built.files.update(files)
+    return built
+
+
+def a_device(address: str, ids: tuple[str, str], kind: str) -> dict[str, str]:
+    """Files of one PCI device."""
+    place = f"sys/bus/pci/devices/{address}"
+    return {f"{place}/vendor": ids[0], f"{place}/device": ids[1], f"{place}/class": kind, f"{place}/revision": "0x00"}
+
+
+def only(built: Built, keep: Callable[[str], bool]) -> Built:
+    """The machine with those files only; nothing is said about the others."""
+    for section in (built.files, built.binary, built.links, built.names, built.nodes):
+        for path in [path for path in section if not keep(path)]:
+            del section[path]  # type: ignore[attr-defined]
+    return built
+
+
+def windows() -> Case:
+    """Nothing of the kernel's is there; torch and the packages are."""
+    software: dict[str, Any] = stack(
+        torch="2.9.1+rocm7.2.1",
+        hip="7.2.53211",
+        libraries=BNB_WINDOWS,
+        devices=[device("0000:03:00.0")],
+        wheels={"rocm-sdk-core": "7.2.1", "rocm-sdk-libraries-custom": "7.2.1"},
+    )
+    process = {"platform": "windows", "release": "11", "cpu": "AMD64 Family 25 Model 97 Stepping 2, AuthenticAMD"}
+    return Case(
+        recording={
+            "schema": 1,
+            "source": "facts 1b: ROCm wheels of torch on Windows (repo.radeon.com, 7.2.1)",
+            "process": process,
+            "software": software | NO_SYSTEM_ROCM,
+            "environ": {},
+        },
+        warn=("version_older torch",),
+        note=("pair_unknown", "windows"),
+        unknown=("driver", "host_memory"),
+        says=("not tested by this project", "`--dataloader_num_workers 0`"),
+        never=("the kernel's own", "/opt/rocm"),
+    )
+
+
+PLATFORMS: dict[str, Case] = {
+    "cuda_machine": case(
+        Built("pytorch hip.rst: the same torch.cuda calls", cpu="Intel(R) Core(TM) i9-13900K").nvidia(),
+        software=cuda_stack(NVIDIA),
+        note=("other_gpu",),
+        fine=("torch_no_gpu_needed",),
+        says=("NVIDIA GeForce RTX 4090",),
+    ),
+    "cuda_card_beside_an_amd_card": case(
+        Built("pytorch hip.rst: torch is built for one vendor; here for the other card")
+        .card(slot=Slot(width=8))
+        .nvidia(slot=Slot(width=8)),
+        software=cuda_stack(device("0000:04:00.0", name="NVIDIA GeForce RTX 4090", arch="sm_89", gib=23.5)),
+        note=("link_half", "torch_cuda_beside"),
+        says=("NVIDIA GeForce RTX 4090", "Radeon RX 7900 XT"),
+    ),
+    "nvidia_card_without_torch_for_it": case(
+        Built("a machine whose only card torch cannot use").nvidia(),
+        software=cpu_stack(),
+        warn=("no_amd_gpu",),
+        says=("NVIDIA 2684 at 0000:01:00.0",),
+    ),
+    "no_gpu": case(
+        with_files(Built("a server without any GPU"), a_device("0000:01:00.0", ("0x144d", "0xa80a"), "0x010802")),
+        software=cpu_stack(),
+        warn=("no_gpu",),
+        fine=("torch_no_gpu_needed",),
+        says=("`lspci`",),
+    ),
+    "card_not_seated": case(
+        Built("facts 1b: no wheel holds code for gfx1036; the card does not answer, the processor's GPU does").igpu(
+            RAPHAEL
+        ),
+        software=stack(devices=[device("0000:01:00.0", name="AMD Radeon Graphics", arch="gfx1036", gib=15.4)]),
+        fail=("arch_missing",),
+        note=("only_integrated",),
+        says=("torch holds no code for gfx1036",),
+    ),
+    "strix_halo": case(
+        Built("facts 1c: gfx1151 is 11.5.1; TheRock: release-ready", cpu=STRIX_CPU).igpu(STRIX_HALO),
+        software=stack(devices=[STRIX]),
+        note=("only_integrated", "strix_halo"),
+        fine=("arch_ok",),
+        says=("gfx1151 needs no HSA_OVERRIDE_GFX_VERSION", "not tested by this project"),
+    ),
+    "strix_halo_with_override": case(
+        Built("unsloth install.sh: the spoof that it clears", cpu=STRIX_CPU).igpu(STRIX_HALO),
+        environ={"HSA_OVERRIDE_GFX_VERSION": "11.5.1"},
+        software=stack(devices=[STRIX]),
+        note=("environ:HSA_OVERRIDE_GFX_VERSION", "only_integrated", "strix_halo"),
+    ),
+    "strix_halo_spoofed": case(
+        Built("facts 1c: gfx1151 run as gfx1100", cpu=STRIX_CPU).igpu(STRIX_HALO),
+        environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
+        software=stack(devices=[STRIX | {"arch": "gfx1100"}]),
+        fail=("arch_spoofed", "environ:HSA_OVERRIDE_GFX_VERSION"),
+        note=("only_integrated", "strix_halo"),
+    ),
+    "strix_halo_old_wheel": case(
+        Built("uv#18730: a wheel without gfx1151", cpu=STRIX_CPU).igpu(STRIX_HALO),
+        software=stack(devices=[STRIX], archs=ROCM72.replace(" gfx1151", "")),
+        fail=("arch_missing",),
+        note=("only_integrated", "strix_halo"),
+    ),
+    "strix_halo_cpu_torch": case(
+        Built("facts 1b: plain `pip install torch`", cpu=STRIX_CPU).igpu(STRIX_HALO),
+        software=cpu_stack(),
+        fail=("torch_cpu_build",),
+        note=("only_integrated", "strix_halo"),
+    ),
+    "windows": windows(),
+    "wsl": case(
+        with_files(
+            Built("general knowledge: WSL shows a paravirtual device and no AMD driver").kernel(
+                "6.6.87.2-microsoft-standard-WSL2"
+            ),
+            a_device("0000:00:01.0", ("0x1414", "0x008e"), "0x030200"),
+        ),
+        software=stack(devices=[device(None)]),
+        note=("rocm_without_kfd",),
+        says=("AMD Radeon RX 7900 XT",),
+        never=("This is no AMD machine",),
+    ),
+    "sandbox_without_the_bus": case(
+        only(Built("a sandbox that hides /sys/bus/pci").card(), lambda path: not path.startswith("sys/bus/pci")),
+        warn=("pci_unread",),
+    ),
+    "topology_hidden": case(
+        only(Built("a sandbox that shows the nodes' names only").card(), lambda path: "properties" not in path),
+        warn=("topology_unread",),
+        unknown=("arch",),
+    ),
+    "no_device_nodes": case(
+        only(Built("a chroot without device nodes").card(), lambda path: not path.startswith("dev/")),
+        software=stack(devices="RuntimeError: No HIP GPUs are available"),
+        fail=("kfd_node_missing", "torch_sees_nothing"),
+    ),
+    "half_a_capture": case(
+        only(
+            Built("a capture of which somebody has cut out what he found private").card(slot=Slot(width=8)).igpu(),
+            lambda path: (
+                path.startswith(("sys/bus/pci", "sys/class/kfd", "dev/"))
+                and not any(word in path for word in ("hwmon", "aer_", "mem_info", "metrics", "link_width", "iommu"))
+            ),
+        ),
+        note=("igpu_hidden",),
+        unknown=("host_memory", "link_errors", "link_width", "overdrive", "temperature", "vram"),
+        says=("`export HIP_VISIBLE_DEVICES=0`",),
+    ),
+    "chip_of_no_table": case(
+        Built("a card that this project's table does not have").card(
+            type(XT)(device=0x9999, revision=0, gfx_target_version=120100, simd_count=192, vram_bytes=XT.vram_bytes)
+        ),
+        software=stack(devices=[device(name="AMD Radeon Graphics", arch="gfx1210")]),
+        fail=("arch_missing",),
+        note=("card_unknown",),
+    ),
+    "nothing_recorded": Case(
+        recording={"schema": 1},
+        unknown=("driver", "host_memory", "shared_memory", "torch"),
+        never=("nothing stands against training",),
+    ),
+}

@@ -1,0 +1,232 @@
+"""One 7900 XT each, with installations that do not fit it, and kernels with a report against them."""
+
+from __future__ import annotations
+
+from tests.hardware.parts import GIB, XT_9070
+from tests.hardware.trees import Built
+from tests.machines.case import Case, case
+from tests.machines.installs import (
+    BNB,
+    ROCM72,
+    cpu_stack,
+    cuda_stack,
+    device,
+    multi_arch_stack,
+    no_torch,
+    rocm_stack,
+    stack,
+)
+
+NOT_IMPORTED = {
+    entry: {"reason": "ImportError: libamdhip64.so.7: cannot open shared object file"}
+    for entry in ("torch_version", "arch_list", "devices", "allocator_settings")
+}
+ROCM_INDEX = "--index-url https://download.pytorch.org/whl/rocm7.2"
+
+
+def one(source: str) -> Built:
+    return Built(source).card()
+
+
+SOFTWARE: dict[str, Case] = {
+    "cpu_torch": case(
+        one("uv#17674: what plain `pip install torch` or a CPU index leaves on an AMD machine"),
+        software=cpu_stack(),
+        fail=("torch_cpu_build",),
+        says=("Radeon RX 7900 XT is here", ROCM_INDEX),
+    ),
+    "cuda_torch": case(
+        one("PyTorch, previous versions: the wheel of PyPI is built for CUDA"),
+        software=cuda_stack(),
+        fail=("torch_cuda_build",),
+        says=("built for CUDA 13.0", ROCM_INDEX),
+    ),
+    "no_torch": case(
+        one("a fresh environment"),
+        software=no_torch(),
+        fail=("torch_missing",),
+        says=(ROCM_INDEX,),
+    ),
+    "torch_hangs": case(
+        one("ROCm/ROCm#2429: a driver that hangs when it is asked"),
+        software=stack(devices="asked for 60 seconds and given up"),
+        fail=("torch_sees_nothing",),
+        says=("asked for 60 seconds and given up",),
+    ),
+    "torch_does_not_import": case(
+        one("a wheel whose libraries do not load"),
+        software=stack() | NOT_IMPORTED | {"hip_version": None},
+        fail=("torch_fails",),
+        says=("libamdhip64.so.7",),
+    ),
+    "wheel_without_gfx1100": case(
+        one("uv#18730: a wheel for other architectures"),
+        software=stack(archs=" ".join(arch for arch in ROCM72.split() if not arch.startswith("gfx11"))),
+        fail=("arch_missing",),
+        says=("torch holds no code for gfx1100", "never an HSA_OVERRIDE_GFX_VERSION"),
+    ),
+    "rocm10_with_bitsandbytes": case(
+        one("facts 0.9 and 1e: there is no library for ROCm 10; pytorch#194256: its HIP is 7.15"),
+        software=multi_arch_stack("rocm-sdk-device-gfx1100"),
+        warn=("bnb_rocm10",),
+        says=("libbitsandbytes_rocm715.so", "run the measured check of NF4 before you train in 4-bit"),
+    ),
+    "rocm10_where_hip_counts_alike": case(
+        one("facts 1e: never a library of another major version"),
+        software=rocm_stack("2.13.0+rocm10.0.0", "10.0.1", rocm="10.0.0"),
+        fail=("bnb_no_library",),
+        says=("never takes one of another major version", "train without quantisation"),
+    ),
+    "rocm10_without_device_extra": case(
+        one("facts 1b, uv#21683: is_available() is True, and the first kernel fails"),
+        software=multi_arch_stack(),
+        fail=("device_wheel_missing",),
+        warn=("bnb_rocm10",),
+        says=("`torch[device-gfx1100]`", "hipErrorInvalidImage"),
+    ),
+    "rocm10_with_the_extra_of_another_card": case(
+        one("TheRock RELEASES.md: device-gfx1201 beside a gfx1100"),
+        software=multi_arch_stack("rocm-sdk-device-gfx1201"),
+        fail=("device_wheel_missing",),
+        warn=("bnb_rocm10",),
+        says=("`torch[device-gfx1100]`",),
+    ),
+    "bitsandbytes_0_49_2": case(
+        one("bitsandbytes#1887: NaN at decode shapes up to 0.49.2"),
+        software=stack(packages={"bitsandbytes": "0.49.2"}),
+        fail=("bnb_old",),
+        warn=("version_older bitsandbytes",),
+        fine=("bnb_library",),
+        says=("0.50.0",),
+    ),
+    "bitsandbytes_missing": case(
+        one("facts 1e: only QLoRA needs it"),
+        software=stack(packages={"bitsandbytes": None}),
+        note=("bnb_missing",),
+        says=("LoRA in bf16 is",),
+    ),
+    "bitsandbytes_unreadable": case(
+        one("a broken installation"),
+        software=stack() | {"bitsandbytes_libraries": {"reason": "bitsandbytes: Permission denied"}},
+        warn=("bnb_unread",),
+    ),
+    "torch_2_9": case(
+        one("facts 1e, aotriton util.cc: gfx1100 is on the experimental list of 0.11b"),
+        software=rocm_stack("2.9.1+rocm6.4", "6.4.43484"),
+        warn=("version_older torch",),
+        note=("environ:TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",),
+        says=(
+            "`export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1`",
+            "O(N^2)",
+            f'`pip install -U "torch>=2.13.0" {ROCM_INDEX}`',
+        ),
+    ),
+    "torch_2_9_with_the_flag": case(
+        one("the same, and its owner has set the flag"),
+        software=rocm_stack("2.9.1+rocm6.4", "6.4.43484"),
+        environ={"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1"},
+        warn=("version_older torch",),
+        fine=("variables_ok",),
+    ),
+    "torch_2_10": case(
+        one("facts 1e: not on the experimental list from 0.11.1b on"),
+        software=rocm_stack("2.10.0+rocm7.1", "7.1.25424"),
+        warn=("version_older torch",),
+        fine=("variables_ok", "bnb_library"),
+    ),
+    "torch_2_8_on_rocm_6_3": case(
+        one("pytorch#194447: bf16 convolutions and GEMMs crash"),
+        software=rocm_stack("2.8.0+rocm6.3", "6.3.42131"),
+        warn=("torch28_bf16", "version_older torch"),
+        note=("bnb_nearest",),
+    ),
+    "rocm_6_2": case(
+        one("pytorch#136347: hipBLASLt has gfx1100 from ROCm 6.3 on"),
+        software=rocm_stack("2.5.1+rocm6.2", "6.2.41133"),
+        warn=("version_older torch",),
+        note=("bnb_nearest", "environ:TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "hipblaslt_no"),
+    ),
+    "rocm_7_0": case(
+        one("pytorch#197377: memset in captured graphs"),
+        software=rocm_stack("2.11.0+rocm7.0", "7.0.51831"),
+        warn=("version_older torch",),
+        note=("pair_unknown", "rocm_graph_memset"),
+    ),
+    "rocm_7_10_preview": case(
+        one("ROCm 7.9.0 release notes: 7.9 to 7.13 were technology previews"),
+        software=rocm_stack("2.13.0+rocm7.10.0", "7.10.27512"),
+        note=("bnb_nearest", "pair_unknown", "rocm_preview"),
+    ),
+    "system_rocm_of_another_version": case(
+        one("facts 1b: wheels carry their own user space"),
+        software=stack(system_rocm="6.4.1"),
+        note=("rocm_system_differs",),
+        says=("torch is not concerned",),
+    ),
+    "libraries_of_all_ages": case(
+        one("this project's tested versions: one older, one newer by a major version, one missing"),
+        software=stack(packages={"transformers": "4.57.1", "huggingface_hub": "3.0.1", "trl": None}),
+        fail=("version_missing trl",),
+        warn=("version_older transformers",),
+        note=("version_newer huggingface_hub",),
+    ),
+    "flash_attn_installed": case(
+        one("flash-attention README: releases have only the Triton backend on gfx1100"),
+        software=stack(packages={"flash_attn": "2.8.3"}),
+        note=("environ:FLASH_ATTENTION_TRITON_AMD_ENABLE",),
+        says=("`export FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE`",),
+    ),
+    "libraries_without_this_rocm": case(
+        one("facts 1e: the nearest older library of the same major version"),
+        software=stack(libraries=BNB[:3]),
+        note=("bnb_nearest",),
+        says=("libbitsandbytes_rocm71.so",),
+    ),
+    "kernel_7_0_0_28": case(
+        Built("ROCm/ROCm#6523: Ubuntu 24.04 HWE, gfx1100").kernel("7.0.0-28-generic").card(),
+        warn=("kernel_mmap_stall", "kernel_sdma_faults"),
+        says=("7.0.0-28-generic", "342981fff328", "6.17"),
+        never=("7.0.0-30",),
+    ),
+    "kernel_7_0_0_14": case(
+        Built("ROCm/ROCm#5952: the kernel before the stall").kernel("7.0.0-14-generic").card(),
+        warn=("kernel_sdma_faults",),
+    ),
+    "kernel_7_0_12_fedora": case(
+        Built("ROCm/ROCm#6358: Fedora 44").kernel("7.0.12-200.fc44.x86_64").card(XT_9070),
+        software=stack(devices=[device(name="AMD Radeon RX 9070 XT", arch="gfx1201", gib=15.92)]),
+        warn=("kernel_mmap_stall",),
+        never=("SDMA",),
+    ),
+    "kernel_6_18": case(
+        Built("ROCm/amdgpu#225: page faults of SDMA0 on RDNA3").kernel("6.18.3-arch1-1").card(),
+        warn=("kernel_sdma_faults",),
+        says=("6.12 LTS and 6.17",),
+    ),
+    "kernel_6_17": case(Built("ROCm/amdgpu#225: good for the reporters").kernel("6.17.9-1-generic").card()),
+    "kernel_6_12": case(Built("ROCm/amdgpu#225: good for the reporters").kernel("6.12.41+deb13-amd64").card()),
+    "kernel_5_15": case(
+        Built("ROCm/ROCm#6123: kernel 5.15 with a ROCm 6.4 wheel").kernel("5.15.0-139-generic").card(),
+        warn=("kernel_too_old",),
+        says=("5.15.0-139-generic",),
+    ),
+    "unlocked_clocks": case(
+        Built("facts 1c: ppfeaturemask=0xffffffff")
+        .kernel(cmdline="ro amdgpu.ppfeaturemask=0xffffffff", parameters={"ppfeaturemask": "0xffffffff"})
+        .card(),
+        note=("overdrive",),
+        says=("remove amdgpu.ppfeaturemask",),
+    ),
+    "host_of_16_gb": case(
+        Built("facts, issue 4: hosts of 16 GB are common").memory(15.5, swap_gib=0).card(),
+        note=("host_memory_small",),
+        says=("no swap", "128 MiB of page-locked memory"),
+    ),
+    "host_of_32_gb": case(
+        Built("facts, issue 4: hosts of 32 GB are common").memory(31.2, swap_gib=2).card(),
+        note=("host_memory_small",),
+    ),
+    "limit_above_the_host": case(
+        Built("kernel documentation, cgroup v2: a limit that limits nothing").card().memory_limit(256 * GIB),
+    ),
+}

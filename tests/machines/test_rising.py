@@ -1,0 +1,51 @@
+"""Error counters that rise while the doctor measures: one reading cannot show it, so the doctor reads twice.
+
+The machine is a recording, read once before and once after; the command and its checks are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import pytest
+
+from hf_rocm_tune.doctor import command as doctor_command
+from hf_rocm_tune.doctor.checks import pcie
+from hf_rocm_tune.doctor.evidence import Evidence
+from hf_rocm_tune.hardware.machine import Machine
+from hf_rocm_tune.hardware.software import Software
+from hf_rocm_tune.hardware.survey import survey
+from tests.hardware.trees import Built
+from tests.machines.installs import stack
+from tests.machines.replay import command
+
+
+def counting(aer: Mapping[str, int]) -> Machine:
+    return survey(Built("facts 2, cause 12: read the counters before and after").card(aer=aer).tree())
+
+
+def examined(
+    before: Mapping[str, int], after: Mapping[str, int], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, dict[str, str]]:
+    """Exit code, and row to status, of the checks of the counters on a machine that counts in between."""
+    evidence = Evidence(machine=counting(before), software=Software.from_dict(stack()), environ={})
+    monkeypatch.setattr(doctor_command, "read_here", lambda: (evidence, {}))
+    monkeypatch.setattr(pcie, "survey", lambda: counting(after))
+    code, out, _ = command("--only", "link_errors", "link_errors_after", "--json")
+    return code, {one["row"]: one["status"] for one in json.loads(out)["findings"]}
+
+
+def test_counters_that_stand_still_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert examined({}, {}, monkeypatch) == (0, {"aer_clean": "ok", "aer_still": "ok"})
+
+
+def test_errors_that_were_not_repaired_and_rise_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, told = examined({"correctable": 4}, {"correctable": 4, "nonfatal": 1}, monkeypatch)
+    assert code == 2
+    assert told["aer_rising"] == "fail"
+
+
+def test_an_old_count_that_stands_still_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, told = examined({"nonfatal": 3}, {"nonfatal": 3}, monkeypatch)
+    assert (code, told) == (1, {"aer_errors": "warn", "aer_still": "ok"})

@@ -1,0 +1,196 @@
+"""One 7900 XT each, and what its owner has set: sections 1c and 3 of the facts page."""
+
+from __future__ import annotations
+
+from tests.hardware.parts import RAPHAEL
+from tests.hardware.trees import Built
+from tests.machines.case import Case, case
+from tests.machines.installs import cuda_stack, device, rocm_stack, stack
+
+SPLIT = "expandable_segments:True,max_split_size_mb:512,garbage_collection_threshold:0.8"
+ALL_NAMES = "environ:PYTORCH_CUDA_ALLOC_CONF, PYTORCH_HIP_ALLOC_CONF, PYTORCH_ALLOC_CONF"
+OVERRIDE = "environ:HSA_OVERRIDE_GFX_VERSION"
+
+# The lines that the facts page takes apart in section 1c, as guides have them.
+OLD_GUIDE = {
+    "HSA_OVERRIDE_GFX_VERSION": "11.0.0",
+    "PYTORCH_ROCM_DEVICE": "0",
+    "HIP_VISIBLE_DEVICES": "0",
+    "CUDA_VISIBLE_DEVICES": "0",
+    "HIP_DISABLE_IPC": "1",
+    "HIP_FORCE_DEV_KERNARG": "1",
+    "HCCL_DEBUG": "INFO",
+    "RCCL_BUFFSIZE": "2097152",
+    "RCCL_NCHANNELS": "8",
+    "RCCL_TREE_THRESHOLD": "0",
+    "HSA_UNALIGNED_ACCESS_MODE": "1",
+    "AMD_SERIALIZE_KERNEL": "3",
+    "AMD_SERIALIZE_COPY": "3",
+    "PYTORCH_NO_HIP_MEMORY_CACHING": "1",
+    "MIOPEN_DISABLE_CACHE": "1",
+    "MIOPEN_USER_DB_PATH": "/tmp/miopen",
+    "HSA_ENABLE_SDMA": "0",
+    "NCCL_DEBUG": "INFO",
+    "NCCL_P2P_DISABLE": "1",
+}
+
+
+def one(source: str) -> Built:
+    return Built(source).card()
+
+
+VARIABLES: dict[str, Case] = {
+    "override_alone": case(
+        one("facts 0.7: gfx1100 is 11.0.0"),
+        environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
+        note=(OVERRIDE,),
+        says=("no effect here",),
+    ),
+    "override_with_an_igpu": case(
+        Built("facts 0.7: it relabels a Ryzen's GPU (gfx1036) as gfx1100").card().igpu(RAPHAEL),
+        environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
+        fail=(OVERRIDE,),
+        note=("igpu_hidden",),
+        says=("unset it", "`export HIP_VISIBLE_DEVICES=0`"),
+    ),
+    "override_9_4_2": case(
+        one("facts 1c: 9.4.2 loads gfx942 code, crash or garbage"),
+        environ={"HSA_OVERRIDE_GFX_VERSION": "9.4.2"},
+        software=stack(devices=[device(arch="gfx942")]),
+        fail=("arch_spoofed", OVERRIDE),
+        says=("is gfx1100 by the kernel, and torch calls it gfx942",),
+    ),
+    "override_of_one_node": case(
+        one("libhsakmt topology.c: the form for each node"),
+        environ={"HSA_OVERRIDE_GFX_VERSION_1": "10.3.0"},
+        software=stack(devices=[device(arch="gfx1030")]),
+        fail=("arch_spoofed", "environ:HSA_OVERRIDE_GFX_VERSION_1"),
+    ),
+    "expandable_segments_with_split": case(
+        Built("ROCm/ROCm#6603: zeroed tensors on an RX 7900 XT, torch 2.12, kernel 7.0.0-28")
+        .kernel("7.0.0-28-generic")
+        .card(),
+        environ={"PYTORCH_HIP_ALLOC_CONF": SPLIT},
+        software=rocm_stack("2.12.0+rocm7.14.0", "7.14.26251", allocator=SPLIT),
+        fail=("environ:PYTORCH_HIP_ALLOC_CONF",),
+        warn=("kernel_mmap_stall", "kernel_sdma_faults", "version_older torch"),
+        says=("unset both", "live tensors that turned to zeros"),
+    ),
+    "expandable_segments_on_the_tested_stack": case(
+        one("ROCm/ROCm#6603: the pair, under the newest of the names"),
+        environ={"PYTORCH_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True"},
+        fail=("environ:PYTORCH_ALLOC_CONF",),
+    ),
+    "expandable_segments_alone": case(
+        one("facts 4: whether it is safe alone on gfx1100 is not settled"),
+        environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        warn=("environ:PYTORCH_CUDA_ALLOC_CONF",),
+        says=("not settled",),
+    ),
+    "expandable_segments_ignored": case(
+        one("pytorch#177974: ignored up to torch 2.11"),
+        environ={
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:512",
+            "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1",
+        },
+        software=rocm_stack("2.9.1+rocm6.4", "6.4.43484"),
+        warn=("version_older torch",),
+        note=("environ:PYTORCH_CUDA_ALLOC_CONF",),
+        says=("ignored",),
+    ),
+    "asynchronous_backend": case(
+        one("ROCm/ROCm#6178, rocm-systems#10943: hipMallocAsync"),
+        environ={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+        fail=("environ:PYTORCH_CUDA_ALLOC_CONF",),
+    ),
+    "all_allocator_names_at_once": case(
+        one("facts 1c: CUDA, HIP, ALLOC, the first wins; pytorch#167659"),
+        environ={
+            "PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.7",
+            "PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:256",
+            "PYTORCH_ALLOC_CONF": "roundup_power2_divisions:8",
+        },
+        software=stack(allocator="garbage_collection_threshold:0.7"),
+        warn=(ALL_NAMES,),
+        says=("in the order CUDA, HIP, ALLOC", "PYTORCH_HIP_ALLOC_CONF=max_split_size_mb:256"),
+    ),
+    "all_allocator_names_and_the_pair": case(
+        one("facts 3: the pair in any of the three names"),
+        environ={
+            "PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.7",
+            "PYTORCH_HIP_ALLOC_CONF": SPLIT,
+            "PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.7",
+        },
+        fail=("environ:PYTORCH_HIP_ALLOC_CONF",),
+        warn=(ALL_NAMES,),
+    ),
+    "filter_shows_the_wrong_gpu": case(
+        Built("TheRock#5543: the filter leaves the processor's GPU").card().igpu(RAPHAEL),
+        environ={"HIP_VISIBLE_DEVICES": "1"},
+        software=stack(devices=[device("0000:04:00.0", name="AMD Radeon Graphics", arch="gfx1036", gib=15.4)]),
+        fail=("igpu_instead",),
+        note=("torch_sees_fewer",),
+        says=("`export HIP_VISIBLE_DEVICES=0`", "HIP_VISIBLE_DEVICES=1"),
+    ),
+    "filter_shows_both": case(
+        Built("TheRock#5543: the filter leaves both").card().igpu(RAPHAEL),
+        environ={"HIP_VISIBLE_DEVICES": "0,1"},
+        software=stack(
+            devices=[
+                device(),
+                device("0000:04:00.0", index=1, name="AMD Radeon Graphics", arch="gfx1036", gib=15.4),
+            ]
+        ),
+        warn=("igpu_visible",),
+        says=("`export HIP_VISIBLE_DEVICES=0`",),
+    ),
+    "filter_by_uuid": case(
+        Built("HIP environment variables page: ROCR takes UUIDs").card().igpu(RAPHAEL),
+        environ={"ROCR_VISIBLE_DEVICES": "GPU-0000000000000000"},
+        unknown=("integrated",),
+    ),
+    "filter_of_nothing": case(
+        one("HIP environment variables page: an index that does not exist"),
+        environ={"CUDA_VISIBLE_DEVICES": "7"},
+        software=stack(devices="RuntimeError: No HIP GPUs are available"),
+        fail=("torch_sees_nothing",),
+        says=("CUDA_VISIBLE_DEVICES=7",),
+    ),
+    "an_old_guide": case(
+        one("facts 1c: the variables of the old notes, all at once"),
+        environ=OLD_GUIDE,
+        warn=(
+            "environ:AMD_SERIALIZE_COPY",
+            "environ:AMD_SERIALIZE_KERNEL",
+            "environ:HIP_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES",
+            "environ:MIOPEN_DISABLE_CACHE",
+            "environ:PYTORCH_NO_HIP_MEMORY_CACHING",
+        ),
+        note=(
+            "environ:HCCL_DEBUG",
+            "environ:HIP_DISABLE_IPC",
+            "environ:HIP_FORCE_DEV_KERNARG",
+            "environ:HSA_ENABLE_SDMA",
+            "environ:HSA_UNALIGNED_ACCESS_MODE",
+            "environ:MIOPEN_USER_DB_PATH",
+            "environ:PYTORCH_ROCM_DEVICE",
+            "environ:RCCL_BUFFSIZE",
+            "environ:RCCL_NCHANNELS",
+            "environ:RCCL_TREE_THRESHOLD",
+            OVERRIDE,
+        ),
+        says=("NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS", "NCCL_ALGO"),
+    ),
+    "allocator_value_that_torch_refuses": case(
+        one("torch AllocatorConfig.h: max_split_size_mb must be 20 or more"),
+        environ={"PYTORCH_ALLOC_CONF": "max_split_size_mb:8"},
+        warn=("environ:PYTORCH_ALLOC_CONF",),
+    ),
+    "cuda_machine_with_expandable_segments": case(
+        Built("facts 3: what is harmful on ROCm is none of a CUDA machine's concern").nvidia(),
+        environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:512"},
+        software=cuda_stack(device("0000:01:00.0", name="NVIDIA GeForce RTX 4090", arch="sm_89", gib=23.5)),
+        note=("other_gpu",),
+        fine=("variables_ok",),
+    ),
+}
