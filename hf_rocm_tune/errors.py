@@ -5,8 +5,11 @@
     ├── CorruptionError                3       bytes that were wrong and could not be made right
     │   ├── SourceChangedError         3       the source changed under the copy: not a transfer fault
     │   └── MemoryFaultError           3       bytes that were right on the device no longer are
+    ├── DivergedError                  3       the numbers of the training are of no use any more: starting again as
+    │                                          it is would end the same way
     ├── StallError                     4       something does not return, or a preflight failed
     ├── OutOfMemoryError               5       it does not fit and cannot be made to
+    ├── Interrupted                  130       the user or the system asked for the end; what was done is kept
     └── SeamError                      1       a private upstream seam is missing: our bug, or a new upstream
 
 A message is one line: what is wrong, what was found, what to do next. Foreign exceptions are turned into these
@@ -61,6 +64,12 @@ class MemoryFaultError(CorruptionError):
         self.what = what
 
 
+class DivergedError(TuneError):
+    """Loss, gradients or weights are not finite, or nothing is learned. None of it was saved."""
+
+    exit_code = 3
+
+
 class StallError(TuneError):
     """A step or a collective does not return, or a preflight failed."""
 
@@ -71,6 +80,12 @@ class OutOfMemoryError(TuneError):
     """The work does not fit in memory and cannot be made to fit."""
 
     exit_code = 5
+
+
+class Interrupted(TuneError):
+    """The run was asked to end (Ctrl-C, SIGTERM) and has ended in good order."""
+
+    exit_code = 130
 
 
 class SeamError(TuneError):

@@ -2,7 +2,11 @@
 
 ``run_guarded`` is the only place that turns an exception into an exit code. A group of ranks prints one line, not one
 a rank: the first rank to record its ending in the temporary directory speaks for the group. The same record makes a
-worker that torchrun restarts after wrong input (2) or corruption (3) refuse at once, because it would fail again.
+worker that torchrun restarts after wrong input (2) or corruption (3) refuse at once, because it would fail again, and
+so after an interruption (130), because nobody asked for it to go on.
+
+SIGTERM ends a run like Ctrl-C does, with 130: one code says that the run was asked to end and that the same command
+goes on from where it is. (A shell would say 143 for a process that SIGTERM killed; nothing was killed here.)
 
 Not covered: ranks on several machines print one line a machine, because the record is a local file.
 """
@@ -11,11 +15,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError
 
@@ -25,6 +34,8 @@ EXIT_FILE_VARIABLE = "HF_ROCM_TUNE_EXIT_FILE"
 INTERRUPTED = 130
 #: Endings that a restart cannot change: wrong input, and corruption that could not be recovered.
 FINAL_CODES = frozenset({2, 3})
+#: Endings after which a worker that torchrun restarts refuses at once: those, and being asked to end.
+_REFUSED_CODES = FINAL_CODES | {INTERRUPTED}
 
 _OUT_OF_MEMORY_ADVICE = (
     "lower --per_device_train_batch_size (and raise --gradient_accumulation_steps by as much), lower --max_length, "
@@ -61,8 +72,8 @@ def run_guarded(main: Callable[[], int], *, environ: Mapping[str, str] | None = 
         environ: the environment that torchrun and the launcher filled; ``os.environ`` unless given.
 
     Returns:
-        The code of ``main``; a ``TuneError``'s own code, after one line on stderr; 130 for Ctrl-C; 1 for any other
-        exception, whose traceback is printed because it is our bug.
+        The code of ``main``; a ``TuneError``'s own code, after one line on stderr; 130 for Ctrl-C and, within
+        `sigterm_as_interrupt`, SIGTERM; 1 for any other exception, whose traceback is printed because it is our bug.
     """
     environ = os.environ if environ is None else environ
     group = _Group.of(environ)
@@ -73,8 +84,8 @@ def run_guarded(main: Callable[[], int], *, environ: Mapping[str, str] | None = 
     rank = _number(environ, "RANK", 0)
     try:
         return main()
-    except KeyboardInterrupt:
-        ending = Ending(code=INTERRUPTED, message="stopped by Ctrl-C", rank=rank)
+    except KeyboardInterrupt as stop:
+        ending = Ending(code=INTERRUPTED, message=str(stop) or "stopped by Ctrl-C", rank=rank)
     except Exception as error:
         known = as_tune_error(error)
         if known is None:
@@ -85,6 +96,31 @@ def run_guarded(main: Callable[[], int], *, environ: Mapping[str, str] | None = 
         ending = Ending(code=known.exit_code, message=str(known), rank=rank)
     _end(ending, group, environ)
     return ending.code
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Within the block SIGTERM raises ``KeyboardInterrupt``, where it would have killed the process.
+
+    The trainer replaces this while it trains, so that a checkpoint is written. It does nothing outside the main thread
+    and where somebody else has set a handler.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
+
+
+_interrupt.ends_the_process = True  # type: ignore[attr-defined]  # so the trainer may take its place
 
 
 def as_tune_error(error: BaseException) -> TuneError | None:
@@ -173,12 +209,12 @@ class _Group:
         return _is_ours(self._path(self._attempt))
 
     def final_ending(self) -> Ending | None:
-        """The ending of an earlier try that would only repeat itself, or None."""
+        """The ending of an earlier try after which there must be no other, or None."""
         for attempt in range(self._attempt):
             path = self._path(attempt)
             if _is_ours(path):
                 ending = Ending(**json.loads(path.read_text(encoding="utf-8")))
-                if ending.code in FINAL_CODES:
+                if ending.code in _REFUSED_CODES:
                     return ending
         return None
 

@@ -3,9 +3,11 @@
 The launcher runs in this process (as in ``trl``). What it adds to a failure, a traceback of its own and exit code 1,
 is replaced by what our processes recorded (``exits``): they have printed their line, and their code is returned.
 
-Signals: a single training process is a child of this one, so it has a Ctrl-C from the terminal already; anything else
-is passed on once. With several processes torch's elastic agent does the same. Not covered: ``kill -INT`` of only this
-process in a terminal's foreground job looks like Ctrl-C and is not passed on; ``kill`` (SIGTERM) is.
+Signals: SIGINT and SIGTERM are passed on to the training processes once, and waited for without a limit, because they
+write a checkpoint first. torch's elastic agent would kill them 30 seconds later (torch 2.13, ``launcher/api.py``), so
+these two are taken from it. A process that shares this one's process group has a terminal's Ctrl-C already. Not
+covered: ``kill -INT`` of only this process in a terminal's foreground job looks like Ctrl-C and is not passed on to
+such a process; ``kill`` (SIGTERM) is.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import yaml
 
 from hf_rocm_tune import configs, process, recipe_file
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, PROGRAM
+from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, PROGRAM, write_atomically
 
 CONFIG_FLAG = "--accelerate_config"
 #: Names that the launcher and ``trl sft`` both have: there, as in ``trl``, they are the job's.
@@ -97,12 +99,32 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
     """
     recipe_file.apply_environment(argv, os.environ)
     arguments = _parse_launcher_flags([*_config_flags(accelerate_config, extra), *extra, "-m", entry, *argv])
+    _refuse_lost_processes(arguments)
+    return _launch(arguments)
+
+
+def launch_as_given(argv: Sequence[str]) -> int:
+    """``accelerate launch ARGV`` as accelerate reads it, with its own choice of a configuration, but our endings.
+
+    Returns, raises:
+        As `launch`.
+    """
+    return _launch(_parse_launcher_flags(argv))
+
+
+def _refuse_lost_processes(arguments: Any) -> None:
     if (arguments.num_processes or 1) > 1 and not _starts_several(arguments):
         raise UsageError(
             f"--num_processes {arguments.num_processes} with {arguments.config_file} would start one process; "
             f"use {CONFIG_FLAG} dual_rx7900xt, or cpu_dual without GPUs"
         )
+
+
+def _launch(arguments: Any) -> int:
+    """Run a job and give its code. A launcher above this one (the supervisor) is told what the job told us."""
     _quieten()
+    arguments.signals_to_handle = "SIGHUP,SIGQUIT"  # read by torch's agent; accelerate has no flag for it
+    above = os.environ.get(EXIT_FILE_VARIABLE)
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as directory:
         record = Path(directory) / "exit.json"
         with _environment(EXIT_FILE_VARIABLE, str(record)), _signals_passed_on():
@@ -110,7 +132,10 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
         if status == 0:
             return 0
         if record.exists():
-            return int(json.loads(record.read_text(encoding="utf-8"))["code"])
+            told = record.read_text(encoding="utf-8")
+            if above:
+                write_atomically(Path(above), told)
+            return int(json.loads(told)["code"])
     return _unrecorded(status)
 
 
@@ -243,7 +268,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_passed_on() -> Iterator[None]:
-    """Pass SIGINT and SIGTERM to the children instead of dying before them; the agent of torch replaces this."""
+    """Pass SIGINT and SIGTERM to the children instead of dying before them."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python gives signals to the main thread only
         return
@@ -253,11 +278,11 @@ def _signals_passed_on() -> Iterator[None]:
         children = psutil.Process().children()
         if not children:
             raise SystemExit(128 + number)
-        if number == signal.SIGINT and _is_foreground_job():
-            return
+        from_terminal = number == signal.SIGINT and _is_foreground_job()
         for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.send_signal(number)
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if not (from_terminal and os.getpgid(child.pid) == os.getpgrp()):
+                    child.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -268,7 +293,7 @@ def _signals_passed_on() -> Iterator[None]:
 
 
 def _is_foreground_job() -> bool:
-    """Whether the terminal sends Ctrl-C to this process and its children alike."""
+    """Whether the terminal sends Ctrl-C to this process and its process group."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:  # no terminal: a service, a pipeline, a cluster's job

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_rocm_tune import environ, process, recipe_file
-from hf_rocm_tune.exits import run_guarded
+from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,12 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 done, 2 wrong input, 3 corruption that could not be recovered, 4 stall, 5 out of memory,
-        130 interrupted; 1 for a bug of ours, with its traceback.
+        130 interrupted by Ctrl-C or SIGTERM; 1 for a bug of ours, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     return run_guarded(lambda: _start(arguments))
 
 
+@sigterm_as_interrupt()
 def _start(argv: list[str]) -> int:
     before = dict(os.environ)
     recipe_file.apply_environment(argv, os.environ)

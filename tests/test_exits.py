@@ -107,7 +107,7 @@ def test_only_a_broken_connection_is_a_consequence_of_a_peers_end(
     assert ("Traceback" in capsys.readouterr().err) == isinstance(broken, ValueError)
 
 
-@pytest.mark.parametrize("kind", [errors.UsageError, errors.CorruptionError])
+@pytest.mark.parametrize("kind", [errors.UsageError, errors.CorruptionError, errors.Interrupted])
 @pytest.mark.parametrize("restart", [1, 2])
 def test_a_restart_after_a_final_ending_refuses_at_once(
     kind: type[errors.TuneError], restart: int, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -50,7 +51,7 @@ STUB = """
             print("ready", flush=True)
             while not caught:
                 time.sleep(0.02)
-            time.sleep(0.5)
+            time.sleep(1.5)
             print("caught", *map(int, caught), flush=True)
             raise KeyboardInterrupt
         if int(how):
@@ -146,9 +147,11 @@ def test_a_signal_reaches_the_job_once(place: Path, config: str, number: signal.
         "sys.exit(exits.run_guarded(lambda: launch.launch("
         f"'stub_job', ['wait'], accelerate_config={config!r}, extra=[])))"
     )
+    # The job takes 1.5 s to end: torch's agent would kill its workers before, if the signal were its own affair.
+    impatient = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1", "HF_ROCM_TUNE_EXIT_FILE": str(place / "exit.json")}
     job = subprocess.Popen(
         [sys.executable, "-c", code],
-        env=environment(place),
+        env=environment(place) | impatient,
         cwd=place,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -165,6 +168,28 @@ def test_a_signal_reaches_the_job_once(place: Path, config: str, number: signal.
     assert job.returncode == 130
     assert err.splitlines()[-1].endswith("interrupted: stopped by Ctrl-C")
     assert err.count("\n") == 1
+    told = json.loads((place / "exit.json").read_text())
+    assert told == {"code": 130, "message": "stopped by Ctrl-C"}, "who asked the launcher is told what the job told it"
+
+
+def test_accelerate_launch_as_given_ends_as_the_job_ended(place: Path) -> None:
+    """A configuration of the user's own, in the launcher's own words."""
+    (place / "mine.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n")
+    command = [sys.executable, "-m", "hf_rocm_tune.supervisor.accelerate_launch", "--config_file", "mine.yaml"]
+    done = subprocess.run(
+        [*command, "-m", "stub_job", "5"],
+        env=environment(place),
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (5, "hf-rocm-tune: error: ended on purpose with 5: -\n")
+    refused = subprocess.run(
+        [*command, "--num_processes", "two", "-m", "stub_job", "5"],
+        env=environment(place), cwd=place, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "num_processes" in refused.stderr
 
 
 def test_flags_are_told_apart() -> None:

@@ -74,7 +74,7 @@ def check_source(source: ModelSource, device: torch.device) -> None:
     if not config.architectures:
         raise UsageError(f"model {source.name}: its config.json names no architecture: give a causal language model")
     if source.quantization is not None:
-        require_bitsandbytes(device, 4 if source.quantization.load_in_4bit else 8)
+        require_bitsandbytes(device, f"--load_in_{4 if source.quantization.load_in_4bit else 8}bit")
 
 
 def load_model(source: ModelSource, mover: Mover) -> tuple[PreTrainedModel, float]:

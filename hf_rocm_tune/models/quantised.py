@@ -14,17 +14,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def require_bitsandbytes(device: torch.device, bits: int) -> None:
+def require_bitsandbytes(device: torch.device, flag: str) -> None:
     """Checks that bitsandbytes has a native library for this device before anything is loaded.
 
     Args:
-        device: where the model will be quantised.
-        bits: 4 or 8, for the message.
+        device: where the model, or the optimizer's state, will be quantised.
+        flag: what asks for it, for the message: "--load_in_4bit".
 
     Raises:
         UsageError: the package or its library for this device is missing.
     """
-    flag = f"--load_in_{bits}bit"
     try:
         importlib.import_module("bitsandbytes")
         cextension = importlib.import_module("bitsandbytes.cextension")

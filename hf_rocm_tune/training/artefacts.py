@@ -22,6 +22,9 @@ _BESIDE = frozenset(
     [
         "run.json",
         "transfer_report.json",
+        "survival.jsonl",
+        "_crashes.json",
+        "_step_down.json",
         "config.json",
         "generation_config.json",
         "tokenizer.json",
@@ -66,7 +69,7 @@ def to_be_overwritten(directory: Path) -> list[Path]:
 
 def _is_ours(path: Path) -> bool:
     if path.is_dir() and not path.is_symlink():
-        return bool(CHECKPOINT_NAME.match(path.name) or _DAMAGED.match(path.name))
+        return bool(CHECKPOINT_NAME.match(path.name) or _DAMAGED.match(path.name)) or path.name == "_out_of_memory"
     return path.name in _EVIDENCE or path.name in _BESIDE or bool(_WEIGHTS.match(path.name))
 
 

@@ -6,6 +6,7 @@ turns the bf16 adapters of a QLoRA run into fp32, so that a resumed run is no lo
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -13,12 +14,17 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.training.readback import ADAPTER_FILE, adapter_directory
+from hf_rocm_tune.transfer import digest
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, nn
+
+# bitsandbytes 0.50.2, ``Optimizer8bit.get_state_buffer``: what it pages, and from how many elements on.
+_PAGED = frozenset({"state1", "state2"})
+_PAGED_FROM = 100_000
 
 
 class Place(Protocol):
@@ -47,14 +53,46 @@ def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
 def load_optimizer(path: Path, optimizer: Any, place: Place) -> None:
     """Set the optimizer's state from ``optimizer.pt``; tensors without a dimension (step counts) stay on the host.
 
+    bitsandbytes' paged state stays paged: its own ``load_state_dict`` would put all of it on the device.
+
     Raises:
         UsageError: the file cannot be read, or was written for other parameters.
+        CorruptionError: a page does not hold what the file does.
     """
+    own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper passes no options on
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(_placed(state, place))
+        if getattr(own, "is_paged", False):
+            own.load_state_dict(state, move_to_device=False)
+            _place_paged(own, place)
+        else:
+            optimizer.load_state_dict(_placed(state, place))
     except (RuntimeError, ValueError, EOFError) as error:
         raise UsageError(f"{path} cannot be resumed from: {error}; name another checkpoint or start afresh") from error
+
+
+def _place_paged(optimizer: Any, place: Place) -> None:
+    """Bring loaded state to where bitsandbytes would have made it: large moments into pages, the rest to the device."""
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if not torch.is_tensor(value) or value.dim() == 0:
+                continue
+            if name in _PAGED and parameter.numel() >= _PAGED_FROM and parameter.device.type != "cpu":
+                values[name] = _in_pages(value, parameter.device, optimizer)
+            else:
+                values[name] = place(value, name=f"optimizer.{name}", stage="optimizer")
+
+
+def _in_pages(value: Tensor, device: torch.device, optimizer: Any) -> Tensor:
+    pages = importlib.import_module("bitsandbytes.functional").get_paged(*value.shape, dtype=value.dtype, device=device)
+    pages.copy_(value)  # device: to torch both are host memory; the driver brings the pages over
+    if digest(pages) != digest(value):
+        raise CorruptionError(
+            "paged optimizer state differs from the checkpoint after it was copied: start the same command again; if "
+            "it stays, train with another --optim"
+        )
+    optimizer.page_mng.paged_tensors.append(pages)
+    return cast("Tensor", pages)
 
 
 def _placed(value: Any, place: Place, name: str = "optimizer") -> Any:

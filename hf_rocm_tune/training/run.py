@@ -21,6 +21,7 @@ from typing import Any, Literal
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import clean_leftovers
+from hf_rocm_tune.training import supervised
 from hf_rocm_tune.training.artefacts import evidence_of_a_run, is_checkpoint, remove, to_be_overwritten
 from hf_rocm_tune.training.rotation import list_checkpoints
 from hf_rocm_tune.training.run_record import (
@@ -98,8 +99,9 @@ def prepare_output_dir(
         settings: resolved settings by name; see `fingerprint` for those that count.
         overwrite: ``--overwrite_output_dir``: begin again whatever is there.
         resume: ``--resume_from_checkpoint``: a checkpoint, or true for the newest one, which must then be there.
-        restarted: whether a launcher started this command again, so that ``overwrite`` was honoured before; by default
-            what torchrun says in TORCHELASTIC_RESTART_COUNT.
+        restarted: whether a launcher or our supervisor started this command again, so that ``overwrite`` and a
+            checkpoint that is named were honoured before; by default what they say (TORCHELASTIC_RESTART_COUNT,
+            `supervised.is_restart_of`).
 
     Raises:
         UsageError: the directory cannot be used, holds another run or is in use; the checkpoint named is not one or is
@@ -109,16 +111,19 @@ def prepare_output_dir(
     _probe(directory)
     lock = _lock(directory)
     try:
-        if restarted is None:
-            restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
         named, newest_wanted = _parse_resume(resume)
         notes = [f"{directory}: {line} (left by a process that was killed)" for line in clean_leftovers(directory)]
         if not lock.supported:
             notes.append(f"{directory} is on a file system without locks: a second run in it would not be noticed")
         record = _record(directory, overwrite=overwrite)
         same = record is not None and record.fingerprint == fingerprint(settings)
+        if restarted is None:
+            restarted = _is_restart(record)
         if overwrite and not (same and restarted):
             return _overwriting(directory, settings, named, newest_wanted, notes, lock)
+        if record is not None and same and restarted and named is not None:
+            again = _continue(directory, record, False, notes, lock)
+            return again if again.action != "fresh" else _resume_named(directory, named, record, notes, lock)
         if named is not None:
             _refuse_other_run(directory, settings, record, same, adopted=named.resolve().parent == directory.resolve())
             return _resume_named(directory, named, record or new_record(settings), notes, lock)
@@ -247,6 +252,12 @@ def _record(directory: Path, *, overwrite: bool) -> RunRecord | None:
         raise
 
 
+def _is_restart(record: RunRecord | None) -> bool:
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0"):
+        return True
+    return record is not None and supervised.is_restart_of(record.run_id)
+
+
 def _parse_resume(resume: str | bool | None) -> tuple[Path | None, bool]:
     """(checkpoint named, whether the newest one is asked for). The flag's text "true" and "false" are not paths."""
     if resume is None or isinstance(resume, bool):
@@ -311,6 +322,9 @@ def _plan(
     damaged: Iterable[Path] = (),
     overwritten: Iterable[Path] = (),
 ) -> Plan:
+    if record.skipped_steps and action != "finished":
+        left_out = ", ".join(map(str, record.skipped_steps))
+        notes = [*notes, f"left out as run.json says, because the run died in them twice: steps {left_out}"]
     return Plan(
         directory=directory,
         action=action,

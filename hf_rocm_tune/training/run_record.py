@@ -43,8 +43,12 @@ IGNORED = frozenset(
         "skip_memory_metrics",
         "push_to_hub",
         "on_corruption",
+        "on_oom",
+        "max_skipped_steps",
         "prefetch_batches",
         "compare_optimizer_every",
+        "doctor",
+        "telemetry_every",
         "save_strategy",
         "save_steps",
         "save_total_limit",
@@ -81,6 +85,7 @@ class RunRecord:
         settings: the settings behind the fingerprint, so that a difference can be named.
         status: "running", or "finished" when all of the result is in place.
         started: UTC time, ISO 8601.
+        skipped_steps: optimizer steps that are left out, because the run died in them twice; see `skip_step`.
     """
 
     run_id: str
@@ -88,6 +93,7 @@ class RunRecord:
     settings: Mapping[str, Any]
     status: Literal["running", "finished"]
     started: str
+    skipped_steps: tuple[int, ...] = ()
 
 
 def new_record(settings: Mapping[str, Any]) -> RunRecord:
@@ -121,7 +127,7 @@ def read_record(directory: Path) -> RunRecord | None:
         record = RunRecord(**body)
         if record.status not in ("running", "finished") or not isinstance(record.settings, dict):
             raise ValueError("fields of the wrong kind")
-        return record
+        return replace(record, skipped_steps=tuple(int(step) for step in record.skipped_steps))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -136,6 +142,18 @@ def mark_finished(directory: Path) -> None:
     record = read_record(directory)
     if record is not None:
         write_record(directory, replace(record, status="finished"))
+
+
+def skip_step(directory: Path, step: int) -> None:
+    """Leave an optimizer step (from 1 on) out of this run from now on: every start of it heeds ``run.json``.
+
+    Raises:
+        UsageError: ``run.json`` is not there or cannot be read.
+    """
+    record = read_record(directory)
+    if record is None:
+        raise UsageError(f"{directory} holds no {RUN_FILE}, so no step of its run can be left out")
+    write_record(directory, replace(record, skipped_steps=tuple(sorted({*record.skipped_steps, step}))))
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:

@@ -104,10 +104,10 @@ def test_the_tables_of_every_4_bit_type_are_known(model_of: Callable[..., Path],
 
 
 def test_bitsandbytes_without_a_library_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_bitsandbytes(torch.device("cpu"), 4)
+    require_bitsandbytes(torch.device("cpu"), "--load_in_4bit")
     from bitsandbytes import cextension
 
     broken = cextension.ErrorHandlerMockBNBNativeLibrary("no library for this device")
     monkeypatch.setattr(cextension, "lib", broken)
-    with pytest.raises(UsageError, match=r"--load_in_8bit: bitsandbytes has no native library for cpu"):
-        require_bitsandbytes(torch.device("cpu"), 8)
+    with pytest.raises(UsageError, match=r"--optim adamw_8bit: bitsandbytes has no native library for cpu"):
+        require_bitsandbytes(torch.device("cpu"), "--optim adamw_8bit")

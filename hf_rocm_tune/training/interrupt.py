@@ -1,0 +1,170 @@
+"""Ctrl-C, SIGTERM and the file ``CHECKPOINT``: a checkpoint at the end of the step that is running.
+
+A signal handler here only remembers; the checkpoint is written by the Trainer where it writes its own, after the
+step's log and evaluation, so a run that is resumed from it is the uninterrupted one. Then `Interrupted` (exit code 130,
+for SIGTERM too) ends the run. ``touch output_dir/CHECKPOINT`` asks for the same without the end; the file is removed
+when the checkpoint is in place.
+
+With several ranks one small all-reduce a step, over gloo on the host, makes all of them save and stop at the same one.
+
+Not covered: a step that never ends (a device that hangs): no handler of Python runs while a call into a library does
+not return, so only SIGKILL ends that, which the supervisor sends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_rocm_tune.distributed.agree import highest
+from hf_rocm_tune.errors import Interrupted
+from hf_rocm_tune.integrity.manifest import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+REQUEST_FILE = "CHECKPOINT"
+"""Name in ``output_dir``: whoever makes this file gets a checkpoint."""
+
+SAME_PRESS_SECONDS = 1.0
+"""A launcher and a terminal may both deliver one Ctrl-C; another one that counts comes later than this."""
+
+
+class StopRequests:
+    """The signals that ask for the end, remembered until a step is complete.
+
+    The first one is remembered, a Ctrl-C after it raises ``KeyboardInterrupt`` at once, a SIGTERM after it changes
+    nothing. Handlers that the user has set, and signals that are ignored (``nohup``), are left alone.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        """Number of the signal that asked for the end; 0 for none."""
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+        self._owner = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals within the block; in another thread than the main one, and when nested, do nothing."""
+        if self._before or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.received, self._owner = 0, os.getpid()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            current = signal.getsignal(number)
+            if current in (signal.SIG_DFL, signal.default_int_handler) or getattr(current, "ends_the_process", False):
+                self._before[number] = signal.signal(number, self._remember)
+        try:
+            yield
+        finally:
+            for taken, handler in self._before.items():
+                signal.signal(taken, handler)
+            self._before.clear()
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            _in_a_forked_worker(number)
+            return
+        now = time.monotonic()
+        if not self.received:
+            self.received, self._since = number, now
+            _acknowledge(number)
+        elif number == signal.SIGINT and now - self._since > SAME_PRESS_SECONDS:
+            raise KeyboardInterrupt
+
+
+class InterruptCallback(TrainerCallback):
+    """Saves, and stops, when a signal or the file asks for it.
+
+    Args:
+        requests: whose signals count.
+
+    Attributes:
+        save_wanted: all ranks have agreed on a checkpoint of the step that has just ended.
+
+    Raises:
+        Interrupted: from the save, on every rank, when the end was asked for.
+    """
+
+    def __init__(self, requests: StopRequests) -> None:
+        self._requests = requests
+        self.save_wanted = False
+        self._stop = 0
+        self._refused: int | None = None
+        """Time stamp of a request file for which there was no space: it counts again when it is touched again."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Forgets what an earlier training was asked."""
+        self.save_wanted, self._stop = False, 0
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Agrees with the other ranks. Collective."""
+        asked_by_file = state.is_world_process_zero and self._file_stamp(args) not in (None, self._refused)
+        self._stop, by_file = highest([self._requests.received, int(asked_by_file)])
+        self.save_wanted = bool(self._stop or by_file)
+        if self.save_wanted:
+            control.should_save = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The checkpoint is in place: answers the file, or ends the run."""
+        if not self.save_wanted:
+            return
+        self.save_wanted = False
+        checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        saved = (checkpoint / MANIFEST_NAME).exists()
+        if state.is_world_process_zero:
+            self._answer_file(args, saved=saved)
+        if self._stop:
+            raise Interrupted(_ending(self._stop, checkpoint, saved=saved))
+
+    def _answer_file(self, args: TrainingArguments, *, saved: bool) -> None:
+        if saved:
+            (Path(args.output_dir) / REQUEST_FILE).unlink(missing_ok=True)
+        else:
+            self._refused = self._file_stamp(args)
+
+    def _file_stamp(self, args: TrainingArguments) -> int | None:
+        try:
+            return os.stat(os.path.join(args.output_dir, REQUEST_FILE)).st_mtime_ns
+        except OSError:
+            return None
+
+
+def signal_name(number: int) -> str:
+    """ "Ctrl-C" for SIGINT, else the signal's own name."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def _acknowledge(number: int) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        name = signal_name(number)
+        text = f"hf-rocm-tune: {name}: the run saves what it has and ends; another Ctrl-C ends it at once\n"
+        with suppress(OSError):  # a terminal that is gone
+            os.write(2, text.encode())  # not print(): it may be what was interrupted
+
+
+def _ending(number: int, checkpoint: Path, *, saved: bool) -> str:
+    kept = (
+        f"{checkpoint.name} is written"
+        if saved
+        else f"{checkpoint.name} could not be written, earlier checkpoints are intact"
+    )
+    return f"stopped by {signal_name(number)}, {kept}; the same command goes on from there"
+
+
+def _in_a_forked_worker(number: int) -> None:
+    """Loader workers are forked with this handler. Ctrl-C is the trainer's affair; SIGTERM ends them, as ever."""
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

@@ -1,0 +1,120 @@
+"""What a supervised job tells its supervisor, through files in a directory that the supervisor names.
+
+``begun.json`` once, when the run is committed to its output directory; ``pulse`` at every micro-step, so that a job
+that stands still is seen. The pulse is rewritten in place: its block is there from the start, so a full disk does not
+make a healthy job look dead, and a beat costs microseconds. Nothing here imports torch.
+
+Not covered: several machines; the first local rank of each speaks to the supervisor there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from hf_rocm_tune.integrity.atomic import write_text_atomic
+
+VARIABLE = "HF_ROCM_TUNE_SUPERVISED"
+"""Names the directory; every process of a supervised job inherits it, and is known by it."""
+
+PULSE_FILE = "pulse"
+BEGUN_FILE = "begun.json"
+EARLIER_FILE = "earlier.json"
+"""What ``begun.json`` was before this start: the same run, so what it has done must not be overwritten."""
+
+Phase = Literal["start", "step", "between", "evaluate", "save", "end", "publish"]
+"""Before the first step, in a step (its number is one more than the steps done), between steps (log, next batch), in an
+evaluation or a save after a step, in the final save, in an upload."""
+
+_PULSE_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A job that has started.
+
+    Args:
+        run_id: of the run.
+        output_dir: absolute path.
+        resumed_from: name of the checkpoint, or None from the start.
+        attempt: process id of the job; another start has another.
+    """
+
+    run_id: str
+    output_dir: str
+    resumed_from: str | None
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulse:
+    """The last sign of life: how many optimizer steps are done, and what was going on."""
+
+    step: int
+    phase: Phase
+
+
+def tell_begun(*, run_id: str, output_dir: Path, resumed_from: str | None) -> None:
+    """Tell the supervisor, where there is one, which run this is."""
+    if directory := _directory(os.environ):
+        told = Begun(
+            run_id=run_id, output_dir=str(output_dir.absolute()), resumed_from=resumed_from, attempt=os.getpid()
+        )
+        write_text_atomic(directory / BEGUN_FILE, json.dumps(asdict(told)))
+
+
+def is_restart_of(run_id: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process's supervisor has started this run before."""
+    directory = _directory(environ)
+    earlier = read_begun(directory / EARLIER_FILE) if directory else None
+    return earlier is not None and earlier.run_id == run_id
+
+
+def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a supervisor started this process."""
+    return _directory(environ) is not None
+
+
+class Heart:
+    """Writes the pulse of one process; without a supervisor, and in other ranks than the first here, nothing."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        directory = _directory(environ)
+        self._file: int | None = None
+        if directory is not None and environ.get("LOCAL_RANK", "0") == "0":
+            self._file = os.open(directory / PULSE_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def beat(self, *, step: int, phase: Phase) -> None:
+        """One sign of life."""
+        if self._file is not None:
+            os.pwrite(self._file, f"{step} {phase}".ljust(_PULSE_BYTES).encode("ascii"), 0)
+
+
+def read_pulse(file: Path) -> tuple[Pulse | None, int]:
+    """The last sign of life and its time stamp (nanoseconds); (None, 0) where there is none yet."""
+    try:
+        stamp = file.stat().st_mtime_ns
+        step, phase = file.read_text(encoding="ascii").split()
+        if phase not in get_args(Phase):
+            return None, 0
+        return Pulse(step=int(step), phase=phase), stamp  # type: ignore[arg-type]  # it is one of them
+    except (OSError, ValueError):
+        return None, 0
+
+
+def read_begun(file: Path) -> Begun | None:
+    """What a job told of itself; None where it told nothing."""
+    try:
+        return Begun(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _directory(environ: Mapping[str, str]) -> Path | None:
+    """The supervisor's directory; one that is gone (a variable that outlived it) counts as none."""
+    path = Path(environ.get(VARIABLE, ""))
+    return path if environ.get(VARIABLE) and path.is_dir() else None

@@ -1,0 +1,147 @@
+"""8-bit and paged optimizers survive a kill bit for bit; activation offloading is named, and refused on a CPU.
+
+What only an accelerator has (pages that the driver moves, TRL's offloading itself) is marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.training import readback
+from tests import tiny
+from tests.e2e.command import CommandServer
+from tests.e2e.conftest import flags, losses_of, report_of
+from tests.e2e.test_killed import Job, assert_same_result, killed_after
+
+# From 4,096 elements on bitsandbytes keeps state in 8 bits (`min_8bit_size`): 64 x 64 of the attention's matrices.
+RANK = 64
+
+
+@pytest.fixture(scope="module")
+def make(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Callable[[str], Job]:
+    """A run with an optimizer of this name; undisturbed once."""
+    made: dict[str, Job] = {}
+
+    def build(optim: str) -> Job:
+        if optim not in made:
+            root = scratch / "offload"
+            settings: dict[str, Any] = {
+                "model_name_or_path": model_of("llama3"),
+                "dataset_name": tiny.write_dataset_dir(root / "data", train=12, test=4),
+                "num_train_epochs": 3,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 2,
+                "max_length": 64,
+                "learning_rate": 0.01,
+                "lora_r": RANK,
+                "optim": optim,
+                "logging_steps": 1,
+                "save_steps": 2,
+                "disable_tqdm": True,
+            }
+            job = Job(server=server, settings=settings, method="lora", whole=root / optim)
+            job.finish(job.whole)
+            made[optim] = job
+        return made[optim]
+
+    return build
+
+
+def saved_state(checkpoint: Path) -> dict[str, Any]:
+    """Every leaf of ``optimizer.pt``."""
+    return dict(readback._leaves(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)))
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        "adamw_8bit",
+        "paged_adamw_8bit",
+        pytest.param("lion_8bit", marks=pytest.mark.long),
+        pytest.param("paged_adamw_32bit", marks=pytest.mark.long),
+    ],
+)
+def test_a_killed_run_goes_on_bit_for_bit(make: Callable[[str], Job], tmp_path: Path, optim: str) -> None:
+    job, output = make(optim), tmp_path / "out"
+    first, last = losses_of(job.whole)[0], losses_of(job.whole)[-1]
+    assert last < first - 0.1, "it trains"
+    state = saved_state(job.whole / "checkpoint-9")
+    kinds = {value.dtype for value in state.values() if torch.is_tensor(value)}
+    assert (torch.uint8 in kinds) == ("8bit" in optim)
+    assert killed_after(job, output, 4).code == -signal.SIGKILL
+    result = job.finish(output)
+    assert_same_result(job, output)
+    assert report_of(output)["optimizer"]["tensors"] > 0, "its state came through the mover"
+    again = saved_state(output / "checkpoint-9")
+    assert state.keys() == again.keys()
+    for name, value in state.items():
+        same = torch.equal(value, again[name]) if torch.is_tensor(value) else value == again[name]
+        assert same, name
+    assert "not:" not in result.stdout.splitlines()[-1], "on a CPU nothing is offloaded"
+
+
+def test_a_flipped_bit_in_8_bit_state_is_found(make: Callable[[str], Job], tmp_path: Path) -> None:
+    job, output = make("adamw_8bit"), tmp_path / "out"
+    killed_after(job, output, 4)
+    file = output / "checkpoint-4" / "optimizer.pt"
+    state = torch.load(file, weights_only=True)
+    moments = state["state"][0]["__bnb_optimizer_quant_state__"]["state1"]
+    moments.view(-1)[7] ^= 4
+    torch.save(state, file)
+    assert [problem.file for problem in manifest.verify(output / "checkpoint-4")] == ["optimizer.pt"]
+    assert "continuing from checkpoint-2" in job.finish(output).stdout
+    assert_same_result(job, output)
+
+
+def test_activation_offloading_on_a_cpu_is_refused_before_loading(
+    server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path
+) -> None:
+    argv = [*base_flags, *flags(model_name_or_path=model_of("llama3")), "--activation_offloading"]
+    result = server.run(*argv)
+    assert result.code == 2
+    assert len(result.error_lines) == 1 and "--activation_offloading" in result.error_lines[0]
+    assert "loaded" not in result.stdout
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [["--activation_offloading"], ["--optim", "paged_adamw_8bit"]], ids=["trl", "paged"])
+def test_on_an_accelerator_it_asks_for_consent_and_is_named(
+    server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path, more: list[str]
+) -> None:
+    """Not run here: the transfers exist on an accelerator only."""
+    argv = [*base_flags, *flags(model_name_or_path=model_of("llama3")), *more]
+    refused = server.run(*argv)
+    assert refused.code == 2
+    assert "consent" in refused.error_lines[0] and more[-1].lstrip("-") in refused.error_lines[0]
+    trained = server.run(*argv, "--consent_unverified")
+    assert trained.code == 0, trained.stderr[-3000:]
+    named = json.dumps(report_of(tmp_path / "out")["coverage"]["unverified"])
+    assert more[-1].lstrip("-") in named
+
+
+@pytest.mark.gpu
+def test_paged_state_is_paged_again_after_a_resume() -> None:
+    """Not run here: on a CPU bitsandbytes pages nothing."""
+    from bitsandbytes.optim import PagedAdamW8bit
+
+    from hf_rocm_tune.training import restore
+
+    parameter = torch.nn.Parameter(torch.randn(400, 400, device="cuda"))
+    saved = PagedAdamW8bit([parameter], lr=1e-3)
+    parameter.grad = torch.randn_like(parameter)
+    saved.step()
+    state = {key: value.clone() for key, value in saved.state[parameter].items() if torch.is_tensor(value)}
+    fresh = PagedAdamW8bit([parameter], lr=1e-3)
+    fresh.load_state_dict(saved.state_dict(), move_to_device=False)
+    restore._place_paged(fresh, lambda tensor, *, name, stage: tensor.cuda())
+    assert all(getattr(fresh.state[parameter][name], "is_paged", False) for name in ("state1", "state2"))
+    assert all(torch.equal(fresh.state[parameter][name].cpu(), value.cpu()) for name, value in state.items())

@@ -1,0 +1,321 @@
+"""The supervisor with real processes: what is started again, what is not, and that nothing of a start lives on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune.errors import StallError, UsageError
+from hf_rocm_tune.supervisor import child, loop
+from hf_rocm_tune.supervisor.settings import Settings
+from hf_rocm_tune.training import journal, supervised
+from hf_rocm_tune.training.run_record import new_record, read_record, write_record
+
+QUICK = Settings(backoff_seconds=0, stall_seconds=1, start_seconds=1, grace_seconds=0.3)
+STUB = Path(__file__).with_name("stub_job.py")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the stub acts; a process that outlives the test is ended."""
+    (tmp_path / "python-stub").write_text(f'#!/bin/sh\nexec {sys.executable} {STUB} "$@"\n')
+    (tmp_path / "python-stub").chmod(0o755)
+    monkeypatch.setenv("STUB", str(tmp_path))
+    monkeypatch.setattr(loop, "_LOOK_SECONDS", 0.02)
+    yield tmp_path
+    if (tmp_path / "orphan").exists() and _alive(int((tmp_path / "orphan").read_text())):
+        os.kill(int((tmp_path / "orphan").read_text()), signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def words(place: Path, *story: dict[str, Any]) -> list[str]:
+    """The command that acts this story."""
+    (place / "story.json").write_text(json.dumps(story))
+    return [str(place / "python-stub"), "-m", "hf_rocm_tune.sft"]
+
+
+def run(place: Path, *story: dict[str, Any], settings: Settings = QUICK) -> int:
+    """Supervises the story and returns the code."""
+    return loop.supervise(words(place, *story), settings)
+
+
+def attempts(place: Path) -> int:
+    return len(list(place.glob("attempt-*")))
+
+
+def told(place: Path) -> list[dict[str, Any]]:
+    """The journal."""
+    record = read_record(place / "out")
+    assert record is not None
+    return journal.entries(place / "out", record.run_id)
+
+
+DONE = {"step": 9, "phase": "end", "end": 0}
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 130])
+@pytest.mark.parametrize("silent", [False, True])
+def test_an_end_is_not_started_again(place: Path, code: int, silent: bool) -> None:
+    assert run(place, {"end": code, "silent": silent}) == code
+    assert attempts(place) == 1
+    assert (place / "out").exists() != silent, "before the run has begun nothing is written anywhere"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "how"),
+    [
+        (1, 1, "exit code 1"),
+        ("SIGKILL", 137, "ended by SIGKILL"),
+        ("SIGSEGV", 139, "ended by SIGSEGV"),
+        (137, 137, "ended by SIGKILL"),
+        ({"code": 5, "message": "it does not fit"}, 5, "exit code 5"),
+        ({"code": 4, "message": "it stands still"}, 4, "exit code 4"),
+    ],
+)
+def test_a_death_is_started_again_and_told(
+    place: Path, capfd: pytest.CaptureFixture[str], end: Any, code: int, how: str
+) -> None:
+    assert run(place, {"step": 3, "saves": [2], "end": end}, {**DONE, "resumed": "checkpoint-2"}) == 0
+    assert [entry["event"] for entry in told(place)] == ["start", "end", "start", "end"]
+    first, death, second, end_entry = told(place)
+    assert (first["resumed_from"], second["resumed_from"]) == ("the start", "checkpoint-2")
+    assert (death["how"], death["code"], death["step"], death["phase"]) == (how, code, 3, "step")
+    assert death["decision"].startswith("restart: died in step 4")
+    assert death.get("message") == (end["message"] if isinstance(end, dict) else None)
+    assert end_entry["code"] == 0
+    out = capfd.readouterr().out
+    assert f"{how}; died in step 4; starting again in 0 s from checkpoint-2" in out
+    assert all(line.startswith("hf-rocm-tune: run: ") for line in out.splitlines())
+
+
+def test_the_step_in_which_it_dies_twice_is_left_out_from_then_on(place: Path) -> None:
+    assert run(place, {"step": 3, "end": 1, "cured": True}) == 0
+    assert attempts(place) == 3
+    record = read_record(place / "out")
+    assert record is not None and record.skipped_steps == (4,)
+    assert [entry.get("skipped_step") for entry in told(place) if entry["event"] == "end"] == [None, 4, None]
+
+
+@pytest.mark.parametrize("phase", ["step", "save"])
+def test_what_always_dies_at_one_place_is_given_up(place: Path, capfd: pytest.CaptureFixture[str], phase: str) -> None:
+    assert run(place, {"step": 4, "phase": phase, "saves": [2], "end": "SIGSEGV"}) == 139
+    assert attempts(place) == 4
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("hf-rocm-tune: error: run: given up: ended by SIGSEGV, died 4 times in ")
+    assert "checkpoint-2 is intact" in lines[0] and "survival.jsonl" in lines[0]
+
+
+def test_what_dies_before_it_says_anything_is_given_up(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(place, {"silent": True, "end": 1}) == 1
+    assert attempts(place) == 4
+    assert "no checkpoint was written" in capfd.readouterr().err
+    assert not (place / "out").exists()
+
+
+def test_deaths_before_the_run_began_are_told_once_it_has(place: Path) -> None:
+    assert run(place, {"silent": True, "end": 1}, {"silent": True, "end": 1}, DONE) == 0
+    assert [entry["event"] for entry in told(place)] == ["end", "end", "start", "end"]
+
+
+def test_as_long_as_there_is_progress_it_goes_on(place: Path) -> None:
+    story = [{"step": 2 * n + 1, "saves": [2 * n], "end": "SIGKILL"} for n in range(1, 7)]
+    assert run(place, *story, DONE, settings=Settings(max_restarts=1, backoff_seconds=0)) == 0
+    assert attempts(place) == 7
+
+
+def test_without_progress_restarts_are_limited(place: Path) -> None:
+    story = [{"step": n, "end": 1} for n in range(9)]
+    assert run(place, *story, settings=Settings(max_restarts=2, backoff_seconds=0)) == 1
+    assert attempts(place) == 3
+    assert "stop: 2 restarts brought no new checkpoint" in told(place)[-1]["decision"]
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["training", "starting"])
+def test_a_hang_is_ended_with_everything_it_started(place: Path, silent: bool) -> None:
+    assert run(place, {"step": 3, "silent": silent, "orphan": True, "end": "hang"}, DONE) == 0
+    assert json.loads((place / "heard").read_text()) == [signal.SIGTERM], "it was asked first"
+    assert not _alive(int((place / "orphan").read_text()))
+    death = next(entry for entry in told(place) if entry["event"] == "end")
+    assert death["code"] == 4 and "no sign of life" in death["how"]
+    assert death["phase"] == ("start" if silent else "step")
+
+
+def test_a_job_that_stops_in_time_after_a_stall_is_started_again(place: Path) -> None:
+    """It was slow, not dead: asked to end, it wrote its checkpoint and ended with 130."""
+    assert run(place, {"step": 3, "end": "wait"}, DONE, settings=Settings(stall_seconds=1, backoff_seconds=0)) == 0
+    assert attempts(place) == 2
+
+
+def test_an_upload_may_take_its_time_and_is_not_repeated(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    process = subprocess.Popen(
+        supervisor(*words(place, {"step": 9, "phase": "publish", "end": "wait"})), stdout=subprocess.DEVNULL
+    )
+    _until((place / "ready").exists)
+    time.sleep(1.5)  # longer than a job that trains may be silent
+    assert process.poll() is None and not (place / "heard").exists()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 130
+    for file in (place / "attempt-0", place / "ready"):
+        file.unlink()
+    assert run(place, {"step": 9, "phase": "publish", "end": 1}) == 1
+    assert attempts(place) == 1
+    assert "the result is complete on disk" in capfd.readouterr().err
+
+
+def test_what_a_crashed_start_left_running_is_ended_before_the_next(place: Path) -> None:
+    assert run(place, {"step": 3, "orphan": True, "end": "SIGKILL"}, DONE) == 0
+    assert not _alive(int((place / "orphan").read_text()))
+
+
+def test_a_process_that_cannot_be_ended_stops_everything(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child.Child, "end", lambda self, grace: [4711])
+    with pytest.raises(StallError, match=r"\[4711\].*restart the machine"):
+        run(place, {"step": 3, "end": 1})
+    assert attempts(place) == 1
+
+
+# ---- signals to the supervisor ------------------------------------------------------------------------------
+
+
+def supervisor(*command: str, **flags: str) -> list[str]:
+    """`hf-rocm-tune run` of a command, without patience unless told."""
+    usual = {"backoff_seconds": "0", "stall_seconds": "1", "grace_seconds": "0.3"} | flags
+    given = [word for name, value in usual.items() for word in (f"--{name}", value)]
+    return [sys.executable, "-m", "hf_rocm_tune", "run", *given, "--", *command]
+
+
+def _until(happened: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_once_and_the_checkpoint_is_waited_for(place: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        supervisor(*words(place, {"step": 3, "end": "wait"})), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    _until((place / "ready").exists)
+    os.killpg(process.pid, number)  # as a terminal does: the job is in a session of its own
+    time.sleep(0.1)
+    os.killpg(process.pid, number)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert json.loads((place / "heard").read_text()) == [number]
+    assert attempts(place) == 1 and "starting again" not in out
+    assert told(place)[-1]["code"] == 130
+
+
+def test_the_third_ctrl_c_ends_a_job_that_does_not_react(place: Path) -> None:
+    process = subprocess.Popen(
+        supervisor(*words(place, {"step": 3, "end": "hang"}), stall_seconds="0"),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    _until((place / "ready").exists)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.2)
+        assert process.poll() is None
+    assert json.loads((place / "heard").read_text()) == [signal.SIGINT] * 2
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert attempts(place) == 1
+
+
+def test_a_signal_while_it_waits_ends_it(place: Path) -> None:
+    command = supervisor(*words(place, {"step": 3, "end": 1}), backoff_seconds="60")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while "starting again in 60 s" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=10)
+    assert process.returncode == 130 and "not started again, as asked" in out
+    assert attempts(place) == 1
+
+
+# ---- what it reads and writes -------------------------------------------------------------------------------
+
+
+def test_a_full_disk_under_the_journal_stops_nothing(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (place / "out" / journal.FILE_NAME).mkdir(parents=True)
+    assert run(place, {"step": 3, "end": 1}, DONE) == 0
+    assert f"{journal.FILE_NAME} could not be written" in capfd.readouterr().out
+
+
+def test_a_torn_line_of_the_journal_is_passed_over(tmp_path: Path) -> None:
+    journal.append(tmp_path, {"run_id": "a", "event": "start"})
+    with open(tmp_path / journal.FILE_NAME, "a") as file:
+        file.write('{"run_id": "a", "eve')
+    journal.append(tmp_path, {"run_id": "a", "event": "end", "code": 1, "how": "x"})
+    journal.append(tmp_path, {"run_id": "b", "event": "start"})
+    assert [entry["event"] for entry in journal.entries(tmp_path, "a")] == ["start", "end"]
+    summary = journal.summary(tmp_path, "a", skipped_steps=[4], supervised=True, crash_injection=None)
+    assert (summary["starts"], summary["ends"]) == (1, [{"how": "x", "code": 1}])
+
+
+def test_the_journal_of_another_run_is_another_story(place: Path) -> None:
+    (place / "out").mkdir()
+    write_record(place / "out", new_record({"stub": 1}))
+    journal.append(place / "out", {"run_id": "other", "event": "start"})
+    assert run(place, DONE) == 0
+    assert [entry["event"] for entry in told(place)] == ["start", "end"]
+
+
+def test_only_a_restart_of_the_same_run_counts_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {supervised.VARIABLE: str(tmp_path)}
+    assert supervised.is_supervised(environ) and not supervised.is_restart_of("a", environ)
+    monkeypatch.setenv(supervised.VARIABLE, str(tmp_path))
+    supervised.tell_begun(run_id="a", output_dir=tmp_path, resumed_from=None)
+    assert not supervised.is_restart_of("a", environ), "it is this start that has begun"
+    (tmp_path / supervised.BEGUN_FILE).rename(tmp_path / supervised.EARLIER_FILE)
+    assert supervised.is_restart_of("a", environ) and not supervised.is_restart_of("b", environ)
+    assert not supervised.is_restart_of("a", {supervised.VARIABLE: str(tmp_path / "gone")})
+    assert not supervised.is_restart_of("a", {})
+
+
+@pytest.mark.parametrize("content", [b"", b"3", b"3 dancing", b"x step", b"\xff\xfe step", b"3 step 4", None])
+def test_nonsense_in_the_pulse_is_no_sign_of_life(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "pulse").write_bytes(content)
+    assert supervised.read_pulse(tmp_path / "pulse") == (None, 0)
+
+
+def test_a_beat_is_read_as_it_was_written(tmp_path: Path) -> None:
+    heart = supervised.Heart({supervised.VARIABLE: str(tmp_path), "LOCAL_RANK": "0"})
+    for step, phase in ((123456, "evaluate"), (7, "step")):  # the second one is shorter
+        heart.beat(step=step, phase=phase)  # type: ignore[arg-type]
+        found, stamp = supervised.read_pulse(tmp_path / supervised.PULSE_FILE)
+        assert found == supervised.Pulse(step=step, phase=phase) and stamp > 0  # type: ignore[arg-type]
+    other = supervised.Heart({supervised.VARIABLE: str(tmp_path), "LOCAL_RANK": "1"})
+    other.beat(step=9, phase="step")
+    assert found == supervised.read_pulse(tmp_path / supervised.PULSE_FILE)[0]
+
+
+def test_a_program_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be started"):
+        loop.supervise([str(tmp_path / "python"), "-m", "hf_rocm_tune.sft"], QUICK)
+
+
+def test_watching_imports_no_torch() -> None:
+    code = "import sys, hf_rocm_tune.supervisor.loop, hf_rocm_tune.cli; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
