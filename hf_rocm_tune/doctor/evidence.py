@@ -12,6 +12,14 @@ from hf_rocm_tune.hardware.machine import Gpu, Machine
 from hf_rocm_tune.hardware.software import Software, TorchDevice
 from hf_rocm_tune.hardware.visible import choose, visible_nodes
 
+#: The driver of a device that a virtual machine has: this system cannot use it.
+GIVEN_AWAY = "vfio-pci"
+
+
+def arch_of(gpu: Gpu) -> str | None:
+    """The architecture that the kernel states, or its model's where the compute driver does not list the GPU."""
+    return gpu.arch or (gpu.identity.card.arch if gpu.identity.card else None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -31,13 +39,14 @@ class Evidence:
 
     @property
     def cards(self) -> tuple[Gpu, ...]:
-        """The discrete AMD cards, in PCI order."""
-        return self.machine.cards
+        """The discrete AMD cards that are this system's, in PCI order."""
+        return tuple(gpu for gpu in self.machine.cards if gpu.driver.value != GIVEN_AWAY)
 
     @property
     def candidates(self) -> tuple[Gpu, ...]:
         """What could be trained on: the discrete AMD cards, and integrated GPUs only where there is no card."""
-        return tuple(gpu for gpu in self.machine.amd if gpu.integrated is not True) or self.machine.amd
+        discrete = tuple(gpu for gpu in self.machine.amd if gpu.integrated is not True)
+        return tuple(gpu for gpu in discrete if gpu.driver.value != GIVEN_AWAY) or discrete or self.machine.amd
 
     @property
     def devices(self) -> tuple[TorchDevice, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ def about(evidence: Evidence) -> str:
     version = software.torch_version.value if software else None
     kernel = machine.kernel.release.value
     parts = [
-        " + ".join(cards),
+        " + ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(cards).items()),
         machine.host.cpu.value or "unknown processor",
         f"{machine.host.platform} {kernel}" if kernel else machine.host.platform,
         f"torch {version}" if version else "no torch",

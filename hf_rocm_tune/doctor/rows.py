@@ -5,7 +5,7 @@ One table a row, in any ``knowledge/*.toml`` that is not one of ``DATA_FILES``::
     [aer_errors]
     status = "warn"                 # ok | info | warn | fail
     title = "The PCIe link has counted errors"
-    says = "{address} counted {count} {kind} errors since boot"
+    says = "{address} counted {counts} errors since boot"
     cure = "reseat the card, or try another slot; read the counter again under load"
     sources = ["kernel documentation of aer_dev_correctable"]
     confidence = "reported"         # documented | reproduced | reported | general

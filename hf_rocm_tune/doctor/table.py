@@ -18,6 +18,14 @@ _LABEL = 8
 NARROWEST, WIDEST = 60, 120
 
 
+def _subject(finding: Finding) -> str:
+    return f" [{finding.subject}]" if finding.subject and finding.subject not in finding.title else ""
+
+
+def _headline(finding: Finding) -> str:
+    return f"{finding.title}{_subject(finding)}"
+
+
 class Table:
     """Lays findings out.
 
@@ -48,17 +56,24 @@ class Table:
             2: "not fit to train as it is",
         }
         ending = f"{report.summary()}; {report.seconds:.0f} s. Verdict: {verdict[report.diagnosis.exit_code]}."
-        return "\n".join([*lines, "", *self._wrapped(ending)])
+        return "\n".join([*lines, "", *self._grave(report), *self._wrapped(ending)])
+
+    def _grave(self, report: Report) -> Iterator[str]:
+        """What the verdict rests on, once more where a reader of a long table is."""
+        for status in ("fail", "warn"):
+            for finding in report.diagnosis.findings:
+                if finding.status == status:
+                    yield from self._first(f"{_MARK[status]:<{len(_INDENT)}}", status, _headline(finding))
 
     def _finding(self, finding: Finding) -> Iterator[str]:
         mark = f"{_MARK[finding.status]:<{len(_INDENT)}}"
-        subject = f" [{finding.subject}]" if finding.subject and finding.subject not in finding.title else ""
+        subject = _subject(finding)
         if finding.status == "unknown":
             yield from self._first(mark, finding.status, f"{finding.check}{subject}: {finding.text}")
         elif finding.status == "ok":
             yield from self._first(mark, finding.status, f"{finding.title}: {finding.text}")
         else:
-            yield from self._first(mark, finding.status, f"{finding.title}{subject}", bold=True)
+            yield from self._first(mark, finding.status, _headline(finding), bold=True)
             yield from self._wrapped(finding.text, _INDENT)
         for line in finding.evidence:
             yield from self._labelled("read", line)

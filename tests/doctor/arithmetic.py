@@ -21,9 +21,10 @@ CHECKS = ("gemm", "gemm_repeat", "attention", "norm", "nf4")
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One dtype and small sizes, for tests that only want to see one fault found."""
-    for module in (gemm, attention, norm, nf4):
+    """Few dtypes and small sizes, for tests that only want to see one fault found."""
+    for module in (gemm, norm, nf4):
         monkeypatch.setattr(module, "DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(attention, "DTYPES", (torch.bfloat16, torch.float16))
     monkeypatch.setattr(gemm, "SHAPES", ((3, 5, 7), (17, 31, 63)))
     monkeypatch.setattr(gemm, "LAYOUT_SHAPES", ((17, 31, 63),))
     monkeypatch.setattr(repeat, "HOST_SHAPE", (8, 16, 24))

@@ -40,10 +40,10 @@ HARDWARE: dict[str, Machine] = {
     ),
     "igpu_chosen": machine(
         Built("TheRock#5543, the filter shows the wrong GPU").card().igpu(),
-        *("igpu_visible", "torch_sees_fewer"),
+        *("igpu_instead", "torch_sees_fewer"),
         environ={"HIP_VISIBLE_DEVICES": "1"},
         software=stack(devices=[device(bus=4, arch="gfx1036", gib=0.5)]),
-        code=1,
+        code=2,
     ),
     "igpu_by_uuid": machine(
         Built("a filter that is not a list of indices").card().igpu(),
@@ -65,13 +65,13 @@ HARDWARE: dict[str, Machine] = {
     ),
     "two_cards_no_p2p": machine(
         _two_cards("llama.cpp#12012: a kernel without peer-to-peer", config={"CONFIG_HSA_AMD": "y"}),
-        *("link_half", "link_half", "iommu_state", "peer_config_missing"),
+        *("link_half", "link_half", "iommu_state", "peer_config_missing", "no_direct_link"),
         software=stack(devices=PAIR),
         code=1,
     ),
     "two_cards_p2p_off": machine(
         _two_cards("ROCm/ROCm#6342: direct copies switched off", parameters={"pcie_p2p": "N"}),
-        *("link_half", "link_half", "iommu_state", "pcie_p2p_off"),
+        *("link_half", "link_half", "iommu_state", "pcie_p2p_off", "no_direct_link"),
         software=stack(devices=PAIR),
     ),
     "two_cards_no_rebar": machine(
@@ -79,6 +79,7 @@ HARDWARE: dict[str, Machine] = {
         .card(slot=Slot(width=8), bar_bytes=256 * MIB)
         .card(slot=Slot(width=8), bar_bytes=256 * MIB),
         *("link_half", "link_half", "iommu_state", "bar_small_pair", "bar_small_pair"),
+        "no_direct_link",
         software=stack(devices=PAIR),
         code=1,
     ),
@@ -124,7 +125,7 @@ HARDWARE: dict[str, Machine] = {
     ),
     "no_kfd_in_container": machine(
         Built("a container without /dev/kfd").card().container("docker", devices=False, shm_bytes=64 * MIB),
-        *("kfd_not_in_container", "kfd_not_in_container", "seccomp_filter", "shm_small", "torch_sees_nothing"),
+        *("kfd_not_in_container", "seccomp_filter", "shm_small", "torch_sees_nothing"),
         software=stack(devices="RuntimeError: No HIP GPUs are available"),
         code=2,
     ),
@@ -142,32 +143,35 @@ HARDWARE: dict[str, Machine] = {
     ),
     "kfd_without_node": machine(
         _without(Built("a chroot without device nodes").card(), "dev/"),
-        *("kfd_node_missing", "kfd_node_missing", "torch_sees_nothing"),
+        *("kfd_node_missing", "torch_sees_nothing"),
         software=stack(devices="RuntimeError: No HIP GPUs are available"),
         code=2,
     ),
     "not_in_render": machine(
         Built("the user is not in the group render").card().user(groups=("video",), usable=False),
-        *("node_not_usable", "node_not_usable", "torch_sees_nothing"),
+        *("node_not_usable", "torch_sees_nothing"),
         software=stack(devices="RuntimeError: No HIP GPUs are available"),
         code=2,
     ),
     "vfio": machine(
         Built("the card has been given to a virtual machine").card(driver="vfio-pci", kfd=False),
         *("driver_not_bound", "torch_sees_nothing"),
-        unknown=("bar", "overdrive", "temperature", "vram"),
         software=stack(devices="RuntimeError: No HIP GPUs are available"),
         code=2,
     ),
     "no_compute_driver": machine(
         Built("amdgpu without KFD").card(kfd=False),
         *("kfd_missing", "torch_sees_nothing"),
+        unknown=("atomics",),
         software=stack(devices="RuntimeError: No HIP GPUs are available"),
         code=2,
     ),
     "no_rebar": machine(Built("resizable BAR off").card(bar_bytes=256 * MIB), "bar_small"),
     "aer": machine(
-        Built("errors on the link").card(aer={"correctable": 1280, "nonfatal": 2}), "aer_errors", "aer_errors", code=1
+        Built("errors on the link").card(aer={"correctable": 1280, "nonfatal": 2}),
+        "aer_errors",
+        "aer_corrected",
+        code=1,
     ),
     "x4_idle": machine(
         Built("a misplaced card at rest").card(slot=Slot(width=4, idle=True)), "link_narrow", "link_slow_now", code=1

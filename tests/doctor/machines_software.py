@@ -62,7 +62,7 @@ SOFTWARE: dict[str, Machine] = {
         Built("FACTS 1e: a HIP of another major version").card(),
         "bnb_no_library",
         software=stack(torch="2.13.0+rocm10.0.0", hip="10.0.1", rocm="10.0.0", system_rocm="10.0.0"),
-        code=2,
+        code=1,
     ),
     "rocm10_no_device_wheel": machine(
         Built("uv#21683: multi-architecture wheels without the device extra").card(),

@@ -123,7 +123,7 @@ def test_the_counters_of_the_link_are_read_again_after_measuring(monkeypatch: py
         return survey(Built("a machine").card(XT, aer={"correctable": correctable}).tree())
 
     known = replace(evidence(), machine=counted(5))
-    for now, row in ((5, "aer_still"), (9, "aer_rising"), (0, "aer_still")):
+    for now, row in ((5, "aer_still"), (9, "aer_corrected_rising"), (0, "aer_still")):
         monkeypatch.setattr(pcie, "survey", lambda now=now: counted(now))
         (made,) = diagnose(known, [pcie.AFTER_MEASURING]).findings
         assert made.row == row

@@ -58,9 +58,15 @@ def test_each_fault_is_found(name: str, kind: str, monkeypatch: pytest.MonkeyPat
         assert " 1 of " in finding.text, "one fault, one wrong result"
 
 
-@pytest.mark.parametrize("where", ["float32 3x5", "bfloat16 batch", "float16 linear layer", "as x.T @ x.T", "int8 33x"])
-def test_a_fault_is_named_where_it_is(where: str) -> None:
-    (finding,) = found("gemm", fault={"kind": "wrong", "where": where})
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *(("gemm", where) for where in ("float32 3x5", "bfloat16 batch", "linear layer", "as x.T @ x.T", "int8 33x")),
+        *(("norm", where) for where in ("cross entropy of 32003 classes: output", "embedding: gradient", "LayerNorm")),
+    ],
+)
+def test_a_fault_is_named_where_it_is(name: str, where: str) -> None:
+    (finding,) = found(name, fault={"kind": "wrong", "where": where})
     assert finding.status == "fail" and where in finding.evidence[0]
 
 
@@ -68,7 +74,7 @@ def test_a_repeat_that_is_wrong_once_is_named_by_its_number(monkeypatch: pytest.
     shrink(monkeypatch)
     (finding,) = found("gemm_repeat", fault={"kind": "wrong", "where": "int8"})
     assert finding.row == "gemm_repeat_wrong"
-    assert "int8, repeat 37" in finding.evidence[0] and "no rounding" not in finding.evidence[0]
+    assert "int8, repeat 37" in finding.evidence[0]
 
 
 def test_a_product_that_varies_within_rounding_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +222,17 @@ def test_no_bound_lets_nan_or_infinity_pass(value: float) -> None:
     assert tally.result()["worst"] < float("inf"), "JSON has no infinity"
 
 
+def test_a_computation_that_raises_is_told_from_one_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch)
+
+    def refuse(*_: Any) -> Tensor:
+        raise RuntimeError("HIP error: invalid device function")
+
+    monkeypatch.setattr(gemm_child.functional, "linear", refuse)
+    (finding,) = found("gemm")
+    assert finding.row == "arithmetic_refused" and "invalid device function" in finding.evidence[0]
+
+
 # ---- which backend runs ------------------------------------------------------------------------------------------
 
 
@@ -299,6 +316,13 @@ def test_the_flag_is_tried_where_it_may_help_and_advised_where_it_does(
         assert any("still experimental" in line for line in runs.evidence), "why flash refused"
     if row == "attention_needs_flag":
         assert attention.FLAG in runs.cure
+
+
+def test_attention_that_no_backend_runs_is_not_said_to_be_fused() -> None:
+    result = _attention_result("flash")
+    result["backends"]["float16"]["default"] = {"refused": "HIP error"}
+    runs = attention.judge("attention", result, {"device": "cuda:0"})[1]
+    assert runs.status == "unknown" and "HIP error" in runs.text
 
 
 def test_a_flag_that_is_set_already_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

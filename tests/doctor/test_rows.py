@@ -134,7 +134,7 @@ def test_a_row_without_a_needed_key_two_of_a_name_and_no_toml_are_refused(tmp_pa
 
 
 def test_a_finding_takes_exactly_the_values_of_its_row() -> None:
-    values = {"address": "0000:03:00.0", "count": 3, "kind": "fatal"}
+    values = {"address": "0000:03:00.0", "counts": "3 fatal"}
     finding = from_row("link_errors", "aer_errors", subject="0000:03:00.0", evidence=["x"], **values)
     assert (finding.status, finding.confidence, finding.sources[0]) == (
         "warn",
@@ -142,7 +142,7 @@ def test_a_finding_takes_exactly_the_values_of_its_row() -> None:
         "kernel documentation: PCI Express AER",
     )
     assert "3 fatal errors" in finding.text
-    for wrong in ({**values, "more": 1}, {"address": "x", "count": 3}):
+    for wrong in ({**values, "more": 1}, {"address": "x"}):
         with pytest.raises(ValueError, match="aer_errors"):
             from_row("link_errors", "aer_errors", **wrong)
     with pytest.raises(KeyError):

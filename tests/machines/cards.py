@@ -27,6 +27,13 @@ def two_cards(source: str, *, iommu: str | None = "DMA-FQ", **kernel: Any) -> Bu
     return Built(source).kernel(**kernel).iommu(iommu).card(slot=HALF).card(slot=HALF)
 
 
+def without_atomics(built: Built) -> Built:
+    """The machine where neither 32-bit nor 64-bit atomics pass (bits 2 and 3 of a link's flags)."""
+    for path in [path for path in built.files if "/io_links/" in path]:
+        built.files[path] = built.files[path].replace("flags 1\n", "flags 13\n")
+    return built
+
+
 CARDS: dict[str, Case] = {
     "healthy_xt": case(
         Built("facts 1a: one 7900 XT in a full slot of an AM5 board").card(),
@@ -114,20 +121,20 @@ CARDS: dict[str, Case] = {
         ),
         software=stack(devices=pair()),
         warn=("peer_config_missing",),
-        note=(*TWO_HALVES, "iommu_state"),
+        note=(*TWO_HALVES, "iommu_state", "no_direct_link"),
         says=("CONFIG_HSA_AMD_P2P and CONFIG_DMABUF_MOVE_NOTIFY not set", "CONFIG_PCI_P2PDMA=y"),
     ),
     "two_cards_p2p_off": case(
         two_cards("ROCm/ROCm#6342: direct copies switched off by the module parameter", parameters={"pcie_p2p": "N"}),
         software=stack(devices=pair()),
-        note=(*TWO_HALVES, "iommu_state", "pcie_p2p_off"),
+        note=(*TWO_HALVES, "iommu_state", "no_direct_link", "pcie_p2p_off"),
         fine=("peer_config_ok",),
     ),
     "two_cards_without_rebar": case(
         Built("ROCm/ROCm#6342: a small window on the second card").card(slot=HALF).card(slot=HALF, bar_bytes=256 * MIB),
         software=stack(devices=pair()),
         warn=(f"bar_small_pair {SECOND}",),
-        note=(*TWO_HALVES, "iommu_state"),
+        note=(*TWO_HALVES, "iommu_state", "no_direct_link"),
         fine=("bar_full",),
         says=("the largest BAR is 256 MiB, and the card has 20 GiB", "Above 4G decoding"),
     ),
@@ -189,8 +196,34 @@ CARDS: dict[str, Case] = {
         Built("ROCm docs, prerequisites: vfio-pci has the card").card(driver="vfio-pci", kfd=False),
         software=stack(devices=NO_HIP_GPUS),
         fail=("driver_not_bound", "torch_sees_nothing"),
-        unknown=("bar", "overdrive", "temperature", "vram"),
+        fine=("arch_ok",),
         says=("vfio-pci",),
+    ),
+    "one_of_two_given_to_a_virtual_machine": case(
+        Built("kernel documentation, VFIO: the second card is not this system's; for one card the IOMMU is no matter")
+        .card(slot=HALF)
+        .card(slot=HALF, driver="vfio-pci", kfd=False),
+        note=("card_given_away", f"link_half {FIRST}"),
+        says=(SECOND,),
+        never=("iommu=pt", "pair test"),
+    ),
+    "no_atomics": case(
+        without_atomics(Built("ROCm/ROCm#2429: atomics off on a 7900").card()),
+        note=("atomics_missing",),
+        says=("printf",),
+    ),
+    "no_atomics_on_two": case(
+        without_atomics(two_cards("radeon-ryzen docs-5.7.0, limitations: all slots with PCIe 3.0 atomics")),
+        software=stack(devices=pair()),
+        warn=(f"atomics_missing_pair {FIRST}", f"atomics_missing_pair {SECOND}"),
+        note=(*TWO_HALVES, "iommu_state"),
+    ),
+    "board_of_pcie_3": case(
+        Built("PCIe arithmetic: sixteen lanes of PCIe 3.0 carry as much as eight of PCIe 4.0").card(
+            slot=Slot(speed=8.0)
+        ),
+        note=("link_half",),
+        says=("16 lanes at up to 8 GT/s: 15.8 GB/s", "as on a board of PCIe 3.0"),
     ),
     "driver_not_loaded": case(
         Built("ROCm docs, prerequisites: started with nomodeset")
@@ -198,13 +231,16 @@ CARDS: dict[str, Case] = {
         .card(driver=None, kfd=False),
         software=stack(devices=NO_HIP_GPUS),
         fail=("driver_not_bound", "torch_sees_nothing"),
-        unknown=("bar", "overdrive", "temperature", "vram"),
+        fine=("arch_ok",),
+        unknown=("atomics", "bar", "overdrive", "temperature", "vram"),
         says=("modprobe amdgpu", "boot parameter nomodeset"),
     ),
     "kernel_without_kfd": case(
         Built("ROCm docs, prerequisites: amdgpu without its compute part").card(kfd=False),
         software=stack(devices=NO_HIP_GPUS),
         fail=("kfd_missing", "torch_sees_nothing"),
+        fine=("arch_ok",),
+        unknown=("atomics",),
         says=("CONFIG_HSA_AMD",),
     ),
     "link_errors_since_boot": case(

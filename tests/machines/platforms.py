@@ -103,8 +103,15 @@ PLATFORMS: dict[str, Case] = {
         ),
         software=stack(devices=[device("0000:01:00.0", name="AMD Radeon Graphics", arch="gfx1036", gib=15.4)]),
         fail=("arch_missing",),
-        note=("only_integrated",),
-        says=("torch holds no code for gfx1036",),
+        warn=("no_card",),
+        says=("torch holds no code for gfx1036", "check that it is seated and powered"),
+    ),
+    "no_card_and_cpu_torch": case(
+        Built("facts 1b: a machine with nothing but the display of its processor").igpu(RAPHAEL),
+        software=cpu_stack(),
+        warn=("no_card",),
+        fine=("torch_no_gpu_needed",),
+        never=("rocm7.2",),
     ),
     "strix_halo": case(
         Built("facts 1c: gfx1151 is 11.5.1; TheRock: release-ready", cpu=STRIX_CPU).igpu(STRIX_HALO),
@@ -132,6 +139,13 @@ PLATFORMS: dict[str, Case] = {
         fail=("arch_missing",),
         note=("only_integrated", "strix_halo"),
     ),
+    "strix_halo_without_kfd": case(
+        Built("ROCm docs, prerequisites: amdgpu without its compute part", cpu=STRIX_CPU).igpu(STRIX_HALO, kfd=False),
+        software=stack(devices="RuntimeError: No HIP GPUs are available"),
+        fail=("kfd_missing", "torch_sees_nothing"),
+        note=("only_integrated", "strix_halo"),
+        fine=("arch_ok",),
+    ),
     "strix_halo_cpu_torch": case(
         Built("facts 1b: plain `pip install torch`", cpu=STRIX_CPU).igpu(STRIX_HALO),
         software=cpu_stack(),
@@ -158,7 +172,8 @@ PLATFORMS: dict[str, Case] = {
     "topology_hidden": case(
         only(Built("a sandbox that shows the nodes' names only").card(), lambda path: "properties" not in path),
         warn=("topology_unread",),
-        unknown=("arch",),
+        fine=("arch_ok",),
+        unknown=("atomics",),
     ),
     "no_device_nodes": case(
         only(Built("a chroot without device nodes").card(), lambda path: not path.startswith("dev/")),

@@ -74,7 +74,7 @@ SOFTWARE: dict[str, Case] = {
     "rocm10_where_hip_counts_alike": case(
         one("facts 1e: never a library of another major version"),
         software=rocm_stack("2.13.0+rocm10.0.0", "10.0.1", rocm="10.0.0"),
-        fail=("bnb_no_library",),
+        warn=("bnb_no_library",),
         says=("never takes one of another major version", "train without quantisation"),
     ),
     "rocm10_without_device_extra": case(
@@ -98,6 +98,13 @@ SOFTWARE: dict[str, Case] = {
         warn=("version_older bitsandbytes",),
         fine=("bnb_library",),
         says=("0.50.0",),
+    ),
+    "bitsandbytes_forced": case(
+        one("facts 1e: BNB_ROCM_VERSION chooses the library; untested"),
+        software=multi_arch_stack("rocm-sdk-device-gfx1100"),
+        environ={"BNB_ROCM_VERSION": "72"},
+        note=("environ:BNB_ROCM_VERSION",),
+        unknown=("bitsandbytes",),
     ),
     "bitsandbytes_missing": case(
         one("facts 1e: only QLoRA needs it"),

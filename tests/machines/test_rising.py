@@ -46,6 +46,11 @@ def test_errors_that_were_not_repaired_and_rise_are_a_failure(monkeypatch: pytes
     assert told["aer_rising"] == "fail"
 
 
+def test_corrected_errors_that_rise_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, told = examined({"correctable": 4}, {"correctable": 9}, monkeypatch)
+    assert (code, told) == (1, {"aer_corrected": "info", "aer_corrected_rising": "warn"})
+
+
 def test_an_old_count_that_stands_still_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     code, told = examined({"nonfatal": 3}, {"nonfatal": 3}, monkeypatch)
     assert (code, told) == (1, {"aer_errors": "warn", "aer_still": "ok"})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hf_rocm_tune.doctor.check import Check
-from hf_rocm_tune.doctor.evidence import Evidence
+from hf_rocm_tune.doctor.evidence import GIVEN_AWAY, Evidence
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
-from hf_rocm_tune.hardware.machine import Gpu, Node
+from hf_rocm_tune.hardware.machine import Gpu, Machine, Node
 
 KFD = "/dev/kfd"
 NO_DRIVER = "no driver is bound"
@@ -26,8 +27,11 @@ def _driver(evidence: Evidence) -> Iterator[Finding]:
         yield from_row("driver", "topology_unread", reason="; ".join(machine.topology.reasons))
     if not machine.amd:
         yield from_row("driver", "pci_unread", count=len(nodes), evidence=machine.unlisted)
-    troubles = [one for gpu in evidence.candidates for one in _of_gpu(gpu, complete=machine.topology.complete)]
+    troubles = [one for gpu in evidence.candidates for one in _of_gpu(gpu, machine)]
     yield from troubles
+    for gpu in machine.amd:
+        if gpu.driver.value == GIVEN_AWAY and gpu not in evidence.candidates:
+            yield from_row("driver", "card_given_away", subject=gpu.address, address=gpu.address)
     if machine.amd and nodes and not troubles:
         listed = " and ".join(gpu.address for gpu in machine.amd if gpu.driver.value == "amdgpu")
         yield from_row("driver", "driver_ok", listed=listed, count=len(nodes))
@@ -49,15 +53,17 @@ def _without_amd(evidence: Evidence) -> Finding:
     return from_row("driver", "no_gpu", evidence=reasons)
 
 
-def _of_gpu(gpu: Gpu, *, complete: bool) -> Iterator[Finding]:
+def _of_gpu(gpu: Gpu, machine: Machine) -> Iterator[Finding]:
     if gpu.driver.value == "amdgpu":
-        if gpu.node is None and complete:
+        if gpu.node is None and machine.topology.complete:
             yield from_row("driver", "kfd_missing", subject=gpu.address, address=gpu.address)
     elif gpu.driver.value is None and NO_DRIVER not in gpu.driver.reason:
         yield unknown("driver", gpu.driver.reason, subject=gpu.address)
     else:
         driver = gpu.driver.value or "none"
-        yield from_row("driver", "driver_not_bound", subject=gpu.address, address=gpu.address, driver=driver)
+        seen = ["boot parameter nomodeset"] if "nomodeset" in (machine.kernel.cmdline.value or {}) else []
+        about = {"address": gpu.address, "driver": driver}
+        yield from_row("driver", "driver_not_bound", subject=gpu.address, evidence=seen, **about)
 
 
 def _permissions(evidence: Evidence) -> Iterator[Finding]:
@@ -69,28 +75,29 @@ def _permissions(evidence: Evidence) -> Iterator[Finding]:
     render = [node for node in host.nodes if "renderD" in node.path]
     missing = [] if kfd is not None and kfd.exists else [KFD]
     missing += [] if any(node.exists for node in render) else ["/dev/dri/renderD*"]
-    for name in missing:
+    if missing:
         container = host.container.value
-        if container:
-            yield from_row("permissions", "kfd_not_in_container", node=name, count=count, container=container)
-        else:
-            yield from_row("permissions", "kfd_node_missing", node=name, count=count)
+        row = "kfd_not_in_container" if container else "kfd_node_missing"
+        where: dict[str, Any] = {"container": container} if container else {}
+        yield from_row("permissions", row, nodes=" and ".join(missing), count=count, **where)
     there = [node for node in host.nodes if node.exists]
+    refused = [node for node in there if node.usable is False]
+    for group in dict.fromkeys(node.group for node in refused):
+        yield _not_usable([node for node in refused if node.group == group], group, evidence)
     for node in there:
-        if node.usable is False:
-            yield _not_usable(node, evidence)
-        elif node.usable is None:
+        if node.usable is None:
             yield unknown("permissions", f"whether this process may use {node.path} could not be read")
     if not missing and all(node.usable for node in there):
         names = ", ".join(f"{node.path} (group {node.group or 'unknown'})" for node in there)
         yield from_row("permissions", "permissions_ok", nodes=names)
 
 
-def _not_usable(node: Node, evidence: Evidence) -> Finding:
+def _not_usable(nodes: Sequence[Node], group: str | None, evidence: Evidence) -> Finding:
     groups = evidence.machine.host.groups
-    mine = ", ".join(groups.value) if groups.value else "none of the usual groups" if groups.value == () else "unknown"
-    owner = node.group or "unknown"
-    return from_row("permissions", "node_not_usable", subject=node.path, node=node.path, group=owner, groups=mine)
+    # Only those groups are read that own a node.
+    mine = ", ".join(groups.value) if groups.value else "none" if groups.value == () else "unknown"
+    names = " and ".join(node.path for node in nodes)
+    return from_row("permissions", "node_not_usable", nodes=names, group=group or "unknown", groups=mine)
 
 
 def _container(evidence: Evidence) -> Iterator[Finding]:

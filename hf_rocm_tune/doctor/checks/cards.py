@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Iterator
 
 from hf_rocm_tune.doctor.check import Check
-from hf_rocm_tune.doctor.evidence import Evidence
+from hf_rocm_tune.doctor.checks.torch_build import in_wheels
+from hf_rocm_tune.doctor.evidence import Evidence, arch_of
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.hardware.cards import Card
 from hf_rocm_tune.hardware.kfd import GpuNode
@@ -23,7 +24,8 @@ def _cards(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _card(gpu: Gpu) -> Finding:
-    card, arch = gpu.identity.card, gpu.arch or "architecture unknown"
+    card = gpu.identity.card
+    arch = arch_of(gpu) or "architecture unknown"
     vram = gpu.node.vram_bytes if gpu.node else None
     if card is None:
         what = f"PCI device {gpu.vendor_id:04x}:{gpu.device_id:04x}, {arch}"
@@ -75,7 +77,8 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
             yield unknown("integrated", f"{shown} is not a plain list of indices, so what it leaves is not known")
         elif any(node in seen for node in igpus):
             left = ", ".join(_describe(node) for node in igpus if node in seen)
-            yield from_row("integrated", "igpu_visible", shown=shown, igpu=left, card=card, line=line)
+            row = "igpu_visible" if any(node in seen for node in cards) else "igpu_instead"
+            yield from_row("integrated", row, shown=shown, igpu=left, card=card, line=line)
         else:
             yield from_row("integrated", "igpu_filtered", igpu=igpu, line=shown)
 
@@ -92,10 +95,10 @@ def _platform(evidence: Evidence) -> Iterator[Finding]:
     if evidence.cards or not alone:
         return
     for gpu in alone:
-        yield from_row(
-            "platform", "only_integrated", subject=gpu.address, address=gpu.address, arch=gpu.arch or "unknown"
-        )
-        if gpu.arch == "gfx1151":
+        arch = arch_of(gpu)
+        row = "only_integrated" if in_wheels(gpu) else "no_card"
+        yield from_row("platform", row, subject=gpu.address, address=gpu.address, arch=arch or "unknown")
+        if arch == "gfx1151":
             yield from_row("platform", "strix_halo", subject=gpu.address)
 
 

@@ -79,8 +79,9 @@ def _temperature(evidence: Evidence) -> Iterator[Finding]:
 def _of_card(gpu: Gpu) -> Iterator[Finding]:
     sensors, address = gpu.sensors, gpu.address
     hottest = knowledge_data("thresholds.toml")["hotspot_c"]["warn"]
-    seen = _readings(sensors)
-    if not seen:
+    readings = ", ".join(_readings(sensors))
+    seen = [readings]
+    if not readings:
         yield unknown("temperature", sensors.hotspot_c.reason or "nothing was read", subject=address)
         return
     fine = True
@@ -94,7 +95,7 @@ def _of_card(gpu: Gpu) -> Iterator[Finding]:
         causes = " and ".join(throttle_causes(sensors.throttle.value))
         yield from_row("temperature", "throttled", subject=address, evidence=seen, address=address, causes=causes)
     if fine:
-        yield from_row("temperature", "sensors_ok", subject=address, address=address, readings=", ".join(seen))
+        yield from_row("temperature", "sensors_ok", subject=address, address=address, readings=readings)
 
 
 def _readings(sensors: Sensors) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 from hf_rocm_tune.doctor.check import Check
@@ -55,6 +56,10 @@ def _peer_support(evidence: Evidence) -> Iterator[Finding]:
             yield from_row("peer_support", "peer_config_missing", missing=" and ".join(lacking), evidence=seen)
         else:
             yield from_row("peer_support", "peer_config_ok", evidence=seen)
+    listed = {gpu.address: gpu.peers.value for gpu in evidence.cards if gpu.peers.value is not None}
+    apart = [f"{one} and {other}" for one, other in combinations(listed, 2) if other not in listed[one]]
+    if apart:
+        yield from_row("peer_support", "no_direct_link", pairs=", ".join(apart))
     switch = kernel.amdgpu_parameters.get("pcie_p2p")
     if switch is not None and switch.value in ("N", "0"):
         yield from_row("peer_support", "pcie_p2p_off", evidence=[f"amdgpu parameter pcie_p2p: {switch.value}"])

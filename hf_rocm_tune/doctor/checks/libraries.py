@@ -12,10 +12,11 @@ from hf_rocm_tune.doctor.finding import Finding, from_row, skipped, unknown
 from hf_rocm_tune.doctor.versions import known_versions, minor, numbers, torch_rocm, within
 from hf_rocm_tune.hardware.software import Software
 
+_FORCING = "BNB_ROCM_VERSION"  # read by bitsandbytes, cextension.py
 _LIBRARY = re.compile(r"libbitsandbytes_rocm([0-9])([0-9]{1,2})\.(?:so|dll)")
 # RDNA: what was wrong in old versions was wrong with its wavefronts.
 _WAVE32 = ("gfx10", "gfx11", "gfx12")
-_OF_TORCH = "; for ROCm with `--index-url https://download.pytorch.org/whl/rocm7.2`"
+_ROCM_INDEX = " --index-url https://download.pytorch.org/whl/rocm7.2"
 
 
 def rocm_libraries(files: tuple[str, ...]) -> dict[tuple[int, int], str]:
@@ -51,8 +52,11 @@ def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
         return
     if within(version, None, least) and any((gpu.arch or "").startswith(_WAVE32) for gpu in evidence.candidates):
         yield from_row("bitsandbytes", "bnb_old", version=version, least=least)
-    files = software.bitsandbytes_libraries
-    if files.value is None:
+    files, forced = software.bitsandbytes_libraries, evidence.environ.get(_FORCING)
+    if forced is not None:
+        why = f"{_FORCING}={forced} chooses the library, whatever torch is built with; only a measurement tells its fit"
+        yield unknown("bitsandbytes", why)
+    elif files.value is None:
         yield from_row("bitsandbytes", "bnb_unread", reason=files.reason, least=least)
     else:
         yield _library(software, version, rocm_libraries(files.value))
@@ -85,7 +89,9 @@ def _versions(evidence: Evidence) -> Iterator[Finding]:
     clean = True
     for package, tested in known_versions()["tested"].items():
         version, problem = software.packages.get(package), software.package_problems.get(package)
-        finding = _version(package, version, problem, tested)
+        finding = _version(
+            package, version, problem, tested, index=_index(evidence, software) if package == "torch" else ""
+        )
         if finding is not None:
             clean = False
             yield finding
@@ -95,7 +101,14 @@ def _versions(evidence: Evidence) -> Iterator[Finding]:
         yield from_row("versions", "versions_tested", evidence=[", ".join(seen)])
 
 
-def _version(package: str, version: str | None, problem: str | None, tested: str) -> Finding | None:
+def _index(evidence: Evidence, software: Software) -> str:
+    """Where pip is to look: without it, a build for another vendor's cards would take the place of the ROCm build."""
+    if evidence.machine.host.platform == "linux":
+        return _ROCM_INDEX if torch_rocm(software) or evidence.cards else ""
+    return " --index-url ADDRESS_OF_YOUR_WHEELS" if torch_rocm(software) else ""
+
+
+def _version(package: str, version: str | None, problem: str | None, tested: str, *, index: str) -> Finding | None:
     if version is None:
         if problem:
             return unknown("versions", problem, subject=package)
@@ -108,8 +121,7 @@ def _version(package: str, version: str | None, problem: str | None, tested: str
         return unknown("versions", f"the version of {package} is {version!r}, which is no version", subject=package)
     assert want is not None
     if have < want:
-        index = _OF_TORCH if package == "torch" else ""
-        return from_row("versions", "version_older", subject=package, torch_index=index, **values)
+        return from_row("versions", "version_older", subject=package, index=index, **values)
     if have[0] > want[0]:
         return from_row("versions", "version_newer", subject=package, **values)
     return None

@@ -15,7 +15,7 @@ from hf_rocm_tune.hardware.survey import survey
 from hf_rocm_tune.hardware.sysfs import Reading
 
 _MIB, _GIB = 1 << 20, 1 << 30
-_GENERATION_4 = 16.0
+CORRECTED = "correctable"
 
 
 def _links(evidence: Evidence) -> Iterator[Finding]:
@@ -39,7 +39,7 @@ def _links(evidence: Evidence) -> Iterator[Finding]:
 def _link(gpu: Gpu, slowest: Narrowest) -> Finding:
     bounds = knowledge_data("thresholds.toml")
     rate = slowest.rate_gb_s
-    expect = bounds["pcie4_expected"].get(f"x{slowest.width}", "") if slowest.speed == _GENERATION_4 else ""
+    expect = bounds["expected"].get(f"{slowest.speed:g}", {}).get(f"x{slowest.width}", "")
     limits = bounds["link_gb_s"]
     row = "link_full" if rate >= limits["x8"] else "link_half" if rate >= limits["x4"] else "link_narrow"
     values: dict[str, Any] = {"width": slowest.width, "speed": f"{slowest.speed:g}", "rate": rate}
@@ -78,6 +78,16 @@ def _slot(evidence: Evidence) -> Iterator[Finding]:
             yield from_row("slot", row, subject=gpu.address, address=gpu.address, path=path)
 
 
+def _atomics(evidence: Evidence) -> Iterator[Finding]:
+    missing = "atomics_missing" if evidence.card_count < 2 else "atomics_missing_pair"
+    for gpu in evidence.cards:
+        if gpu.atomics.value is None:
+            yield unknown("atomics", gpu.atomics.reason, subject=gpu.address)
+        else:
+            row = "atomics_ok" if gpu.atomics.value else missing
+            yield from_row("atomics", row, subject=gpu.address, address=gpu.address)
+
+
 def _bar(evidence: Evidence) -> Iterator[Finding]:
     share = knowledge_data("thresholds.toml")["bar_share"]["full"]
     for gpu in evidence.cards:
@@ -99,6 +109,19 @@ def _counted(aer: Mapping[str, Reading[int]]) -> dict[str, int]:
     return {kind: reading.value for kind, reading in aer.items() if reading.value is not None}
 
 
+def _corrected(counts: Mapping[str, int]) -> dict[str, int]:
+    """Errors after which the hardware has sent again, so that nothing was lost."""
+    return {kind: count for kind, count in counts.items() if count and kind == CORRECTED}
+
+
+def _lasting(counts: Mapping[str, int]) -> dict[str, int]:
+    return {kind: count for kind, count in counts.items() if count and kind != CORRECTED}
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return " and ".join(f"{count:,} {kind}" for kind, count in counts.items())
+
+
 def _errors(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.cards:
         counted = _counted(gpu.aer)
@@ -109,10 +132,10 @@ def _errors(evidence: Evidence) -> Iterator[Finding]:
             yield unknown("link_errors", why, subject=gpu.address)
         elif not any(counted.values()):
             yield from_row("link_errors", "aer_clean", subject=gpu.address, evidence=seen, address=gpu.address)
-        for kind, count in counted.items():
-            if count:
-                about = {"address": gpu.address, "count": count, "kind": kind}
-                yield from_row("link_errors", "aer_errors", subject=gpu.address, evidence=seen, **about)
+        for counts, row in ((_lasting(counted), "aer_errors"), (_corrected(counted), "aer_corrected")):
+            if counts:
+                about = {"address": gpu.address, "counts": _listed(counts)}
+                yield from_row("link_errors", row, subject=gpu.address, evidence=seen, **about)
 
 
 def _errors_since(evidence: Evidence) -> Iterator[Finding]:
@@ -121,10 +144,11 @@ def _errors_since(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.cards:
         before, after = _counted(gpu.aer), _counted(now[gpu.address].aer) if gpu.address in now else {}
         grown = {kind: after[kind] - count for kind, count in before.items() if after.get(kind, 0) > count}
-        for kind, count in grown.items():
-            about = {"address": gpu.address, "count": count, "kind": kind}
-            seen = [f"{kind}: {before[kind]:,} before, {after[kind]:,} after"]
-            yield from_row("link_errors_after", "aer_rising", subject=gpu.address, evidence=seen, **about)
+        seen = [f"{kind}: {before[kind]:,} before, {after[kind]:,} after" for kind in grown]
+        for counts, row in ((_lasting(grown), "aer_rising"), (_corrected(grown), "aer_corrected_rising")):
+            if counts:
+                about = {"address": gpu.address, "counts": _listed(counts)}
+                yield from_row("link_errors_after", row, subject=gpu.address, evidence=seen, **about)
         if not grown and before and after:
             yield from_row("link_errors_after", "aer_still", subject=gpu.address, address=gpu.address)
 
@@ -132,6 +156,7 @@ def _errors_since(evidence: Evidence) -> Iterator[Finding]:
 CHECKS = (
     Check(name="link_width", group="links", about="width and speed of every link up to the processor", run=_links),
     Check(name="slot", group="links", about="whether the card hangs from the chipset", run=_slot),
+    Check(name="atomics", group="links", about="PCIe atomics between card and processor", run=_atomics),
     Check(name="bar", group="links", about="resizable BAR", run=_bar),
     Check(name="link_errors", group="links", about="PCIe error counters since boot", run=_errors),
 )

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_rocm_tune.doctor.check import Check
-from hf_rocm_tune.doctor.evidence import Evidence
+from hf_rocm_tune.doctor.evidence import Evidence, arch_of
 from hf_rocm_tune.doctor.finding import Finding, from_row, skipped, unknown
 from hf_rocm_tune.doctor.versions import known_versions, minor, numbers, torch_rocm, within
+from hf_rocm_tune.hardware.machine import Gpu
 from hf_rocm_tune.hardware.software import Software
 from hf_rocm_tune.hardware.visible import FILTERS
 
@@ -41,9 +42,14 @@ def _torch(evidence: Evidence) -> Iterator[Finding]:
 _BUILDS = {"cpu": "processors", "cuda": "NVIDIA cards"}
 
 
+def in_wheels(gpu: Gpu) -> bool:
+    """Whether torch is known to hold code for a GPU of its kind; of a card, that is for the check of its build."""
+    return gpu.integrated is not True or arch_of(gpu) in known_versions()["integrated"]["in_wheels"]
+
+
 def _card(evidence: Evidence) -> str:
     """The AMD GPU or GPUs that torch should compute on; empty where there is none."""
-    known = [(gpu.identity.card, gpu.arch or "GPU") for gpu in evidence.candidates]
+    known = [(gpu.identity.card, gpu.arch or "GPU") for gpu in evidence.candidates if in_wheels(gpu)]
     return " and ".join(card.name if card else f"an AMD {arch}" for card, arch in known)
 
 
@@ -52,8 +58,8 @@ def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterato
     if not devices.value:
         reason = devices.reason or "its list is empty"
         if evidence.candidates:
-            there = len(evidence.candidates)
-            yield from_row("torch", "torch_sees_nothing", version=version, count=there, reason=reason)
+            about: dict[str, Any] = {"version": version, "count": len(evidence.candidates), "reason": reason}
+            yield from_row("torch", "torch_sees_nothing", evidence=_filters(evidence), **about)
         else:
             yield unknown("torch", f"torch {version} is a ROCm build, and there is no card for it here: {reason}")
         return
@@ -62,19 +68,26 @@ def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterato
     known = [one.gpu for one in evidence.joined if one.gpu is not None]
     cards = [gpu for gpu in known if gpu in evidence.cards]
     if len(cards) < count and len(known) == len(devices.value):
-        shown = " ".join(f"{name}={evidence.environ[name]}" for name in FILTERS if name in evidence.environ)
+        shown = " and ".join(_filters(evidence))
         why = f": {shown} is set" if shown else ""
         yield from_row("torch", "torch_sees_fewer", seen=len(cards), count=count, why=why)
 
 
+def _filters(evidence: Evidence) -> list[str]:
+    return [f"{name}={evidence.environ[name]}" for name in FILTERS if name in evidence.environ]
+
+
 def _architectures(evidence: Evidence) -> Iterator[Finding]:
     software = evidence.software
-    if software is None or not evidence.cards:
+    if software is None or not evidence.candidates:
         return
     if software.build != "rocm":
         yield skipped("arch", NO_ROCM_BUILD)
         return
-    true = {gpu.address: gpu.arch for gpu in evidence.cards if gpu.arch}
+    true = {gpu.address: arch for gpu in evidence.candidates if (arch := arch_of(gpu))}
+    if not true:
+        yield unknown("arch", "the architecture of no GPU is known")
+        return
     for one in evidence.joined:
         if one.spoofed and one.gpu is not None:
             place, true_arch, seen_arch = one.gpu.address, one.gpu.arch, one.device.arch
@@ -88,7 +101,7 @@ def _architectures(evidence: Evidence) -> Iterator[Finding]:
     for address, arch in missing.items():
         values = {"address": address, "arch": arch, "built": " ".join(built.value)}
         yield from_row("arch", "arch_missing", subject=address, **values)
-    if true and not missing:
+    if not missing:
         archs = " and ".join(sorted(set(true.values()))) + (" is" if len(set(true.values())) == 1 else " are")
         yield from_row("arch", "arch_ok", archs=archs, evidence=[f"built for: {' '.join(built.value)}"])
     yield from _device_wheels(software, sorted(set(true.values()) - set(missing.values())))
@@ -120,8 +133,10 @@ def _rocm(evidence: Evidence) -> Iterator[Finding]:
     known, torch_version = known_versions(), software.torch_version.value or ""
     system, kernel = software.rocm_version, evidence.machine.kernel
     driver = f"amdgpu {kernel.amdgpu_version.value}" if kernel.amdgpu_version.value else "the kernel's own"
+    bound = any(gpu.driver.value == "amdgpu" for gpu in evidence.machine.amd)
+    driver = f"{driver}, kernel {kernel.release.value or 'unknown'}" if bound else "not known"
     values = {"torch_rocm": rocm, "system": system.value or "not installed, or not found"}
-    yield from_row("rocm", "versions_of_rocm", driver=f"{driver}, kernel {kernel.release.value or 'unknown'}", **values)
+    yield from_row("rocm", "versions_of_rocm", driver=driver, **values)
     if system.value and minor(system.value) != minor(rocm):
         yield from_row("rocm", "rocm_system_differs", **values)
     if within(rocm, *known["rocm"]["preview"]):

@@ -15,7 +15,9 @@ _STATUS: dict[str, Status] = {"error": "fail", "warn": "warn", "info": "info", "
 
 def of_decision(check: str, decision: Decision) -> Finding:
     """A decision of the policy as a finding."""
+    names = decision.variable.split(", ")
     value = "" if decision.value is None else f"={shlex.quote(decision.value)}"
+    seen = [f"{name}={given}" for name, given in zip(names, (decision.value or "").split(" | "), strict=False)]
     cure = decision.cure
     if decision.action == "set":
         cure = f"`export {decision.variable}{value}`; this package sets it for its own processes"
@@ -23,8 +25,9 @@ def of_decision(check: str, decision: Decision) -> Finding:
         check=check,
         row=f"environ:{decision.variable}",
         status=_STATUS.get(decision.action, "info"),
-        title=f"{decision.variable}{value}",
+        title=f"{decision.variable}{value}" if len(names) == 1 else f"{decision.variable} at once",
         text=decision.reason,
+        evidence=tuple(seen) if len(names) > 1 else (),
         cure=cure,
         sources=tuple(name.strip() for name in decision.source.split(";")),
         subject=decision.variable,

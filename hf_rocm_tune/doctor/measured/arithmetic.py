@@ -39,7 +39,8 @@ def verdict(
         result: of `tally.Tally.result`.
         request: what was asked.
         right, wrong: rows for all right, and for something wrong; both take ``device``, ``cases`` and ``values``, and
-            the latter ``wrong``. A result that is read back in two ways is the matter of a row of its own.
+            the latter ``wrong``. A result that reads back in two ways has a row of its own, and so has one that the
+            device refused to compute where nothing else is wrong.
         evidence: more lines, behind those on what is wrong.
         values: further placeholders of both rows.
     """
@@ -51,6 +52,9 @@ def verdict(
     lines = [*problem_lines(result), *evidence]
     if not all(problem.get("reads_agree", True) for problem in result["problems"]):
         return from_row(check, "arithmetic_read_back", subject=device, evidence=lines, device=device)
+    if all("error" in problem for problem in result["problems"]):
+        refused = {"device": device, "cases": counted["cases"], "wrong": f"{result['wrong']:,}"}
+        return from_row(check, "arithmetic_refused", subject=device, evidence=lines, **refused)
     return from_row(check, wrong, subject=device, evidence=lines, wrong=f"{result['wrong']:,}", **counted)
 
 
@@ -70,7 +74,7 @@ def _line(problem: Mapping[str, Any]) -> str:
     if "error" in problem:
         return f"{problem['case']}: refused with {problem['error']}"
     wrong, total = problem["wrong"], problem["of"]
-    allowed = "no rounding is possible" if problem["bound"] is None else f"by at most {problem['bound']:.3g}"
+    allowed = "it is exact" if problem["bound"] is None else f"it may differ by {problem['bound']:.3g}"
     shares = [
         f"{100 * problem[key] / wrong:.0f} % of them {words}"
         for key, words in (("zeros", "zero"), ("nans", "NaN"))

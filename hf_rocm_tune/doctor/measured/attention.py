@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hf_rocm_tune.doctor.finding import Finding, from_row
+from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.doctor.measured.arithmetic import verdict
 from hf_rocm_tune.doctor.measured.conduct import Ask, failure
 from hf_rocm_tune.hardware.child import Outcome
@@ -54,6 +54,10 @@ def judge(
 
 def _what_runs(check: str, result: Mapping[str, Any], request: Mapping[str, Any], flagged: Outcome | None) -> Finding:
     device, slow = request["device"], _unfused(result)
+    none = [dtype for dtype in TRAINED if "refused" in result["backends"][dtype]["default"]]
+    if none:
+        reason = result["backends"][none[0]]["default"]["refused"]
+        return unknown(check, f"no backend runs {none[0]} attention: {reason}", subject=device)
     lines = [_runs_line(dtype, ways) for dtype, ways in result["backends"].items()]
     lines += [f"kernels in {dtype}: {', '.join(names)}" for dtype, names in result["kernels"].items() if names]
     told = {"device": device, "dtypes": " and ".join(slow)}
@@ -76,7 +80,7 @@ def _unfused(result: Mapping[str, Any]) -> list[str]:
 def _runs_line(dtype: str, ways: Mapping[str, Mapping[str, str]]) -> str:
     default = ways["default"]
     if "refused" in default:
-        return f"{dtype}: none runs ({default['refused']})"
+        return f"{dtype}: none"
     able = [name for name, way in ways.items() if name != "default" and "refused" not in way]
     said = f"{dtype}: {default['forward']} forward, {default['backward']} backward; possible are {', '.join(able)}"
     odd = [name for name in able if name not in (ways[name]["forward"], "math")]

@@ -5,20 +5,23 @@ scores, probabilities, the gradients of both) and takes sums in float32, in any 
 roundoff of the dtype, e that of float32, A(n) `rounding.accumulation` and |.| elementwise:
 
     scores          S = s Q K'              |dS| <= a = (3u + A(d) + 3e) s |Q||K|' + 4e (|S| + max|S|)
-    probabilities   P = exp(S) / sum exp(S) |dP| <= E = P r + t,  r = exp(a + b + A(n) + 64e + 2u) - 1
+    probabilities   P = exp(S) / sum exp(S) |dP| <= E = P r + t,  r = exp(a + b + A(n) + 64e + u + u^2) - 1
     output          O = P V                 |dO| <= E|V| + A(2n) (P + E)|V|
     gradient of V   P' G                    |.|  <= E'|G| + A(2n) (P + E)'|G|
-    of P            H = G V'                |.|  <= h = (A(d) + u) |G||V|'
+    of P            H = G V'                exact, see below
     of S            F = P o (H - D), D the row sums of P o H, or of G o O, which is the same
-                    |dD| <= c = |G| . |dO| + sum(E o (|H| + h) + P o h) + (A(d) + A(n) + u) (|G| . |O| + sum P o |H|)
-                    |dF| <= f = E o w + P o (h + c) + 3u (P + E) o w + t,  w = |H - D| + h + c
+                    |dD| <= c = sum(E o |H|) + |G| . (A(2n) (P + E)|V| + u (|O| + |dO|) + t)
+                                + (A(d) + A(n)) (|G| . |O| + sum P o |H|) + u |D|
+                    |dF| <= f = E o w + P o c + 3u (P + E) o w + t,  w = |H - D| + c
     of Q            s F K                   |.|  <= s (f + (A(2n) + 2u + 3e) (|F| + f)) |K|;  of K likewise
 
 b is log sum(P exp(a)), the most by which a row's sum of exponentials is wrong (with weights P, the mean of exp(-a) is
 at least one over the mean of exp(a)). 64e: exponentials of fused kernels are good to 20 ulp (torch's own for CPUs), and
-a running maximum rescales; t, the smallest normal number of the dtype: what is below it may be flushed to zero. At
-last `rounding.stored` adds what storing the result takes. The terms are standard first-order analysis (Higham 2002,
-chapter 3); their composition is this project's own.
+a running maximum rescales; t, the smallest normal number of the dtype: what is below it may be flushed to zero. In c,
+what an error of P does to G . O is what it does to sum(P o H), because G . (dP V) is sum(dP o H). H is exact because
+values and upstream gradients have to be signs: their products are integers of at most the head size. At last
+`rounding.stored` adds what storing the result takes. The terms are standard first-order analysis (Higham 2002, chapter
+3); their composition is this project's own.
 """
 
 from __future__ import annotations
@@ -40,14 +43,16 @@ def attention(
     """Output and the three gradients.
 
     Args:
-        query, upstream: ``(batch, heads, length, dim)``, float64 on the CPU.
-        key, value: the same; with fewer heads, each serves as many query heads in a row as that takes.
+        query, upstream: ``(batch, heads, length, dim)``, float64 on the CPU; upstream of ones and minus ones.
+        key, value: the same; with fewer heads, each serves as many query heads in a row as that takes. The values are
+            ones and minus ones, too.
         hidden: bool ``(length, length)`` or broadcastable: what a query does not see. Every row sees something.
         dtype: of the implementation's inputs and results.
 
     Returns:
         By the names of `NAMES`.
     """
+    assert bool((value.abs() == 1).all()) and bool((upstream.abs() == 1).all()), "signs, or H is not exact"
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     parts = dict(zip(NAMES, _parts(query, key, value, upstream, hidden, dtype), strict=True))
@@ -66,23 +71,23 @@ def _parts(
     a = a + 4 * e * (scores.abs() + scores.abs().amax(-1, keepdim=True))
     p = scores.masked_fill(hidden, -math.inf).softmax(-1)
     b = (p * a.exp()).sum(-1, keepdim=True).log()
-    p_error = p * torch.expm1(a + b + accumulation(length) + 64 * e + 2 * u) + tiny * ~hidden
+    p_error = p * torch.expm1(a + b + accumulation(length) + 64 * e + u + u * u) + tiny * ~hidden
     sums = accumulation(2 * length)
 
     out = p @ value
-    out_error = p_error @ value.abs() + sums * (p + p_error) @ value.abs()
+    summed = sums * (p + p_error) @ value.abs()
+    out_error = p_error @ value.abs() + summed
     yield Reference(out, stored(out, out_error, dtype))
 
     h = upstream @ value.mT
-    h_error = (accumulation(dim) + u) * (upstream.abs() @ value.abs().mT)
     d = (p * h).sum(-1, keepdim=True)
-    by_rows = (upstream.abs() * stored(out, out_error, dtype)).sum(-1, keepdim=True)
-    by_scores = (p_error * (h.abs() + h_error) + p * h_error).sum(-1, keepdim=True)
+    kept = summed + u * (out.abs() + out_error) + tiny
     sizes = (upstream.abs() * out.abs()).sum(-1, keepdim=True) + (p * h.abs()).sum(-1, keepdim=True)
-    d_error = by_rows + by_scores + (accumulation(dim) + accumulation(length) + u) * sizes
-    width = (h - d).abs() + h_error + d_error
+    d_error = (p_error * h.abs()).sum(-1, keepdim=True) + (upstream.abs() * kept).sum(-1, keepdim=True)
+    d_error = d_error + (accumulation(dim) + accumulation(length)) * sizes + u * d.abs()
+    width = (h - d).abs() + d_error
     f = p * (h - d)
-    f_error = p_error * width + p * (h_error + d_error) + 3 * u * (p + p_error) * width + tiny * ~hidden
+    f_error = p_error * width + p * d_error + 3 * u * (p + p_error) * width + tiny * ~hidden
     last = f_error + (sums + 2 * u + 3 * e) * (f.abs() + f_error)
     for gradient, error in (
         (scale * f @ key, scale * last @ key.abs()),

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rocm_tune.doctor.measured.attention_bounds import NAMES
 from hf_rocm_tune.doctor.measured.attention_cases import Case, cases, plain_case
+from hf_rocm_tune.doctor.measured.rounding import name_of
 from hf_rocm_tune.doctor.measured.tally import Tally
 from hf_rocm_tune.hardware.child_device import device_of
 from hf_rocm_tune.hardware.child_main import step
@@ -76,21 +77,22 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     backends: dict[str, Any] = {}
     apart: dict[str, float] = {}
     kernels: dict[str, list[str]] = {}
+    plains: dict[str, Case] = {}
     with Mover(device) as mover:
         for dtype in DTYPES:
-            name = str(dtype).removeprefix("torch.")
-            plain = plain_case(dtype, generator)
-            backends[name], outputs = _backends(mover, name, plain)
+            name = name_of(dtype)
+            plains[name] = plain_case(dtype, generator)
+            backends[name], outputs = _backends(mover, name, plains[name])
             if {"flash", "math"} <= outputs.keys():
                 apart[name] = float((outputs["flash"].double() - outputs["math"].double()).abs().max())
             if request.get("only_backends"):
                 continue
-            if request.get("full") and device.type == "cuda":
-                step(f"profiling {name} attention")
-                kernels[name] = _kernels(mover, plain)
             for case in cases(dtype, generator, full=bool(request.get("full"))):
                 for wish in ("default", *(one for one in BACKENDS if "refused" not in backends[name][one])):
                     _compare(mover, tally, name, case, wish)
+        for name, plain in plains.items() if request.get("full") and device.type == "cuda" else ():
+            step(f"profiling {name} attention")
+            kernels[name] = _kernels(mover, plain)
     return tally.result(backends=backends, apart=apart, kernels=kernels)
 
 
@@ -140,7 +142,8 @@ def _run(mover: Mover, case: Case, wish: str) -> _Passes:
     mask = None if case.mask is None else mover.move(case.mask, name="mask")
     recorder, backward = _Recorder(), _Recorder()
     with sdpa_kernel(BACKENDS[wish]) if wish in BACKENDS else nullcontext(), recorder:
-        output = scaled_dot_product_attention(*inputs, attn_mask=mask, **case.options)
+        query, key, value = inputs
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, **case.options)
     backward.names |= _nodes(output)
     with backward:
         gradients = torch.autograd.grad(output, inputs, upstream)

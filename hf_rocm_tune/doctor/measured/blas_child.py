@@ -83,14 +83,14 @@ def _prefer(name: str, device: torch.device) -> None:
 
 def _refusal(name: str, device: torch.device) -> str:
     """Why torch does not take a library here; empty where it does. It may also take another one without raising."""
+    if device.type != "cuda":
+        return ""
     try:
-        _prefer(name, device)
+        taken = torch.backends.cuda.preferred_blas_library(LIBRARIES[name])
     except RuntimeError as error:
         return " ".join(str(error).split())[:200]
-    wanted = torch.backends.cuda._BlasBackends[LIBRARIES[name]]
-    if device.type == "cuda" and torch.backends.cuda.preferred_blas_library() != wanted:
-        return f"torch does not use {name} on this architecture"
-    return ""
+    library = str(taken).rpartition(".")[2]  # an enumeration of C++: "_BlasBackend.Cublaslt"
+    return "" if library.lower() == LIBRARIES[name] else f"torch takes {library} on this architecture"
 
 
 def _time(factors: list[Tensor], device: torch.device) -> float:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_rocm_tune.doctor.measured.rounding import Reference, exact_factors, product, roundoff, spread
+from hf_rocm_tune.doctor.measured.rounding import Reference, exact_factors, name_of, product, roundoff, spread
 from hf_rocm_tune.doctor.measured.tally import Tally
 from hf_rocm_tune.hardware.child_device import device_of
 from hf_rocm_tune.hardware.child_main import step
@@ -82,7 +82,7 @@ class _Bench:
         """One shape, exact and with rounding."""
         m, k, n = shape
         signs = " @ ".join("x.T" if transposed else "x" for transposed in layout)
-        name = f"{_name(dtype)} {m}x{k} by {k}x{n}{'' if layout == (False, False) else f' as {signs}'}"
+        name = f"{name_of(dtype)} {m}x{k} by {k}x{n}{'' if layout == (False, False) else f' as {signs}'}"
         left, right = exact_factors(m, k, n, dtype, self._generator)
         self._exact(f"{name}, exact", left, right, layout)
         left, right = (spread(size, dtype, self._generator) for size in ((m, k), (k, n)))
@@ -91,7 +91,7 @@ class _Bench:
     def batched(self, dtype: torch.dtype) -> None:
         """``bmm``: 3 products at once."""
         left, right = (spread((3, *size), dtype, self._generator) for size in ((33, 65), (65, 31)))
-        self._rounded(f"{_name(dtype)} batch of 3, 33x65 by 65x31", left, right, (False, False))
+        self._rounded(f"{name_of(dtype)} batch of 3, 33x65 by 65x31", left, right, (False, False))
 
     def linear(self, dtype: torch.dtype) -> None:
         """``functional.linear`` with a bias, which libraries add in the product's epilogue."""
@@ -100,7 +100,7 @@ class _Bench:
         plain, added = product(inputs.double(), weight.double().t(), dtype), bias.double()
         # Where the bias is added apart, the product was rounded to the dtype once before.
         twice = 2 * roundoff(dtype) * (plain.right.abs() + plain.bound + added.abs())
-        name = f"{_name(dtype)} linear layer with bias, 65x127 to 96"
+        name = f"{name_of(dtype)} linear layer with bias, 65x127 to 96"
         placed = [self._move(tensor) for tensor in (inputs, weight, bias)]
         with _float32_sums():
             self._run(name, lambda: functional.linear(*placed), Reference(plain.right + added, plain.bound + twice))
@@ -164,7 +164,3 @@ def _float32_sums() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(matmul, name, value)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

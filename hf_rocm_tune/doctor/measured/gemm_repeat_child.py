@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.doctor.measured.rounding import Reference, exact_factors, product, spread
+from hf_rocm_tune.doctor.measured.rounding import Reference, exact_factors, name_of, product, spread
 from hf_rocm_tune.doctor.measured.tally import Tally, harmed
 from hf_rocm_tune.hardware.child_device import device_of
 from hf_rocm_tune.hardware.child_main import step
@@ -33,7 +33,8 @@ HARMED_REPEAT = 37
 
 _RING = 4
 _LEAST_REPEATS = 40
-_BUSY_BYTES = 256 << 20
+_BUSY_BYTES = 96 << 20
+"""More than the Infinity Cache of an RX 7900 XT (80 MB), so that its memory is busy."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,13 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     fault = dict(request.get("fault") or {})
     with Mover(device) as mover:
         for dtype in DTYPES:
-            name = str(dtype).removeprefix("torch.")
+            name = name_of(dtype)
             run = _Run(name, _problem(mover, dtype, generator), tally)
             try:
                 run.first()
             except (RuntimeError, NotImplementedError) as error:
-                if dtype is not torch.int8:  # not every device and library multiplies int8
+                # Not every device and library multiplies int8.
+                if dtype is not torch.int8 or isinstance(error, torch.AcceleratorError):
                     raise
                 unavailable[name] = " ".join(str(error).split())[:200]
                 continue
@@ -117,9 +119,9 @@ class _Run:
         while number <= _LEAST_REPEATS or time.monotonic() < ends:
             step(f"computing {self._name}, repeats {number + 1} to {number + _RING}")
             counts = []
+            load.add()
             for place in range(_RING):
                 number += 1
-                load.add()
                 self._multiply(place, fault if number == HARMED_REPEAT else "")
                 counts.append((self._bits(self._ring[place]) != self._bits(self._first)).sum())
             self._tally.cases += _RING
@@ -152,6 +154,7 @@ class _Load:
         if self._stream is not None:
             self._busy = torch.ones(_BUSY_BYTES // 4, device=device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._busy.record_stream(self._stream)  # or its memory would be given to a result while it is still written
 
     def add(self) -> None:
         if self._stream is not None:

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.doctor.measured.nf4_reference import accept_undecided, quantise, ternary, values_of
-from hf_rocm_tune.doctor.measured.rounding import FLOAT32_ROUNDOFF, Reference, product, roundoff, spread, stored
+from hf_rocm_tune.doctor.measured.rounding import (
+    FLOAT32_ROUNDOFF,
+    Reference,
+    name_of,
+    product,
+    roundoff,
+    spread,
+    stored,
+)
 from hf_rocm_tune.doctor.measured.tally import Tally
 from hf_rocm_tune.hardware.child_device import device_of
 from hf_rocm_tune.hardware.child_main import step
@@ -58,7 +66,7 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
         try:
             for dtype, shape in itertools.product(DTYPES, shapes):
                 bench = _Bench(mover, tally, functional, matmul, spread(shape, dtype, generator))
-                errors[_name(dtype)] = bench.quantisation(_BLOCK)
+                errors[name_of(dtype)] = bench.quantisation(_BLOCK)
                 bench.quantisation(None)
                 bench.dequantisation(spoilt)
                 bench.statistics(generator)
@@ -78,7 +86,7 @@ class _Bench:
     def __init__(self, mover: Mover, tally: Tally, functional: Any, matmul: Any, weight: Tensor) -> None:
         self._mover, self._tally, self._functional, self._matmul = mover, tally, functional, matmul
         self._weight, self._placed = weight, mover.move(weight, name="weight")
-        self._label = f"{_name(weight.dtype)} NF4 {weight.shape[0]}x{weight.shape[1]}"
+        self._label = f"{name_of(weight.dtype)} NF4 {weight.shape[0]}x{weight.shape[1]}"
         self._right = quantise(weight, _BLOCK)
         # The library's state for this shape, with the reference's numbers and scales in it.
         _, self._state = functional.quantize_4bit(self._placed, blocksize=_BLOCK, quant_type="nf4")
@@ -127,7 +135,7 @@ class _Bench:
         self._tally.close(f"{label}: dequantised", restored, self._stored(values, size.abs(), 4))
         for rows in ROWS[::3]:
             x = spread((rows, self._weight.shape[1]), self._weight.dtype, generator)
-            found = self._matmul(self._mover.move(x, name="x"), self._packed, state)
+            found = self._multiply(self._mover.move(x, name="x"), self._packed, state)
             self._tally.close(f"{label}, product with {rows} rows", found, self._product(x, values.t()))
 
     def products(self, rows: int, generator: torch.Generator) -> None:
@@ -137,8 +145,8 @@ class _Bench:
         step(f"computing {label}")
         x, upstream = (spread((rows, size), self._weight.dtype, generator) for size in (width, outputs))
         placed, right = self._mover.move(x, name="x"), self._product(x, self._right.values.t())
-        self._tally.close(label, self._matmul(placed, self._packed, self._state), right)
-        output = self._matmul(placed.requires_grad_(), self._packed, self._state)
+        self._tally.close(label, self._multiply(placed, self._packed, self._state), right)
+        output = self._multiply(placed.requires_grad_(), self._packed, self._state)
         self._tally.close(f"{label}, in training", output, right)
         (gradient,) = torch.autograd.grad(output, placed, self._mover.move(upstream, name="upstream"))
         self._tally.close(f"{label}: gradient", gradient, self._product(upstream, self._right.values), gradient=True)
@@ -147,13 +155,19 @@ class _Bench:
         """Weights of 0, 1, 2 and their negatives and inputs of 1 and -1: no rounding, whatever the kernel."""
         label = f"{self._label}, exact product with {rows} rows"
         step(f"computing {label}")
-        exact = ternary(tuple(self._weight.shape), _BLOCK, generator)
-        x = (torch.randint(0, 2, (rows, self._weight.shape[1]), generator=generator) * 2 - 1).to(self._weight.dtype)
+        outputs, width = self._weight.shape
+        exact = ternary(outputs, width, _BLOCK, generator)
+        x = (torch.randint(0, 2, (rows, width), generator=generator) * 2 - 1).to(self._weight.dtype)
         state = copy.copy(self._state)
         state.absmax = self._mover.move(exact.absmax, name="absmax")
         packed = self._mover.move(exact.packed.view(-1, 1), name="packed")
         right = (x.double() @ exact.values.t()).to(x.dtype)
-        self._tally.exact(label, self._matmul(self._mover.move(x, name="x"), packed, state), right)
+        self._tally.exact(label, self._multiply(self._mover.move(x, name="x"), packed, state), right)
+
+    def _multiply(self, x: Tensor, packed: Tensor, state: Any) -> Tensor:
+        # Transposed, as the library's own layers have it: releases before 0.50 take it in no other way.
+        result: Tensor = self._matmul(x, packed.t(), quant_state=state)
+        return result
 
     def _values(self, absmax: Tensor) -> Tensor:
         return values_of(self._right.packed, absmax, _BLOCK, tuple(self._weight.shape))
@@ -167,7 +181,3 @@ class _Bench:
         plain = product(left.double(), right, left.dtype)
         slack = 3 * roundoff(left.dtype) * (1 + roundoff(left.dtype)) * (left.double().abs() @ right.abs())
         return Reference(plain.right, plain.bound + slack)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

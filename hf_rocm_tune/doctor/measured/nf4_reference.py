@@ -64,14 +64,15 @@ def quantise(tensor: Tensor, blocksize: int) -> Quantised:
     return Quantised(_pack(numbers), absmax.float(), _pack(others), values)
 
 
-def ternary(shape: tuple[int, int], blocksize: int, generator: torch.Generator) -> Quantised:
+def ternary(outputs: int, width: int, blocksize: int, generator: torch.Generator) -> Quantised:
     """A weight of 0, 1, 2, -1 and -2, at most 128 in a row not zero: sums up to 256 are exact in bfloat16.
 
     The numbers are those of the levels 0, 1 and -1, the scales 1 and 2.
     """
+    shape = (outputs, width)
     signs = torch.randint(0, 2, shape, generator=generator) * 15
     ranks = torch.rand(shape, generator=generator).argsort(dim=1)
-    numbers = torch.where(ranks < min(128, shape[1] // 2), signs, int(LEVELS.abs().argmin())).view(-1)
+    numbers = torch.where(ranks < min(128, width // 2), signs, int(LEVELS.abs().argmin())).view(-1)
     absmax = 2.0 ** torch.randint(0, 2, (numbers.numel() // blocksize,), generator=generator)
     packed = _pack(numbers)
     return Quantised(packed, absmax, packed, values_of(packed, absmax, blocksize, shape))

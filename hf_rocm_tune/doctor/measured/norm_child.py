@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_rocm_tune.doctor.measured.layer_bounds import cross_entropy, normalised, softmax
-from hf_rocm_tune.doctor.measured.rounding import Reference, spread
+from hf_rocm_tune.doctor.measured.rounding import Reference, name_of, spread
 from hf_rocm_tune.doctor.measured.tally import Tally
 from hf_rocm_tune.hardware.child_device import device_of
 from hf_rocm_tune.hardware.child_main import step
@@ -71,20 +71,14 @@ class _Bench:
                 centred=centred,
                 narrow_sums=self._mover.device.type == "cpu",
             )
-            layer = functional.layer_norm if centred else functional.rms_norm
-            self._run(
-                f"{_name(dtype)} {'LayerNorm' if centred else 'RMSNorm'} of {size[0]} rows of {size[1]}",
-                lambda inputs, layer=layer: layer(inputs[0], inputs[0].shape[-1:], *inputs[1:], eps=_EPS),
-                [x, *parameters],
-                upstream,
-                right,
-            )
+            name = f"{name_of(dtype)} {'LayerNorm' if centred else 'RMSNorm'} of {size[0]} rows of {size[1]}"
+            self._run(name, _layer_norm if centred else _rms_norm, [x, *parameters], upstream, right)
 
     def softmax(self, dtype: torch.dtype) -> None:
         """Softmax over an odd width."""
         x, upstream = self._values((33, 1001), dtype), self._values((33, 1001), dtype)
         right = softmax(x.double(), upstream.double(), dtype)
-        self._run(f"{_name(dtype)} softmax", lambda inputs: inputs[0].softmax(-1), [x], upstream, right)
+        self._run(f"{name_of(dtype)} softmax", lambda inputs: inputs[0].softmax(-1), [x], upstream, right)
 
     def cross_entropy(self, dtype: torch.dtype, classes: int) -> None:
         """Mean cross entropy over a vocabulary."""
@@ -93,7 +87,7 @@ class _Bench:
         placed = self._mover.move(target, name="target")
         right = cross_entropy(x.double(), target, dtype)
         upstream = torch.ones((), dtype=dtype)
-        name = f"{_name(dtype)} cross entropy of {classes} classes"
+        name = f"{name_of(dtype)} cross entropy of {classes} classes"
         self._run(name, lambda inputs: functional.cross_entropy(inputs[0], placed), [x], upstream, right)
 
     def embedding(self, dtype: torch.dtype) -> None:
@@ -102,12 +96,13 @@ class _Bench:
         picks = torch.randint(0, _WORDS, (_PICKS,), generator=self._generator)
         upstream = (torch.randint(0, 2, (_PICKS, _WIDTH), generator=self._generator) * 2 - 1).to(dtype)
         right = torch.zeros(_WORDS, _WIDTH).index_add(0, picks, upstream.float()).to(dtype)
-        name = f"{_name(dtype)} embedding"
+        name = f"{name_of(dtype)} embedding"
         step(f"computing {name}")
         weight = self._mover.move(table, name=name).requires_grad_()
         output = functional.embedding(self._mover.move(picks, name=name), weight)
         output.backward(self._mover.move(upstream, name=name))
         self._tally.exact(f"{name}: output", output, table[picks])
+        assert weight.grad is not None
         self._tally.exact(f"{name}: gradient of the table", weight.grad, right, gradient=True)
 
     def _run(
@@ -135,5 +130,9 @@ class _Bench:
         return spread(size, dtype, self._generator)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _layer_norm(inputs: Sequence[Tensor]) -> Tensor:
+    return functional.layer_norm(inputs[0], inputs[0].shape[-1:], inputs[1], inputs[2], eps=_EPS)
+
+
+def _rms_norm(inputs: Sequence[Tensor]) -> Tensor:
+    return functional.rms_norm(inputs[0], inputs[0].shape[-1:], inputs[1], eps=_EPS)

@@ -39,6 +39,11 @@ class Reference:
     bound: Tensor
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """``bfloat16``, without the package."""
+    return str(dtype).removeprefix("torch.")
+
+
 def roundoff(dtype: torch.dtype) -> float:
     """Unit roundoff of a floating-point format: 2^-24 for float32, 2^-11 for float16, 2^-8 for bfloat16."""
     return torch.finfo(dtype).eps / 2

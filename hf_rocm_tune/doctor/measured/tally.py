@@ -119,7 +119,7 @@ def _wrong(found: Tensor, right: Tensor, bound: Tensor | None) -> Tensor:
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+    return torch.equal(*(read.reshape(-1).view(torch.uint8) for read in (first, second)))
 
 
 def _describe(found: Tensor, right: Tensor, bound: Tensor | None, wrong: Tensor) -> dict[str, Any]:
@@ -131,9 +131,13 @@ def _describe(found: Tensor, right: Tensor, bound: Tensor | None, wrong: Tensor)
         "of": found.numel(),
         "first": list(at),
         "box": [[int(column.min()), int(column.max()) + 1] for column in places.t()],
-        "found": str(found[at].item()),
-        "right": str(right[at].item()),
+        "found": _written(found[at]),
+        "right": _written(right[at]),
         "bound": None if bound is None else float(bound[at]),
         "zeros": int((values == 0).sum()),
         "nans": int(values.isnan().sum()),
     }
+
+
+def _written(value: Tensor) -> str:
+    return f"{value.item():.7g}" if value.is_floating_point() else str(value.item())
