@@ -23,6 +23,13 @@ def say(*lines: str) -> None:
             print(PREFIX + line, flush=True)
 
 
+def say_of_this_rank(*lines: str) -> None:
+    """Prints lines on whichever rank has them: what a rank says of its own card no other rank knows."""
+    rank = f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    for line in lines:
+        print(f"{PREFIX}{rank}{line}", flush=True)
+
+
 def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
     """What is known before the model is loaded: device, batches, verification, data, and where we differ from TRL."""
     training = arguments.training
@@ -53,7 +60,7 @@ def model(trainer: VerifiedTransferMixin, facts: RunFacts) -> list[str]:
     share = 100 * covered.verified_bytes / max(covered.device_bytes, 1)
     rate = weights["bytes"] / facts.load_seconds / 1e9 if facts.load_seconds else 0.0
     return [
-        f"model {base._name_or_path} ({type(trainer.model).__name__} of {base.model_type}), method {_method(trainer)}",
+        f"model {base._name_or_path} ({type(trainer.model).__name__} of {base.model_type}), method {method(trainer)}",
         f"trainable {trainable:,} of {total:,} parameters ({100 * trainable / max(total, 1):.3g} %)",
         f"loaded {weights['tensors']:,} tensors, {weights['bytes'] / 1e9:.3g} GB in {facts.load_seconds:.1f} s "
         f"({rate:.2g} GB/s); {share:.4g} % of the bytes on the device verified; "
@@ -61,7 +68,7 @@ def model(trainer: VerifiedTransferMixin, facts: RunFacts) -> list[str]:
     ]
 
 
-def _method(trainer: VerifiedTransferMixin) -> str:
+def method(trainer: VerifiedTransferMixin) -> str:
     configs = getattr(trainer.model, "peft_config", None)
     if not configs:
         return "full fine-tuning"

@@ -15,7 +15,7 @@ import difflib
 import os
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NoReturn, TypeVar
@@ -58,6 +58,31 @@ class TuneArguments:
             "an accumulation window only. 0 moves each batch when it is used."
         },
     )
+    on_oom: Literal["step_down", "stop"] = field(
+        default="step_down",
+        metadata={
+            "help": "When a step runs out of device memory: do it again with smaller micro-batches at the same "
+            "effective batch, or end the run with exit code 5. (With several ranks, step_down averages gradients after "
+            "the last backward of a step instead of during it.)"
+        },
+    )
+    max_skipped_steps: int = field(
+        default=5,
+        metadata={
+            "help": "Steps among the last 100 that may be left out because loss or gradients are not finite; one more "
+            "ends the run with exit code 3."
+        },
+    )
+    doctor: Literal["quick", "off"] = field(
+        default="quick",
+        metadata={"help": "Whether the machine is looked at before the run: what can be read in a few seconds."},
+    )
+    telemetry_every: float = field(
+        default=1.0,
+        metadata={
+            "help": "Seconds between two looks at the card's temperature, power and load during a run. 0 for never."
+        },
+    )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Use an output directory that holds another run; its files are replaced."}
     )
@@ -73,6 +98,13 @@ class TuneArguments:
     early_stopping_threshold: float = field(
         default=0.0, metadata={"help": "How much better the metric must be to count for early stopping."}
     )
+    hub_base_model_id: str | None = field(
+        default=None,
+        metadata={
+            "help": "Name of the base model on the Hub (ORG/NAME) for what is pushed, where --model_name_or_path is a "
+            "directory; without it the published copy names the directory's last part."
+        },
+    )
     print_config: bool = field(
         default=False, metadata={"help": "Print the resolved configuration as a YAML recipe and exit."}
     )
@@ -81,9 +113,16 @@ class TuneArguments:
         size = self.eval_split_size
         if size is not None and not (0 < size < 1 or (size >= 1 and size == int(size))):
             raise ValueError(f"--eval_split_size must be a share between 0 and 1 or a number of rows, got {size}")
-        for name in ("sentinel_every", "compare_optimizer_every", "prefetch_batches"):
-            if getattr(self, name) < 0:
+        for name in (
+            "sentinel_every",
+            "compare_optimizer_every",
+            "prefetch_batches",
+            "telemetry_every",
+        ):
+            if not getattr(self, name) >= 0:  # a NaN is not either
                 raise ValueError(f"--{name} must be 0 (off) or more, got {getattr(self, name)}")
+        if self.max_skipped_steps < 0:
+            raise ValueError(f"--max_skipped_steps must be 0 or more, got {self.max_skipped_steps}")
         if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
             raise ValueError(f"--early_stopping_patience must be 1 or more, got {self.early_stopping_patience}")
         if self.early_stopping_threshold < 0:
@@ -123,6 +162,10 @@ class Arguments:
                 if each.init and each.name not in _SECRETS:
                     flat[each.name] = _plain(getattr(part, each.name))
         return flat
+
+    def local_paths(self) -> list[str]:
+        """Settings, at any depth, that name a file or a directory that is there."""
+        return [text for text in _texts(self.resolved()) if os.sep in text and os.path.exists(text)]
 
     def to_yaml(self) -> str:
         """The settings as a recipe: ``--config`` of it gives the same job again, and so does ``trl sft``'s own.
@@ -174,7 +217,9 @@ def build_parser() -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        recipe_file.FLAG, metavar="RECIPE.yaml", help="Read flags from a YAML mapping; the command line wins over it."
+        recipe_file.FLAG,
+        metavar="RECIPE",
+        help="Read flags from a YAML mapping: a file, or a name of `hf-rocm-tune recipes ls`; the command line wins.",
     )
     for action in parser._actions:
         if action.type is string_to_bool:  # upstream wants a value after flags whose default is None, as `--bf16`
@@ -306,6 +351,15 @@ def _unknown(name: str, *, dashes: str) -> str:
     nearest = difflib.get_close_matches(plain, [*_OWNERS, "config"], n=1, cutoff=0.5)
     hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else "; see --help for those that exist"
     return f"unknown {what} {name}{hint}"
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every string in a plain value, without the names of settings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def _plain(value: object) -> object:

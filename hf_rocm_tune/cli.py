@@ -11,11 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.exits import PROGRAM, run_guarded
+from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +49,33 @@ def sft(argv: Sequence[str]) -> int:
     return launch("hf_rocm_tune.sft", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
 
 
+def run(argv: Sequence[str]) -> int:
+    """supervise a training command: after a crash or a stall it goes on from its newest checkpoint"""
+    from hf_rocm_tune.supervisor.settings import Settings
+
+    usual = Settings()
+    parser = _Parser(prog=f"{PROGRAM} run", description=run.__doc__, usage="%(prog)s [flags] -- COMMAND ...")
+    flags = {
+        "max_restarts": "restarts without a new checkpoint between them",
+        "max_skips": "optimizer steps that may be left out because the run dies in them",
+        "stall_seconds": "without a sign of life after which the job is ended and started again; 0: never",
+        "start_seconds": "the same before the first step",
+        "backoff_seconds": "before the first restart; doubled for each further one",
+        "grace_seconds": "from SIGTERM to SIGKILL for a job that stands still",
+    }
+    for name, meaning in flags.items():
+        default = getattr(usual, name)
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{meaning} (default: {default:g})")
+    split = list(argv).index("--") if "--" in argv else len(argv)
+    wanted, stray = parser.parse_known_args(argv[:split])
+    if stray or split == len(argv):
+        got = f"; got {stray[0]}" if stray else ""
+        raise UsageError(f"give the training command after `--`: `{PROGRAM} run -- accelerate launch ...`{got}")
+    from hf_rocm_tune.supervisor.loop import supervise
+
+    return supervise(argv[split + 1 :], Settings(**vars(wanted)))
+
+
 def configs(argv: Sequence[str]) -> int:
     """list, find and copy the accelerate configurations"""
     from hf_rocm_tune import configs as shipped
@@ -72,6 +100,15 @@ def configs(argv: Sequence[str]) -> int:
     return 0
 
 
+def recipes(argv: Sequence[str]) -> int:
+    """list, show, copy and check recipes: complete settings by name, for `sft --config NAME`"""
+    from hf_rocm_tune.recipes import command
+
+    parser = _Parser(prog=f"{PROGRAM} recipes", description=recipes.__doc__)
+    command.add_actions(parser)
+    return command.run(parser.parse_args(argv))
+
+
 def version(argv: Sequence[str]) -> int:
     """print the version"""
     from hf_rocm_tune.version import __version__
@@ -92,10 +129,30 @@ def env(argv: Sequence[str]) -> int:
     parser.add_argument("--strict", action="store_true", help="exit with 1 when there is a warning or an error")
     wanted = parser.parse_args(argv)
     decisions = environ.DECISIONS  # made when the package was imported
-    show = environ.to_json if wanted.json else environ.exports if wanted.export else environ.explain
-    if text := show(decisions).rstrip("\n"):
-        print(text)
-    return int(wanted.strict and any(decision.action in ("warn", "error") for decision in decisions))
+    if wanted.json:
+        print(environ.to_json(decisions))
+    elif wanted.export:
+        print(environ.exports(decisions), end="")
+    else:
+        print(environ.explain(decisions, environ.known_facts()))
+    bad = [decision.variable for decision in decisions if decision.action in ("warn", "error")]
+    if wanted.strict and bad:
+        print(f"{PROGRAM} env --strict: {', '.join(dict.fromkeys(bad))}: see `{PROGRAM} env`", file=sys.stderr)
+    return int(wanted.strict and bool(bad))
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """is this machine fit to train, and if not, what cures it?"""
+    from hf_rocm_tune.doctor.command import main as examine
+
+    return examine(argv)
+
+
+def plan(argv: Sequence[str]) -> int:
+    """what a training job takes of the card, and the fastest way that fits; no weights, no GPU"""
+    from hf_rocm_tune.plan_command import main as plan_job
+
+    return plan_job(argv)
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -150,13 +207,57 @@ def bench(argv: Sequence[str]) -> int:
     return run_bench(argv, trainer_class=trainer_class)
 
 
+def push(argv: Sequence[str]) -> int:
+    """upload a finished run to the Hugging Face Hub, and verify what the Hub then serves"""
+    from hf_rocm_tune.publish.hub_command import main as run_push
+
+    return run_push(argv)
+
+
+def merge(argv: Sequence[str]) -> int:
+    """merge an adapter into its base, verified: a directory that plain transformers loads"""
+    from hf_rocm_tune.publish import merge_command
+
+    return _with_model(merge_command, merge, argv)
+
+
+def generate(argv: Sequence[str]) -> int:
+    """answers to prompts, from an adapter, a model or the Hub"""
+    from hf_rocm_tune.publish import generate_command
+
+    return _with_model(generate_command, generate, argv)
+
+
+def chat(argv: Sequence[str]) -> int:
+    """a conversation with an adapter, a model or one from the Hub"""
+    from hf_rocm_tune.publish import chat_command
+
+    return _with_model(chat_command, chat, argv, sigterm_interrupts=False)  # Ctrl-C only stops an answer there
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """perplexity on a split, and tasks of lm-evaluation-harness"""
+    from hf_rocm_tune.publish import evaluate_command
+
+    return _with_model(evaluate_command, evaluate, argv, name="eval")
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "sft": sft,
+    "run": run,
+    "doctor": doctor,
+    "plan": plan,
     "configs": configs,
+    "recipes": recipes,
     "env": env,
     "bench": bench,
     "demo": demo,
     "drill": drill,
+    "push": push,
+    "merge": merge,
+    "generate": generate,
+    "chat": chat,
+    "eval": evaluate,
     "version": version,
 }
 
@@ -172,6 +273,30 @@ def _dispatch(argv: Sequence[str]) -> int:
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise UsageError(f"unknown verb {verb!r}: {hint}there are {', '.join(VERBS)}")
     return VERBS[verb](rest)
+
+
+def _with_model(
+    command: Any,
+    verb: Callable[..., int],
+    argv: Sequence[str],
+    *,
+    name: str | None = None,
+    sigterm_interrupts: bool = True,
+) -> int:
+    """Run a command module that loads a model: its flags are read, and most refused, before torch is imported."""
+    parser = _Parser(prog=f"{PROGRAM} {name or verb.__name__}", description=verb.__doc__)
+    command.add_flags(parser)
+    wanted = parser.parse_args(argv)
+
+    def prepare() -> None:
+        from hf_rocm_tune.process import check_bitsandbytes, prepare_process
+
+        prepare_process(os.environ)
+        check_bitsandbytes()
+
+    with sigterm_as_interrupt() if sigterm_interrupts else nullcontext():
+        code: int = command.run(wanted, prepare)
+    return code
 
 
 def _help() -> str:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from accelerate import PartialState
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from trl import get_peft_config, get_quantization_config
 
-from hf_rocm_tune import announce, environ
+from hf_rocm_tune import announce, machine_findings
 from hf_rocm_tune import arguments as command_line
 from hf_rocm_tune.arguments import Arguments
+from hf_rocm_tune.cards import Cards
 from hf_rocm_tune.data.formats import check_format
 from hf_rocm_tune.data.mixture import load_mixture
 from hf_rocm_tune.data.sources import Splits, load_source
@@ -26,10 +31,18 @@ from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.process import check_world
+from hf_rocm_tune.publish import hub_during as publishing
+from hf_rocm_tune.publish.hub_during import Publisher
 from hf_rocm_tune.training import report
-from hf_rocm_tune.training.loggers import check_loggers
+from hf_rocm_tune.training.crash import Crashes
+from hf_rocm_tune.training.loggers import check_loggers, count_in_logs
+from hf_rocm_tune.training.offload import check_offloads
+from hf_rocm_tune.training.oom_faults import StepFaultSpec
 from hf_rocm_tune.training.refusals import as_usage_errors
 from hf_rocm_tune.training.run import Plan, prepare_output_dir
+from hf_rocm_tune.training.supervised import tell_begun
+from hf_rocm_tune.training.telemetry import Telemetry
+from hf_rocm_tune.training.telemetry_callback import attach, of_device
 from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
@@ -46,6 +59,9 @@ class _Job:
     data: Splits
     tokenizer: PreTrainedTokenizerBase
     mover: Mover
+    telemetry: Telemetry | None
+    publisher: Publisher | None
+    findings: tuple[dict[str, Any], ...] = ()
 
 
 def run(argv: Sequence[str]) -> int:
@@ -65,13 +81,19 @@ def run(argv: Sequence[str]) -> int:
     plan = _plan(arguments)
     for note in plan.notes:
         announce.say(note)
+    publisher = _publisher(arguments)
     if plan.action == "finished":
         announce.say(f"this run is finished in {plan.directory}; give --overwrite_output_dir to train again")
+        if publisher is not None:
+            publisher.result(plan.directory)  # its push may have failed; what is there is not sent again
         return 0
-    job = _prepare(arguments, plan)
+    job = _prepare(arguments, plan, publisher)
     announce.say(*announce.settings(arguments, job.data.description, job.mover))
-    with job.mover:
+    job.findings = machine_findings.look(doctor=arguments.tune.doctor == "quick", say=announce.say_of_this_rank)
+    with job.mover, closing(publisher) if publisher else nullcontext():
         _complete(job)
+        if publisher is not None:
+            publisher.result(plan.directory)
     release_memory()  # suspected, not proven: a process group held in a cycle can abort the interpreter at its end
     return 0
 
@@ -103,11 +125,16 @@ def _attempt(job: _Job, *, may_go_back: bool) -> str | None:
     trainer.require_coverage()
     if trainer.is_world_process_zero():
         job.plan.commit()
+        resumed_from = job.plan.checkpoint.name if job.plan.checkpoint else None
+        tell_begun(run_id=job.plan.run_id, output_dir=job.plan.directory, resumed_from=resumed_from)
     trainer.accelerator.wait_for_everyone()
+    cards = _cards(job, trainer, facts)
     try:
-        _train(job, trainer, facts)
+        with trainer.stop_requests.installed():  # the save of the result is not torn by a Ctrl-C either
+            _train(job, trainer, facts, cards)
     except BaseException as error:
         report.write_partial(trainer, facts, error)  # the evidence, whatever it was
+        cards.leave_log(error)
         if may_go_back and isinstance(error, MemoryFaultError):
             return error.what
         raise
@@ -126,7 +153,27 @@ def _plan(arguments: Arguments, *, going_back: bool = False) -> Plan:
     )
 
 
-def _prepare(arguments: Arguments, plan: Plan) -> _Job:
+def _publisher(arguments: Arguments) -> Publisher | None:
+    """Who pushes, on the first rank of a job that is to push. The token leaves the settings: they go to disk."""
+    training = arguments.training
+    token, training.hub_token = training.hub_token, None
+    if not training.push_to_hub:
+        return None
+    base = arguments.tune.hub_base_model_id
+    local = dict.fromkeys(arguments.local_paths(), "") | {arguments.model.model_name_or_path: base or ""}
+    wanted = publishing.Plan.of(training, base_model_id=base, local=local)
+    publisher = Publisher(wanted, token=token, say=announce.say) if PartialState().is_main_process else None
+
+    def repo_id() -> str:
+        assert publisher is not None
+        publisher.open()
+        return publisher.repo_id
+
+    training.hub_model_id = on_main_process(repo_id)
+    return publisher
+
+
+def _prepare(arguments: Arguments, plan: Plan, publisher: Publisher | None) -> _Job:
     """Everything that can be refused without loading the model."""
     training, tune = arguments.training, arguments.tune
     source = ModelSource(
@@ -142,6 +189,11 @@ def _prepare(arguments: Arguments, plan: Plan) -> _Job:
     )
     check_source(source, training.device)
     check_loggers(training.report_to)
+    check_offloads(training)
+    if crashes := Crashes().text:
+        announce.say(f"crashes are injected on request: {crashes}")
+    if step_faults := StepFaultSpec.from_environment():
+        announce.say(f"steps are harmed on request: {step_faults}")
     data = _data(arguments)
     tokenizer = load_tokenizer(source, training.chat_template_path)
     _check_formats(arguments, data, tokenizer)
@@ -150,7 +202,17 @@ def _prepare(arguments: Arguments, plan: Plan) -> _Job:
         settings=TransferSettings(verify=tune.verify, on_corruption=tune.on_corruption),
         faults=FaultSpec.from_environment(),
     )
-    return _Job(arguments=arguments, plan=plan, source=source, data=data, tokenizer=tokenizer, mover=mover)
+    telemetry = of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
+    return _Job(
+        arguments=arguments,
+        plan=plan,
+        source=source,
+        data=data,
+        tokenizer=tokenizer,
+        mover=mover,
+        telemetry=telemetry if tune.telemetry_every > 0 else None,
+        publisher=publisher,
+    )
 
 
 def _data(arguments: Arguments) -> Splits:
@@ -220,35 +282,50 @@ def _trainer(job: _Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
             prefetch_batches=tune.prefetch_batches,
             compare_optimizer_every=tune.compare_optimizer_every,
             consent_unverified=tune.consent_unverified,
+            on_oom=tune.on_oom,
+            max_skipped_steps=tune.max_skipped_steps,
         )
+    count_in_logs(trainer)
+    if job.telemetry is not None:
+        attach(trainer, job.telemetry)
+    if job.publisher is not None:
+        trainer.publisher = job.publisher
+        job.publisher.alive = partial(trainer.beat, "save")
     trainer.run_id = job.plan.run_id
-    findings = tuple(
-        {"variable": one.variable, "level": one.action, "reason": one.reason, "source": one.source}
-        for one in environ.DECISIONS
-        if one.action in ("warn", "error")
-    )
+    trainer.skip_steps = frozenset(job.plan.record.skipped_steps)
     facts = report.RunFacts(
         run_id=job.plan.run_id,
         load_seconds=seconds,
         attested_files=records.attested,
         not_attested=records.unknown,
-        findings=findings,
+        findings=job.findings,
+        telemetry=job.telemetry,
     )
     return trainer, facts
 
 
-def _train(job: _Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> None:
+def _cards(job: _Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> Cards:
+    cards = Cards(
+        arguments=job.arguments,
+        data=job.data.description,
+        method=announce.method(trainer),
+        trainer=trainer,
+        facts=facts,
+        say=announce.say,
+    )
+    trainer.card_writer = cards.write_card
+    return cards
+
+
+def _train(job: _Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts, cards: Cards) -> None:
     training = job.arguments.training
     trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
-    push = training.push_to_hub
-    training.push_to_hub = False  # first everything is on disk, verified; then it is pushed
     trainer.save_model(training.output_dir)
-    training.push_to_hub = push
     content = report.build(trainer, facts, gather=True)
     if trainer.is_world_process_zero():
         report.write(content, Path(training.output_dir))
-    trainer.seal_output(also=[report.FILE_NAME])
+    trainer.seal_output(also=[report.FILE_NAME, *cards.finish(content)])
     announce.say(f"adapter and report are in {training.output_dir}", report.closing_line(content))
-    if push:
-        trainer.push_to_hub(dataset_name=job.arguments.script.dataset_name)
+    if training.push_to_hub:
+        trainer.beat("publish")  # everything is on disk, verified: a push that dies takes nothing with it
     trainer.end()

@@ -1,14 +1,17 @@
-"""One rank decides, all ranks hear it, and a refusal is heard too."""
+"""One rank decides, all ranks hear it, and a refusal is heard too; or each has a say and the highest counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from hf_rocm_tune.errors import TuneError
+from hf_rocm_tune.transfer.host_group import host_group
 
 T = TypeVar("T")
 
@@ -37,3 +40,24 @@ def on_main_process(decide: Callable[[], T]) -> T:
         raise value
     result: T = value
     return result
+
+
+def highest(values: Sequence[int]) -> list[int]:
+    """The highest of each of these numbers over all ranks, on every rank. Collective, over gloo: a few host bytes."""
+    if PartialState().num_processes == 1:
+        return list(values)
+    mine = torch.tensor(list(values), dtype=torch.int64)
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=host_group())
+    result: list[int] = mine.tolist()
+    return result
+
+
+def everyone(values: Sequence[float]) -> list[list[float]]:
+    """What each rank says, in the order of the ranks, as float64. Collective, over gloo: a few host bytes."""
+    if PartialState().num_processes == 1:
+        return [list(values)]
+    mine = torch.tensor(list(values), dtype=torch.float64)
+    group = host_group()
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(rows, mine, group=group)
+    return [row.tolist() for row in rows]

@@ -62,6 +62,8 @@ class GradientCheck:
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         host_group()  # made here, on every rank: not in the middle of a step
         self._pending: list[Bucket] = []
+        self._packed: Tensor | None = None
+        self._short_of_memory = False
         self._recorded = 0
         self._named_not_finite = False
         model.register_comm_hook(self, _record_and_average)
@@ -75,8 +77,13 @@ class GradientCheck:
         """The hook: record the bucket, then average it as DistributedDataParallel does."""
         if bucket.index() == 0:
             self._pending.clear()  # another backward of the same step: this average includes the earlier one
-        record = Bucket.before_averaging(bucket, number=self._recorded)
-        self._recorded += 1
+            self._packed, self._short_of_memory = None, False
+        number, self._recorded = self._recorded, self._recorded + 1
+        try:
+            record = Bucket.before_averaging(bucket, number=number)
+        except torch.OutOfMemoryError:
+            self._short_of_memory = True  # the other ranks wait for this average: it is made, and `collect` refuses it
+            return allreduce_hook(self.model.process_group, bucket)
         self._pending.append(record)
         average = allreduce_hook(self.model.process_group, bucket)
         if self._mover.fault_injection() is None:
@@ -84,6 +91,19 @@ class GradientCheck:
         harmed = average.then(lambda done: self._harmed(done.value(), record, attempt=0))
         harmed.wait()  # one bucket after the other, so that a specification means the same buckets on every rank
         return harmed
+
+    def collect(self) -> None:
+        """Take this rank's evidence on the averages of this step. Not collective.
+
+        `settle` then needs no memory on the device, except to make a wrong average again.
+
+        Raises:
+            torch.OutOfMemoryError: there was no memory for a copy or for the evidence: do not use the averages.
+        """
+        if self._short_of_memory:
+            raise torch.OutOfMemoryError("no memory for a copy of the gradients that are averaged")
+        if self._pending:
+            self._packed = _pack(self._pending, [False] * len(self._pending))
 
     def settle(self, *, step: int) -> None:
         """Judge the averages of this step and put wrong ones right. Collective; afterwards they may be used.
@@ -94,28 +114,25 @@ class GradientCheck:
         Raises:
             CorruptionError: on every rank, when an average is wrong and cannot be made right.
             SeamError: nothing was averaged since the last time, though gradients are to be synchronised.
+            torch.OutOfMemoryError: see `collect`, which is called when it was not called before.
         """
-        if not self._pending:
+        if not (self._pending or self._short_of_memory):
             raise SeamError(
                 "cannot verify: DistributedDataParallel averaged no gradients in a step that ends with the optimizer; "
                 "train with the versions that this package was checked with, or report the trainer that does this"
             )
+        if self._packed is None:
+            self.collect()
         buckets, self._pending = self._pending, []
+        packed, self._packed = self._packed, None
+        assert packed is not None
         self._mover.report.count(STAGE, buckets=len(buckets))
-        verdicts = self._verdicts(buckets)
+        verdicts = _verdicts(buckets, packed)
         self._name_what_is_not_finite(buckets, verdicts, step)
         wrong = [(bucket, verdict) for bucket, verdict in zip(buckets, verdicts, strict=True) if verdict.wrong]
         if wrong:
             self._mover.report.count(STAGE, mismatches=len(wrong))
             self._recover(wrong, step)
-
-    def _verdicts(self, buckets: Sequence[Bucket], failed: Sequence[bool] | None = None) -> list[Verdict]:
-        flags = failed or [False] * len(buckets)
-        mine = torch.cat([pack(bucket, failed=flag) for bucket, flag in zip(buckets, flags, strict=True)]).cpu()
-        group = host_group()
-        everyone = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(everyone, mine, group=group)
-        return [judge(bucket, words) for bucket, words in unpack(buckets, everyone)]
 
     # ---- making it again ------------------------------------------------------------------------------------
 
@@ -125,7 +142,7 @@ class GradientCheck:
             raise self._refusal(wrong, step, "--on_corruption stop was asked for")
         buckets = [bucket for bucket, _ in wrong]
         failures = [self._average_again(bucket) for bucket in buckets]
-        again = self._verdicts(buckets, [failure is not None for failure in failures])
+        again = _verdicts(buckets, _pack(buckets, [failure is not None for failure in failures]))
         bad = {bucket.number for bucket, verdict in zip(buckets, again, strict=True) if verdict.wrong}
         still = [(bucket, verdict) for bucket, verdict in wrong if bucket.number in bad]
         right = [(bucket, verdict) for bucket, verdict in wrong if bucket.number not in bad]
@@ -221,6 +238,18 @@ def watch(model: nn.Module, mover: Mover, earlier: GradientCheck | None) -> Grad
     if mover.settings.verify == "off" or not isinstance(wrapped, DistributedDataParallel):
         return None
     return earlier if earlier is not None and earlier.model is wrapped else GradientCheck(wrapped, mover)
+
+
+def _pack(buckets: Sequence[Bucket], failed: Sequence[bool]) -> Tensor:
+    return torch.cat([pack(bucket, failed=flag) for bucket, flag in zip(buckets, failed, strict=True)]).cpu()
+
+
+def _verdicts(buckets: Sequence[Bucket], mine: Tensor) -> list[Verdict]:
+    """Exchange what each rank packed, and judge. Collective."""
+    group = host_group()
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return [judge(bucket, words) for bucket, words in unpack(buckets, everyone)]
 
 
 def _to_host(bucket: Bucket) -> tuple[Tensor, str | None]:

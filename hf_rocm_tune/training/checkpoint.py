@@ -16,7 +16,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -40,6 +40,16 @@ else:
 logger = logging.getLogger(__name__)
 
 
+class Publisher(Protocol):
+    """Who uploads; what is uploaded is a directory that has been verified and has its manifest."""
+
+    def checkpoint(self, directory: Path) -> None:
+        """A checkpoint is in place; a Hub that fails must not end the training."""
+
+    def result(self, directory: Path) -> Any:
+        """The run is finished; raises where the result is not on the Hub when this returns."""
+
+
 class VerifiedCheckpointMixin(_Base):
     """Stands in front of a ``transformers.Trainer`` subclass; see the module's description.
 
@@ -48,6 +58,7 @@ class VerifiedCheckpointMixin(_Base):
         files_verified: weight and optimizer files that were read back and equal the live tensors.
         file_mismatches: tensors in files that did not, each time they were read.
         saved_files: names that the last `save_model` put into its directory.
+        publisher: who uploads, on the first rank; the caller sets it before a training with ``push_to_hub``.
 
     Raises:
         CorruptionError: a file differs from the live tensors after it was written twice; what was there before stays.
@@ -58,6 +69,7 @@ class VerifiedCheckpointMixin(_Base):
     files_verified: int = 0
     file_mismatches: int = 0
     saved_files: tuple[str, ...] = ()
+    publisher: Publisher | None = None
     _stage: Stage | None = None
 
     def before_save(self) -> None:
@@ -98,7 +110,7 @@ class VerifiedCheckpointMixin(_Base):
             self._say_not_saved(final)
             return
         if stage.push_wanted:
-            super()._push_from_checkpoint(str(final))
+            self._push_from_checkpoint(str(final))
         if self.is_world_process_zero():
             rotate(final, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
 
@@ -156,12 +168,6 @@ class VerifiedCheckpointMixin(_Base):
         """As upstream; a full disk in the middle of a checkpoint is handled with that checkpoint."""
         self._attempt(super().create_model_card, *arguments, **keywords)
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._stage is not None:
-            self._stage.push_wanted = True
-        else:
-            super()._push_from_checkpoint(checkpoint_folder)
-
     def _attempt(self, write: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         if self._stage is not None:
             self._stage.attempt(write, *arguments, **keywords)
@@ -174,7 +180,8 @@ class VerifiedCheckpointMixin(_Base):
         """Save model, tokenizer and arguments: staged, compared with the live tensors, then renamed one by one.
 
         A manifest that calls ``output_dir`` finished is removed first; `seal_output` writes the new one. A directory
-        that is sealed and holds the live tensors is left as it is when a push asks for a save.
+        that is sealed and holds the live tensors is left as it is when a push asks for a save. Nothing is pushed here,
+        because what has no manifest is not published: see `push_to_hub`.
         """
         if self._stage is not None:
             self._stage.attempt(super().save_model, output_dir, _internal_call=True)
@@ -183,8 +190,6 @@ class VerifiedCheckpointMixin(_Base):
         if not (_internal_call and self._is_sealed(destination)):
             self.before_save()
             self._save_result(destination, super().save_model)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def seal_output(self, output_dir: str | None = None, *, also: Iterable[str] = ()) -> None:
         """Write the final ``integrity.json`` over the files of the last `save_model` and ``also``: the run is done.
@@ -240,6 +245,49 @@ class VerifiedCheckpointMixin(_Base):
             sealed = found.manifest is not None and found.manifest.status == "final" and not found.problems
             sealed = sealed and not readback.compare_model(destination, self._bare_model()).differing
         return bool(broadcast_object_list([sealed])[0])
+
+    # ---- the Hub --------------------------------------------------------------------------------------------
+
+    def train(self, *arguments: Any, **keywords: Any) -> Any:
+        """As upstream; a push for which nobody is there is refused at the beginning, not at the first checkpoint."""
+        if self.args.push_to_hub:
+            self._require_publisher()
+        return super().train(*arguments, **keywords)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Upstream makes the repository here, while the trainer is built; whoever uploads has made it, or will."""
+        del token, private
+        self.hub_model_id = self.args.hub_model_id
+
+    def push_to_hub(self, *arguments: Any, **keywords: Any) -> Any:
+        """Save and seal the result where that has not been done, and have the publisher upload it. Collective.
+
+        Upstream's arguments are not used: the publisher has its own.
+        """
+        del arguments, keywords
+        self._require_publisher()
+        output_dir = Path(self.args.output_dir)
+        if not self._is_sealed(output_dir):
+            self.save_model(_internal_call=True)
+            self.seal_output()
+        if self.publisher is None or not self.is_world_process_zero():
+            return None
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        return self.publisher.result(output_dir)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._stage is not None:
+            self._stage.push_wanted = True
+        elif self.publisher is not None and self.is_world_process_zero():
+            self.callback_handler.on_push_begin(self.args, self.state, self.control)
+            self.publisher.checkpoint(Path(checkpoint_folder))
+
+    def _require_publisher(self) -> None:
+        if not broadcast_object_list([self.publisher is not None])[0]:
+            raise UsageError(
+                "push_to_hub needs a publisher: set trainer.publisher to a hf_rocm_tune.publish.hub_during.Publisher, "
+                "or train without it and run `hf-rocm-tune push` on the result"
+            )
 
     # ---- resuming -------------------------------------------------------------------------------------------
 

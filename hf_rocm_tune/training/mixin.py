@@ -25,14 +25,20 @@ from transformers.trainer_utils import TrainOutput
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import verify_loader
 from hf_rocm_tune.data.prefetch import Prefetch
-from hf_rocm_tune.distributed.gradients import GradientCheck, watch
+from hf_rocm_tune.distributed.gradients import watch
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.attest import attest
 from hf_rocm_tune.models.loading import host_adapters, initialised_on_device, rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import Coverage, coverage, mark_initialised, mark_rewritten, place, tensors_of
 from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, verify_tables
 from hf_rocm_tune.training.callbacks import SentinelCallback
+from hf_rocm_tune.training.cards import CardMixin
 from hf_rocm_tune.training.checkpoint import VerifiedCheckpointMixin
+from hf_rocm_tune.training.guard_mixin import GuardMixin
+from hf_rocm_tune.training.offload import OptimizerTablesCallback, with_offloads
+from hf_rocm_tune.training.oom import StepDownMixin
+from hf_rocm_tune.training.oom_fragmentation import FragmentationCallback
+from hf_rocm_tune.training.survival import SurvivalMixin
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, map_tensors, tree_tensors
 
 if TYPE_CHECKING:
@@ -42,7 +48,7 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 
 
-class VerifiedTransferMixin(VerifiedCheckpointMixin):
+class VerifiedTransferMixin(SurvivalMixin, GuardMixin, StepDownMixin, CardMixin, VerifiedCheckpointMixin):
     """Stands in front of a trainer class; see the module's description.
 
     Args:
@@ -53,13 +59,13 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         prefetch_batches: batches beyond the one in use that may be on their way to the device; 0: none, no overlap.
         compare_optimizer_every: steps between two comparisons of the optimizer's state over all ranks; 0 for never.
         consent_unverified: train although ``verify="full"`` did not reach every byte.
+        on_oom: see :class:`~hf_rocm_tune.training.oom.StepDownMixin`.
+        max_skipped_steps: see :class:`~hf_rocm_tune.training.guard_mixin.GuardMixin`.
 
     Raises:
         SeamError: an upstream library has moved a place on which verification depends.
         CorruptionError: a tensor could not be brought to the device right.
     """
-
-    _gradient_check: GradientCheck | None = None
 
     def __init__(
         self,
@@ -103,6 +109,8 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
             arrived_with=self.mover.digest_of,
         )
         self.add_callback(self._sentinel)
+        self.add_callback(OptimizerTablesCallback())
+        self.add_callback(FragmentationCallback(self.mover.device, self.transfer_report))
 
     # ---- the model ------------------------------------------------------------------------------------------
 
@@ -127,8 +135,8 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         return self.mover.move(tensor, name=name, stage=stage)
 
     def weight_coverage(self) -> Coverage:
-        """How much of what the model keeps on its device was verified on the way there."""
-        return coverage(self.model, self.mover)
+        """How much of what the model keeps on its device was verified on the way there, and what others offload."""
+        return with_offloads(coverage(self.model, self.mover), self.args)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         distributed = self.args.world_size > 1
@@ -143,14 +151,6 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
             self._sentinel.check_replicas(tensors_of(self.model), "after DistributedDataParallel")
             self._gradient_check = watch(self.model_wrapped, self.mover, self._gradient_check)
         return prepared
-
-    def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """As upstream; averages of gradients are then judged, before they are clipped and used."""
-        loss: Tensor = super().training_step(*arguments, **keywords)
-        check = self._gradient_check
-        if check is not None and (check.pending or self.accelerator.sync_gradients):
-            check.settle(step=self.state.global_step + 1)
-        return loss
 
     # ---- batches --------------------------------------------------------------------------------------------
 
@@ -231,7 +231,8 @@ class VerifiedTransferMixin(VerifiedCheckpointMixin):
         return super().train(*arguments, **keywords)
 
     def before_save(self) -> None:
-        """Looks at every frozen weight before anything is written."""
+        """Looks at every weight before anything is written."""
+        super().before_save()
         self._sentinel.check_all(self.state.global_step)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,12 +14,15 @@ import torch
 from accelerate.utils import gather_object
 
 from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.training import journal
+from hf_rocm_tune.training.supervised import is_supervised
 from hf_rocm_tune.transfer import TransferReport
 from hf_rocm_tune.transfer.digest_device import device_method
 from hf_rocm_tune.transfer.digest_host import host_method
 
 if TYPE_CHECKING:
     from hf_rocm_tune.training.mixin import VerifiedTransferMixin
+    from hf_rocm_tune.training.telemetry import Telemetry
 
 FILE_NAME = "transfer_report.json"
 SCHEMA = 1
@@ -37,14 +40,17 @@ class RunFacts:
         load_seconds: seconds from the first byte of the model's weights to the last verdict.
         attested_files: model files whose content has the SHA-256 that was recorded of them.
         not_attested: names of model files of which nothing is recorded.
-        findings: what the environment policy said at the start.
+        findings: what the doctor and the environment policy found on this machine before the run, as plain values;
+            empty on all ranks of a machine but one.
+        telemetry: of this process's card; None where the user has turned it off.
     """
 
     run_id: str
     load_seconds: float
     attested_files: int = 0
     not_attested: tuple[str, ...] = ()
-    findings: tuple[dict[str, str], ...] = ()
+    findings: tuple[dict[str, Any], ...] = ()
+    telemetry: Telemetry | None = None
 
 
 def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
@@ -58,9 +64,11 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
     Returns:
         The report as it is written, see :func:`write`.
     """
-    mine = trainer.transfer_report.to_dict()
+    looked = facts.telemetry.summary() if facts.telemetry else None
+    mine = (trainer.transfer_report.to_dict(), facts.findings, looked)
     everyone = gather_object([mine]) if gather and trainer.args.world_size > 1 else [mine]
-    counters = TransferReport.merge(everyone)
+    counters = TransferReport.merge([counted for counted, _, _ in everyone])
+    injected = counters.pop("step_faults")
     weights = trainer.weight_coverage()
     batches = counters["batches"]
     seconds = sum(row.get("train_runtime", 0.0) for row in trainer.state.log_history)
@@ -70,6 +78,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         "run_id": facts.run_id,
         "verify": trainer.mover.settings.verify,
         "fault_injection": trainer.mover.fault_injection(),
+        "step_fault_injection": trainer.step_faults.describe(injected),
         "device": describe_device(trainer.mover.device),
         "digest": {"host": asdict(host_method()), "device": asdict(device_method(trainer.mover.device))},
         "ranks": len(everyone),
@@ -87,7 +96,16 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
             "not_attested": list(facts.not_attested),
         },
         "batches": {**batches, "verify_share_of_step": _share(batches["verify_seconds"], seconds * len(everyone))},
-        "environment": list(facts.findings),
+        "memory": {**counters["memory"], **trainer.micro_batches()},
+        "survival": journal.summary(
+            Path(trainer.args.output_dir),
+            facts.run_id,
+            skipped_steps=sorted(trainer.skip_steps),
+            supervised=is_supervised(),
+            crash_injection=trainer.crash_injection,
+        ),
+        "findings": [found for _, findings, _ in everyone for found in findings],
+        "telemetry": [{"rank": rank, **seen} for rank, (_, _, seen) in enumerate(everyone) if seen is not None],
     }
 
 
@@ -125,13 +143,36 @@ def closing_line(report: Mapping[str, Any]) -> str:
     checked = f"{averages['buckets']:,} averages of gradients checked{wrong}, " if report["ranks"] > 1 else ""
     covered = report["coverage"]
     share = 100 * covered["verified_bytes"] / max(covered["device_bytes"], 1)
-    fault = " (faults were injected on request)" if report["fault_injection"] else ""
     return (
-        f"integrity: {tensors:,} tensors, {_readable(moved)} moved, {share:.4g} % of the bytes on the device verified, "
+        f"integrity: {tensors:,} tensors, {_readable(moved)} moved, {share:.4g} % of the bytes on the device verified"
+        f"{_not_verified(covered['unverified'])}, "
         f"{mismatches} mismatches, {recovered} recovered, {checked}{report['frozen']['passes']} sentinel passes over "
         f"{report['frozen']['tensors']} frozen tensors ({report['frozen']['mismatches']} changed), "
-        f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification{fault}"
+        f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification"
+        f"{_lived_through(report)}"
     )
+
+
+def _not_verified(rows: Sequence[Mapping[str, str]]) -> str:
+    names = ", ".join(row["tensor"] for row in rows[:3])
+    more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+    return f" (not: {names}{more})" if names else ""
+
+
+def _lived_through(report: Mapping[str, Any]) -> str:
+    """What else happened, and whether it was asked for."""
+    survival = report["survival"]
+    restarts, skipped = survival["starts"] - 1, ", ".join(map(str, survival["skipped_steps"]))
+    cut, unused = report["memory"]["micro_batch_divisor"], report["guard"]["skipped_steps"]
+    asked = (report["fault_injection"], report["step_fault_injection"], survival["crash_injection"])
+    parts = [
+        f", {restarts} restart{'s' if restarts > 1 else ''}" if restarts > 0 else "",
+        f", steps left out: {skipped}" if skipped else "",
+        f", micro-batches cut into up to {cut} parts for want of memory" if cut > 1 else "",
+        f", {unused} steps not used because they were not finite" if unused else "",
+        " (faults were injected on request)" if any(asked) else "",
+    ]
+    return "".join(parts)
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:

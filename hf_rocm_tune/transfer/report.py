@@ -14,6 +14,9 @@ _SUMMED: dict[str, tuple[str, ...]] = {
     "frozen": ("passes", "tensors", "mismatches"),
     "replicas": ("checks", "mismatches"),
     "files": ("verified", "mismatches"),
+    "memory": ("shortages", "recovered", "cache_given_back"),
+    "guard": ("skipped_steps", "warnings"),
+    "step_faults": ("injected",),
 }
 _STAGE_SUMS = (
     "tensors",

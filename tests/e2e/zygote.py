@@ -50,6 +50,10 @@ def _child(request: dict[str, Any]) -> None:
 
     code = 1
     try:
+        if "PRETENDED_MACHINE" in os.environ:
+            from tests.e2e.pretended import pretend
+
+            pretend(os.environ["PRETENDED_MACHINE"])
         if "DUMP_LOGITS" in os.environ:
             _dump_logits_after_saving(os.environ["DUMP_LOGITS"])
         code = sft.main(request["argv"])

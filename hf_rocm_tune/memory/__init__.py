@@ -1,0 +1,1 @@
+"""Memory of a training step: planned by arithmetic before it runs."""

@@ -1,0 +1,40 @@
+"""Where model cards go: into every directory that is saved, in place of the ones that TRL and PEFT write.
+
+TRL writes a card into the output directory at each checkpoint, over whatever is there; PEFT writes an empty form beside
+each adapter. With a `CardMixin.card_writer` neither is left: it writes the card into each checkpoint and each result
+when their tensors have been compared and before the manifest is made, so that the manifest covers it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hf_rocm_tune.training.checkpoint import VerifiedCheckpointMixin as _Base
+else:
+    _Base = object
+
+
+class CardMixin(_Base):
+    """Stands in front of `VerifiedCheckpointMixin`; see the module's description.
+
+    Attributes:
+        card_writer: writes ``README.md`` into the directory that it is given, on rank 0; None for upstream's cards.
+    """
+
+    card_writer: Callable[[Path], None] | None = None
+
+    def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
+        """As upstream, where nobody else writes the card."""
+        if self.card_writer is None:
+            super().create_model_card(*arguments, **keywords)
+
+    def _read_back(self, directory: Path, write_again: Callable[[], None]) -> dict[str, str]:
+        # The last that is done on rank 0 before a directory gets its manifest or its name.
+        tensors = super()._read_back(directory, write_again)
+        if self.card_writer is not None:
+            self.card_writer(directory)
+        return tensors

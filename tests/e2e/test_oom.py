@@ -1,0 +1,246 @@
+"""Real commands, on one process and on two, whose steps run out of memory or whose gradients are NaN.
+
+The run ends where the undisturbed one ends: same loss and gradient norm at each step, same tokens, same number of
+steps, so the effective batch never changed. When it cannot, all ranks stop with one line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.training.oom_faults import VARIABLE
+from tests import tiny
+from tests.e2e.command import TIMEOUT, CommandServer, Result
+from tests.e2e.conftest import flags, report_of
+
+STEPS = 5
+COMPARED = ("loss", "grad_norm", "learning_rate", "num_tokens", "epoch")
+BATCHES: dict[str, dict[str, Any]] = {
+    "padded": {"per_device_train_batch_size": 4, "max_length": 64},
+    "packed": {"per_device_train_batch_size": 1, "max_length": 224, "packing": True},  # 1 to 3 sequences a row
+}
+
+
+@dataclass(kw_only=True)
+class Job:
+    """Commands that differ only in their batches and in what is done to their steps."""
+
+    server: CommandServer
+    argv: list[str]
+    root: Path
+    _clean: dict[tuple[str, int], Path] = field(default_factory=dict)
+
+    def run(self, output: Path, *faults: str, batches: str = "padded", **changed: object) -> list[Result]:
+        """Runs as many ranks as there are faults, each with its own."""
+        argv = [*self.argv, *flags(output_dir=output, **{**BATCHES[batches], **changed})]
+        running = [self.server.start(*argv, env=each) for each in _environments(output, faults)]
+        return [each.wait() for each in running]
+
+    def clean(self, batches: str, ranks: int) -> Path:
+        """The output of an undisturbed run."""
+        if (batches, ranks) not in self._clean:
+            output = self.root / f"{batches}-{ranks}"
+            assert_done(self.run(output, *[""] * ranks, batches=batches))
+            assert report_of(output)["memory"]["shortages"] == 0
+            self._clean[batches, ranks] = output
+        return self._clean[batches, ranks]
+
+
+@pytest.fixture(scope="module")
+def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Job:
+    """What all commands here share."""
+    root = scratch / "oom"
+    argv = flags(
+        model_name_or_path=model_of("llama3"),
+        dataset_name=tiny.write_dataset_dir(root / "data", train=64, test=4),
+        max_steps=STEPS,
+        gradient_accumulation_steps=2,
+        optim="sgd",  # Adam makes much of rounding where a gradient is near zero
+        learning_rate=1.0,
+        lora_dropout=0.0,
+        logging_steps=1,
+        save_steps=2,
+        eval_strategy="no",
+        disable_tqdm=True,
+    )
+    return Job(server=server, argv=argv, root=root)
+
+
+def _environments(output: Path, faults: tuple[str, ...]) -> list[dict[str, str]]:
+    """What a launcher would put into the environment of each rank; nothing for a process on its own."""
+    if len(faults) == 1:
+        return [{VARIABLE: faults[0]}]
+    output.mkdir(parents=True, exist_ok=True)
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(len(faults)),
+        "LOCAL_WORLD_SIZE": str(len(faults)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": str(output),
+        "HF_ROCM_TUNE_EXIT_FILE": str(output.with_suffix(".exit.json")),
+    }
+    return [
+        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), VARIABLE: fault} for rank, fault in enumerate(faults)
+    ]
+
+
+def assert_done(results: list[Result]) -> None:
+    assert {result.code for result in results} == {0}, [result.stderr[-3000:] for result in results]
+
+
+def error_lines(results: list[Result]) -> list[str]:
+    """The lines of all ranks together that our boundary printed."""
+    said = [line for result in results for line in result.stderr.splitlines()]
+    assert not any("Traceback" in line for line in said)
+    return [line for line in said if re.match(r"hf-rocm-tune: (\[rank \d+\] )?error: ", line)]
+
+
+def steps_of(output: Path) -> list[dict[str, float]]:
+    history = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
+    return [{name: row[name] for name in COMPARED} for row in history if "loss" in row]
+
+
+def assert_same_end(output: Path, clean: Path, *, resumed: bool = False) -> None:
+    """TRL counts tokens from 0 again when it resumes."""
+    ours, theirs = steps_of(output), steps_of(clean)
+    assert len(ours) == STEPS and theirs[0]["loss"] - theirs[-1]["loss"] > 0.05  # it learned
+    for mine, other in zip(ours, theirs, strict=True):
+        if resumed:
+            del mine["num_tokens"], other["num_tokens"]
+        assert mine == pytest.approx(other, rel=2e-5)
+        assert resumed or mine["num_tokens"] == other["num_tokens"]
+    expected = load_file(clean / "adapter_model.safetensors")
+    for name, tensor in load_file(output / "adapter_model.safetensors").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def shortages_of(output: Path) -> list[dict[str, Any]]:
+    return [row for row in report_of(output)["incidents"] if row["kind"] == "out of memory"]
+
+
+@pytest.mark.parametrize(
+    ("batches", "faults", "at_least"),
+    [
+        ("packed", ("kind=oom,rows=1",), 2),
+        ("padded", ("kind=oom,rate=0.3,seed=2,rows=1", "kind=oom,rate=0.3,seed=5,rows=1"), 2),
+        ("packed", ("", "kind=oom,where=forward,rows=1"), 2),
+        pytest.param("padded", ("kind=oom,rate=0.4,seed=4,rows=1",), 2, marks=pytest.mark.long),
+        pytest.param("padded", ("", "kind=oom,where=backward,rate=0.3,seed=7,count=1"), 1, marks=pytest.mark.long),
+        pytest.param(
+            "packed",
+            ("kind=oom,where=backward,first=3,rows=2", "kind=oom,rate=0.5,rows=1"),
+            2,
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_the_trajectory_is_the_undisturbed_one(
+    job: Job, tmp_path: Path, batches: str, faults: tuple[str, ...], at_least: int
+) -> None:
+    output = tmp_path / "out"
+    assert_done(job.run(output, *faults, batches=batches))
+    assert_same_end(output, job.clean(batches, len(faults)))
+    found = shortages_of(output)
+    assert len(found) >= at_least and {row["outcome"] for row in found} == {"recovered"}
+    memory = report_of(output)["memory"]
+    assert memory["shortages"] == memory["recovered"] == len(found)
+    assert memory["micro_batch_divisor"] > max(row["divisor"] for row in found)
+    assert report_of(output)["step_fault_injection"]["injected"] == len(found)
+    assert report_of(output)["replicas"]["mismatches"] == 0
+
+
+def test_averaging_after_backward_instead_of_during_it_changes_no_bit(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert_done(job.run(output, "", "", on_oom="stop"))
+    assert report_of(output)["memory"]["steps_down"] is False
+    assert report_of(output)["gradients"]["buckets"] >= 2 * STEPS
+    ours, theirs = (each / "adapter_model.safetensors" for each in (output, job.clean("padded", 2)))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.long
+def test_through_the_launcher_beside_a_wrong_average(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out"
+    monkeypatch.setenv(VARIABLE, "kind=oom,rate=0.5,seed=7,rows=1,rank=1")
+    monkeypatch.setenv("HF_ROCM_TUNE_FAULT", "kind=zero,stage=gradients,first=2,count=1")
+    command = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual", *job.argv]
+    command += flags(output_dir=output, **BATCHES["padded"])
+    launched = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+    assert launched.returncode == 0, launched.stderr[-3000:]
+    assert_same_end(output, job.clean("padded", 2))
+    assert {row["rank"] for row in shortages_of(output)} == {1}
+    report = report_of(output)
+    assert report["gradients"]["recovered"] == report["gradients"]["mismatches"] == 2
+    asked = report["step_fault_injection"]
+    assert asked["kind"] == "oom" and asked["rank"] == 1 and asked["injected"] == len(shortages_of(output)) > 0
+    assert "steps are harmed on request" in launched.stdout
+    last = launched.stdout.splitlines()[-1]
+    assert "cut into up to" in last and "faults were injected on request" in last
+
+
+@pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.long), "backward"])
+def test_a_row_that_fits_on_no_account_stops_all_ranks_with_one_line(job: Job, tmp_path: Path, where: str) -> None:
+    output = tmp_path / "out"
+    results = job.run(output, "", f"kind=oom,first=4,where={where}")
+    assert [result.code for result in results] == [5, 5], [result.stderr[-3000:] for result in results]
+    (line,) = error_lines(results)
+    assert "rank 1: no memory for 1 row (64 tokens) at step 4" in line and "hf-rocm-tune plan" in line
+    assert json.loads(output.with_suffix(".exit.json").read_text())["code"] == 5
+    assert manifest.verify(output / "checkpoint-2") == [] and not (output / "adapter_model.safetensors").exists()
+    assert shortages_of(output)[-1]["outcome"] == "failed"
+    assert_done(job.run(output, "", ""))  # the same command goes on, with what it has learned
+    assert report_of(output)["memory"]["micro_batch_divisor"] == 4
+    assert_same_end(output, job.clean("padded", 2), resumed=True)
+
+
+def test_gradients_that_are_nan_on_one_rank_are_used_on_none(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert_done(job.run(output, "", "kind=nan,first=3,count=1"))
+    report = report_of(output)
+    (found,) = [row for row in report["incidents"] if row["stage"] == "guard"]
+    assert (found["step"], found["kind"], found["outcome"]) == (3, "not finite", "skipped")
+    assert report["guard"]["skipped_steps"] == 1 and report["replicas"]["mismatches"] == 0
+    third, fourth = (load_adapter(output, step) for step in (2, 4))
+    assert all(tensor.isfinite().all() for tensor in fourth.values())
+    assert any(not torch.equal(third[name], tensor) for name, tensor in fourth.items())
+
+
+def load_adapter(output: Path, step: int) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(output / f"checkpoint-{step}" / "adapter_model.safetensors")
+    return found
+
+
+def test_gradients_that_stay_nan_stop_all_ranks_at_the_last_good_checkpoint(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    results = job.run(output, "", "kind=nan,first=3", max_skipped_steps=2, max_steps=20)
+    assert [result.code for result in results] == [3, 3], [result.stderr[-3000:] for result in results]
+    (line,) = error_lines(results)
+    assert "step 5: loss" in line and "learning rate" in line and "checkpoint-4 is the newest checkpoint" in line
+    assert manifest.verify(output / "checkpoint-4") == []
+    second, fourth = (load_adapter(output, step) for step in (2, 4))
+    assert all(torch.equal(second[name], tensor) for name, tensor in fourth.items())  # nothing of them was used
+
+
+def test_a_fault_that_is_not_understood_stops_before_the_model_is_loaded(job: Job, tmp_path: Path) -> None:
+    (result,) = job.run(tmp_path / "out", "kind=oom,rows=many")
+    assert result.code == 2
+    (line,) = error_lines([result])
+    assert VARIABLE in line and "rows=many" in line
+    assert "Loading weights" not in result.stderr
