@@ -4,6 +4,8 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 VENV := .venv/bin/python
+# Two workers, a file each at a time: session fixtures (models, a server of forked commands) are built once a worker.
+WORKERS := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-long lint format wheel clean
@@ -18,10 +20,10 @@ demo: setup ## fine-tune a small model, with no network, and verify every byte t
 	@$(VENV) -m hf_rocm_tune.demo
 
 test: lint ## lint, type check, and every test that fits into 15 minutes on two cores
-	@$(VENV) -m pytest $(PYTEST_ARGS)
+	@$(VENV) -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 test-long: lint ## the same, with the full matrices
-	@$(VENV) -m pytest -m "long or not long" $(PYTEST_ARGS)
+	@$(VENV) -m pytest $(WORKERS) -m "long or not long" $(PYTEST_ARGS)
 
 lint: setup ## ruff and mypy
 	@$(VENV) -m ruff check .
