@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import os
 import types
 import typing
@@ -57,6 +58,25 @@ class TuneArguments:
             "help": "Batches beyond the one in use that may be on their way to the device; above 1 it counts within "
             "an accumulation window only. 0 moves each batch when it is used."
         },
+    )
+    auto_fit: Literal["off", "plan", "probe"] = field(
+        default="off",
+        metadata={
+            "help": "Choose micro-batch, accumulation and activation checkpointing, as far as they are not given, for "
+            "the free memory of the card: by the plan, or corrected by a worst-case step before the run. The effective "
+            "batch stays."
+        },
+    )
+    effective_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "With --auto_fit: sequences to one optimizer step over all processes. Default: what "
+            "--per_device_train_batch_size and --gradient_accumulation_steps make."
+        },
+    )
+    auto_fit_gib: float | None = field(
+        default=None,
+        metadata={"help": "With --auto_fit: GiB of the card to fit into. Default: what is free on it."},
     )
     on_oom: Literal["step_down", "stop"] = field(
         default="step_down",
@@ -105,6 +125,12 @@ class TuneArguments:
             "directory; without it the published copy names the directory's last part."
         },
     )
+    hub_verify: Literal["download", "hashes"] = field(
+        default="download",
+        metadata={
+            "help": "How a pushed result is checked: every byte, downloaded, or only the hashes that the Hub states."
+        },
+    )
     print_config: bool = field(
         default=False, metadata={"help": "Print the resolved configuration as a YAML recipe and exit."}
     )
@@ -113,14 +139,16 @@ class TuneArguments:
         size = self.eval_split_size
         if size is not None and not (0 < size < 1 or (size >= 1 and size == int(size))):
             raise ValueError(f"--eval_split_size must be a share between 0 and 1 or a number of rows, got {size}")
-        for name in (
-            "sentinel_every",
-            "compare_optimizer_every",
-            "prefetch_batches",
-            "telemetry_every",
-        ):
+        for name in ("sentinel_every", "compare_optimizer_every", "prefetch_batches", "telemetry_every"):
             if not getattr(self, name) >= 0:  # a NaN is not either
                 raise ValueError(f"--{name} must be 0 (off) or more, got {getattr(self, name)}")
+        if self.auto_fit == "off" and (self.effective_batch is not None or self.auto_fit_gib is not None):
+            name = "effective_batch" if self.effective_batch is not None else "auto_fit_gib"
+            raise ValueError(f"--{name} works only with --auto_fit plan or --auto_fit probe; add one of them")
+        if self.effective_batch is not None and self.effective_batch < 1:
+            raise ValueError(f"--effective_batch must be 1 or more, got {self.effective_batch}")
+        if self.auto_fit_gib is not None and not 0 < self.auto_fit_gib < math.inf:
+            raise ValueError(f"--auto_fit_gib must be more than 0, and finite, got {self.auto_fit_gib}")
         if self.max_skipped_steps < 0:
             raise ValueError(f"--max_skipped_steps must be 0 or more, got {self.max_skipped_steps}")
         if self.early_stopping_patience is not None and self.early_stopping_patience < 1:

@@ -214,6 +214,14 @@ def push(argv: Sequence[str]) -> int:
     return run_push(argv)
 
 
+def report(argv: Sequence[str]) -> int:
+    """plots of a run, and what it verified and met with as one HTML page"""
+    from hf_rocm_tune.doctor.links import link_of
+    from hf_rocm_tune.publish.page_command import main as run_report
+
+    return run_report(argv, link_of=link_of)
+
+
 def merge(argv: Sequence[str]) -> int:
     """merge an adapter into its base, verified: a directory that plain transformers loads"""
     from hf_rocm_tune.publish import merge_command
@@ -253,6 +261,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "bench": bench,
     "demo": demo,
     "drill": drill,
+    "report": report,
     "push": push,
     "merge": merge,
     "generate": generate,

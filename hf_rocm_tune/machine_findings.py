@@ -26,6 +26,8 @@ from hf_rocm_tune.hardware.survey import survey
 
 DEADLINE_S = 5.0
 _VARIABLES = "variables"
+_ON_THE_PROCESSOR = ("no_gpu", "no_card")
+"""Rows that say that training would run on the processor: a run that does has just named its device."""
 
 
 def look(*, doctor: bool, say: Callable[[str], None], deadline_s: float = DEADLINE_S) -> tuple[dict[str, Any], ...]:
@@ -33,7 +35,8 @@ def look(*, doctor: bool, say: Callable[[str], None], deadline_s: float = DEADLI
 
     Args:
         doctor: False leaves only what the policy of environment variables has found already.
-        say: takes each line for the user. Variables were spoken of when the package was imported.
+        say: takes each line for the user, but for what was said already: variables were spoken of when the package was
+            imported, and of the processor as the device by the run.
         deadline_s: seconds after which the run goes on without an answer: a driver may hang inside a read.
 
     Returns:
@@ -41,10 +44,15 @@ def look(*, doctor: bool, say: Callable[[str], None], deadline_s: float = DEADLI
     """
     if os.environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1"):
         return ()
-    found = _within(deadline_s, read_software(in_process=True), own_environ(os.environ)) if doctor else []
-    for finding in found:
-        if finding.status in ("warn", "fail") and finding.check != _VARIABLES:
-            say(_line(finding))
+    found: list[Finding] = []
+    if doctor:
+        software = read_software(in_process=True)
+        found = _within(deadline_s, software, own_environ(os.environ))
+        known = () if software.devices.value else _ON_THE_PROCESSOR
+        grave = [finding for finding in found if finding.status in ("warn", "fail") and finding.row not in known]
+        for finding in grave:
+            if finding.check != _VARIABLES:
+                say(_line(finding))
     told = {finding.subject for finding in found if finding.check == _VARIABLES}
     # A variable that is too late to set, or a choice of cards that cannot hold, is known to this process alone.
     late = [one for one in environ.DECISIONS if one.action in ("warn", "error") and one.variable not in told]

@@ -1,11 +1,13 @@
 """Recipe files: the YAML mapping behind ``--config``, with the names of the flags and an ``env`` mapping.
 
-This reads and checks the shape of a file; what the names mean is known in ``arguments``. It imports no torch, so that
-the ``env`` of a recipe can be in place before torch reads it.
+``--config`` takes the path of a file, or the name of a recipe that ships with the package. This reads and checks the
+shape of a file; what the names mean is known in ``arguments``. It imports no torch, so that the ``env`` of a recipe can
+be in place before torch reads it.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from hf_rocm_tune import recipes
 from hf_rocm_tune.errors import UsageError
 
 FLAG = "--config"
@@ -60,17 +63,39 @@ def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
     return value, rest
 
 
+def find_recipe(given: str | Path) -> Path:
+    """The file that ``--config`` means: a file of that path wins over a recipe of that name.
+
+    Raises:
+        UsageError: there is neither; the message gives the nearest name where the value could be one.
+    """
+    path = Path(given)
+    if path.is_file():
+        return path
+    if str(given) in recipes.names():
+        return recipes.path(str(given))
+    if path.exists():
+        return path  # a directory or a device: reading it says what is wrong
+    nearest = difflib.get_close_matches(path.stem, recipes.names(), n=1, cutoff=0.5) if path.name == str(given) else []
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    raise UsageError(
+        f"recipe {given} does not exist: {hint}give {FLAG} the path of a YAML file, or a name that "
+        "`hf-rocm-tune recipes ls` lists"
+    )
+
+
 def read_recipe(path: str | Path) -> Recipe:
     """Read a recipe file.
+
+    Args:
+        path: of the file, or the name of one that ships with the package (`find_recipe`).
 
     Raises:
         UsageError: it is missing or unreadable, is not YAML (with the line), is not a mapping, or gives a key twice.
     """
-    path = Path(path)
+    path = find_recipe(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise UsageError(f"recipe {path} does not exist; give the path of a YAML file to {FLAG}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"recipe {path} cannot be read: {error}") from error
     try:

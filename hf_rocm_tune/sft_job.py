@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from accelerate import PartialState
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from trl import get_peft_config, get_quantization_config
 
-from hf_rocm_tune import announce, machine_findings
+from hf_rocm_tune import announce, auto_fit, machine_findings
 from hf_rocm_tune import arguments as command_line
 from hf_rocm_tune.arguments import Arguments
 from hf_rocm_tune.cards import Cards
@@ -54,7 +54,9 @@ class _Job:
     """What the parts of a run share."""
 
     arguments: Arguments
+    asked: dict[str, Any]  # the settings before --auto_fit chose: by them a run is known
     plan: Plan
+    fit: auto_fit.Fit | None
     source: ModelSource
     data: Splits
     tokenizer: PreTrainedTokenizerBase
@@ -78,7 +80,8 @@ def run(argv: Sequence[str]) -> int:
         print(arguments.to_yaml(), end="")
         return 0
     check_world(arguments.training.world_size, os.environ)
-    plan = _plan(arguments)
+    asked = {**arguments.resolved(), "world_size": arguments.training.world_size}
+    plan = _plan(arguments, asked)
     for note in plan.notes:
         announce.say(note)
     publisher = _publisher(arguments)
@@ -87,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
         if publisher is not None:
             publisher.result(plan.directory)  # its push may have failed; what is there is not sent again
         return 0
-    job = _prepare(arguments, plan, publisher)
+    job = _prepare(arguments, asked, plan, publisher)
     announce.say(*announce.settings(arguments, job.data.description, job.mover))
     job.findings = machine_findings.look(doctor=arguments.tune.doctor == "quick", say=announce.say_of_this_rank)
     with job.mover, closing(publisher) if publisher else nullcontext():
@@ -112,7 +115,7 @@ def _complete(job: _Job) -> None:
             return
         release_memory()
         job.plan.lock.release()
-        job.plan = _plan(job.arguments, going_back=True)
+        job.plan = _plan(job.arguments, job.asked, going_back=True)
         where = job.plan.checkpoint.name if job.plan.checkpoint else "the start"
         announce.say(f"{fault}", f"all weights are loaded again and the run goes back to {where}")
         job.mover.report.settle_incidents("frozen", "recovered")
@@ -123,6 +126,7 @@ def _attempt(job: _Job, *, may_go_back: bool) -> str | None:
     trainer, facts = _trainer(job)
     announce.say(*announce.model(trainer, facts))
     trainer.require_coverage()
+    facts = _fitted(job, trainer, facts)
     if trainer.is_world_process_zero():
         job.plan.commit()
         resumed_from = job.plan.checkpoint.name if job.plan.checkpoint else None
@@ -141,12 +145,22 @@ def _attempt(job: _Job, *, may_go_back: bool) -> str | None:
     return None
 
 
-def _plan(arguments: Arguments, *, going_back: bool = False) -> Plan:
+def _fitted(job: _Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> report.RunFacts:
+    """The choice of --auto_fit, corrected where that was asked for, and kept for whoever continues the run."""
+    if job.fit is None:
+        return facts
+    job.fit = auto_fit.probed(job.fit, trainer, say=announce.say)
+    chosen = job.fit.choice.values()
+    job.plan = replace(job.plan, record=replace(job.plan.record, auto_fit=chosen))
+    return replace(facts, auto_fit=chosen)
+
+
+def _plan(arguments: Arguments, asked: dict[str, Any], *, going_back: bool = False) -> Plan:
     """What to do in the output directory: rank 0 decides, all ranks hear it."""
     return on_main_process(
         lambda: prepare_output_dir(
             arguments.training.output_dir,
-            {**arguments.resolved(), "world_size": arguments.training.world_size},
+            asked,
             overwrite=arguments.tune.overwrite_output_dir and not going_back,
             resume=None if going_back else arguments.training.resume_from_checkpoint,
         )
@@ -159,9 +173,11 @@ def _publisher(arguments: Arguments) -> Publisher | None:
     token, training.hub_token = training.hub_token, None
     if not training.push_to_hub:
         return None
+    if token:
+        announce.say("others on this machine can read --hub_token while the run lasts: `hf auth login` hides the token")
     base = arguments.tune.hub_base_model_id
     local = dict.fromkeys(arguments.local_paths(), "") | {arguments.model.model_name_or_path: base or ""}
-    wanted = publishing.Plan.of(training, base_model_id=base, local=local)
+    wanted = publishing.Plan.of(training, base_model_id=base, verify=arguments.tune.hub_verify, local=local)
     publisher = Publisher(wanted, token=token, say=announce.say) if PartialState().is_main_process else None
 
     def repo_id() -> str:
@@ -173,7 +189,7 @@ def _publisher(arguments: Arguments) -> Publisher | None:
     return publisher
 
 
-def _prepare(arguments: Arguments, plan: Plan, publisher: Publisher | None) -> _Job:
+def _prepare(arguments: Arguments, asked: dict[str, Any], plan: Plan, publisher: Publisher | None) -> _Job:
     """Everything that can be refused without loading the model."""
     training, tune = arguments.training, arguments.tune
     source = ModelSource(
@@ -197,6 +213,7 @@ def _prepare(arguments: Arguments, plan: Plan, publisher: Publisher | None) -> _
     data = _data(arguments)
     tokenizer = load_tokenizer(source, training.chat_template_path)
     _check_formats(arguments, data, tokenizer)
+    fit = auto_fit.fit(arguments, plan.record.auto_fit, say=announce.say)
     mover = Mover(
         training.device,
         settings=TransferSettings(verify=tune.verify, on_corruption=tune.on_corruption),
@@ -205,7 +222,9 @@ def _prepare(arguments: Arguments, plan: Plan, publisher: Publisher | None) -> _
     telemetry = of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
     return _Job(
         arguments=arguments,
+        asked=asked,
         plan=plan,
+        fit=fit,
         source=source,
         data=data,
         tokenizer=tokenizer,

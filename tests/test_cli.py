@@ -23,7 +23,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 
 def test_the_verbs_are_the_public_commands() -> None:
-    assert list(cli.VERBS) == ["sft", "configs", "env", "bench", "demo", "drill", "version"]
+    training, machine = ["sft", "run"], ["doctor", "plan", "configs", "recipes", "env", "bench", "demo", "drill"]
+    result = ["report", "push", "merge", "generate", "chat", "eval"]
+    assert list(cli.VERBS) == [*training, *machine, *result, "version"]
     assert all(command.__doc__ and "\n" not in command.__doc__ for command in cli.VERBS.values())
 
 
@@ -31,7 +33,8 @@ def test_help_and_version_import_no_torch() -> None:
     code = (
         "import sys; from hf_rocm_tune import cli\n"
         "assert cli.main([]) == cli.main(['--help']) == cli.main(['--version']) == 0\n"
-        "assert cli.main(['configs', 'ls']) == cli.main(['env']) == cli.main(['stf']) - 2 == 0\n"
+        "assert cli.main(['configs', 'ls']) == cli.main(['recipes', 'ls']) == 0\n"
+        "assert cli.main(['env']) == cli.main(['stf']) - 2 == 0\n"
         "heavy = {'torch', 'transformers', 'accelerate', 'trl'} & set(sys.modules); assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

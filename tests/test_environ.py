@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hf_rocm_tune import environ as policy
-from hf_rocm_tune.environ import Decision, MachineFacts, announce, evaluate, explain, exports, to_json
+from hf_rocm_tune.environ import Decision, MachineFacts, announce, evaluate, explain, exports, show, to_json
 from hf_rocm_tune.environ.policy import POLICY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -167,7 +167,9 @@ def test_every_row_of_the_policy_is_fired_by_the_table() -> None:
     unfired = set(reasons)
     cases = [({name: value} if value is not None else {}, facts) for name, value, facts, _ in FIRES]
     cases += [({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "a:2"}, XT)]
-    cases += [({"HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0"}, XT)]
+    cases += [
+        ({"HIP_VISIBLE_DEVICES": "0", other: "0"}, XT) for other in ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    ]
     for environ, facts in cases:
         for decision in evaluate(environ, facts):
             unfired -= {reason for reason in unfired if reason in decision.reason}
@@ -213,9 +215,16 @@ def test_several_allocator_names_are_a_matter_only_where_they_differ() -> None:
     assert decision.variable.split(", ") == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
 
 
-def test_nested_filters_are_warned_of() -> None:
-    (decision,) = evaluate({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}, XT)
-    assert decision.action == "warn"
+@pytest.mark.parametrize(
+    ("names", "nested"),
+    [("HIP CUDA", False), ("HIP ROCR", True), ("CUDA ROCR", True), ("HIP CUDA ROCR", True)],
+)
+def test_filters_nest_only_under_that_of_the_runtime(names: str, nested: bool) -> None:
+    present = {f"{name}_VISIBLE_DEVICES": "0" for name in names.split()}
+    (decision,) = evaluate(present, XT)
+    assert (decision.action, decision.cure) == ("warn", "set one of them")
+    assert decision.variable.split(", ") == list(present)
+    assert ("nest" in decision.reason, "ROCR" in decision.reason) == (nested, nested)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +303,39 @@ def test_quiet_silences_notes_but_not_warnings() -> None:
     environ = {"RCCL_DEBUG": "1", "HIP_LAUNCH_BLOCKING": "1", "HF_ROCM_TUNE_QUIET": "1"}
     (line,) = said(environ)
     assert "warning: HIP_LAUNCH_BLOCKING" in line
+
+
+PROGRAM = "import sys; from hf_rocm_tune.cli import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"), [([], 0), (["--strict"], 1), (["--json"], 1), (["--export"], 1), (["--strict", "--json"], 2)]
+)
+@pytest.mark.parametrize("way", ["script", "module"])
+def test_the_table_says_a_warning_once(way: str, flags: list[str], lines: int, tmp_path: Path) -> None:
+    script = tmp_path / "hf-rocm-tune"
+    script.write_text(PROGRAM)
+    start = [str(script)] if way == "script" else ["-m", "hf_rocm_tune"]
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(
+        [sys.executable, *start, "env", *flags], env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == int("--strict" in flags)
+    assert len(done.stderr.splitlines()) == lines, done.stderr
+    assert done.stdout.count("very slow") == int("--export" not in flags)
+
+
+def test_other_commands_are_not_taken_for_the_table() -> None:
+    for words in (
+        ["hf-rocm-tune", "doctor"],
+        ["hf-rocm-tune", "sft", "env"],
+        ["other", "env"],
+        ["-m", "other", "env"],
+        [],
+    ):
+        assert not show._is_shown_anyway(["python", *words]), words
+    assert show._is_shown_anyway(["python", "/home/me/bin/hf-rocm-tune", "env"])
+    assert show._is_shown_anyway(["C:/hf-rocm-tune.exe", "env", "--strict"])
 
 
 def test_the_views_of_decisions_agree() -> None:

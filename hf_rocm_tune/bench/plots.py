@@ -1,4 +1,4 @@
-"""PNG plots of results, with matplotlib where it is installed (the extra ``plots``)."""
+"""PNG plots of results, with matplotlib."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_plot(path: Path | None) -> None:
     """Refuse a plot that cannot be drawn, before anything is measured.
 
     Raises:
-        UsageError: the file is no PNG, or matplotlib is not installed.
+        UsageError: the file is no PNG, or matplotlib cannot be imported.
     """
     if path is None:
         return
@@ -27,7 +27,7 @@ def check_plot(path: Path | None) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"--plot needs matplotlib ({error}): `pip install 'hf-rocm-tune[plots]'`") from error
+        raise UsageError(f"--plot needs matplotlib ({error}): `pip install matplotlib`") from error
 
 
 def transfers(result: Result, path: Path) -> None:

@@ -4,7 +4,8 @@ The file is the recording of the machine (``hardware.sysfs_recording`` says its 
 
     {"schema": 1, "source": "hf-rocm-tune 0.1.0", ..., "software": {...}, "environ": {"HIP_VISIBLE_DEVICES": "0"}}
 
-``software`` is ``Software.to_dict()``, and may be missing; ``environ`` holds variables of the policy only.
+``software`` is ``Software.to_dict()``; ``environ`` holds variables of the policy only. Where one is missing, what hangs
+on it is unknown.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def pack(evidence: Evidence, recording: Mapping[str, Any], identity: Identity) -
     packed: dict[str, Any] = scrub({**without_groups(recording), "software": software, "binary": {}}, identity)
     packed["source"] = f"hf-rocm-tune {__version__}, doctor --capture"
     packed["binary"] = {scrub(path, identity): _binary(path, text) for path, text in recording["binary"].items()}
-    packed["environ"] = {name: scrub_variable(value, identity) for name, value in of_policy(evidence.environ).items()}
+    if evidence.environ is not None:
+        mine = of_policy(evidence.environ)
+        packed["environ"] = {name: scrub_variable(value, identity) for name, value in mine.items()}
     return packed
 
 
@@ -93,8 +96,9 @@ def read(file: Path) -> tuple[Evidence, str]:
     """
     packed = _load(file)
     tree = RecordedTree(packed)
-    environ = packed.get("environ", {})
-    if not isinstance(environ, dict) or not all(isinstance(value, str) for value in environ.values()):
+    environ = packed.get("environ")
+    known = isinstance(environ, dict) and all(isinstance(value, str) for value in environ.values())
+    if environ is not None and not known:
         raise UsageError(f"--from {file}: 'environ' must map names to texts; is it a file of `doctor --capture`?")
     try:
         software = Software.from_dict(packed["software"]) if packed.get("software") else None

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from hf_rocm_tune.doctor.evidence import Evidence
 from hf_rocm_tune.doctor.finding import Finding
 
-#: Groups in the order in which they run and are shown: FACTS.md's order of decision. What explains most comes first.
+#: Groups in the order in which they run and are shown. What explains most comes first: variables and the wheel before
+#: copies to one card, those before its memory, that before copies between cards, and arithmetic after all copies.
 GROUPS: Mapping[str, str] = {
     "access": "Cards and access to them",
     "variables": "Environment variables",

@@ -18,6 +18,7 @@ from hf_rocm_tune.doctor.diagnose import diagnose
 from hf_rocm_tune.doctor.live import read_here
 from hf_rocm_tune.doctor.measured.faults import VARIABLE, DoctorFault
 from hf_rocm_tune.doctor.outcome import Report, about
+from hf_rocm_tune.doctor.redact import Identity
 from hf_rocm_tune.doctor.registry import all_checks, listing, select
 from hf_rocm_tune.doctor.table import Table
 from hf_rocm_tune.errors import UsageError
@@ -45,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     if wanted.capture is not None:
         return _capture(wanted.capture)
     report = _examine(checks, full=wanted.full, recording=wanted.recording)
+    if wanted.json or wanted.markdown:  # these are made to be given to others; the table is for who sits here
+        report = report.scrubbed(Identity.of_this_machine(os.environ))
     if wanted.json:
         _show(json.dumps(report.to_dict(), indent=2))
     elif wanted.markdown:
@@ -88,8 +91,11 @@ def _capture(file: Path) -> int:
 
 
 def _show(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    # A name in a stranger's file may hold what the stream here has no letter for.
+    shown = text.encode(encoding, "backslashreplace").decode(encoding)
     try:
-        print(text, flush=True)
+        print(shown, flush=True)
     except BrokenPipeError:
         # Who reads it (head, a pager) has seen enough; Python would complain again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -124,8 +130,8 @@ def _parser() -> argparse.ArgumentParser:
         "Exit code: 0 fine, 1 warnings, 2 failures.",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--markdown", action="store_true", help="print Markdown, for an issue report")
+    form.add_argument("--json", action="store_true", help="print JSON, without names of users and secrets")
+    form.add_argument("--markdown", action="store_true", help="the same as Markdown, for an issue report")
     name = "NAME"
     parser.add_argument("--only", nargs="+", default=[], metavar=name, help="run these checks or groups only")
     parser.add_argument("--skip", nargs="+", default=[], metavar=name, help="leave these checks or groups out")

@@ -16,6 +16,8 @@ from hf_rocm_tune.environ import evaluate
 #: Exit codes of the command.
 FINE, WARNINGS, FAILURES = 0, 1, 2
 NOTHING_THERE = "there is nothing of the kind on this machine"
+_HUNG = ("measurement_hung", "pair_hung")
+_ENOUGH_HANGS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ def diagnose(
     for check in in_order(checks):
         if evidence.card_count < check.needs_cards:
             continue
-        why_not = _why_not(check, evidence, full=full)
+        why_not = _why_not(check, evidence, full=full) or _given_up(check, findings)
         if why_not:
             findings.append(skipped(check.name, why_not))
             continue
@@ -91,12 +93,12 @@ def _variables_for(evidence: Evidence, findings: Iterable[Finding]) -> list[Find
     names = {name for finding in findings if finding.row in rows for name in rows[finding.row].environ}
     if not names:
         return []
-    before = evaluate(evidence.environ, evidence.facts())
-    told = evaluate(evidence.environ, evidence.facts(frozenset(names)))
+    before = evaluate(evidence.variables, evidence.facts())
+    told = evaluate(evidence.variables, evidence.facts(frozenset(names)))
     new = [decision for decision in told if decision not in before]
     # Two cards that want different values of one variable: there is no line to print, and each finding says its own.
     values = {name: {one.value for one in new if one.variable == name} for name in {one.variable for one in new}}
-    return [of_decision("variables", decision) for decision in new if len(values[decision.variable]) == 1]
+    return [of_decision("variables", one, found=True) for one in new if len(values[one.variable]) == 1]
 
 
 def _why_not(check: Check, evidence: Evidence, *, full: bool) -> str:
@@ -107,9 +109,19 @@ def _why_not(check: Check, evidence: Evidence, *, full: bool) -> str:
         return "recorded: nothing can be measured on a machine that is not here"
     if check.needs_gpu and not evidence.devices:
         return f"torch sees no accelerator: {_no_devices(evidence)}"
+    if check.needs_cards > len(evidence.seen_cards):
+        return f"torch sees {len(evidence.seen_cards)} of {evidence.card_count} cards"
     if check.full and not full:
         return f"takes about {_duration(check.seconds)}; --full runs it"
     return ""
+
+
+def _given_up(check: Check, findings: Iterable[Finding]) -> str:
+    """Why nothing more is measured: every hang takes minutes, and a driver that hung in two checks hangs on."""
+    hung = dict.fromkeys(finding.check for finding in findings if finding.row in _HUNG)
+    if not check.measured or check.group == "after" or len(hung) < _ENOUGH_HANGS:
+        return ""
+    return f"{' and '.join(hung)} did not return; --only {check.name} measures it all the same"
 
 
 def _no_devices(evidence: Evidence) -> str:

@@ -12,6 +12,7 @@ from hf_rocm_tune.hardware.machine import Gpu, Machine
 from hf_rocm_tune.hardware.software import Software, TorchDevice
 from hf_rocm_tune.hardware.visible import choose, visible_nodes
 
+NO_VARIABLES = "the recording holds no variables"
 #: The driver of a device that a virtual machine has: this system cannot use it.
 GIVEN_AWAY = "vfio-pci"
 
@@ -28,13 +29,13 @@ class Evidence:
     Attributes:
         machine: what the kernel tells.
         software: what is installed; None in a recording that holds no software.
-        environ: the user's variables, without what this package has set itself.
+        environ: the user's variables, without what this package has set itself; None in a recording that holds none.
         recorded: it comes from a file, so nothing can be measured.
     """
 
     machine: Machine
     software: Software | None
-    environ: Mapping[str, str]
+    environ: Mapping[str, str] | None
     recorded: bool = False
 
     @property
@@ -49,6 +50,11 @@ class Evidence:
         return tuple(gpu for gpu in discrete if gpu.driver.value != GIVEN_AWAY) or discrete or self.machine.amd
 
     @property
+    def variables(self) -> Mapping[str, str]:
+        """Those variables that are known to be set."""
+        return self.environ or {}
+
+    @property
     def devices(self) -> tuple[TorchDevice, ...]:
         """What torch sees; nothing where that is not known."""
         return (self.software.devices.value or ()) if self.software else ()
@@ -56,22 +62,34 @@ class Evidence:
     @property
     def card_count(self) -> int:
         """How many discrete cards there are, of any vendor: what the kernel lists, or torch where it sees more."""
-        seen = [one for one in self.joined if one.gpu is None or one.gpu.integrated is not True]
-        return max(len(self.cards), len(seen))
+        return max(len(self.cards), len(self.seen_cards))
+
+    @property
+    def seen_cards(self) -> tuple[TorchDevice, ...]:
+        """Those of torch's devices that are no integrated GPUs."""
+        return tuple(one.device for one in self.joined if one.gpu is None or one.gpu.integrated is not True)
 
     @property
     def joined(self) -> tuple[JoinedDevice, ...]:
         """What torch sees, with the card of the kernel that each device is."""
         topology = self.machine.topology
         # Torch was asked by a process of this package, which shows it all discrete cards where the user filters none.
-        shown = choose(topology.nodes, self.environ, complete=topology.complete, split=True).variables
-        return join(self.machine, self.devices, {**self.environ, **shown}).devices
+        shown = choose(topology.nodes, self.variables, complete=topology.complete, split=True).variables
+        return join(self.machine, self.devices, {**self.variables, **shown})
 
     @property
     def visible(self) -> tuple[GpuNode, ...] | None:
         """The compute nodes that the user's filters leave; None where that is not known."""
         topology = self.machine.topology
-        return visible_nodes(topology.nodes, self.environ) if topology.complete else None
+        known = topology.complete and self.environ is not None
+        return visible_nodes(topology.nodes, self.variables) if known else None
+
+    @property
+    def unseen(self) -> str:
+        """Why it is not known which nodes are visible."""
+        if self.environ is None:
+            return NO_VARIABLES
+        return "; ".join(self.machine.topology.reasons) or "the filter of visible GPUs is not a plain list of indices"
 
     def facts(self, findings: frozenset[str] = frozenset()) -> MachineFacts:
         """The same in the form that the policy of variables wants.
@@ -90,8 +108,7 @@ class Evidence:
             reasons["flash_attn_version"] = unread
         visible = self.visible
         if visible is None:
-            why = "; ".join(self.machine.topology.reasons)
-            reasons["archs"] = why or "the filter of visible GPUs is not a plain list of indices"
+            reasons["archs"] = self.unseen
         return MachineFacts(
             torch_version=torch_version,
             hip_version=software.hip_version if software else None,

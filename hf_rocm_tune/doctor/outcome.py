@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_rocm_tune.doctor.check import GROUPS
@@ -12,6 +12,7 @@ from hf_rocm_tune.doctor.diagnose import Diagnosis
 from hf_rocm_tune.doctor.evidence import Evidence
 from hf_rocm_tune.doctor.finding import Finding
 from hf_rocm_tune.doctor.links import link_of
+from hf_rocm_tune.doctor.redact import Identity, scrub_finding, scrub_text, scrub_variable
 from hf_rocm_tune.version import __version__
 
 STATUSES = ("fail", "warn", "info", "ok", "unknown", "skipped")
@@ -66,6 +67,17 @@ class Report:
         counts = {status: self.diagnosis.count(status) for status in STATUSES}
         shown = [f"{count} {words[status][count != 1]}" for status, count in counts.items() if count]
         return ", ".join(shown) or "nothing was looked at"
+
+    def scrubbed(self, identity: Identity) -> Report:
+        """The same without names, secrets and serial numbers, to be given to others."""
+        findings = tuple(scrub_finding(finding, identity) for finding in self.diagnosis.findings)
+        return replace(
+            self,
+            diagnosis=replace(self.diagnosis, findings=findings),
+            about=scrub_text(self.about, identity),
+            source=scrub_text(self.source, identity),
+            fault=scrub_variable(self.fault, identity),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -1,9 +1,13 @@
-"""Takes out of a recording what is nobody's business: names, secrets, serial numbers, addresses of network cards.
+"""Takes out of what leaves this machine what is nobody's business: names, secrets, serial numbers, network addresses.
 
-First only what was read is in a recording at all (``hardware.keep_sysfs``), and only variables of the policy. What is
-left is text that may still hold a home directory or a name, and is looked through string by string, keys included.
+That is a recording (``--capture``), and the report of ``--json`` and ``--markdown``; the table on the terminal shows
+what was read. First only what was read is in a recording at all (``hardware.keep_sysfs``), and only variables of the
+policy. What is left is text that may still hold a home directory or a name, and is looked through string by string,
+keys included.
 
-Not covered: a secret of an unknown form in a variable of the policy. The command says where the file is, to be read.
+Not covered: a secret of an unknown form in a variable of the policy, and, outside of a home directory, a name that is
+also a word of what the doctor itself says ("torch", "card"): alone it tells nobody anything, and without it the text
+would be spoilt. The command says where the file is, to be read.
 """
 
 from __future__ import annotations
@@ -14,9 +18,18 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from hf_rocm_tune.doctor.check import GROUPS
+from hf_rocm_tune.doctor.finding import Finding
+from hf_rocm_tune.doctor.rows import all_rows
+from hf_rocm_tune.environ.policy import POLICY
+from hf_rocm_tune.hardware.cards import CARDS
+from hf_rocm_tune.hardware.software import PACKAGES, Software, TorchDevice
+from hf_rocm_tune.hardware.sysfs_recording import Recording
 
 # Names that say nothing about anybody, and that stand in files of every machine.
 _PUBLIC = frozenset(
@@ -31,7 +44,7 @@ _GROUP_MOUNTS = "sys/fs/cgroup/"
 _ENGINES = ("docker", "libpod", "kubepods", "crio-", "containerd", "lxc")
 
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"(?<![\w.-])(/home|/Users|/var/home|[A-Za-z]:[\\/]Users)([\\/])[^\\/\s:;,'\"]+"), r"\1\2user"),
+    (re.compile(r"(?<![\w.-])(/home|/Users|/var/home|[A-Za-z]:[\\/]Users)([\\/])[^\\/\s:;,'\"`()<>]+"), r"\1\2user"),
     (re.compile(r"\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b"), "00:00:00:00:00:00"),
     (re.compile(r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"), "00000000-0000-0000-0000-000000000000"),
     (re.compile(r"\bGPU-[0-9a-fA-F]{8,32}\b"), "GPU-0000000000000000"),
@@ -82,10 +95,20 @@ def _home() -> str:
 
 def _names(found: Iterable[str]) -> tuple[str, ...]:
     """Those that are worth hiding, the longest first so that a name within a name does not spoil it."""
-    kept = {
-        name for name in found if len(name) >= _SHORTEST_NAME and name.lower() not in _PUBLIC and not name.isdigit()
-    }
+    public = _PUBLIC | _own_words()
+    kept = {name for name in found if len(name) >= _SHORTEST_NAME and name.lower() not in public and not name.isdigit()}
     return tuple(sorted(kept, key=lambda name: (-len(name), name)))
+
+
+@cache
+def _own_words() -> frozenset[str]:
+    """The words of what is said here whoever owns the machine, and of the form of a recording."""
+    texts = [text for row in all_rows().values() for text in (row.title, row.says, row.cure, *row.sources)]
+    texts += [text for row in POLICY for text in (*row.variables, row.reason, row.cure, row.source, row.value or "")]
+    texts += [f"{card.name} {card.arch} {card.matrix}" for card in CARDS]
+    texts += [*GROUPS, *GROUPS.values(), *PACKAGES, "schema source binary value reason usable group"]
+    texts += [field.name for form in (Software, TorchDevice, Recording) for field in fields(form)]
+    return frozenset(word.lower() for text in texts for word in re.split("[^A-Za-z0-9]+", text))
 
 
 def without_groups(recording: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,3 +165,16 @@ def scrub(value: Any, identity: Identity) -> Any:
 def scrub_variable(value: str, identity: Identity) -> str:
     """The value of a variable; network addresses go too, which elsewhere would be versions."""
     return _IP_ADDRESS.sub("0.0.0.0", scrub_text(value, identity))
+
+
+def scrub_finding(finding: Finding, identity: Identity) -> Finding:
+    """A finding without names, secrets and serial numbers in what it says and shows."""
+    clean = scrub_variable if finding.check == "variables" else scrub_text
+    return replace(
+        finding,
+        title=clean(finding.title, identity),
+        text=clean(finding.text, identity),
+        evidence=tuple(clean(line, identity) for line in finding.evidence),
+        cure=clean(finding.cure, identity),
+        subject=clean(finding.subject, identity),
+    )

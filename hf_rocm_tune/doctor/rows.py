@@ -43,7 +43,8 @@ class Row:
         title: what is the case, in a few words; may hold ``{placeholders}``, as ``says`` and ``cure`` may.
         says: the finding in one or two sentences.
         cure: what to do; empty only where nothing is wrong.
-        sources: on whose word: issues, documents, source files, or "FACTS: ..." where only our facts page says so.
+        sources: on whose word: issues, documents, source files, or "general knowledge, lower confidence" where there
+            is none for a part of what is said.
         confidence: ``documented`` by vendor or source code, ``reproduced`` by several or by a controlled trial,
             ``reported`` by someone, or ``general`` knowledge without a source of its own.
         needs_cards: how many discrete cards must be there before this is said.

@@ -215,7 +215,7 @@ def apply(
     environ = os.environ if environ is None else environ
     filters = tuple(environ.get(name) for name in VISIBLE)
     if facts is None:
-        facts = _FACTS.get(filters) or read_facts(archs=None)
+        facts = _FACTS.get(filters) or read_facts()
     elif environ is os.environ:
         _FACTS.clear()
         _FACTS[filters] = facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,15 +57,13 @@ def _quoted(text: str, name: str) -> str | None:
     return found.group(1) if found else None
 
 
-def read_facts(*, archs: tuple[str, ...] | None, archs_reason: str = "", findings: Iterable[str] = ()) -> MachineFacts:
+def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
     """Read what this process needs to know of torch and flash-attn, importing neither.
 
     Args:
-        archs: architectures of the visible GPUs, from ``hardware``; None with ``archs_reason`` where unknown.
-        archs_reason: why ``archs`` is None.
-        findings: see ``MachineFacts.findings``.
+        archs: architectures of the visible GPUs, from ``hardware``; None where they were not read.
     """
-    reasons: dict[str, str] = {} if archs is not None else {"archs": archs_reason or "the visible GPUs were not read"}
+    reasons: dict[str, str] = {} if archs is not None else {"archs": "the visible GPUs were not read"}
     torch_version = hip_version = None
     try:
         text = _package_text("torch", "version.py")
@@ -89,6 +87,5 @@ def read_facts(*, archs: tuple[str, ...] | None, archs_reason: str = "", finding
         hip_version=hip_version,
         archs=archs,
         flash_attn_version=flash_attn,
-        findings=frozenset(findings),
         reasons=reasons,
     )

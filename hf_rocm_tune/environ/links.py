@@ -23,6 +23,7 @@ _PAGES = {
     "MIOpen kernel cache page": "https://rocm.docs.amd.com/projects/MIOpen/en/latest/cache.html",
     "pytorch hip.rst": "https://docs.pytorch.org/docs/stable/notes/hip.html",
     "clr flags.hpp": f"{_SYSTEMS}/clr/rocclr/utils/flags.hpp",
+    "clr rocdevice.cpp": f"{_SYSTEMS}/clr/rocclr/device/rocm/rocdevice.cpp",
     "clr rocsettings.cpp": f"{_SYSTEMS}/clr/rocclr/device/rocm/rocsettings.cpp",
     "libhsakmt topology.c": f"{_SYSTEMS}/rocr-runtime/libhsakmt/src/topology.c",
     "rccl init.cc": f"{_SYSTEMS}/rccl/src/init.cc",

@@ -64,11 +64,20 @@ RUNTIME_ROWS: tuple[Row, ...] = (
     Row(
         variables=VISIBLE,
         action="warn",
-        topic="nested",
-        together=test.several,
+        topic="filters",
+        together=test.nested,
         reason="these filters nest: under ROCR_VISIBLE_DEVICES the indices of the others count from 0 anew",
         cure="set one of them",
         source="HIP environment variables page; clr flags.hpp",
+    ),
+    Row(
+        variables=VISIBLE,
+        action="warn",
+        topic="filters",
+        together=test.twice,
+        reason="both filters have the same effect in HIP, which follows only one of them",
+        cure="set one of them",
+        source="HIP environment variables page; clr flags.hpp; clr rocdevice.cpp",
     ),
     Row(
         variables=("AMD_SERIALIZE_KERNEL", "AMD_SERIALIZE_COPY", "HIP_LAUNCH_BLOCKING"),

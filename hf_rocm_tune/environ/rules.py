@@ -98,8 +98,12 @@ def values_differ(present: Mapping[str, str]) -> bool:
     return len({value.strip() for value in present.values()}) > 1
 
 
-def several(present: Mapping[str, str]) -> bool:
-    return len(present) > 1
+def nested(present: Mapping[str, str]) -> bool:
+    return len(present) > 1 and "ROCR_VISIBLE_DEVICES" in present
+
+
+def twice(present: Mapping[str, str]) -> bool:
+    return len(present) > 1 and "ROCR_VISIBLE_DEVICES" not in present
 
 
 @dataclass(frozen=True, kw_only=True)

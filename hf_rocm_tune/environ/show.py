@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import zlib
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import asdict
+from pathlib import PurePath
 from typing import TextIO
 
 from hf_rocm_tune.environ.decide import Decision
@@ -40,11 +42,13 @@ def announce(
 ) -> None:
     """Print info, warnings and errors on stderr, one line each, once per process tree and by local rank 0 only.
 
-    HF_ROCM_TUNE_QUIET=1 leaves info out. What has been printed is noted in HF_ROCM_TUNE_TOLD, which child processes
-    (ranks of a launcher, loader workers) inherit; a line that is new there is still printed.
+    HF_ROCM_TUNE_QUIET=1 leaves info out, and where the process is ``hf-rocm-tune env`` its table says it all. What has
+    been printed is noted in HF_ROCM_TUNE_TOLD, which child processes (ranks of a launcher, loader workers) inherit; a
+    line that is new there is still printed.
     """
     environ = os.environ if environ is None else environ
-    stream = sys.stderr if stream is None else stream
+    if stream is None:
+        stream = None if _is_shown_anyway(sys.orig_argv) else sys.stderr
     if stream is None or environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1"):
         return
     quiet = environ.get(QUIET, "").strip() == "1"
@@ -59,6 +63,12 @@ def announce(
             print(f"hf_rocm_tune: {line}", file=stream)
     if told:
         environ[MARK_TOLD] = ",".join(told)
+
+
+def _is_shown_anyway(command_line: Sequence[str]) -> bool:
+    """Whether a command line asks for the table of all decisions; JSON and shell lines go to programs."""
+    words = " ".join(PurePath(word).stem for word in command_line)
+    return re.search(r"(?:^| )(?:hf-rocm-tune|-m hf_rocm_tune) env(?: --strict)*$", words) is not None
 
 
 def explain(decisions: Sequence[Decision], facts: MachineFacts | None = None) -> str:

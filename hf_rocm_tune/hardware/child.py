@@ -50,10 +50,15 @@ def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5
         grace_s: seconds that the others have when one has died or left garbage: what they wait for does not come.
 
     Returns:
-        The outcomes in the order of `tasks`. No child runs any more, but for what the kernel does not let die.
+        The outcomes in the order of `tasks`. No child runs any more, but for what the kernel does not let die. Where
+        one could not be started (no memory, no room in the temporary directory), all have died of that.
     """
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(Child(task)) for task in tasks]
+        try:
+            children = [stack.enter_context(Child(task)) for task in tasks]
+        except OSError as error:
+            why = f"{type(error).__name__}: it could not be started: {error.strerror or error}"
+            return [Outcome(status="died", error=why) for _ in tasks]
         ends_at = time.monotonic() + deadline_s
         one_failed = False
         while (late := [child for child in children if child.runs()]) and time.monotonic() < ends_at:

@@ -40,17 +40,29 @@ class Child:
 
     Args:
         task: what it is to do; it starts at once.
+
+    Raises:
+        OSError: it cannot be started.
     """
 
     def __init__(self, task: Task) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hf-rocm-tune-child-", ignore_cleanup_errors=True)
         self._folder = Path(self._directory.name)
-        request = self._folder / "request.json"
-        request.write_text(json.dumps(dict(task.request)), encoding="utf-8")
         self._began, self._ended = time.monotonic(), 0.0
         self._state = ""
+        try:
+            self._process = self._start(task)
+        except OSError:
+            self._directory.cleanup()
+            raise
+        assert self._process.stdout is not None
+        self._output = _Output(self._process.stdout)
+
+    def _start(self, task: Task) -> subprocess.Popen[bytes]:
+        request = self._folder / "request.json"
+        request.write_text(json.dumps(dict(task.request)), encoding="utf-8")
         with request.open("rb") as stdin:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 # -P: no folder of the user's (datasets/, random.py) shadows a library, as none does here.
                 [sys.executable, "-P", "-m", task.module, *task.arguments],
                 env=_environ(task, self._folder),
@@ -59,8 +71,6 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        assert self._process.stdout is not None
-        self._output = _Output(self._process.stdout)
 
     def __enter__(self) -> Child:
         return self

@@ -1,4 +1,4 @@
-"""Which card of the machine is which device of torch, and which of them a process should see.
+"""Which card of the machine is which device of torch.
 
 Torch counts the devices that its filters leave; the kernel knows the cards, whatever the variables say. The two are
 joined by PCI address, and where torch gives none, by their order.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hf_rocm_tune.hardware.machine import Gpu, Machine
 from hf_rocm_tune.hardware.software_record import TorchDevice
-from hf_rocm_tune.hardware.visible import Choice, choose, visible_nodes
+from hf_rocm_tune.hardware.visible import visible_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,42 +34,15 @@ class JoinedDevice:
         return self.gpu is not None and self.gpu.arch is not None and self.gpu.arch != self.device.arch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Joined:
-    """Torch's devices with their cards.
-
-    Attributes:
-        devices: in torch's order.
-        unseen: AMD devices of the kernel that torch does not see: filtered out, or without a driver.
-        choice: what one process should see if the user had set no filter.
-    """
-
-    devices: tuple[JoinedDevice, ...]
-    unseen: tuple[Gpu, ...]
-    choice: Choice
-
-    @property
-    def integrated(self) -> tuple[JoinedDevice, ...]:
-        """The devices of torch that share the CPU's memory."""
-        return tuple(one for one in self.devices if one.gpu is not None and one.gpu.integrated)
-
-
-def join(machine: Machine, devices: Sequence[TorchDevice], environ: Mapping[str, str]) -> Joined:
-    """Tell which card each device of torch is.
+def join(machine: Machine, devices: Sequence[TorchDevice], environ: Mapping[str, str]) -> tuple[JoinedDevice, ...]:
+    """Tell which card each device of torch is, in torch's order.
 
     Args:
         machine: as surveyed.
         devices: as torch lists them; empty where it sees none.
         environ: the variables under which torch listed them, for their order.
     """
-    joined = tuple(_join_one(machine, device, devices, environ) for device in devices)
-    seen = {one.gpu.address for one in joined if one.gpu is not None}
-    topology = machine.topology
-    return Joined(
-        devices=joined,
-        unseen=tuple(gpu for gpu in machine.amd if gpu.address not in seen),
-        choice=choose(topology.nodes, {}, complete=topology.complete),
-    )
+    return tuple(_join_one(machine, device, devices, environ) for device in devices)
 
 
 def _join_one(

@@ -1,7 +1,7 @@
 """The AMD GPUs that the kernel's compute driver (KFD) lists, in its order, read without root and without torch.
 
 ``gfx_target_version`` is written by the kernel, so HSA_OVERRIDE_GFX_VERSION does not reach it: it is the card's true
-architecture even where a user has it spoofed (FACTS.md section 1c).
+architecture even where a user has it spoofed (unsloth install.sh, comment).
 
 Not covered: NVIDIA and Intel GPUs, Windows. Field meanings: kernel ``kfd_topology.c`` and ``hsakmttypes.h``.
 """

@@ -90,9 +90,9 @@ def pci_address(index: int) -> str | None:
     import torch
 
     properties = torch.cuda.get_device_properties(index)
-    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    domain, bus, slot = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
     # GPUs are function 0 of their slot; the runtime does not tell the function.
-    return None if None in place else "{:04x}:{:02x}:{:02x}.0".format(*place)
+    return None if None in (domain, bus, slot) else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 if __name__ == "__main__":

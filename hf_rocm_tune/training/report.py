@@ -43,6 +43,7 @@ class RunFacts:
         findings: what the doctor and the environment policy found on this machine before the run, as plain values;
             empty on all ranks of a machine but one.
         telemetry: of this process's card; None where the user has turned it off.
+        auto_fit: what ``--auto_fit`` has chosen, and by what figures; None where nothing was chosen.
     """
 
     run_id: str
@@ -51,6 +52,7 @@ class RunFacts:
     not_attested: tuple[str, ...] = ()
     findings: tuple[dict[str, Any], ...] = ()
     telemetry: Telemetry | None = None
+    auto_fit: Mapping[str, Any] | None = None
 
 
 def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
@@ -97,6 +99,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         },
         "batches": {**batches, "verify_share_of_step": _share(batches["verify_seconds"], seconds * len(everyone))},
         "memory": {**counters["memory"], **trainer.micro_batches()},
+        "auto_fit": facts.auto_fit,
         "survival": journal.summary(
             Path(trainer.args.output_dir),
             facts.run_id,

@@ -44,6 +44,7 @@ IGNORED = frozenset(
         "push_to_hub",
         "on_corruption",
         "on_oom",
+        "auto_fit_gib",
         "max_skipped_steps",
         "prefetch_batches",
         "compare_optimizer_every",
@@ -86,6 +87,7 @@ class RunRecord:
         status: "running", or "finished" when all of the result is in place.
         started: UTC time, ISO 8601.
         skipped_steps: optimizer steps that are left out, because the run died in them twice; see `skip_step`.
+        auto_fit: what ``--auto_fit`` has chosen for this run, whatever memory is free when it goes on; None: nothing.
     """
 
     run_id: str
@@ -94,6 +96,7 @@ class RunRecord:
     status: Literal["running", "finished"]
     started: str
     skipped_steps: tuple[int, ...] = ()
+    auto_fit: Mapping[str, Any] | None = None
 
 
 def new_record(settings: Mapping[str, Any]) -> RunRecord:

@@ -7,7 +7,7 @@ never the load. And a driver may hang inside a read of sysfs: then this thread h
 is a dozen small reads, about 0.1 ms of this process's time in a second. Not seen is what begins and ends between two
 looks; it is counted by none of the driver's files.
 
-**Thresholds** (FACTS.md section 1a, general knowledge, lower confidence): RDNA3 regulates itself on the hotspot up to
+**Thresholds** (general knowledge, lower confidence): RDNA3 regulates itself on the hotspot up to
 about 110 degrees Celsius, so 105 is worth a word; and so are clocks held down by temperature. Held down by the power
 or the current limit is usual under full load: that is counted, and said once.
 """

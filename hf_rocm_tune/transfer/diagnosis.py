@@ -74,7 +74,7 @@ CAUSES = (
         "rocm-libraries#12344",
     ),
 )
-"""FACTS of the field for host-to-device transfers: what is found there, and what has been seen to cause it."""
+"""Of host-to-device transfers: what is found at the destination, and what has been seen to cause it."""
 
 HOST_CAUSES = (
     Cause(("bit_flip", "other", "zeros", "poison", "stale", "late"), "marginal hardware", "rocm-libraries#12344"),

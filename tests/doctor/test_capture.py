@@ -20,9 +20,9 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.hardware.software import Software
 from hf_rocm_tune.hardware.survey import record
 from hf_rocm_tune.hardware.sysfs_tree import RecordedTree
-from tests.doctor.stacks import stack
 from tests.hardware.parts import RAPHAEL, XT, Slot
 from tests.hardware.trees import NODES, Built
+from tests.machines.installs import stack
 
 OWNER = Identity(
     users=("marguerite", "mag"), hosts=("thunderbird.example.org", "thunderbird"), homes=("/srv/mag-home",)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from hf_rocm_tune.hardware.child import Outcome, Task, run, run_together
 from hf_rocm_tune.hardware.child_main import ENDINGS
+from tests.doctor.together import together
 
 MODULE = "tests.doctor.acting_child"
 SOON = 1.5
@@ -51,11 +54,22 @@ def test_a_flood_is_no_more_than_a_tail() -> None:
     assert "\x1b" not in outcome.tail
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Outcome, int]]:
+    """How children ended, and their numbers: of each ending, of one that is deaf to signals, and of one that hangs."""
+    files = {name: tmp_path_factory.mktemp(name) / "pid" for name in (*ENDINGS, "deaf", "slow")}
+    calls = {
+        kind: partial(act, SOON, act="slow", seconds=0, fault={"kind": kind, "where": "taking its time"}, pid_file=file)
+        for kind, file in ((kind, str(files[kind])) for kind in ENDINGS)
+    }
+    calls["deaf"] = partial(act, SOON, act="deaf", pid_file=str(files["deaf"]))
+    calls["slow"] = partial(act, SOON, act="slow", seconds=600, pid_file=str(files["slow"]))
+    return {name: (outcome, int(files[name].read_text())) for name, outcome in together(calls, workers=4).items()}
+
+
 @pytest.mark.parametrize("kind", ENDINGS)
-def test_every_ending_is_told_for_what_it_is(kind: str, tmp_path: Path) -> None:
-    fault = {"kind": kind, "where": "taking its time"}
-    pid_file = tmp_path / "pid"
-    outcome = act(SOON, act="slow", seconds=0, fault=fault, pid_file=str(pid_file))
+def test_every_ending_is_told_for_what_it_is(kind: str, ended: dict[str, tuple[Outcome, int]]) -> None:
+    outcome, pid = ended[kind]
     expected = {
         "hang": ("timeout", "had not ended after"),
         "stop": ("timeout", "in state T"),
@@ -68,7 +82,7 @@ def test_every_ending_is_told_for_what_it_is(kind: str, tmp_path: Path) -> None:
     assert outcome.status == status and outcome.result is None
     assert words in outcome.how and "while taking its time" in outcome.how
     assert outcome.seconds < SOON + 5
-    assert gone(int(pid_file.read_text()))
+    assert gone(pid)
 
 
 def test_an_ending_waits_for_its_place() -> None:
@@ -76,16 +90,16 @@ def test_an_ending_waits_for_its_place() -> None:
     assert act(act="slow", seconds=0, fault={"kind": "zeros"}).status == "done", "not one of the process itself"
 
 
-def test_a_hang_says_where_it_hangs() -> None:
-    outcome = act(SOON, act="slow", seconds=600)
+def test_a_hang_says_where_it_hangs(ended: dict[str, tuple[Outcome, int]]) -> None:
+    outcome, _ = ended["slow"]
     assert outcome.step == "taking its time" and outcome.state.startswith("S (sleeping)")
     assert "acting_child.py" in outcome.tail and "in act" in outcome.tail
 
 
-def test_what_is_deaf_to_signals_is_killed_all_the_same(tmp_path: Path) -> None:
-    outcome = act(SOON, act="deaf", pid_file=str(tmp_path / "pid"))
+def test_what_is_deaf_to_signals_is_killed_all_the_same(ended: dict[str, tuple[Outcome, int]]) -> None:
+    outcome, pid = ended["deaf"]
     assert outcome.status == "timeout" and outcome.code == -signal.SIGKILL
-    assert gone(int((tmp_path / "pid").read_text()))
+    assert gone(pid)
 
 
 def test_an_exception_is_told_in_one_line() -> None:
@@ -179,6 +193,21 @@ def test_those_that_wait_for_a_dead_one_are_ended_soon() -> None:
     outcomes = run_together([waits, dies, done], deadline_s=600, grace_s=1)
     assert time.monotonic() - began < 30
     assert [outcome.status for outcome in outcomes] == ["timeout", "died", "done"]
+
+
+@pytest.mark.parametrize("full", ["disc", "table of processes"])
+def test_a_child_that_cannot_be_started_has_died_of_that(
+    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC if full == "disc" else errno.EAGAIN, "nothing left")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(*((Path, "write_text") if full == "disc" else (subprocess, "Popen")), refuse)
+    outcomes = run_together([Task(module=MODULE), Task(module=MODULE)], deadline_s=LATE)
+    assert [(one.status, one.result) for one in outcomes] == [("died", None)] * 2
+    assert "could not be started: nothing left" in outcomes[0].how
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

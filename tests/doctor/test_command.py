@@ -19,7 +19,7 @@ from hf_rocm_tune.doctor.command import has_colour
 from hf_rocm_tune.doctor.measured.faults import VARIABLE
 from hf_rocm_tune.doctor.registry import all_checks
 from hf_rocm_tune.doctor.table import Table
-from tests.doctor.machines import MACHINES
+from tests.machines.catalogue import MACHINES
 
 ESCAPE = "\x1b["
 
@@ -37,11 +37,11 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 def machine(tmp_path: Path) -> Path:
     """A captured machine with a failure, warnings and notes."""
     file = tmp_path / "machine.json"
-    file.write_text(json.dumps(MACHINES["override_with_igpu"].recording), encoding="utf-8")
+    file.write_text(json.dumps(MACHINES["override_with_an_igpu"].recording), encoding="utf-8")
     return file
 
 
-@pytest.mark.parametrize(("name", "code"), [("healthy", 0), ("x4_idle", 1), ("cpu_torch", 2)])
+@pytest.mark.parametrize(("name", "code"), [("healthy_xt", 0), ("one_card_on_the_chipset", 1), ("cpu_torch", 2)])
 @pytest.mark.parametrize("form", [(), ("--json",), ("--markdown",)])
 def test_every_form_ends_with_the_same_code(
     name: str, code: int, form: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -138,6 +138,7 @@ def test_an_unknown_fault_is_wrong_usage(capsys: pytest.CaptureFixture[str], mon
     assert VARIABLE in err
 
 
+@pytest.mark.usefixtures("asked_before")
 def test_a_fault_that_is_asked_for_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "check=round_trip,kind=hang")
     _, out, _ = run(capsys, "--only", "shared_memory")
@@ -218,6 +219,18 @@ def test_any_width_is_readable(width: int, machine: Path, capsys: pytest.Capture
     assert run_code == 2
     assert max(len(line) for line in lines if "http" not in line and "/" not in line) <= 120
     assert "FAIL" in out
+
+
+def test_a_terminal_without_the_letters_of_a_name_shows_them_escaped(machine: Path) -> None:
+    packed = json.loads(machine.read_text())
+    packed["process"]["cpu"] = "Procésseur \u7b97"
+    packed["files"]["proc/cpuinfo"] = "model name\t: Proc\u00e9sseur \u7b97\n"
+    machine.write_text(json.dumps(packed), encoding="utf-8")
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii", "HF_ROCM_TUNE_QUIET": "1"}
+    line = [sys.executable, "-m", "hf_rocm_tune", "doctor", "--from", str(machine)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environ, check=False)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "Proc\\xe9sseur \\u7b97" in done.stdout
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(machine: Path) -> None:

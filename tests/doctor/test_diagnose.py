@@ -14,14 +14,16 @@ from hf_rocm_tune.doctor.checks import pcie
 from hf_rocm_tune.doctor.diagnose import NOTHING_THERE, diagnose, in_order
 from hf_rocm_tune.doctor.evidence import Evidence
 from hf_rocm_tune.doctor.finding import Finding, from_row
+from hf_rocm_tune.doctor.measured import conduct
 from hf_rocm_tune.doctor.registry import all_checks
 from hf_rocm_tune.doctor.rows import all_rows
 from hf_rocm_tune.hardware.machine import Machine
 from hf_rocm_tune.hardware.software import Software
 from hf_rocm_tune.hardware.survey import survey
-from tests.doctor.stacks import cpu_stack, device, stack
+from hf_rocm_tune.hardware.sysfs import Reading
 from tests.hardware.parts import XT, Slot
 from tests.hardware.trees import Built
+from tests.machines.installs import cpu_stack, device, stack
 
 
 def evidence(
@@ -30,7 +32,7 @@ def evidence(
     built = Built("a machine")
     for _ in range(cards):
         built.card(XT, slot=Slot(width=8))
-    devices = [device(index, bus=3 + 3 * index) for index in range(cards)]
+    devices = [device(f"0000:{3 + 3 * index:02x}:00.0", index=index) for index in range(cards)]
     software = stack(devices=devices) if gpu else cpu_stack()
     return Evidence(
         machine=survey(built.tree()), software=Software.from_dict(software), environ=environ or {}, recorded=recorded
@@ -96,6 +98,37 @@ def test_a_check_that_is_not_run_says_why() -> None:
     assert why(evidence(), check("e")) == NOTHING_THERE
 
 
+def test_after_two_hangs_nothing_more_is_measured() -> None:
+    def hanging(name: str, row: str = "measurement_hung") -> Check:
+        values = {"source": "0", "destination": "1"} if row == "pair_hung" else {"what": name}
+        return check(name, from_row(name, row, how="had not ended", **values), measured=True, needs_gpu=True)
+
+    def statuses(*checks: Check) -> list[str]:
+        return [one.status for one in diagnose(evidence(2), checks).findings]
+
+    fine = check("fine", finding("fine"), measured=True, needs_gpu=True)
+    read, after = check("read", finding("read")), replace(fine, name="after", group="after")
+    assert statuses(hanging("a"), fine) == ["fail", "fail"]
+    assert statuses(hanging("a"), hanging("a"), fine) == ["fail", "fail", "fail"], "two cards, one check"
+    done = diagnose(evidence(2), [hanging("a"), hanging("b", "pair_hung"), fine, read, after])
+    assert [one.status for one in done.findings][:5] == ["fail", "fail", "skipped", "fail", "fail"]
+    assert done.findings[2].text == "a and b did not return; --only fine measures it all the same"
+
+
+def test_between_cards_nothing_is_measured_where_torch_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = evidence(2)
+    one = replace(whole, software=replace(whole.software, devices=Reading(value=whole.devices[:1])))  # type: ignore[type-var]
+    named = [measured for measured in all_checks() if measured.needs_cards > 1 and measured.measured]
+    assert len(named) > 2
+    asked: list[str] = []
+    monkeypatch.setattr(conduct, "run_measured", lambda measured, *_, **__: asked.append(measured.name) or [])
+    for made in diagnose(one, named, full=True).findings:
+        assert (made.status, made.text) == ("skipped", "torch sees 1 of 2 cards")
+    assert asked == []
+    diagnose(whole, named, full=True)
+    assert asked == [measured.name for measured in named]
+
+
 def test_what_needs_two_cards_does_not_appear_on_one() -> None:
     pairs = check("pairs", finding("pairs"), measured=True, needs_gpu=True, needs_cards=2)
     about_two = check("both", from_row("both", "links_unequal", widths="x"))
@@ -106,13 +139,15 @@ def test_what_needs_two_cards_does_not_appear_on_one() -> None:
 
 def test_an_integrated_gpu_is_no_second_card() -> None:
     beside = Built("beside").card(XT).igpu()
-    devices = [device(), device(1, bus=4, arch="gfx1036", gib=0.5)]
+    devices = [device(), device("0000:04:00.0", index=1, arch="gfx1036", gib=0.5)]
     software = Software.from_dict(stack(devices=devices))
     known = Evidence(machine=survey(beside.tree()), software=software, environ={})
     assert known.card_count == 1
     two_of_another_vendor = Evidence(
         machine=survey(Built("cuda").nvidia().nvidia().tree()),
-        software=Software.from_dict(stack(hip=None, cuda="13.0", devices=[device(0, bus=1), device(1, bus=2)])),
+        software=Software.from_dict(
+            stack(hip=None, cuda="13.0", devices=[device("0000:01:00.0"), device("0000:02:00.0", index=1)])
+        ),
         environ={},
     )
     assert two_of_another_vendor.card_count == 2
@@ -138,7 +173,7 @@ def test_what_was_found_is_told_to_the_policy_of_variables(monkeypatch: pytest.M
     pair = check("pairs", from_row("pairs", "links_unequal", widths="x"))
     told = [one for one in diagnose(evidence(2), [pair]).findings if one.check == "variables"]
     assert [(one.title, one.status) for one in told] == [("NCCL_P2P_DISABLE=1", "info")]
-    assert told[0].cure.startswith("`export NCCL_P2P_DISABLE=1`")
+    assert told[0].cure == "`export NCCL_P2P_DISABLE=1`; no run sets it by itself"
     # The user's own value stands, and that is said; nothing is said on one card, where the row does not appear.
     kept = diagnose(evidence(2, environ={"NCCL_P2P_DISABLE": "0"}), [pair]).findings
     assert "the user's value is kept" in kept[-1].text
@@ -157,6 +192,7 @@ def test_the_quick_subset_reads_everything_and_measures_little() -> None:
     assert [one for one in affordable(every, evidence(), 10.0) if one.measured and one.seconds > 1]
 
 
+@pytest.mark.usefixtures("asked_before")
 def test_quick_never_raises_and_gives_findings() -> None:
     found = quick(evidence(recorded=True), measure_seconds=0)
     assert {one.check for one in found} >= {"driver", "torch", "link_width", "variables"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,16 +24,15 @@ from tests.doctor.arithmetic import CHECKS, found, measured, shrink
 FAULTS = [(one.name, kind) for one in COMPUTE if one.name in CHECKS for kind in one.faults]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", CHECKS)
-def test_a_cpu_that_computes_right_passes(name: str, seed: int) -> None:
-    for finding in found(name, seed=seed):
+def test_a_cpu_that_computes_right_passes(name: str) -> None:
+    for finding in found(name):
         assert finding.status == "ok", finding
         assert finding.sources and finding.evidence
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(2, 42))
+@pytest.mark.parametrize("seed", range(1, 41))
 @pytest.mark.parametrize("name", CHECKS)
 def test_no_seed_raises_a_false_alarm(name: str, seed: int) -> None:
     result = measured(name, seed=seed)
@@ -375,15 +374,13 @@ def test_without_rocm_there_is_nothing_to_choose() -> None:
 # ---- in a child --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "status"), [("wrong", "fail"), ("hang", "fail"), ("kill", "fail"), ("garbage", "fail")]
-)
-def test_in_a_child_a_fault_is_found_under_the_name_of_the_check(kind: str, status: str) -> None:
-    check = replace(MEASURED["gemm_repeat_long"], deadline_s=60 if kind == "wrong" else 1)
+@pytest.mark.parametrize("kind", ["wrong", "kill"])
+def test_in_a_child_a_fault_is_found_under_the_name_of_the_check(kind: str) -> None:
+    check = MEASURED["gemm_repeat_long"]
     fault = DoctorFault(check=check.name, kind=kind)
     notice, finding = run_measured(check, [{"device": "cpu", "seconds": 0.01}], fault=fault)
     assert notice.row == "fault_on_purpose"
-    assert (finding.check, finding.status) == ("gemm_repeat_long", status) and finding.cure
+    assert (finding.check, finding.status) == ("gemm_repeat_long", "fail") and finding.cure
 
 
 def test_the_parents_half_imports_no_torch() -> None:

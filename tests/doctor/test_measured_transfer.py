@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_rocm_tune.doctor.casts import WAYS
 from hf_rocm_tune.doctor.finding import Finding
 from hf_rocm_tune.doctor.measured import MEASURED, PACKAGE, bandwidth, canaries, mapped_file_child, round_trip_child
 from hf_rocm_tune.doctor.measured.conduct import Ask, failure, run_measured
@@ -24,8 +26,10 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.hardware.child import Outcome
 from hf_rocm_tune.hardware.child_main import ENDINGS
 from hf_rocm_tune.transfer.raw_copies import FAULTS
+from tests.doctor.together import together
 
 ALONE = [one for one in TRANSFER if one.every_card]
+LATE = 120.0
 CPU = {"device": "cpu"}
 TWO = {"devices": [CPU, CPU]}
 SMALL: dict[str, dict[str, Any]] = {
@@ -47,26 +51,50 @@ def found_here(name: str, fault: dict[str, str] | None = None, **request: Any) -
     return finding
 
 
-def run_small(name: str, deadline_s: float = 120, fault: DoctorFault | None = None) -> list[Finding]:
+def run_small(name: str, deadline_s: float = LATE, kind: str = "") -> list[Finding]:
     measured = replace(MEASURED[name], deadline_s=deadline_s)
-    request = CPU if measured.every_card else TWO
-    return run_measured(measured, [{**measured.options, **request, **SMALL.get(name, {})}], fault=fault)
+    request = {**measured.options, **(CPU if measured.every_card else TWO), **SMALL.get(name, {})}
+    request["hip"] = name == "blas"  # only there does it have something to choose from
+    fault = DoctorFault(check=name, kind=kind) if kind else None
+    return run_measured(measured, [request], fault=fault)
+
+
+@pytest.fixture(scope="module")
+def passed() -> dict[str, list[Finding]]:
+    """The findings on this machine, and on one whose canaries change."""
+    calls = {name: partial(run_small, name) for name in SMALL}
+    return together({**calls, "changing": partial(run_small, "canaries", kind="zeros")}, workers=2)
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_sound_machine_passes_in_a_child(name: str) -> None:
-    (finding,) = run_small(name)
+def test_a_sound_machine_passes_in_a_child(name: str, passed: dict[str, list[Finding]]) -> None:
+    (finding,) = passed[name]
     # What the link of a CPU gives cannot be compared with anything.
     assert finding.status == ("info" if name == "bandwidth" else "ok"), finding
     assert finding.subject == "cpu" and finding.evidence and finding.sources
 
 
+# A long form is the same module with other sizes; of blas there is no short one.
+SHORT = [one.name for one in MEASURED.values() if not one.full or one.name == "blas"]
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[tuple[str, str], list[Finding]]:
+    """The findings of every check whose children end so."""
+    late = {"hang": 1, "kill": LATE, "garbage": LATE}
+    cases = {(name, kind): partial(run_small, name, late[kind], kind) for kind in late for name in SHORT}
+    return together(cases, workers=6)
+
+
 @pytest.mark.parametrize("kind", ["hang", "kill", "garbage"])
-@pytest.mark.parametrize("name", [one.name for one in TRANSFER if not one.full])
-def test_a_child_that_gives_no_result_is_a_finding(name: str, kind: str) -> None:
-    findings = run_small(name, deadline_s=1, fault=DoctorFault(check=name, kind=kind))
-    assert findings[0].row == "fault_on_purpose"
+@pytest.mark.parametrize("name", SHORT)
+def test_a_child_that_gives_no_result_is_a_finding(
+    name: str, kind: str, ended: dict[tuple[str, str], list[Finding]]
+) -> None:
+    findings = ended[name, kind]
+    assert findings[0].row == "fault_on_purpose" and len(findings) > 1
     for finding in findings[1:]:
+        assert finding.check == name
         assert finding.status == "fail" and finding.cure and finding.sources
         assert VARIABLE in finding.evidence[0]
         said = " ".join((finding.text, *finding.evidence))
@@ -172,9 +200,21 @@ def test_wrong_bytes_are_tried_again_without_copy_engines_on_rocm_only() -> None
     assert asked == [None, None, {"HSA_ENABLE_SDMA": "0"}]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in COPY_FAULTS if kind != "stale"])
-@pytest.mark.parametrize("where", ["on the device", "to the device, non_blocking", "from the device, blocking"])
-def test_a_wrong_cast_is_found_whichever_way_it_is_made(kind: str, where: str) -> None:
+CASTS = [
+    ("on the device", "zeros"),
+    ("on the device", "flip"),
+    ("to the device, non_blocking", "zero_range"),
+    ("to the device, blocking", "drop"),
+    ("from the device, blocking", "unstable"),
+    ("from the device, non_blocking", "zeros"),
+]
+OTHERS = [(way, kind) for way in WAYS for kind in COPY_FAULTS if kind != "stale" and (way, kind) not in CASTS]
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"), [*CASTS, *(pytest.param(*other, marks=pytest.mark.long) for other in OTHERS)]
+)
+def test_a_wrong_cast_is_found_whichever_way_it_is_made(where: str, kind: str) -> None:
     finding = found_here("casts", {"kind": kind, "where": f"torch.float32 to torch.bfloat16 {where}"})
     assert finding.row == "casts_wrong" and where in finding.evidence[1]
 
@@ -206,8 +246,8 @@ def test_a_canary_that_changes_is_found(kind: str, words: str) -> None:
     assert words in finding.evidence[0] and "cycle 2" in finding.evidence[0]
 
 
-def test_a_changed_canary_is_looked_at_again_without_allocator_settings() -> None:
-    _, changed = run_small("canaries", fault=DoctorFault(check="canaries", kind="zeros"))
+def test_a_changed_canary_is_looked_at_again_without_allocator_settings(passed: dict[str, list[Finding]]) -> None:
+    _, changed = passed["changing"]
     assert "without allocator settings: changed in cycle 2 too" in changed.evidence
 
 

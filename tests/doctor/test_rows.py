@@ -16,6 +16,7 @@ from hf_rocm_tune.doctor.links import link_of
 from hf_rocm_tune.doctor.rows import DATA_FILES, KNOWLEDGE, all_rows, knowledge_data, load_rows
 from hf_rocm_tune.environ.links import links_of
 from hf_rocm_tune.environ.policy import POLICY
+from hf_rocm_tune.hardware.cards import CARDS
 from hf_rocm_tune.transfer import AcceleratorBackend, TransferSettings
 
 SOURCES = [ast.parse(file.read_text("utf-8")) for file in sorted(KNOWLEDGE.parent.rglob("*.py"))]
@@ -154,6 +155,32 @@ def test_values_are_never_taken_for_words_of_a_row() -> None:
     assert finding.text == "{count} {0} {"
 
 
+GENERAL = "general knowledge, lower confidence"
+# Names of a page that is no part of this repository.
+NO_SOURCE = re.compile(r"FACTS\.md|\bFACTS:|\bFACTS (section|[0-9])|facts page")
+
+
+def test_a_source_is_one_that_a_reader_can_look_up() -> None:
+    named = [source for row in all_rows().values() for source in row.sources]
+    named += [row.source for row in POLICY] + [card.source for card in CARDS]
+    named += [entry["source"] for entry in knowledge_data("thresholds.toml").values()]
+    assert not [source for source in named if "FACTS" in source]
+    for row in all_rows().values():
+        if set(row.sources) == {GENERAL}:
+            assert row.confidence == "general", row.name
+        for source in row.sources:
+            assert "general knowledge" not in source or source == GENERAL, row.name
+            ours = source.partition("this project: ")[2]
+            assert not ours or (KNOWLEDGE.parents[2] / ours).is_file(), row.name
+
+
+def test_nothing_in_the_package_points_at_a_page_that_is_not_there() -> None:
+    package = KNOWLEDGE.parents[1]
+    files = [file for suffix in ("py", "toml", "md", "yaml") for file in package.rglob(f"*.{suffix}")]
+    assert len(files) > 100
+    assert not [str(file) for file in files if NO_SOURCE.search(file.read_text("utf-8"))]
+
+
 def test_what_nobody_has_tried_here_says_so() -> None:
     assert from_row("platform", "windows").text.endswith("(not tested by this project)")
     assert "not tested" not in from_row("driver", "no_gpu").text
@@ -170,7 +197,8 @@ def test_the_data_files_point_at_rows_and_name_their_ground() -> None:
     for name, entry in knowledge_data("kernels.toml").items():
         assert entry["row"] in all_rows(), name
         assert "exact" in entry or "from" in entry or "below" in entry, name
-        assert entry.keys() <= {"row", "exact", "from", "below", "archs"}, name
+        assert entry.keys() <= {"row", "exact", "of", "from", "below", "archs"}, name
+        assert "exact" in entry or "of" not in entry, name
     for name, entry in knowledge_data("thresholds.toml").items():
         assert entry["source"].strip(), name
     assert {file.name for file in KNOWLEDGE.glob("*.toml")} >= set(DATA_FILES)

@@ -74,9 +74,10 @@ class CommandServer:
 
     Args:
         scratch: directory for the commands' output and caches.
+        env: variables of all commands that must be there before anything is imported.
     """
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, env: dict[str, str] | None = None) -> None:
         self._scratch = scratch
         self._count = 0
         environment = {
@@ -87,6 +88,7 @@ class CommandServer:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+            **(env or {}),
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.zygote"],

@@ -12,7 +12,7 @@ from tests.machines.installs import device, pair, stack
 HALF = Slot(width=8)
 FIRST, SECOND, BEHIND_CHIPSET = "0000:03:00.0", "0000:06:00.0", "0000:08:00.0"
 NO_HIP_GPUS = "RuntimeError: No HIP GPUs are available"
-# How AMD's two pages contradict each other, and what others did: the wording of the facts page, section 3.
+# How AMD's two pages contradict each other (ROCm docs, IOMMU; rccl init.cc), and what others did.
 IOMMU_WORDS = (
     "AMD documents two contradictory settings",
     "RCCL: iommu=pt",
@@ -36,7 +36,7 @@ def without_atomics(built: Built) -> Built:
 
 CARDS: dict[str, Case] = {
     "healthy_xt": case(
-        Built("facts 1a: one 7900 XT in a full slot of an AM5 board").card(),
+        Built("freebsd/drm-kmod#426: the bridges of an AM5 board, one 7900 XT in its full slot").card(),
         fine=(
             *("driver_ok", "permissions_ok", "card_known", "variables_ok", "torch_rocm", "arch_ok", "versions_of_rocm"),
             *("hipblaslt_yes", "allocator", "bnb_library", "versions_tested", "kernel_ok", "clocks_stock", "link_full"),
@@ -45,7 +45,7 @@ CARDS: dict[str, Case] = {
         says=("gfx1100, 20.0 GiB", "800 GB/s, 315 W, PCIe 4.0 x16", "31.5 GB/s each way by arithmetic"),
     ),
     "healthy_xtx": case(
-        Built("facts 1a: a 7900 XTX is gfx1100 too, with 24 GB").card(XTX),
+        Built("ROCm docs, GPU architecture specifications: a 7900 XTX is gfx1100 too, with 24 GB").card(XTX),
         software=stack(devices=[device(name="AMD Radeon RX 7900 XTX", gib=23.98)]),
         fine=("card_known", "arch_ok", "link_full"),
         says=("Radeon RX 7900 XTX", "960 GB/s, 355 W"),
@@ -69,20 +69,26 @@ CARDS: dict[str, Case] = {
         note=("igpu_hidden", "iommu_state", f"link_half {FIRST}", "link_half 0000:07:00.0"),
         says=("`export HIP_VISIBLE_DEVICES=0,2`",),
     ),
+    "larger_card_behind_an_igpu": case(
+        Built("TheRock#5543, with two cards of different size").card(slot=HALF).igpu(RAPHAEL).card(XTX, slot=HALF),
+        software=stack(devices=pair("0000:07:00.0", name="AMD Radeon RX 7900 XTX", gib=23.98)),
+        note=("igpu_hidden", "iommu_state", f"link_half {FIRST}", "link_half 0000:07:00.0"),
+        says=("`export HIP_VISIBLE_DEVICES=2,0`",),
+    ),
     "igpu_hidden_by_its_owner": case(
         Built("TheRock#5543: hidden, PASS").card().igpu(RAPHAEL),
         environ={"HIP_VISIBLE_DEVICES": "0"},
         fine=("igpu_filtered",),
     ),
     "x8_x8": case(
-        two_cards("facts 1a: two cards x8/x8 on most AM5 boards"),
+        two_cards("general knowledge: two cards are x8/x8 on most AM5 boards"),
         software=stack(devices=pair()),
         note=(*TWO_HALVES, "iommu_state"),
         fine=("peer_config_ok", "bar_full", "aer_clean"),
         says=("15.8 GB/s each way by arithmetic; 13 to 14 are to be expected", "IOMMU: translating", *IOMMU_WORDS),
     ),
     "x16_and_x4_of_the_chipset": case(
-        Built("facts 1a: many boards give x16 and x4 via the chipset; ROCm/ROCm#2429: HIP errors with two 7900 XTX")
+        Built("ROCm/ROCm#2429: HIP errors with two 7900 XTX, one of them on four lanes of the chipset")
         .card(XTX)
         .card(XTX, slot=Slot(width=4, chipset=True)),
         software=stack(
@@ -94,14 +100,20 @@ CARDS: dict[str, Case] = {
         says=("x4 link: 7.9 GB/s at most", "6.5 to 7 are to be expected", "0000:03:00.0: x16, 0000:08:00.0: x4"),
     ),
     "one_card_on_the_chipset": case(
-        Built("facts 0.8: 6.5 GB/s is what a misplaced card gives").card(slot=Slot(width=4, chipset=True, idle=True)),
+        Built("PCIe arithmetic: 6.5 GB/s is what a misplaced card gives").card(
+            slot=Slot(width=4, chipset=True, idle=True)
+        ),
         software=stack(devices=[device("0000:05:00.0")]),
         warn=("link_narrow",),
         note=("link_slow_now", "slot_of_chipset"),
         says=("a misplaced card, not a healthy x8", "this says something only under load"),
     ),
-    "no_iommu": case(Built("facts 2: causes 2 and 15 do not exist on one card").iommu(None).card()),
-    "iommu_translating": case(Built("facts 2: one card, addresses are translated").iommu("DMA").card()),
+    "no_iommu": case(
+        Built("general knowledge: one card, on a board whose translation of addresses is off").iommu(None).card()
+    ),
+    "iommu_translating": case(
+        Built("general knowledge: one card, on a board that translates its addresses").iommu("DMA").card()
+    ),
     "two_cards_no_iommu": case(
         two_cards("pytorch#132397: the IOMMU switched off in the BIOS", iommu=None),
         software=stack(devices=pair()),
@@ -152,12 +164,14 @@ CARDS: dict[str, Case] = {
         says=("torch sees 1 of 2 cards", "ROCR_VISIBLE_DEVICES=1 is set"),
     ),
     "no_rebar": case(
-        Built("facts 2, cause 2: a small window concerns copies between cards").card(bar_bytes=256 * MIB),
+        Built("kernel documentation, amdgpu parameters: a small window concerns copies between cards").card(
+            bar_bytes=256 * MIB
+        ),
         note=("bar_small",),
         says=("the largest BAR is 256 MiB", "Resizable BAR", "a single card trains without"),
     ),
     "rdna4": case(
-        Built("facts 1a: a 9070 XT, PCIe 5.0").card(XT_9070, slot=Slot(speed=32.0)),
+        Built("hf.co/hardware: a 9070 XT, PCIe 5.0").card(XT_9070, slot=Slot(speed=32.0)),
         software=stack(devices=[device(name="AMD Radeon RX 9070 XT", arch="gfx1201", gib=15.92)]),
         fine=("card_known", "arch_ok", "link_full"),
         says=("Radeon RX 9070 XT", "63.0 GB/s each way by arithmetic"),
@@ -244,9 +258,7 @@ CARDS: dict[str, Case] = {
         says=("CONFIG_HSA_AMD",),
     ),
     "link_errors_since_boot": case(
-        Built("facts 2, cause 12: counters of the link; rocm-libraries#12344").card(
-            aer={"correctable": 1280, "nonfatal": 2}
-        ),
+        Built("rocm-libraries#12344: the counters of a marginal link").card(aer={"correctable": 1280, "nonfatal": 2}),
         warn=("aer_errors",),
         note=("aer_corrected",),
         says=("1,280", "read the counter again under load"),
@@ -262,7 +274,7 @@ CARDS: dict[str, Case] = {
         says=("15.0 of 20.0 GiB", "amd-smi process"),
     ),
     "hot_and_throttled": case(
-        Built("facts 1a: RDNA3 regulates on the hotspot, warn from 105 C").card(
+        Built("general knowledge: RDNA3 regulates on the hotspot, up to about 110 C").card(
             readings=Readings(edge=84.0, hotspot=107.0, memory=92.0, power=302.0, busy=99, throttle=1 << 34)
         ),
         warn=("hotspot", "throttled"),
@@ -275,7 +287,7 @@ CARDS: dict[str, Case] = {
         fine=("sensors_ok",),
     ),
     "hot_edge_only": case(
-        Built("facts 1a: 85 to 95 C at the edge are no throttle point by themselves").card(
+        Built("general knowledge: 85 to 95 C at the edge are no throttle point by themselves").card(
             readings=Readings(edge=93.0, hotspot=101.0, memory=96.0, power=310.0, busy=100)
         ),
         fine=("sensors_ok",),

@@ -1,7 +1,7 @@
 """A machine, what is installed on it and set, and what the doctor is to find there.
 
-The expectations are written from the facts page and from the reports that the sources name, not from the doctor's
-code: where the two differ, one of them is wrong.
+The expectations are written from the reports and documents that the sources name, not from the doctor's code: where the
+two differ, one of them is wrong.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def windows() -> Case:
     return Case(
         recording={
             "schema": 1,
-            "source": "facts 1b: ROCm wheels of torch on Windows (repo.radeon.com, 7.2.1)",
+            "source": "bitsandbytes installation page: ROCm on Windows; wheels of torch from repo.radeon.com, 7.2.1",
             "process": process,
             "software": software | NO_SYSTEM_ROCM,
             "environ": {},
@@ -65,6 +65,18 @@ def windows() -> Case:
         unknown=("driver", "host_memory"),
         says=("not tested by this project", "`--dataloader_num_workers 0`"),
         never=("the kernel's own", "/opt/rocm"),
+    )
+
+
+def without_variables(built: Built) -> Case:
+    """What variables do is not known, and neither is which GPUs they leave."""
+    whole = case(built).recording
+    return Case(
+        recording={section: content for section, content in whole.items() if section != "environ"},
+        unknown=("integrated", "variables"),
+        fine=("driver_ok", "torch_rocm"),
+        says=("the recording holds no variables",),
+        never=("No variable needs a word", "export HIP_VISIBLE_DEVICES"),
     )
 
 
@@ -98,7 +110,7 @@ PLATFORMS: dict[str, Case] = {
         says=("`lspci`",),
     ),
     "card_not_seated": case(
-        Built("facts 1b: no wheel holds code for gfx1036; the card does not answer, the processor's GPU does").igpu(
+        Built("uv#18730: no wheel holds code for gfx1036; the card does not answer, the processor's GPU does").igpu(
             RAPHAEL
         ),
         software=stack(devices=[device("0000:01:00.0", name="AMD Radeon Graphics", arch="gfx1036", gib=15.4)]),
@@ -107,14 +119,14 @@ PLATFORMS: dict[str, Case] = {
         says=("torch holds no code for gfx1036", "check that it is seated and powered"),
     ),
     "no_card_and_cpu_torch": case(
-        Built("facts 1b: a machine with nothing but the display of its processor").igpu(RAPHAEL),
+        Built("uv#18730: a machine with nothing but the display of its processor").igpu(RAPHAEL),
         software=cpu_stack(),
         warn=("no_card",),
         fine=("torch_no_gpu_needed",),
         never=("rocm7.2",),
     ),
     "strix_halo": case(
-        Built("facts 1c: gfx1151 is 11.5.1; TheRock: release-ready", cpu=STRIX_CPU).igpu(STRIX_HALO),
+        Built("TheRock SUPPORTED_GPUS.md: gfx1151 is release-ready", cpu=STRIX_CPU).igpu(STRIX_HALO),
         software=stack(devices=[STRIX]),
         note=("only_integrated", "strix_halo"),
         fine=("arch_ok",),
@@ -127,7 +139,7 @@ PLATFORMS: dict[str, Case] = {
         note=("environ:HSA_OVERRIDE_GFX_VERSION", "only_integrated", "strix_halo"),
     ),
     "strix_halo_spoofed": case(
-        Built("facts 1c: gfx1151 run as gfx1100", cpu=STRIX_CPU).igpu(STRIX_HALO),
+        Built("unsloth install.sh: gfx1151 run as gfx1100", cpu=STRIX_CPU).igpu(STRIX_HALO),
         environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
         software=stack(devices=[STRIX | {"arch": "gfx1100"}]),
         fail=("arch_spoofed", "environ:HSA_OVERRIDE_GFX_VERSION"),
@@ -147,7 +159,7 @@ PLATFORMS: dict[str, Case] = {
         fine=("arch_ok",),
     ),
     "strix_halo_cpu_torch": case(
-        Built("facts 1b: plain `pip install torch`", cpu=STRIX_CPU).igpu(STRIX_HALO),
+        Built("uv#17674: plain `pip install torch`", cpu=STRIX_CPU).igpu(STRIX_HALO),
         software=cpu_stack(),
         fail=("torch_cpu_build",),
         note=("only_integrated", "strix_halo"),
@@ -200,9 +212,12 @@ PLATFORMS: dict[str, Case] = {
         fail=("arch_missing",),
         note=("card_unknown",),
     ),
+    "no_variables_recorded": without_variables(
+        Built("a capture of which somebody has cut out his variables").card().igpu(RAPHAEL)
+    ),
     "nothing_recorded": Case(
         recording={"schema": 1},
-        unknown=("driver", "host_memory", "shared_memory", "torch"),
+        unknown=("driver", "host_memory", "shared_memory", "torch", "variables"),
         never=("nothing stands against training",),
     ),
 }

@@ -66,19 +66,19 @@ SOFTWARE: dict[str, Case] = {
         says=("torch holds no code for gfx1100", "never an HSA_OVERRIDE_GFX_VERSION"),
     ),
     "rocm10_with_bitsandbytes": case(
-        one("facts 0.9 and 1e: there is no library for ROCm 10; pytorch#194256: its HIP is 7.15"),
+        one("bitsandbytes wheel 0.50.2: there is no library for ROCm 10; pytorch#194256: its HIP is 7.15"),
         software=multi_arch_stack("rocm-sdk-device-gfx1100"),
         warn=("bnb_rocm10",),
         says=("libbitsandbytes_rocm715.so", "run the measured check of NF4 before you train in 4-bit"),
     ),
     "rocm10_where_hip_counts_alike": case(
-        one("facts 1e: never a library of another major version"),
+        one("bitsandbytes cextension.py: never a library of another major version"),
         software=rocm_stack("2.13.0+rocm10.0.0", "10.0.1", rocm="10.0.0"),
         warn=("bnb_no_library",),
         says=("never takes one of another major version", "train without quantisation"),
     ),
     "rocm10_without_device_extra": case(
-        one("facts 1b, uv#21683: is_available() is True, and the first kernel fails"),
+        one("uv#21683: is_available() is True, and the first kernel fails"),
         software=multi_arch_stack(),
         fail=("device_wheel_missing",),
         warn=("bnb_rocm10",),
@@ -100,14 +100,14 @@ SOFTWARE: dict[str, Case] = {
         says=("0.50.0",),
     ),
     "bitsandbytes_forced": case(
-        one("facts 1e: BNB_ROCM_VERSION chooses the library; untested"),
+        one("bitsandbytes#1878: BNB_ROCM_VERSION chooses the library"),
         software=multi_arch_stack("rocm-sdk-device-gfx1100"),
         environ={"BNB_ROCM_VERSION": "72"},
         note=("environ:BNB_ROCM_VERSION",),
         unknown=("bitsandbytes",),
     ),
     "bitsandbytes_missing": case(
-        one("facts 1e: only QLoRA needs it"),
+        one("bitsandbytes installation page: it is not there, and only QLoRA needs it"),
         software=stack(packages={"bitsandbytes": None}),
         note=("bnb_missing",),
         says=("LoRA in bf16 is",),
@@ -118,9 +118,10 @@ SOFTWARE: dict[str, Case] = {
         warn=("bnb_unread",),
     ),
     "torch_2_9": case(
-        one("facts 1e, aotriton util.cc: gfx1100 is on the experimental list of 0.11b"),
+        one("aotriton util.cc: gfx1100 is on the experimental list of 0.11b"),
         software=rocm_stack("2.9.1+rocm6.4", "6.4.43484"),
-        warn=("version_older torch",),
+        warn=("bnb_rocm64", "version_older torch"),
+        fine=("bnb_library",),
         note=("environ:TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",),
         says=(
             "`export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1`",
@@ -132,11 +133,11 @@ SOFTWARE: dict[str, Case] = {
         one("the same, and its owner has set the flag"),
         software=rocm_stack("2.9.1+rocm6.4", "6.4.43484"),
         environ={"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1"},
-        warn=("version_older torch",),
+        warn=("bnb_rocm64", "version_older torch"),
         fine=("variables_ok",),
     ),
     "torch_2_10": case(
-        one("facts 1e: not on the experimental list from 0.11.1b on"),
+        one("aotriton util.cc: not on the experimental list from 0.11.1b on"),
         software=rocm_stack("2.10.0+rocm7.1", "7.1.25424"),
         warn=("version_older torch",),
         fine=("variables_ok", "bnb_library"),
@@ -144,13 +145,13 @@ SOFTWARE: dict[str, Case] = {
     "torch_2_8_on_rocm_6_3": case(
         one("pytorch#194447: bf16 convolutions and GEMMs crash"),
         software=rocm_stack("2.8.0+rocm6.3", "6.3.42131"),
-        warn=("torch28_bf16", "version_older torch"),
+        warn=("bnb_rocm64", "torch28_bf16", "version_older torch"),
         note=("bnb_nearest",),
     ),
     "rocm_6_2": case(
         one("pytorch#136347: hipBLASLt has gfx1100 from ROCm 6.3 on"),
         software=rocm_stack("2.5.1+rocm6.2", "6.2.41133"),
-        warn=("version_older torch",),
+        warn=("bnb_rocm64", "version_older torch"),
         note=("bnb_nearest", "environ:TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "hipblaslt_no"),
     ),
     "rocm_7_0": case(
@@ -165,7 +166,7 @@ SOFTWARE: dict[str, Case] = {
         note=("bnb_nearest", "pair_unknown", "rocm_preview"),
     ),
     "system_rocm_of_another_version": case(
-        one("facts 1b: wheels carry their own user space"),
+        one("TheRock RELEASES.md: wheels carry their own user space"),
         software=stack(system_rocm="6.4.1"),
         note=("rocm_system_differs",),
         says=("torch is not concerned",),
@@ -184,7 +185,7 @@ SOFTWARE: dict[str, Case] = {
         says=("`export FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE`",),
     ),
     "libraries_without_this_rocm": case(
-        one("facts 1e: the nearest older library of the same major version"),
+        one("bitsandbytes cextension.py: the nearest older library of the same major version"),
         software=stack(libraries=BNB[:3]),
         note=("bnb_nearest",),
         says=("libbitsandbytes_rocm71.so",),
@@ -194,6 +195,32 @@ SOFTWARE: dict[str, Case] = {
         warn=("kernel_mmap_stall", "kernel_sdma_faults"),
         says=("7.0.0-28-generic", "342981fff328", "6.17"),
         never=("7.0.0-30",),
+    ),
+    "rocm_6_4_on_another_card": case(
+        Built("bitsandbytes#2089: what is wrong was tried on gfx1100 only").card(XT_9070),
+        software=rocm_stack(
+            "2.9.1+rocm6.4",
+            "6.4.43484",
+            devices=[device(name="AMD Radeon RX 9070 XT", arch="gfx1201", gib=15.92)],
+        ),
+        warn=("version_older torch",),
+        fine=("bnb_library",),
+    ),
+    "torch_lists_nothing": case(
+        one("a ROCm build that starts and lists no device"),
+        software=stack(devices=()),
+        fail=("torch_sees_nothing",),
+        says=("its list is empty",),
+    ),
+    "kernel_7_0_0_28_rdna4": case(
+        Built("ROCm/ROCm#6523: the same kernel under a 9070 XT").kernel("7.0.0-28-generic").card(XT_9070),
+        software=stack(devices=[device(name="AMD Radeon RX 9070 XT", arch="gfx1201", gib=15.92)]),
+        warn=("kernel_mmap_stall",),
+        never=("SDMA",),
+    ),
+    "kernel_7_0_12_of_another_distribution": case(
+        Built("ROCm/ROCm#6358: the stall was reported of Fedora 44's kernel only").kernel("7.0.12-arch1-1").card(),
+        warn=("kernel_sdma_faults",),
     ),
     "kernel_7_0_0_14": case(
         Built("ROCm/ROCm#5952: the kernel before the stall").kernel("7.0.0-14-generic").card(),
@@ -218,19 +245,19 @@ SOFTWARE: dict[str, Case] = {
         says=("5.15.0-139-generic",),
     ),
     "unlocked_clocks": case(
-        Built("facts 1c: ppfeaturemask=0xffffffff")
+        Built("kernel documentation, amdgpu.ppfeaturemask: 0xffffffff")
         .kernel(cmdline="ro amdgpu.ppfeaturemask=0xffffffff", parameters={"ppfeaturemask": "0xffffffff"})
         .card(),
         note=("overdrive",),
         says=("remove amdgpu.ppfeaturemask",),
     ),
     "host_of_16_gb": case(
-        Built("facts, issue 4: hosts of 16 GB are common").memory(15.5, swap_gib=0).card(),
+        Built("a host of 16 GB, of which there are many").memory(15.5, swap_gib=0).card(),
         note=("host_memory_small",),
         says=("no swap", "128 MiB of page-locked memory"),
     ),
     "host_of_32_gb": case(
-        Built("facts, issue 4: hosts of 32 GB are common").memory(31.2, swap_gib=2).card(),
+        Built("a host of 32 GB, of which there are many").memory(31.2, swap_gib=2).card(),
         note=("host_memory_small",),
     ),
     "limit_above_the_host": case(

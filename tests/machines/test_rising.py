@@ -22,7 +22,7 @@ from tests.machines.replay import command
 
 
 def counting(aer: Mapping[str, int]) -> Machine:
-    return survey(Built("facts 2, cause 12: read the counters before and after").card(aer=aer).tree())
+    return survey(Built("rocm-libraries#12344: the counters of a link, before and after").card(aer=aer).tree())
 
 
 def examined(

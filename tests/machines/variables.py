@@ -1,17 +1,18 @@
-"""One 7900 XT each, and what its owner has set: sections 1c and 3 of the facts page."""
+"""One 7900 XT each, and what its owner has set."""
 
 from __future__ import annotations
 
-from tests.hardware.parts import RAPHAEL
+from tests.hardware.parts import RAPHAEL, XTX, Slot
 from tests.hardware.trees import Built
 from tests.machines.case import Case, case
 from tests.machines.installs import cuda_stack, device, rocm_stack, stack
 
+HALF = Slot(width=8)
 SPLIT = "expandable_segments:True,max_split_size_mb:512,garbage_collection_threshold:0.8"
 ALL_NAMES = "environ:PYTORCH_CUDA_ALLOC_CONF, PYTORCH_HIP_ALLOC_CONF, PYTORCH_ALLOC_CONF"
 OVERRIDE = "environ:HSA_OVERRIDE_GFX_VERSION"
 
-# The lines that the facts page takes apart in section 1c, as guides have them.
+# What guides of the years before told owners to set.
 OLD_GUIDE = {
     "HSA_OVERRIDE_GFX_VERSION": "11.0.0",
     "PYTORCH_ROCM_DEVICE": "0",
@@ -41,20 +42,20 @@ def one(source: str) -> Built:
 
 VARIABLES: dict[str, Case] = {
     "override_alone": case(
-        one("facts 0.7: gfx1100 is 11.0.0"),
+        one("A1111#14763, libhsakmt topology.c: gfx1100 is 11.0.0"),
         environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
         note=(OVERRIDE,),
         says=("no effect here",),
     ),
     "override_with_an_igpu": case(
-        Built("facts 0.7: it relabels a Ryzen's GPU (gfx1036) as gfx1100").card().igpu(RAPHAEL),
+        Built("libhsakmt topology.c: it relabels a Ryzen's GPU (gfx1036) as gfx1100").card().igpu(RAPHAEL),
         environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
         fail=(OVERRIDE,),
         note=("igpu_hidden",),
         says=("unset it", "`export HIP_VISIBLE_DEVICES=0`"),
     ),
     "override_9_4_2": case(
-        one("facts 1c: 9.4.2 loads gfx942 code, crash or garbage"),
+        one("libhsakmt topology.c: 9.4.2 loads gfx942 code, crash or garbage"),
         environ={"HSA_OVERRIDE_GFX_VERSION": "9.4.2"},
         software=stack(devices=[device(arch="gfx942")]),
         fail=("arch_spoofed", OVERRIDE),
@@ -82,7 +83,7 @@ VARIABLES: dict[str, Case] = {
         fail=("environ:PYTORCH_ALLOC_CONF",),
     ),
     "expandable_segments_alone": case(
-        one("facts 4: whether it is safe alone on gfx1100 is not settled"),
+        one("ROCm/ROCm#6603: whether it is safe alone on gfx1100 is not settled"),
         environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
         warn=("environ:PYTORCH_CUDA_ALLOC_CONF",),
         says=("not settled",),
@@ -94,7 +95,7 @@ VARIABLES: dict[str, Case] = {
             "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1",
         },
         software=rocm_stack("2.9.1+rocm6.4", "6.4.43484"),
-        warn=("version_older torch",),
+        warn=("bnb_rocm64", "version_older torch"),
         note=("environ:PYTORCH_CUDA_ALLOC_CONF",),
         says=("ignored",),
     ),
@@ -104,7 +105,7 @@ VARIABLES: dict[str, Case] = {
         fail=("environ:PYTORCH_CUDA_ALLOC_CONF",),
     ),
     "all_allocator_names_at_once": case(
-        one("facts 1c: CUDA, HIP, ALLOC, the first wins; pytorch#167659"),
+        one("torch CUDAAllocatorConfig.h: CUDA, HIP, ALLOC, the first wins; pytorch#167659"),
         environ={
             "PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.7",
             "PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:256",
@@ -115,7 +116,7 @@ VARIABLES: dict[str, Case] = {
         says=("in the order CUDA, HIP, ALLOC", "PYTORCH_HIP_ALLOC_CONF=max_split_size_mb:256"),
     ),
     "all_allocator_names_and_the_pair": case(
-        one("facts 3: the pair in any of the three names"),
+        one("ROCm/ROCm#6603: the pair in one of three names that differ"),
         environ={
             "PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.7",
             "PYTORCH_HIP_ALLOC_CONF": SPLIT,
@@ -144,6 +145,17 @@ VARIABLES: dict[str, Case] = {
         warn=("igpu_visible",),
         says=("`export HIP_VISIBLE_DEVICES=0`",),
     ),
+    "filters_that_nest": case(
+        Built("HIP environment variables page: ROCR filters below HIP, whose indices count anew")
+        .card(slot=HALF)
+        .card(XTX, slot=HALF),
+        environ={"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"},
+        software=stack(devices=[device("0000:06:00.0", name="AMD Radeon RX 7900 XTX", gib=23.98)]),
+        warn=("environ:HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES",),
+        note=("iommu_state", "link_half", "link_half", "torch_sees_fewer"),
+        says=("these filters nest",),
+        never=("the same effect in HIP",),
+    ),
     "filter_by_uuid": case(
         Built("HIP environment variables page: ROCR takes UUIDs").card().igpu(RAPHAEL),
         environ={"ROCR_VISIBLE_DEVICES": "GPU-0000000000000000"},
@@ -157,7 +169,7 @@ VARIABLES: dict[str, Case] = {
         says=("CUDA_VISIBLE_DEVICES=7",),
     ),
     "an_old_guide": case(
-        one("facts 1c: the variables of the old notes, all at once"),
+        one("an old guide: all of its variables at once"),
         environ=OLD_GUIDE,
         warn=(
             "environ:AMD_SERIALIZE_COPY",
@@ -179,7 +191,8 @@ VARIABLES: dict[str, Case] = {
             "environ:RCCL_TREE_THRESHOLD",
             OVERRIDE,
         ),
-        says=("NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS", "NCCL_ALGO"),
+        says=("NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS", "NCCL_ALGO", "both filters have the same effect in HIP"),
+        never=("ROCR_VISIBLE_DEVICES",),
     ),
     "allocator_value_that_torch_refuses": case(
         one("torch AllocatorConfig.h: max_split_size_mb must be 20 or more"),
@@ -187,7 +200,7 @@ VARIABLES: dict[str, Case] = {
         warn=("environ:PYTORCH_ALLOC_CONF",),
     ),
     "cuda_machine_with_expandable_segments": case(
-        Built("facts 3: what is harmful on ROCm is none of a CUDA machine's concern").nvidia(),
+        Built("pytorch hip.rst: what is harmful on ROCm is none of a CUDA machine's concern").nvidia(),
         environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:512"},
         software=cuda_stack(device("0000:01:00.0", name="NVIDIA GeForce RTX 4090", arch="sm_89", gib=23.5)),
         note=("other_gpu",),

@@ -77,23 +77,50 @@ def test_best_checkpoint_is_named_by_its_final_place_and_survives_rotation(saver
     assert _equal(_adapter(trainer), load_file(best / "adapter_model.safetensors")), "the best model was not loaded"
 
 
-def test_saved_push_rotate_in_that_order(saver: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, bool, list[str]]] = []
+class Recorder:
+    """A publisher that only notes what it is given, and in what state it found it."""
 
-    def pushed(self: Any, folder: str) -> None:
-        seen.append((Path(folder).name, not manifest.verify(Path(folder)), names(tmp_path / "out")))
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.checkpoints: list[tuple[str, bool, list[str]]] = []
+        self.results: list[bool] = []
 
-    monkeypatch.setattr(Trainer, "_push_from_checkpoint", pushed)
+    def checkpoint(self, directory: Path) -> None:
+        self.checkpoints.append((directory.name, not manifest.verify(directory), names(self.out)))
+
+    def result(self, directory: Path) -> None:
+        found = manifest.read(directory)
+        self.results.append(isinstance(found, manifest.Manifest) and found.status == "final")
+
+
+def test_saved_push_rotate_in_that_order(saver: Make, tmp_path: Path) -> None:
     trainer = saver(save_total_limit=1)
     before: list[int] = []
     trainer.before_save = lambda: before.append(trainer.state.global_step)
     trainer.args.push_to_hub = True
+    trainer.publisher = recorder = Recorder(tmp_path / "out")
     trainer.train()
-    assert seen == [
+    assert recorder.checkpoints == [
         ("checkpoint-2", True, ["checkpoint-2"]),
         ("checkpoint-4", True, ["checkpoint-2", "checkpoint-4"]),
     ]
     assert before == [2, 4] and names(tmp_path / "out") == ["checkpoint-4"]
+
+
+def test_a_push_is_of_a_sealed_result_and_needs_a_publisher(saver: Make, tmp_path: Path) -> None:
+    trainer = saver(save_strategy="no")
+    trainer.args.push_to_hub = True
+    with pytest.raises(UsageError, match="needs a publisher"):
+        trainer.train()
+    trainer.publisher = recorder = Recorder(tmp_path / "out")
+    trainer.train()
+    trainer.save_model()
+    assert recorder.results == [], "a save alone publishes nothing: its files have no manifest yet"
+    trainer.push_to_hub()
+    sealed = (tmp_path / "out" / manifest.MANIFEST_NAME).read_bytes()
+    trainer.push_to_hub(commit_message="again")
+    assert recorder.results == [True, True] and manifest.verify(tmp_path / "out") == []
+    assert (tmp_path / "out" / manifest.MANIFEST_NAME).read_bytes() == sealed, "a push must not rewrite the result"
 
 
 def _damage(path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hf_rocm_tune.doctor.check import Check
 from hf_rocm_tune.doctor.checks.torch_build import in_wheels
-from hf_rocm_tune.doctor.evidence import Evidence, arch_of
+from hf_rocm_tune.doctor.evidence import NO_VARIABLES, Evidence, arch_of
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.hardware.cards import Card
 from hf_rocm_tune.hardware.kfd import GpuNode
@@ -65,8 +65,10 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
     choice = choose(topology.nodes, {}, complete=topology.complete, split=len(cards) > 1)
     line = f"{OURS}={choice.variables.get(OURS, '')}"
     igpu, card = ", ".join(map(_describe, igpus)), ", ".join(map(_describe, cards))
-    filters = {name: evidence.environ[name] for name in FILTERS if name in evidence.environ}
-    if not choice.variables:
+    filters = {name: evidence.variables[name] for name in FILTERS if name in evidence.variables}
+    if evidence.environ is None:
+        yield unknown("integrated", f"which of {igpu} and {card} are visible is not known: {NO_VARIABLES}")
+    elif not choice.variables:
         yield unknown("integrated", choice.reason)
     elif not filters:
         yield from_row("integrated", "igpu_hidden", igpu=igpu, card=card, line=line)

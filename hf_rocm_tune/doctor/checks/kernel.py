@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
@@ -39,8 +40,10 @@ def _is_of(entry: dict[str, Any], release: str, archs: set[str]) -> bool:
         return False
     exact = entry.get("exact")
     if exact is not None:
+        rest, word = release.removeprefix(exact), entry.get("of")
         # 7.0.12 is not 7.0.120, nor is 7.0.0-28 the same as 7.0.0-280.
-        return release.startswith(exact) and not release[len(exact) :][:1].isdigit()
+        begins = release.startswith(exact) and not rest[:1].isdigit()
+        return begins and (word is None or word in re.split("[^a-z0-9]", rest))
     return within(release, entry.get("from"), entry.get("below"))
 
 

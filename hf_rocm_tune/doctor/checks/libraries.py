@@ -52,34 +52,44 @@ def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
         return
     if within(version, None, least) and any((gpu.arch or "").startswith(_WAVE32) for gpu in evidence.candidates):
         yield from_row("bitsandbytes", "bnb_old", version=version, least=least)
-    files, forced = software.bitsandbytes_libraries, evidence.environ.get(_FORCING)
+    files, forced = software.bitsandbytes_libraries, evidence.variables.get(_FORCING)
     if forced is not None:
         why = f"{_FORCING}={forced} chooses the library, whatever torch is built with; only a measurement tells its fit"
         yield unknown("bitsandbytes", why)
     elif files.value is None:
         yield from_row("bitsandbytes", "bnb_unread", reason=files.reason, least=least)
     else:
-        yield _library(software, version, rocm_libraries(files.value))
+        yield from _library(evidence, software, version, rocm_libraries(files.value))
 
 
-def _library(software: Software, version: str, available: dict[tuple[int, int], str]) -> Finding:
+def _library(
+    evidence: Evidence, software: Software, version: str, available: dict[tuple[int, int], str]
+) -> Iterator[Finding]:
     hip = software.hip_version or ""
     wanted = numbers(hip)
     if wanted is None:
-        return unknown("bitsandbytes", f"torch's version of HIP is {hip!r}, which is no version")
+        yield unknown("bitsandbytes", f"torch's version of HIP is {hip!r}, which is no version")
+        return
     taken = chosen(available, (wanted[0], wanted[1]))
     listed = ", ".join(f"{major}.{small}" for major, small in available) or "no ROCm at all"
     seen = [f"torch.version.hip: {hip}", f"ROCm libraries: {', '.join(available.values()) or 'none'}"]
     rocm = torch_rocm(software) or hip
     values = {"version": version, "hip": minor(hip)}
     if taken is None:
-        return from_row("bitsandbytes", "bnb_no_library", evidence=seen, available=listed, **values)
+        yield from_row("bitsandbytes", "bnb_no_library", evidence=seen, available=listed, **values)
+        return
     library = available[taken]
     if within(rocm, "10", None):
-        return from_row("bitsandbytes", "bnb_rocm10", evidence=seen, library=library, rocm=rocm, **values)
-    if taken == wanted[:2]:
-        return from_row("bitsandbytes", "bnb_library", evidence=seen, library=library, **values)
-    return from_row("bitsandbytes", "bnb_nearest", evidence=seen, library=library, available=listed, **values)
+        yield from_row("bitsandbytes", "bnb_rocm10", evidence=seen, library=library, rocm=rocm, **values)
+    elif taken == wanted[:2]:
+        yield from_row("bitsandbytes", "bnb_library", evidence=seen, library=library, **values)
+    else:
+        yield from_row("bitsandbytes", "bnb_nearest", evidence=seen, library=library, available=listed, **values)
+    known = known_versions()["bitsandbytes"]
+    # Its kernel came with the version that is the least.
+    wrong = [*taken] == known["wrong_on_gfx1100"] and not within(version, None, known["least"])
+    if wrong and any(gpu.arch == "gfx1100" for gpu in evidence.candidates):
+        yield from_row("bitsandbytes", "bnb_rocm64", evidence=seen, version=version, library=library)
 
 
 def _versions(evidence: Evidence) -> Iterator[Finding]:

@@ -74,7 +74,7 @@ def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterato
 
 
 def _filters(evidence: Evidence) -> list[str]:
-    return [f"{name}={evidence.environ[name]}" for name in FILTERS if name in evidence.environ]
+    return [f"{name}={evidence.variables[name]}" for name in FILTERS if name in evidence.variables]
 
 
 def _architectures(evidence: Evidence) -> Iterator[Finding]:

@@ -30,4 +30,4 @@ __all__ = ["MEASURED", "PACKAGE", "Measured"]
 PACKAGE = "hf_rocm_tune.doctor.measured"
 
 MEASURED: Mapping[str, Measured] = MappingProxyType({one.name: one for one in (*TRANSFER, *COMPUTE)})
-"""All of them by name, in the order in which they run (FACTS section 2, "Decision order")."""
+"""All of them by name, in the order in which they run (``doctor.check.GROUPS``)."""

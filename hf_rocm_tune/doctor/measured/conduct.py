@@ -75,10 +75,9 @@ def requests(measured: Measured, evidence: Evidence) -> list[dict[str, Any]]:
     """What the children of a check are asked on this machine: one request for each card, or one for all."""
     software = evidence.software
     common = {**measured.options, "hip": software is not None and software.build == "rocm"}
-    devices = [_device(device) for device in evidence.devices]
     if measured.every_card:
-        return [{**common, **device} for device in devices]
-    return [{**common, "devices": devices}]
+        return [{**common, **_device(device)} for device in evidence.devices]
+    return [{**common, "devices": [_device(device) for device in evidence.seen_cards]}]
 
 
 def _device(device: TorchDevice) -> dict[str, Any]:

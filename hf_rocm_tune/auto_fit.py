@@ -1,0 +1,259 @@
+"""``--auto_fit``: joins the planner (from the configuration), the card's free memory, and the probe (one real step).
+
+    off     micro-batch, accumulation and checkpointing are as given or by default
+    plan    what the user did not set is the plan's fastest way that fits this card, at the same effective batch
+    probe   as ``plan``, and a worst-case step before the run corrects it, downward and upward
+
+The choice is made once in the life of a run and kept in ``run.json``: whoever continues the run takes it from there,
+however much memory is free by then. All ranks take the same: the one with the least free memory decides.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import str_to_bool
+
+from hf_rocm_tune.arguments import Arguments
+from hf_rocm_tune.distributed.agree import highest, on_main_process
+from hf_rocm_tune.errors import OutOfMemoryError, UsageError
+from hf_rocm_tune.memory.fit import (
+    Candidate,
+    Choice,
+    Demand,
+    Trial,
+    demand,
+    fastest_that_fitted,
+    next_candidate,
+)
+from hf_rocm_tune.memory.plan import CONTEXT_BYTES, GIB, CardMemory
+from hf_rocm_tune.memory.plan_choice import fastest, nearest
+from hf_rocm_tune.plan_job import plan_for
+from hf_rocm_tune.plan_request import PlanRequest, from_training
+from hf_rocm_tune.training.probe import set_way, try_on_all_ranks
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.training.mixin import VerifiedTransferMixin
+
+Say = Callable[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What is chosen before the model is loaded.
+
+    Args:
+        choice: the way.
+        candidates: all ways, for the probe; none when the choice is settled.
+        settled: nothing is left to correct: it is the plan's, or the one of ``run.json``.
+    """
+
+    choice: Choice
+    candidates: tuple[Candidate, ...] = ()
+    settled: bool = True
+
+
+def fit(arguments: Arguments, recorded: Mapping[str, Any] | None, *, say: Say) -> Fit | None:
+    """Chooses before the model is loaded, and puts the choice into the arguments. Collective.
+
+    Args:
+        arguments: of the job; the three settings change, and nothing else.
+        recorded: the choice in ``run.json`` where this run has begun before.
+        say: takes lines for the user.
+
+    Returns:
+        None where nothing was to be chosen: it is off, or there is no card to fit to.
+
+    Raises:
+        UsageError: the effective batch cannot be divided, or this job cannot be planned.
+        OutOfMemoryError: nothing fits by the plan.
+    """
+    tune, training = arguments.tune, arguments.training
+    if tune.auto_fit == "off":
+        return None
+    _refuse_what_is_not_planned(training)
+    wanted = demand(
+        ranks=training.world_size,
+        effective_batch=tune.effective_batch,
+        micro_batch=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        checkpointing=bool(training.activation_checkpointing),
+        given=arguments.given,
+    )
+    if recorded is not None:
+        found = Fit(choice=Choice.from_record(recorded, wanted))
+        say(f"auto-fit: {found.choice.describe()}, as this run has begun (run.json)")
+    else:
+        budget = _budget(training.device, tune.auto_fit_gib)
+        if budget is None:
+            _without_card(training, wanted, say)
+            return None
+        found = on_main_process(lambda: _planned(arguments, wanted, budget))
+        say(*_why(found, wanted, arguments))
+    choice = found.choice
+    training.per_device_train_batch_size = choice.micro_batch
+    training.gradient_accumulation_steps = choice.accumulation
+    training.activation_checkpointing = training.gradient_checkpointing = choice.checkpointing
+    return found
+
+
+def probed(found: Fit, trainer: VerifiedTransferMixin, *, say: Say) -> Fit:
+    """Corrects a choice with the real model, and lets the trainer train that way. Collective.
+
+    Args:
+        found: of :func:`fit`; one that is settled stays.
+        trainer: built with it, before its ``train``.
+        say: takes lines for the user.
+
+    Raises:
+        OutOfMemoryError: a worst-case step fits in no way that the user's settings leave open.
+    """
+    if found.settled:
+        return found
+    budget = found.choice.budget_bytes
+    first = next(one for one in found.candidates if _same(one, found.choice))
+    trials: list[Trial] = []
+    while (candidate := next_candidate(found.candidates, trials, first=first, budget=budget)) is not None:
+        trials.append(try_on_all_ranks(trainer, candidate, budget=budget))
+        say(f"auto-fit: tried {candidate.describe()}: {_outcome(trials[-1])}")
+    best = fastest_that_fitted(trials)
+    if best is None:
+        raise OutOfMemoryError(
+            f"--auto_fit probe: no memory for one worst-case step in any way that keeps the effective batch and your "
+            f"settings ({len(trials)} tried, at last {trials[-1].candidate.describe()}): {_advice(trainer.args)}"
+        )
+    choice = Choice.of(best.candidate, mode="probe", budget=budget, measured=best.measured, tries=len(trials))
+    set_way(
+        trainer,
+        micro_batch=choice.micro_batch,
+        accumulation=choice.accumulation,
+        checkpointing=choice.checkpointing,
+    )
+    say(f"auto-fit: {choice.describe()}, after {len(trials)} worst-case step{'s' if len(trials) > 1 else ''}")
+    return Fit(choice=choice)
+
+
+# ---- before the model is loaded -----------------------------------------------------------------------------
+
+
+def _refuse_what_is_not_planned(training: Any) -> None:
+    sharded = [name for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if _is_on(name)]
+    if sharded or training.fsdp or training.deepspeed:
+        raise UsageError("--auto_fit plans for cards that hold the whole model each, not for FSDP or DeepSpeed")
+    if training.auto_find_batch_size:
+        raise UsageError("--auto_fit and --auto_find_batch_size both choose the micro-batch; keep one")
+
+
+def _is_on(variable: str) -> bool:
+    return bool(str_to_bool(os.environ.get(variable) or "false"))
+
+
+def _budget(device: torch.device, gib: float | None) -> int | None:
+    """Bytes for torch's allocator on the rank that has least; None without a card and without a figure. Collective.
+
+    Free memory of a host is no card's, so on a CPU only the user's figure counts.
+    """
+    bounds = [] if gib is None else [int(gib * GIB)]
+    if device.type == "cuda":
+        bounds.append(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    if not bounds:
+        return None
+    # The driver has this process's context by now, but not the kernels and workspaces that a step will load.
+    still_to_come = CONTEXT_BYTES if device.type == "cuda" else 0
+    return -highest([still_to_come - min(bounds)])[0]
+
+
+def _without_card(training: Any, wanted: Demand, say: Say) -> None:
+    training.per_device_train_batch_size = wanted.largest_up_to(training.per_device_train_batch_size)
+    training.gradient_accumulation_steps = wanted.each // training.per_device_train_batch_size
+    say("auto-fit: there is no card to fit to, so nothing is chosen; --auto_fit_gib N plans for N GiB all the same")
+
+
+def _planned(arguments: Arguments, wanted: Demand, budget: int) -> Fit:
+    """The plan's choice, on the rank that decides.
+
+    Raises:
+        UsageError: this job cannot be planned.
+        OutOfMemoryError: nothing fits, and no probe will tell.
+    """
+    mode = arguments.tune.auto_fit
+    # What others hold is not free, and so not in the budget; nor is the context.
+    card = CardMemory(name="this card", usable=budget, desktop=0, desktop_source="read", context=0)
+    plan = plan_for(_request(arguments, wanted), card=card, grid=False)
+    chosen = fastest(plan.grid)
+    if chosen is None and mode == "plan":
+        least = nearest(plan.grid)
+        raise OutOfMemoryError(
+            f"--auto_fit plan: nothing fits by estimate: {Candidate.of(least).describe()} needs "
+            f"{_gib(least.estimate.total)} GiB, and {_gib(budget)} GiB are free: {_advice(arguments.training)}; or try "
+            "it with --auto_fit probe"
+        )
+    return Fit(
+        choice=Choice.of(Candidate.of(chosen or nearest(plan.grid)), mode=mode, budget=budget),
+        candidates=tuple(Candidate.of(option) for option in plan.grid),
+        settled=mode == "plan",
+    )
+
+
+def _request(arguments: Arguments, wanted: Demand) -> PlanRequest:
+    training = arguments.training
+    platform = "cpu" if training.device.type == "cpu" else "hip" if torch.version.hip else "cuda"
+    try:
+        asked = from_training(arguments.resolved(), cards=wanted.ranks, platform=platform)
+        return replace(
+            asked,
+            effective_batch=wanted.effective_batch,
+            micro_batch=wanted.micro_batch,
+            checkpointing=wanted.checkpointing,
+        )
+    except UsageError as error:
+        raise UsageError(f"--auto_fit: {error}") from error
+
+
+# ---- words --------------------------------------------------------------------------------------------------
+
+
+def _why(found: Fit, wanted: Demand, arguments: Arguments) -> list[str]:
+    choice = found.choice
+    chosen = next(one for one in found.candidates if _same(one, choice))
+    fits = chosen.fits(choice.budget_bytes)
+    kept = [f"micro-batch {wanted.micro_batch}"] if wanted.micro_batch is not None else []
+    if wanted.checkpointing is not None:
+        kept.append(f"activation checkpointing {'on' if wanted.checkpointing else 'off'}")
+    reason = "the fastest by estimate of those that fit" if fits else "none fits by estimate, and this one needs least"
+    lines = [
+        f"auto-fit: {choice.describe()} for {wanted.effective_batch} sequences a step: {reason}, "
+        f"{len(found.candidates)} considered",
+        f"auto-fit: predicted peak {_gib(choice.predicted_bytes)} GiB, {_gib(choice.budget_bytes)} GiB to fit into",
+    ]
+    if kept:
+        lines.append(f"auto-fit: kept as given: {' and '.join(kept)}")
+    if wanted.micro_batch is not None and arguments.tune.effective_batch is None:
+        lines.append(
+            f"auto-fit: --effective_batch {wanted.effective_batch} instead of --per_device_train_batch_size and "
+            "--gradient_accumulation_steps would let it choose them"
+        )
+    return lines
+
+
+def _outcome(trial: Trial) -> str:
+    if trial.measured is None:
+        return "it fits" if trial.fits else "out of memory"
+    measured = f"{_gib(trial.measured)} GiB at the peak ({_gib(trial.candidate.predicted)} predicted)"
+    return f"it fits, {measured}" if trial.fits else f"too little room, {measured}"
+
+
+def _same(candidate: Candidate, choice: Choice) -> bool:
+    return (candidate.micro_batch, candidate.checkpointing) == (choice.micro_batch, choice.checkpointing)
+
+
+def _advice(training: Any) -> str:
+    return f"lower --max_length (it is {training.max_length}), add --load_in_4bit, or see `hf-rocm-tune plan`"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f}"

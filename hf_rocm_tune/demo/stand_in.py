@@ -1,0 +1,103 @@
+"""The model and the data of a notebook: the real ones, or small ones that stand in where those cannot be had.
+
+They stand in where torch sees no GPU (a billion parameters would take hours there) or where the model can neither be
+found on this disk nor on the Hub. Which it was, and why, is printed.
+
+All of it happens in a process of its own: a notebook that is to start training processes must not have touched a GPU,
+and is better off without the threads of a training run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from hf_rocm_tune.demo import assets
+from hf_rocm_tune.errors import UsageError
+
+#: Names a model in place of the notebook's, GPU or not; ``demo`` asks for the small one.
+VARIABLE = "HF_ROCM_TUNE_NOTEBOOK_MODEL"
+DEMO = "demo"
+RECIPE = assets.Recipe(steps=120)
+
+
+class Choice(NamedTuple):
+    """What a notebook trains.
+
+    Attributes:
+        model: Hub id or directory.
+        data: Hub id or directory, rows of ``messages`` in the splits ``train`` and ``test``.
+        small: whether the small ones stand in.
+    """
+
+    model: str
+    data: str
+    small: bool
+
+
+def choose(model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-runs") -> Choice:
+    """Choose, and make the small model where it is needed.
+
+    Args:
+        model: the one that the notebook is about.
+        data: likewise.
+        folder: for the small model and its data; found again there the next time.
+
+    Raises:
+        UsageError: the small model could not be made.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted and wanted != DEMO:
+        print(f"{VARIABLE} is set: {wanted} instead of {model}")
+        return Choice(wanted, data, False)
+    command = [sys.executable, "-m", __name__, DEMO if wanted else model, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UsageError(f"the small model could not be made: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    *told, found = done.stdout.splitlines()
+    print(*told, sep="\n")
+    where = json.loads(found)
+    return Choice(where["model"], where["data"], True) if where else Choice(model, data, False)
+
+
+def _why_not(model: str) -> str | None:
+    """Why a model cannot be trained here, or None where it can."""
+    import torch
+
+    from hf_rocm_tune.models.shapes_config import load_config
+
+    if model == DEMO:
+        return f"{VARIABLE}={DEMO}"
+    if not torch.cuda.is_available():
+        return f"torch sees no GPU here, so this is not {model}"
+    try:
+        load_config(model)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def main() -> int:
+    """Decides, says so, and prints as its last line where the small model and its data are, or null."""
+    model, folder = sys.argv[1:]
+    reason = _why_not(model)
+    if reason is None:
+        print(f"model: {model}")
+        print(json.dumps(None))
+        return 0
+    print(f"{reason}: a small model and its data stand in, made on this machine")
+    try:
+        made = assets.prepare(Path(folder) / "assets", recipe=RECIPE, say=print)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(json.dumps({"model": str(made.model), "data": str(made.data)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

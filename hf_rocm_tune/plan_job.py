@@ -1,0 +1,203 @@
+"""Planning: joins measured shapes (``models``) with the arithmetic of memory (``memory``) and the card (``hardware``).
+
+    plan = plan_for(PlanRequest(model="Qwen/Qwen3-8B"), card=card_named("rx7900xt"))
+    plan.choice.estimate.case.micro_batch, plan.choice.estimate.case.checkpointing
+
+Nothing is downloaded but a configuration, nothing is allocated, no GPU is needed. The layers of the model are recorded
+on the meta device when a case first asks for them, a few of them at two lengths and two batch sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.memory.plan import CardMemory, Case, Estimate, Variant, estimate
+from hf_rocm_tune.memory.plan_choice import LENGTH_STEP, Option, fastest, longest, micro_batches, nearest, option
+from hf_rocm_tune.memory.plan_host import Host, host
+from hf_rocm_tune.memory.plan_models import PUBLIC_MODELS, public_model
+from hf_rocm_tune.memory.plan_optimizers import optimizer
+from hf_rocm_tune.plan_recordings import Recordings
+from hf_rocm_tune.plan_request import PlanRequest
+
+#: Longer sequences are not considered when the configuration sets no limit.
+LONGEST = 131072
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer.
+
+    Args:
+        request: the question.
+        architecture: name of the model's class.
+        parameters: of the model.
+        layers: of the model.
+        card: the memory that is planned for.
+        grid: every case that was considered, other lengths included.
+        choice: the fastest that fits, at the wanted length and effective batch; None where none does.
+        variants: by method, for what else one may ask.
+        limit: tokens that the model was made for, or None.
+        notes: what a reader should know.
+    """
+
+    request: PlanRequest
+    architecture: str
+    parameters: int
+    layers: int
+    card: CardMemory
+    grid: tuple[Option, ...]
+    choice: Option | None
+    variants: dict[str, Variant]
+    limit: int | None
+    notes: tuple[str, ...]
+
+    @property
+    def nearest(self) -> Option:
+        """The choice, or where nothing fits the case that needs least."""
+        return self.choice or nearest([each for each in self.grid if each.estimate.case.length == self.request.length])
+
+    def host(self) -> Host:
+        """What the chosen case takes of the host's memory."""
+        found = self.nearest.estimate
+        return host(self.variants[found.variant], found, workers=self.request.workers)
+
+    def longest(self, method: str) -> int | None:
+        """The longest sequence that fits with micro-batch 1 and checkpointing, in steps of 128 tokens.
+
+        The last step is recorded at that very length, because attention may change its ways on the road to it.
+        """
+        variant = self.variants[method]
+        exact = replace(variant, trace=variant.exact)
+
+        def at(length: int) -> Estimate:
+            case = Case(
+                micro_batch=1,
+                length=length,
+                checkpointing=variant.can_checkpoint,
+                packing=self.request.packing,
+                accumulation=self.request.each,
+                cards=self.request.cards,
+            )
+            return estimate(variant, case, self.card)
+
+        found = longest(at, limit=self.limit or LONGEST)
+        while found and not estimate(exact, at(found).case, self.card).fits:
+            found = longest(at, limit=found - LENGTH_STEP) if found > LENGTH_STEP else None
+        return found
+
+
+def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, grid: bool = True) -> Plan:
+    """Plans a training job.
+
+    Args:
+        request: the question.
+        card: the memory of the card, from :func:`hf_rocm_tune.plan_card.card_named` or ``CardMemory(...)``.
+        config: the model's configuration where it is at hand; else ``request.model`` is asked for it.
+        grid: consider half and twice the length as well; auto-fit does not need them.
+
+    Returns:
+        The plan. Its ``choice`` is the fastest case by estimate that fits, for the wanted effective batch exactly.
+
+    Raises:
+        UsageError: the configuration cannot be read, or this model cannot be planned.
+    """
+    notes: list[str] = []
+    if config is None:
+        config, remark = _config(request)
+        notes += remark
+    from hf_rocm_tune.models.shapes_config import longest_position
+
+    limit = longest_position(config)
+    if limit is not None and request.length > limit:
+        notes.append(f"the model was made for {limit} tokens; {request.length} are more")
+    lengths = _lengths(request, limit) if grid else (request.length,)
+    recordings = {method: Recordings(config, request, method, lengths) for method in request.methods}
+    variants = {
+        method: Variant(
+            name=method,
+            weights=each.weights(),
+            trace=each,
+            exact=each.exact,
+            optimizer=optimizer(request.optim, on_cpu=request.platform == "cpu"),
+            can_checkpoint=each.can_checkpoint,
+        )
+        for method, each in recordings.items()
+    }
+    options = tuple(_options(request, card, variants, lengths))
+    for each in recordings.values():
+        notes += [note for note in each.notes() if note not in notes]
+    first = next(iter(recordings.values()))
+    return Plan(
+        request=request,
+        architecture=type(first.sample.base).__name__,
+        parameters=next(iter(variants.values())).weights.parameters,
+        layers=len(first.sample.layer_of),
+        card=card,
+        grid=options,
+        choice=fastest(each for each in options if each.estimate.case.length == request.length),
+        variants=variants,
+        limit=limit,
+        notes=tuple(notes),
+    )
+
+
+def largest_models(request: PlanRequest, *, card: CardMemory) -> dict[str, str | None]:
+    """By method, the largest public model of which one sequence fits, checkpointed; None where none does."""
+    found: dict[str, str | None] = {}
+    for method in request.methods:
+        found[method] = None
+        for model in sorted(PUBLIC_MODELS, key=lambda each: -each.billions):
+            single = replace(request, methods=(method,), micro_batch=1, checkpointing=True)
+            from hf_rocm_tune.models.shapes_config import config_of
+
+            if plan_for(single, card=card, config=config_of(model.fields), grid=False).choice is not None:
+                found[method] = model.name
+                break
+    return found
+
+
+def _config(request: PlanRequest) -> tuple[Any, list[str]]:
+    """The configuration of the model, or that of its entry in our table where it cannot be read."""
+    from hf_rocm_tune.models.shapes_config import config_of, load_config
+
+    known = public_model(request.model)
+    try:
+        loaded = load_config(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
+        return loaded, []
+    except UsageError:
+        if known is None:
+            raise
+    return config_of(known.fields), [f"its configuration could not be read; planned by the known shape of {known.name}"]
+
+
+def _lengths(request: PlanRequest, limit: int | None) -> tuple[int, ...]:
+    """Half, once and twice the wanted length, as far as the model goes."""
+    wanted = {max(2, request.length // 2), request.length, 2 * request.length}
+    return tuple(sorted(each for each in wanted if each <= max(limit or LONGEST, request.length)))
+
+
+def _options(
+    request: PlanRequest, card: CardMemory, variants: dict[str, Variant], lengths: tuple[int, ...]
+) -> Iterator[Option]:
+    sizes = (request.micro_batch,) if request.micro_batch else micro_batches(request.effective_batch, request.cards)
+    for variant in variants.values():
+        possible = (False, True) if variant.can_checkpoint else (False,)
+        ways = [way for way in possible if request.checkpointing in (None, way)]
+        if not ways:
+            raise UsageError("this architecture does not support checkpointing: leave it off")
+        for length in lengths:
+            for checkpointing in ways:
+                for micro_batch in sizes:
+                    yield option(
+                        variant,
+                        card,
+                        micro_batch=micro_batch,
+                        length=length,
+                        checkpointing=checkpointing,
+                        effective_batch=request.effective_batch,
+                        cards=request.cards,
+                        packing=request.packing,
+                    )

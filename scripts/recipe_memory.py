@@ -1,0 +1,66 @@
+"""Writes into each recipe what the planner says of its memory: ``python scripts/recipe_memory.py``.
+
+The figure is for a card with a desktop session on it, with the recipe's own micro-batch, length and checkpointing. A
+model whose configuration cannot be read (no network) is planned by its published shape, which gives the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import replace
+
+from hf_rocm_tune import arguments, process, recipes
+from hf_rocm_tune.memory.plan import GIB, CardMemory
+from hf_rocm_tune.plan_card import card_memory
+from hf_rocm_tune.plan_job import plan_for
+from hf_rocm_tune.plan_request import from_training
+
+DESKTOP_GIB = 1.0
+
+
+def main() -> int:
+    """Brings all recipes up to date and says what changed. Returns 0."""
+    process.prepare_process(os.environ)
+    card = card_memory(name="rx7900xt", desktop_gib=DESKTOP_GIB)
+    for name in recipes.names():
+        file = recipes.path(name)
+        before = file.read_text(encoding="utf-8")
+        line = f"{recipes.MEMORY}  {planned(name, card)}"
+        after = re.sub(rf"^{re.escape(recipes.MEMORY)}.*$", line, before, flags=re.MULTILINE)
+        if after != before:
+            file.write_text(after, encoding="utf-8")
+        print(f"{name}: {'written' if after != before else 'up to date'}: {line}")
+    return 0
+
+
+def planned(name: str, card: CardMemory) -> str:
+    """The planner's word on one recipe, in one line.
+
+    Raises:
+        ValueError: it does not fit; such a recipe must not ship.
+    """
+    job = arguments.parse(["--config", name], accelerator=False)
+    settings = job.resolved() | {"bf16": True}  # as on the card, whatever this machine is
+    if "dtype" not in job.given:
+        settings["dtype"] = "bfloat16"
+    cards = 2 if "dual_rx7900xt" in recipes.path(name).read_text(encoding="utf-8") else 1
+    request = replace(
+        from_training(settings, cards=cards),
+        micro_batch=job.training.per_device_train_batch_size,
+        checkpointing=bool(settings["activation_checkpointing"]),
+    )
+    choice = plan_for(request, card=card, grid=False).choice
+    if choice is None:
+        raise ValueError(f"{name} does not fit {card.name}")
+    found = choice.estimate
+    each = " on each card" if cards > 1 else ""
+    return (
+        f"{found.total / GIB:.1f} of {card.usable / GIB:.1f} GiB{each}, {DESKTOP_GIB:g} GiB of a desktop included; "
+        "planned, not measured on a card."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

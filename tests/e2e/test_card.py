@@ -1,0 +1,196 @@
+"""What a run leaves for people: a card whose code gives the training's logits, a log, a picture; all in the seal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_rocm_tune import cli
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.publish.card import is_ours
+from hf_rocm_tune.publish.history import collect
+from hf_rocm_tune.publish.history_verdict import judge
+from tests.e2e.command import CommandServer, Result
+from tests.e2e.conftest import flags
+
+KINDS: dict[str, list[str]] = {
+    "lora": [],
+    "dora": ["--use_dora"],
+    "qlora": ["--load_in_4bit", "--use_bnb_nested_quant"],
+    "full": ["--use_peft", "false"],
+}
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def run(server: CommandServer, model_of: Callable[[str], Path], messages: Path) -> Run:
+    """Runs a command of two steps with a checkpoint after each."""
+
+    def command(output: Path, *more: str, env: dict[str, str] | None = None, **changed: Any) -> Result:
+        settings = {
+            "model_name_or_path": model_of("llama3"),
+            "dataset_name": messages,
+            "output_dir": output,
+            "max_steps": 2,
+            "per_device_train_batch_size": 2,
+            "max_length": 48,
+            "learning_rate": 0.01,
+            "lora_dropout": 0.0,
+            "logging_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "save_steps": 1,
+            "disable_tqdm": True,
+        }
+        return server.run(*flags(**{**settings, **changed}), *more, env={"USER": "gudrun", **(env or {})})
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def trained(run: Run, scratch: Path) -> dict[str, Path]:
+    """Output directories by kind of training."""
+    outputs = {}
+    for kind, more in KINDS.items():
+        outputs[kind] = scratch / "cards" / kind
+        result = run(outputs[kind], *more, env={"DUMP_LOGITS": f"{outputs[kind]}.logits"})
+        assert result.code == 0, (kind, result.stderr[-3000:])
+    return outputs
+
+
+def cards_of(output: Path) -> dict[str, str]:
+    """Every card below a directory, by the name of its folder."""
+    return {file.parent.name: file.read_text() for file in output.rglob("README.md")}
+
+
+def test_the_cards_code_gives_the_logits_of_the_training(
+    trained: dict[str, Path], model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    jobs = []
+    for kind, output in trained.items():
+        there = tmp_path / kind
+        shutil.copytree(output, there, ignore=shutil.ignore_patterns("checkpoint-*"))
+        if kind != "full":  # the card names the directory of the base model, not where it lies
+            (there / model_of("llama3").name).symlink_to(model_of("llama3"))
+        text = (there / "README.md").read_text()
+        jobs.append({"card": text, "directory": str(there), "logits": f"{output}.logits"})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.card_snippets"],
+        input="".join(json.dumps(job) + "\n" for job in jobs),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"},
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(answers) == len(jobs)
+    for kind, answer in zip(trained, answers, strict=True):
+        assert answer["equal"], (kind, answer["difference"])
+        assert (answer["blocks"], answer["our_modules"]) == (2, [])
+        assert answer["said"].endswith("\n")
+
+
+def test_each_save_has_a_card_of_ours_and_none_of_trl_or_peft(trained: dict[str, Path]) -> None:
+    for kind, output in trained.items():
+        found = cards_of(output)
+        assert set(found) == {output.name, "checkpoint-1", "checkpoint-2"}, kind
+        for folder, text in found.items():
+            assert is_ours(text)
+            assert ("a checkpoint, not the result" in text) == (folder != output.name)
+            assert "More Information Needed" not in text and "Quick start" not in text
+            assert ("![Loss" in text) == (folder == output.name)
+            metadata = ModelCard(text).data.to_dict()
+            assert not {"base_model", "datasets"} & metadata.keys()  # both are directories here
+
+
+def test_everything_is_in_the_seal(trained: dict[str, Path]) -> None:
+    for output in trained.values():
+        found = manifest.inspect(output)
+        assert found.manifest is not None and found.problems == []
+        assert {"README.md", "loss.png", "training_log.json", "transfer_report.json"} <= set(found.manifest.files)
+        assert "README.md" in (manifest.inspect(output / "checkpoint-1").manifest or found.manifest).files
+
+
+def test_the_log_is_the_trainers_and_names_no_file(trained: dict[str, Path], scratch: Path) -> None:
+    output = trained["qlora"]
+    log = json.loads((output / "training_log.json").read_text())
+    state = json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())
+    assert log["log"][: len(state["log_history"])] == state["log_history"]
+    assert "train_runtime" in log["log"][-1]
+    assert (log["step"], log["max_steps"]) == (2, 2)
+    assert log["trained"]["adapter_dtype"] == "bfloat16" and log["trained"]["quantization"]["load_in_4bit"] is True
+    assert str(scratch) not in (output / "training_log.json").read_text()
+
+
+def test_no_path_and_no_user_is_in_a_card(trained: dict[str, Path], scratch: Path) -> None:
+    for output in trained.values():
+        for text in cards_of(output).values():
+            assert str(scratch) not in text and "gudrun" not in text and str(Path.home()) not in text
+
+
+def test_an_edited_card_is_kept_and_an_untouched_one_is_replaced(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "README.md").write_text("# written before the run\n")
+    result = run(output)
+    assert (
+        result.code == 0 and "was written or edited by hand and is kept" in result.stdout
+    )  # what counts as edited: test_card.py of publish
+    assert set(cards_of(output).values()) == {"# written before the run\n"}
+    assert manifest.inspect(output).problems == []
+
+    (output / "README.md").unlink()
+    again = run(output, "--overwrite_output_dir", seed=7)
+    assert again.code == 0 and "by hand" not in again.stdout
+    ours = (output / "README.md").read_text()
+    assert is_ours(ours) and "| seed | `7` |" in ours
+
+    more = run(output, "--overwrite_output_dir", seed=8)
+    assert more.code == 0 and "| seed | `8` |" in (output / "README.md").read_text()
+
+
+def test_a_run_that_fails_leaves_its_log_and_a_report_that_says_so(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    result = run(output, max_steps=8, env={"HF_ROCM_TUNE_FAULT": "kind=zero,persist=1,stage=batches,first=20"})
+    assert result.code == 3, result.stderr[-2000:]
+    left = collect(output)
+    assert left.rows and left.rows_from == "training_log.json"
+    found = judge(left.report, finished=left.finished, damaged=left.damaged)
+    assert found.level == "bad" and not left.finished
+    assert cli.main(["report", str(output)]) == 0
+    assert "bad: Wrong bytes were found" in capsys.readouterr().err
+
+
+def test_a_killed_run_can_be_reported(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    result = run(output, max_steps=8, env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"})
+    assert result.code == -signal.SIGKILL
+    left = collect(output)
+    assert (left.rows_from, left.step, left.finished) == ("checkpoint-3/trainer_state.json", 3, False)
+    assert cli.main(["report", str(output)]) == 0
+    assert "has not come to its end" in (output / "report.html").read_text()
+
+
+def test_a_picture_that_cannot_be_drawn_costs_nothing_else(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    result = run(output, env={"MPLBACKEND": "of nobody"})
+    assert result.code == 0, result.stderr[-2000:]
+    assert "the picture of the loss could not be made: matplotlib does not start" in result.stdout
+    assert "of nobody" in result.stdout and "bug" not in result.stdout
+    found = manifest.inspect(output)
+    assert found.manifest is not None and found.problems == [] and "loss.png" not in found.manifest.files
+    assert "loss.png" not in (output / "README.md").read_text()

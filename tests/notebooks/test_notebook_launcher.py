@@ -1,0 +1,79 @@
+"""What the package exports trains under Accelerate's `notebook_launcher`, started as on ROCm: by spawn.
+
+On a CPU the launcher would fork; it is told that this is ROCm, which changes nothing else in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_rocm_tune import notebook
+from tests import tiny
+from tests.e2e.conftest import flags, report_of
+
+LAUNCH = """
+import json, socket, sys
+import hf_rocm_tune
+from accelerate import launchers, notebook_launcher
+from hf_rocm_tune import notebook
+if __name__ == "__main__":
+    launchers.is_rocm_available = lambda: True
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    notebook_launcher(notebook.train, args=(json.loads(sys.argv[1]),), num_processes=2, use_port=str(port))
+"""
+
+
+def launch(tmp_path: Path, argv: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the launcher in a process of its own, as a notebook's kernel would."""
+    script = tmp_path / "launch.py"
+    script.write_text(LAUNCH)
+    command = [sys.executable, str(script), json.dumps(argv)]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=env)
+
+
+def test_what_is_launched_can_be_pickled_and_found_again() -> None:
+    assert pickle.loads(pickle.dumps(notebook.train)) is notebook.train
+
+
+def test_a_job_that_fails_raises_with_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(notebook.TrainingFailed) as caught:
+        notebook.train(["--config", "no-such-recipe"])
+    assert caught.value.exit_code == 2
+    assert "no-such-recipe" in capsys.readouterr().err
+    assert pickle.loads(pickle.dumps(caught.value)).exit_code == 2
+
+
+def test_two_spawned_processes_train_verified_and_catch_a_wrong_average(tmp_path: Path) -> None:
+    argv = flags(
+        model_name_or_path=tiny.build("llama3", tmp_path / "models"),
+        dataset_name=tiny.write_dataset_dir(tmp_path / "data", train=16, test=4),
+        output_dir=tmp_path / "out",
+        max_steps=2,
+        per_device_train_batch_size=2,
+        max_length=64,
+        disable_tqdm=True,
+    )
+    done = launch(tmp_path, argv, HF_ROCM_TUNE_FAULT="kind=zero,stage=gradients,count=1", HF_ROCM_TUNE_SPLIT="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = report_of(tmp_path / "out")
+    assert report["ranks"] == 2
+    assert report["coverage"]["verified_bytes"] == report["coverage"]["device_bytes"] > 0
+    assert report["gradients"]["mismatches"] == report["gradients"]["recovered"] > 0
+
+
+@pytest.mark.long
+def test_wrong_input_is_one_line_of_ours_and_a_failure(tmp_path: Path) -> None:
+    done = launch(tmp_path, ["--learning_rat", "3"])
+    assert done.returncode != 0
+    ours = [line.replace("[rank 1] ", "") for line in done.stderr.splitlines() if line.startswith("hf-rocm-tune: ")]
+    assert ours == ["hf-rocm-tune: error: unknown flag --learning_rat; did you mean --learning_rate?"]

@@ -1,0 +1,338 @@
+"""The model card: valid for the Hub, true about the run, without anything private, and safe against what it quotes.
+
+That its code really loads the model, with equal logits, is shown in ``tests/e2e/test_card.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from huggingface_hub.repocard_data import model_index_to_eval_results
+from huggingface_hub.utils import validate_repo_id
+
+from hf_rocm_tune.publish import card
+from hf_rocm_tune.publish.card import CardFacts, build, is_ours, kept
+from hf_rocm_tune.publish.card_settings import chosen
+from hf_rocm_tune.publish.history import Trained
+from hf_rocm_tune.publish.privacy import Private
+from hf_rocm_tune.publish.upload_card import clean_card
+from tests.publish.card_runs import SETTINGS, TRAINED, incident, report, rows, stage
+
+NOBODY = Private()
+FACTS = CardFacts(
+    name="my-adapter",
+    base_model="org/base",
+    datasets=("org/rows",),
+    data="org/rows: training on 64 rows",
+    trained=TRAINED,
+    settings=SETTINGS,
+    rows=rows(),
+    step=6,
+    report=report(),
+    picture="loss.png",
+)
+FOUR_BIT = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
+# Whatever a file name, a setting or an incident may bring along.
+HOSTILE = "x\n---\nlicense: mit\n```\n# Heading | <script>alert(1)</script> [a](http://evil.example) `*_~$ <!-- \udcff"
+
+
+def metadata_of(text: str) -> dict[str, Any]:
+    """The metadata as huggingface_hub reads it, and as plain YAML."""
+    read: dict[str, Any] = ModelCard(text).data.to_dict()
+    block = yaml.safe_load(text.split("---\n")[1])
+    assert read.keys() == block.keys()
+    return read
+
+
+def code_of(text: str) -> list[str]:
+    """The Python blocks of a card."""
+    return re.findall(r"^```python\n(.*?)\n^```$", text, re.DOTALL | re.MULTILINE)
+
+
+# ---- metadata -----------------------------------------------------------------------------------------------
+
+
+def test_metadata_is_what_the_hub_asks_for() -> None:
+    found = metadata_of(build(FACTS, NOBODY))
+    assert found["base_model"] == "org/base" and found["base_model_relation"] == "adapter"
+    assert found["datasets"] == ["org/rows"]
+    assert (found["library_name"], found["pipeline_tag"]) == ("peft", "text-generation")
+    assert {"lora", "sft", "trl", "hf-rocm-tune", "base_model:adapter:org/base"} <= set(found["tags"])
+    for name in (found["base_model"], *found["datasets"]):
+        validate_repo_id(name)
+    model, (result,) = model_index_to_eval_results(found["model-index"])
+    assert model == "my-adapter"
+    assert (result.dataset_type, result.metric_type, result.metric_value) == ("org/rows", "loss", 0.75)
+
+
+def test_what_the_hub_refuses_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "rows").mkdir(parents=True)
+    for name in (str(tmp_path / "model"), "./model", "~/model", "org/rows", "a/b/c", "-bad-", "with space"):
+        found = metadata_of(build(replace(FACTS, base_model=name, datasets=(name,)), NOBODY))
+        assert not {"base_model", "base_model_relation", "datasets", "model-index"} & found.keys(), name
+        assert not [tag for tag in found["tags"] if tag.startswith("base_model:")]
+
+
+def test_an_id_that_the_user_gives_stands_for_a_directory(tmp_path: Path) -> None:
+    text = build(replace(FACTS, base_model=str(tmp_path), base_model_id="org/real"), NOBODY)
+    assert metadata_of(text)["base_model"] == "org/real"
+    assert 'base_model = "org/real"\n' in text and str(tmp_path) not in text
+
+
+def test_a_path_in_the_hubs_cache_tells_its_id() -> None:
+    text = build(replace(FACTS, base_model="/home/me/.cache/hub/models--org--cached/snapshots/abc"), NOBODY)
+    assert metadata_of(text)["base_model"] == "org/cached"
+
+
+def test_full_fine_tuning_is_no_adapter() -> None:
+    trained = replace(TRAINED, adapter_dtype=None, method="full fine-tuning")
+    text = build(replace(FACTS, trained=trained), NOBODY)
+    found = metadata_of(text)
+    assert (found["library_name"], found["base_model_relation"]) == ("transformers", "finetune")
+    assert "lora" not in found["tags"] and "peft" not in code_of(text)[0]
+
+
+def test_uploading_it_changes_nothing() -> None:
+    text = build(FACTS, NOBODY)
+    assert clean_card(text, NOBODY) == (text, [])
+
+
+# ---- the text -----------------------------------------------------------------------------------------------
+
+
+def test_it_says_how_the_model_was_made() -> None:
+    text = build(FACTS, NOBODY)
+    for words in (
+        "# my-adapter\n",
+        "[org/base](https://huggingface.co/org/base)",
+        "LORA, r=16, alpha=32",
+        "100 of 1,000 parameters",
+        "![Loss over optimizer steps](loss.png)",
+        "| evaluation loss, last | 0.75 |",
+        "| time of all steps | 1 min 30 s |",
+        "| learning_rate | `0.0002` |",
+        "| effective_batch_size | `16` |",
+        "https://huggingface.co/datasets/org/rows",
+        "| device | `AMD Radeon RX 7900 XT, gfx1100, 20.0 GiB` |",
+        "| torch | `2.13.0` |",
+        "**Integrity:** 100 % of the bytes on the device were verified, and none of them was wrong.",
+        "| frozen weights in memory | 3 passes over 20 tensors | 0 |  |",
+    ):
+        assert words in text, words
+    assert "max_steps" not in text and "packing" not in text and "hip" not in text
+    assert "[More Information Needed]" not in text
+
+
+def test_a_checkpoint_is_not_called_the_result() -> None:
+    text = build(replace(FACTS, final=False, picture=None, report=report(ranks=2)), NOBODY)
+    assert "6 steps so far (a checkpoint, not the result)" in text
+    assert "The counters so far are those of the first process." in text
+    assert "loss.png" not in text and "has not come to its end" in text
+
+
+def test_faults_and_incidents_are_said_plainly() -> None:
+    found = report(
+        batches=stage(mismatches=12, recovered=12),
+        incidents=[incident(step=step) for step in range(12)],
+        fault_injection={"kind": "zero", "rate": 0.1, "injected": 12},
+        survival={"starts": 3, "skipped_steps": [7], "crash_injection": "step=4,kind=kill"},
+        memory={"micro_batch_divisor": 4},
+        guard={"skipped_steps": 2},
+        findings=[{"status": "warn", "title": "Narrow", "text": "x4"}, {"status": "ok", "title": "Fine", "text": "x"}],
+        coverage={"verified_bytes": 7999, "device_bytes": 8000, "unverified": [{"tensor": "a.b", "reason": "why"}]},
+    )
+    text = build(replace(FACTS, report=found), NOBODY)
+    for words in (
+        "Something was wrong 12 times, was noticed, and was made right before it was used.",
+        "Faults were injected on request: kind=zero, rate=0.1, injected=12.",
+        "Crashes were injected on request: step=4,kind=kill.",
+        "99.9875 %",
+        "Not every byte was verified",
+        "Not verified: `a.b` (why).",
+        "2 more are in the report.",
+        "started again 2 times",
+        "steps 7.",
+        "up to 4 parts",
+        "2 steps were not used",
+        "The machine, warn: Narrow: x4",
+    ):
+        assert words in text, words
+    assert "Fine" not in text
+
+
+# ---- the code -----------------------------------------------------------------------------------------------
+
+KINDS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "lora in float32": ({"adapter_dtype": "float32"}, ["PeftModel"], ["autocast_adapter_dtype", "quantization"]),
+    "lora in bfloat16": ({"adapter_dtype": "bfloat16"}, ["autocast_adapter_dtype=False"], ["quantization"]),
+    "4 bit": (
+        {"adapter_dtype": "bfloat16", "quantization": FOUR_BIT},
+        [
+            'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, '
+            "bnb_4bit_compute_dtype=torch.bfloat16)",
+            "autocast_adapter_dtype=False",
+        ],
+        [],
+    ),
+    "8 bit": (
+        {"adapter_dtype": "bfloat16", "quantization": {"load_in_8bit": True, "bnb_4bit_compute_dtype": "float32"}},
+        ["BitsAndBytesConfig(load_in_8bit=True)"],
+        [],
+    ),
+    "full": ({"adapter_dtype": None}, ['trained = "."', "from_pretrained(\n    trained,"], ["Peft", "base_model"]),
+    "another class": (
+        {"model_class": "SmolVLMForConditionalGeneration"},
+        ["SmolVLMForConditionalGeneration.from_pretrained("],
+        ["AutoModel"],
+    ),
+    "a dtype that is none": ({"dtype": "uint8"}, ['dtype="auto"'], ["uint8"]),
+    "no chat template": ({"chat_template": False}, ['tokenizer("A checksum is"'], ["apply_chat_template"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_code_suits_what_was_trained(kind: str) -> None:
+    changed, there, absent = KINDS[kind]
+    trained = Trained(**{**TRAINED.__dict__, **changed})
+    blocks = code_of(build(replace(FACTS, trained=trained), NOBODY))
+    assert len(blocks) == 2
+    code = "\n".join(blocks)
+    names = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    assert {"model", "tokenizer", "device"} <= names
+    assert all(word in code for word in there), code
+    assert not [word for word in absent if word in code], code
+    assert "device_map=device" in code and '"auto"' not in code.replace('dtype="auto"', "")
+
+
+def test_the_code_names_what_else_was_asked_for() -> None:
+    more = {"attn_implementation": "sdpa", "trust_remote_code": True}
+    facts = replace(FACTS, settings={**SETTINGS, **more}, revision="v2", repo_id="me/mine")
+    code = code_of(build(facts, NOBODY))[0]
+    for words in ('revision="v2"', 'attn_implementation="sdpa"', "trust_remote_code=True", 'adapter = "me/mine"\n'):
+        assert words in code
+    assert "revision" not in code_of(build(replace(FACTS, revision="main"), NOBODY))[0]
+
+
+# ---- hostile and private content ----------------------------------------------------------------------------
+
+
+def spoiled(value: Any) -> Any:
+    """A JSON value with every string and key made hostile, beside the ones that are looked for."""
+    if isinstance(value, str):
+        return HOSTILE
+    if isinstance(value, dict):
+        return {key: spoiled(one) for key, one in value.items()} | {HOSTILE: HOSTILE}
+    return [spoiled(one) for one in value] if isinstance(value, list) else value
+
+
+def test_hostile_strings_stay_text() -> None:
+    worst = report(
+        incidents=[incident(), "x"],
+        findings=[{"status": "x"}],
+        telemetry=[{"rank": "x", "hotspot_c": "x"}],
+        batches=stage(mismatches=1, recovered=1),
+    )
+    facts = replace(
+        FACTS,
+        name=HOSTILE,
+        base_model=HOSTILE,
+        revision=HOSTILE,
+        datasets=(HOSTILE,),
+        data=HOSTILE,
+        trained=replace(TRAINED, method=HOSTILE, dtype=HOSTILE, adapter_dtype=HOSTILE),
+        settings=spoiled({**SETTINGS, "attn_implementation": "x"}),
+        report={
+            **spoiled(worst),
+            "verify": "full",
+            "findings": [{"status": "warn", "title": HOSTILE, "text": HOSTILE}],
+        },
+    )
+    text = build(facts, NOBODY)
+    assert "license" not in metadata_of(text)
+    blocks = code_of(text)
+    assert len(blocks) == 2 and all(ast.parse(block) for block in blocks)
+    headings = [line for line in text.splitlines() if line.startswith("#") and line not in blocks[0]]
+    assert not [line for line in headings if line.lstrip("#").startswith(" Heading")]
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    outside = re.sub(r"`[^`\n]*`", "", outside)  # code spans show what they hold
+    assert not re.search(r"(?<!\\)<(?!!-- hf-rocm-tune)", outside.partition("\n---\n\n")[2])
+    assert not re.search(r"(?<!\\)\]\(http://evil", outside)
+    for line in outside.splitlines():
+        if line.startswith("| "):
+            assert line.count("|") - line.count("\\|") <= 8
+    assert is_ours(text)
+
+
+def test_nothing_private_is_in_it(tmp_path: Path) -> None:
+    secret = "hf_" + "s" * 34
+    environ = {"HOME": str(tmp_path / "gudrun"), "USER": "gudrun", "HOSTNAME": "mycastle", "HF_TOKEN": secret}
+    private = Private.of_this_machine(environ, paths={str(tmp_path / "work"): ""})
+    words = f"{tmp_path}/work/x of gudrun on mycastle with {secret}, /mnt/disk/gudrun/y"
+    facts = replace(
+        FACTS,
+        name=f"out of gudrun {tmp_path}/work",
+        base_model=f"{tmp_path}/work/base",
+        datasets=(f"{tmp_path}/work/rows",),
+        data=words,
+        settings={**SETTINGS, "lr_scheduler_type": words, "attn_implementation": words},
+        report=report(
+            incidents=[incident(tensor=words, kind=words)],
+            findings=[{"status": "fail", "title": words, "text": words}],
+            device={"name": words},
+            fault_injection=words,
+        ),
+    )
+    text = build(facts, private)
+    for word in (str(tmp_path), "gudrun", "mycastle", secret, "/mnt/disk"):
+        assert word not in text
+    assert 'base_model = "base"' in text
+
+
+# ---- ours or the user's -------------------------------------------------------------------------------------
+
+
+def test_only_an_untouched_card_is_ours(tmp_path: Path) -> None:
+    text = build(FACTS, NOBODY)
+    assert is_ours(text) and is_ours(text + "\n\n")
+    edits = [
+        text.replace("my-adapter", "my adapter", 1),
+        text.replace("\n", "\r\n"),
+        text + "one line more\n",
+        text.replace("<!--", "<!-- my note -->\n<!--"),
+        " " + text,
+        text.partition("\n\n<!--")[0],
+        "",
+        "# A card of TRL\n",
+        text + text,
+    ]
+    file = tmp_path / card.CARD_NAME
+    assert kept(file) is None
+    file.write_text(text)
+    assert kept(file) is None
+    for edit in edits:
+        assert not is_ours(edit)
+        file.write_bytes(edit.encode())
+        assert kept(file) == edit.encode()
+    file.write_bytes(b"\xff\xfe no text")
+    assert kept(file) == b"\xff\xfe no text"
+
+
+def test_settings_without_effect_are_left_out() -> None:
+    found = chosen({**SETTINGS, "use_peft": False, "bnb_4bit_quant_type": "nf4", "max_steps": 10})
+    assert not {"lora_r", "bnb_4bit_quant_type", "num_train_epochs", "packing"} & found.keys()
+    assert found["max_steps"] == 10
+    assert "effective_batch_size" not in chosen({})
+    assert chosen({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})["bnb_4bit_quant_type"] == "nf4"

@@ -1,0 +1,284 @@
+"""Checkpoint pushes while a run goes on: what fails is said, brought later, and never looks like success."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.trainer_utils import HubStrategy
+
+from hf_rocm_tune.errors import CorruptionError, Interrupted, TuneError, UsageError
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.integrity.atomic import clean_leftovers
+from hf_rocm_tune.publish.hub import PushSettings
+from hf_rocm_tune.publish.hub_client import Patience
+from hf_rocm_tune.publish.hub_during import Plan, Publisher
+from hf_rocm_tune.publish.hub_errors import HubError
+from tests.publish.hub_fixtures import QUICK, loopback, on_hub, write_checkpoint, write_run  # noqa: F401
+from tests.publish.hub_server import TOKEN, USER, LoopbackHub
+
+# huggingface_hub 2.4 passes files as httpx2 no longer likes them (lfs.py, _upload_single_part).
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+REPO = f"{USER}/adapter"
+COMMIT = "POST .*/commit/"
+Make = Callable[..., Publisher]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def publisher(hub: LoopbackHub, tmp_path: Path, said: list[str]) -> Iterator[Make]:
+    """Makes publishers that are closed at the end."""
+    made: list[Publisher] = []
+
+    def make(strategy: str = "every_save", *, patience: Patience = QUICK, **plan: Any) -> Publisher:
+        out = tmp_path / "out"
+        out.mkdir(exist_ok=True)
+        wanted = Plan(output_dir=out, repo_id=REPO, strategy=strategy, **plan)  # type: ignore[arg-type]
+        made.append(Publisher(wanted, say=said.append, patience=patience))
+        return made[-1]
+
+    yield make
+    hub.release.set()
+    for each in made:
+        each.close()
+
+
+def idle(one: Publisher) -> None:
+    one._wait_until_idle()
+
+
+def leftovers(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("_staging"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "folders"),
+    [
+        ("end", set()),
+        ("every_save", set()),
+        ("checkpoint", {"last-checkpoint"}),
+        ("all_checkpoints", {"checkpoint-2", "checkpoint-4"}),
+    ],
+)
+def test_each_strategy_brings_what_transformers_says(
+    publisher: Make, hub: LoopbackHub, tmp_path: Path, strategy: str, folders: set[str]
+) -> None:
+    one, out = publisher(strategy), tmp_path / "out"
+    one.open()
+    for step in (2, 4):
+        one.checkpoint(write_checkpoint(out, step))
+        idle(one)
+        top = on_hub(hub, REPO).get("adapter_model.safetensors")
+        live = (out / f"checkpoint-{step}" / "adapter_model.safetensors").read_bytes()
+        assert top == (None if strategy == "end" else live)
+    one.result(write_run(out))
+    there = on_hub(hub, REPO)
+    assert {path.split("/")[0] for path in there if "/" in path} == folders
+    assert there["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
+    for folder in folders:
+        step = 4 if folder == "last-checkpoint" else int(folder.split("-")[1])
+        assert there[f"{folder}/optimizer.pt"] == (out / f"checkpoint-{step}" / "optimizer.pt").read_bytes()
+        assert f"{folder}/training_args.bin" not in there
+    assert "optimizer.pt" not in there and leftovers(tmp_path) == []
+
+
+def test_a_push_that_fails_is_said_and_brought_with_the_next_save(
+    publisher: Make, hub: LoopbackHub, tmp_path: Path, said: list[str]
+) -> None:
+    one, out = publisher("all_checkpoints"), tmp_path / "out"
+    fault = hub.fault(COMMIT, status=500, times=QUICK.attempts)
+    one.open()
+    one.checkpoint(write_checkpoint(out, 2))
+    idle(one)
+    assert any("the push of step 2 failed: the Hub answers 500" in line and "Training goes on" in line for line in said)
+    assert on_hub(hub, REPO) == {} and fault.hits == QUICK.attempts
+    shutil.rmtree(out / "checkpoint-2")  # as the rotation does
+    one.checkpoint(write_checkpoint(out, 4))
+    idle(one)
+    there = on_hub(hub, REPO)
+    assert {path.split("/")[0] for path in there if "/" in path} == {"checkpoint-2", "checkpoint-4"}
+    assert there["adapter_model.safetensors"] == (out / "checkpoint-4" / "adapter_model.safetensors").read_bytes()
+    assert leftovers(tmp_path) == []
+
+
+def test_what_no_save_could_bring_the_result_brings(publisher: Make, hub: LoopbackHub, tmp_path: Path) -> None:
+    one, out = publisher("all_checkpoints"), tmp_path / "out"
+    one.open()
+    hub.fault(COMMIT, status=500, times=2 * QUICK.attempts)
+    for step in (2, 4):
+        one.checkpoint(write_checkpoint(out, step))
+        idle(one)
+        shutil.rmtree(out / f"checkpoint-{step}")
+    assert on_hub(hub, REPO) == {}
+    one.result(write_run(out))
+    there = on_hub(hub, REPO)
+    assert {path.split("/")[0] for path in there if "/" in path} == {"checkpoint-2", "checkpoint-4"}
+    assert there["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
+    assert leftovers(tmp_path) == []
+
+
+def test_the_training_does_not_wait_and_the_newest_model_counts(
+    publisher: Make, hub: LoopbackHub, tmp_path: Path
+) -> None:
+    one, out = publisher("checkpoint", patience=Patience(attempts=3, first_wait_s=0.01, answer_s=1.0)), tmp_path / "out"
+    one.open()
+    hub.fault("PUT /upload/", hold=True)
+    one.checkpoint(write_checkpoint(out, 2))
+    assert hub.held.wait(20)
+    for step in (4, 6, 8):  # all while the first upload hangs
+        one.checkpoint(write_checkpoint(out, step))
+    shutil.rmtree(out / "checkpoint-2")
+    idle(one)
+    there = on_hub(hub, REPO)
+    assert there["last-checkpoint/optimizer.pt"] == (out / "checkpoint-8" / "optimizer.pt").read_bytes()
+    messages = list(hub.store.repos[REPO].messages.values())
+    assert messages == ["initial commit", "Training in progress, step 2", "Training in progress, step 8"]
+
+
+def test_always_push_makes_the_training_wait_and_shows_life(
+    publisher: Make, hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_rocm_tune.publish.hub_during._SIGN_OF_LIFE_S", 0.02)
+    one, out = publisher("every_save", wait_for_each=True), tmp_path / "out"
+    beats = threading.Event()
+    one.alive = beats.set
+    one.open()
+    hub.fault(COMMIT, first=lambda: beats.wait(20) or None, times=1)
+    for step in (2, 4):
+        one.checkpoint(write_checkpoint(out, step))
+        live = (out / f"checkpoint-{step}" / "adapter_model.safetensors").read_bytes()
+        assert on_hub(hub, REPO)["adapter_model.safetensors"] == live, "it went on before the checkpoint was there"
+    assert beats.is_set()
+
+
+def test_a_damaged_checkpoint_is_said_and_not_pushed(
+    publisher: Make, hub: LoopbackHub, tmp_path: Path, said: list[str]
+) -> None:
+    one, folder = publisher(), write_checkpoint(tmp_path / "out", 2)
+    content = bytearray((folder / "adapter_model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    one.open()
+    one.checkpoint(folder)
+    idle(one)
+    assert on_hub(hub, REPO) == {} and "could not be prepared" in said[-1] and leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(("status", "error"), [(403, UsageError), (500, HubError)])
+def test_a_result_that_cannot_be_brought_is_an_error_that_says_how_to_finish(
+    publisher: Make, hub: LoopbackHub, tmp_path: Path, status: int, error: type[TuneError]
+) -> None:
+    one = publisher("checkpoint", settings=PushSettings(private=True, revision="trial", base_model_id="org/tiny"))
+    out = write_run(tmp_path / "out", checkpoints=(4,))
+    one.open()
+    hub.fault(COMMIT, status=status, times=None)
+    with pytest.raises(error, match="the push failed: ") as caught:
+        one.result(out)
+    command = f"hf-rocm-tune push {out} {REPO} --private --revision trial --base_model_id org/tiny --checkpoints last"
+    assert f"`{command}` finishes the push" in str(caught.value) and TOKEN not in str(caught.value)
+    assert "is complete in" in str(caught.value) and "\n" not in str(caught.value)
+    assert manifest.verify(out) == [] and leftovers(tmp_path) == []
+
+
+def test_a_hub_that_stores_wrong_bytes_is_corruption(publisher: Make, hub: LoopbackHub, tmp_path: Path) -> None:
+    one, out = publisher(), write_run(tmp_path / "out")
+    hub.corrupt("tokenizer_config.json")
+    with pytest.raises(CorruptionError, match="finishes the push"):
+        one.result(out)
+
+
+def test_a_hub_that_is_away_at_the_start_is_asked_again(
+    publisher: Make, hub: LoopbackHub, tmp_path: Path, said: list[str]
+) -> None:
+    one, out = publisher(), tmp_path / "out"
+    hub.fault("POST /api/repos/create", status=503, times=2)
+    one.open()
+    assert "Training starts nevertheless" in said[-1]
+    one.checkpoint(write_checkpoint(out, 2))
+    idle(one)
+    assert "adapter_model.safetensors" in on_hub(hub, REPO)
+
+
+def test_what_a_hub_that_is_away_did_not_take_is_not_forgotten(
+    publisher: Make, hub: LoopbackHub, tmp_path: Path, said: list[str]
+) -> None:
+    one, out = publisher("all_checkpoints"), tmp_path / "out"
+    hub.fault("POST /api/repos/create", status=503, times=2 + QUICK.attempts)
+    one.open()
+    for step in (2, 4):
+        one.checkpoint(write_checkpoint(out, step))
+        idle(one)
+        shutil.rmtree(out / f"checkpoint-{step}")
+    assert any("the push of step 2 failed" in line for line in said)
+    assert {path.split("/")[0] for path in on_hub(hub, REPO) if "/" in path} == {"checkpoint-2", "checkpoint-4"}
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_token_that_will_not_do_is_an_error_at_the_start(
+    publisher: Make, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    if there:  # upstream takes a refusal for "it is there already"
+        hub.store.create(REPO, private=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 34)
+    with pytest.raises(UsageError, match="does not accept the token"):
+        publisher().open()
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "r" * 34)
+    hub.store.readers.add("hf_" + "r" * 34)
+    with pytest.raises(UsageError, match="may not write"):
+        publisher().open()
+
+
+def test_ctrl_c_while_the_result_is_pushed(
+    publisher: Make, hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, out = publisher(), write_run(tmp_path / "out")
+
+    def pressed(*_: Any, **__: Any) -> str:
+        raise KeyboardInterrupt
+
+    one.open()
+    monkeypatch.setattr("hf_rocm_tune.publish.hub_client.HubClient.commit", pressed)
+    with pytest.raises(Interrupted, match=r"the push was stopped\. The result is complete in .* finishes the push"):
+        one.result(out)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_run_that_ends_early_says_what_is_missing_and_leaves_nothing(
+    publisher: Make, hub: LoopbackHub, tmp_path: Path, said: list[str]
+) -> None:
+    one, out = publisher(), tmp_path / "out"
+    one.open()
+    hub.fault(COMMIT, status=500, times=None)
+    one.checkpoint(write_checkpoint(out, 2))
+    idle(one)
+    one.close()
+    one.close()
+    assert [line for line in said if "is not on the Hub" in line] and leftovers(tmp_path) == []
+    assert clean_leftovers(out) == []
+
+
+def test_the_settings_of_transformers_become_a_plan(tmp_path: Path) -> None:
+    args = SimpleNamespace(
+        output_dir=str(tmp_path / "my-run"),
+        hub_model_id=None,
+        hub_strategy=HubStrategy.ALL_CHECKPOINTS,
+        hub_private_repo=True,
+        hub_revision=None,
+        hub_always_push=True,
+    )
+    plan = Plan.of(args, base_model_id="org/tiny")
+    assert (plan.repo_id, plan.strategy, plan.wait_for_each) == ("my-run", "all_checkpoints", True)
+    assert plan.settings == PushSettings(private=True, message="End of training", base_model_id="org/tiny")
+    with pytest.raises(UsageError, match="--base_model_id must be an id"):
+        Plan.of(args, base_model_id="./here")

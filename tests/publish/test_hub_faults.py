@@ -1,0 +1,296 @@
+"""Whatever the Hub, the network or its storage does: a push ends right, or as a failure that says what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
+
+from hf_rocm_tune.errors import CorruptionError, TuneError, UsageError
+from hf_rocm_tune.publish.hub import PushSettings, push
+from hf_rocm_tune.publish.hub_client import Patience
+from hf_rocm_tune.publish.hub_errors import HubError
+from hf_rocm_tune.publish.hub_sync import Pushed
+from tests.publish.hub_fixtures import QUICK, bytes_of, loopback, on_hub, write_run  # noqa: F401
+from tests.publish.hub_server import TOKEN, USER, LoopbackHub
+
+# huggingface_hub 2.4 passes files as httpx2 no longer likes them (lfs.py, _upload_single_part).
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+REPO = f"{USER}/adapter"
+COMMIT = "POST .*/commit/"
+
+
+def pushed(out: Path, *, patience: Patience = QUICK, repo: str = REPO, **settings: Any) -> Pushed:
+    return push(out, repo, settings=PushSettings(**settings), say=lambda _: None, patience=patience)
+
+
+def commits(server: LoopbackHub) -> list[str]:
+    """Messages of the commits that were made after the Hub's own first one."""
+    return [message for message in server.store.repos[REPO].messages.values() if message != "initial commit"]
+
+
+def check(server: LoopbackHub, out: Path) -> None:
+    there = on_hub(server, REPO)
+    assert there["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
+    assert len(commits(server)) == 1, "one push is one commit, whatever happened on the way"
+
+
+ENDPOINTS = {
+    "create": "POST /api/repos/create",
+    "head": "GET .*/revision/main",
+    "tree": "GET .*/tree/",
+    "card": "POST /api/validate-yaml",
+    "preupload": "POST .*/preupload/",
+    "batch": "POST .*objects/batch",
+    "upload": "PUT /upload/",
+    "verify": "POST /verify/",
+    "commit": COMMIT,
+    "resolve": "GET .*/resolve/",
+    "storage": "GET /cdn/",
+}
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_500_is_survived(hub: LoopbackHub, tmp_path: Path, endpoint: str) -> None:
+    out = write_run(tmp_path / "out")
+    fault = hub.fault(ENDPOINTS[endpoint], status=500)
+    pushed(out)
+    assert fault.hits >= 1
+    check(hub, out)
+
+
+@pytest.mark.parametrize("endpoint", ["card", "commit", "head"])
+def test_a_load_balancers_page_is_survived(hub: LoopbackHub, tmp_path: Path, endpoint: str) -> None:
+    out = write_run(tmp_path / "out")
+    hub.fault(ENDPOINTS[endpoint], status=502, body=b"<html>Bad gateway</html>", times=2)
+    pushed(out)
+    check(hub, out)
+
+
+@pytest.mark.parametrize("drop", ["before", "middle", "after"])
+@pytest.mark.parametrize("endpoint", ["upload", "commit"])
+def test_a_connection_that_breaks_is_survived(
+    hub: LoopbackHub,
+    tmp_path: Path,
+    endpoint: str,
+    drop: str,
+) -> None:
+    out = write_run(tmp_path / "out")
+    hub.fault(ENDPOINTS[endpoint], drop=drop)
+    pushed(out)
+    check(hub, out)
+
+
+@pytest.mark.parametrize("endpoint", ["upload", "commit", "storage"])
+def test_a_hub_that_never_answers_is_survived(hub: LoopbackHub, tmp_path: Path, endpoint: str) -> None:
+    out = write_run(tmp_path / "out")
+    hub.fault(ENDPOINTS[endpoint], hold=True)
+    pushed(out, patience=Patience(attempts=3, first_wait_s=0.01, answer_s=0.5))
+    check(hub, out)
+
+
+def test_a_commit_of_somebody_else_in_between_stays(hub: LoopbackHub, tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+
+    def other() -> None:
+        repo = hub.store.repos[REPO]
+        repo.add_commit("main", {**repo.files(), "theirs.txt": repo.files()[".gitattributes"]}, "theirs")
+
+    hub.fault(COMMIT, first=other, times=2)
+    pushed(out)
+    assert "theirs.txt" in on_hub(hub, REPO) and commits(hub).count("theirs") == 2
+    assert commits(hub)[-1] == PushSettings().message and len(commits(hub)) == 3
+
+
+def test_too_many_requests_are_answered_with_patience(hub: LoopbackHub, tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    fault = hub.fault(COMMIT, status=429, headers={"Retry-After": "1"})
+    pushed(out)
+    assert fault.hits == 1
+    check(hub, out)
+
+
+def _answer(status: int, **headers: str) -> HfHubHTTPError:
+    request = httpx2.Request("GET", "http://127.0.0.1/x")
+    return HfHubHTTPError("x", response=httpx2.Response(status, headers=headers, request=request))
+
+
+def test_waits_grow_to_a_limit_and_the_hubs_own_word_counts() -> None:
+    patience = Patience(attempts=9, first_wait_s=1, longest_wait_s=10, longest_asked_wait_s=100)
+    for tries, (least, most) in enumerate([(0.5, 1), (1, 2), (2, 4), (4, 8), (5, 10), (5, 10)], start=1):
+        wait = patience.wait_s(tries, _answer(503))
+        assert wait is not None and least <= wait <= most
+    assert patience.wait_s(9, _answer(503)) is None
+    assert patience.wait_s(1, _answer(429, **{"Retry-After": "70"})) == 70
+    assert patience.wait_s(1, _answer(429, **{"Retry-After": "101"})) is None
+    assert patience.wait_s(1, _answer(429, **{"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"})) <= 1
+
+
+@pytest.mark.parametrize("setting", [{"attempts": 0}, {"first_wait_s": -1.0}, {"answer_s": 0.0}])
+def test_patience_has_bounds(setting: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        Patience(**setting)  # type: ignore[arg-type]
+
+
+def failure(out: Path, **more: Any) -> TuneError:
+    """The one line with which a push fails; the directory is as it was."""
+    before = bytes_of(out)
+    with pytest.raises(TuneError) as caught:
+        pushed(out, **more)
+    assert bytes_of(out) == before
+    said = str(caught.value)
+    assert "\n" not in said and TOKEN not in said and caught.value.__cause__ is not None
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "status", "error", "says"),
+    [
+        ("create", 401, UsageError, r"does not accept the token \(401.*settings/tokens.*hf auth login"),
+        ("create", 403, UsageError, rf"may not write to {REPO} \(403.*write permission"),
+        ("create", 404, UsageError, rf"{REPO} is not there.*organisation"),
+        ("commit", 401, UsageError, "does not accept the token"),
+        ("commit", 403, UsageError, "may not write"),
+        ("upload", 403, UsageError, "may not write"),
+        ("commit", 413, UsageError, r"refuses it \(413: injected 413"),
+        ("commit", 500, HubError, r"the Hub answers 500: injected 500: try again later"),
+        ("commit", 429, HubError, "asks for fewer requests"),
+        ("commit", 409, HubError, "the Hub answers 409"),
+    ],
+)
+def test_a_hub_that_refuses_is_explained_in_one_line(
+    hub: LoopbackHub,
+    tmp_path: Path,
+    endpoint: str,
+    status: int,
+    error: type[TuneError],
+    says: str,
+) -> None:
+    out = write_run(tmp_path / "out")
+    fault = hub.fault(ENDPOINTS[endpoint], status=status, times=None)
+    found = failure(out)
+    assert type(found) is error and found.exit_code == (2 if error is UsageError else 1)
+    assert re.search(says, str(found)), str(found)
+    tried = {409: 6, 429: QUICK.attempts, 500: QUICK.attempts}.get(status, 1)
+    assert fault.hits == tried, "what cannot help is not tried again, and what may help is, but not for ever"
+
+
+def test_a_wrong_token_and_none_at_all(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = write_run(tmp_path / "out")
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "w" * 34)
+    assert "does not accept the token (401: Invalid credentials" in str(failure(out))
+    monkeypatch.delenv("HF_TOKEN")
+    assert "or none was sent" in str(failure(out))
+
+
+def test_a_token_that_may_only_read(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, reader = write_run(tmp_path / "out"), "hf_" + "r" * 34
+    hub.store.readers.add(reader)
+    monkeypatch.setenv("HF_TOKEN", reader)
+    assert "may not write to" in str(failure(out))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert "may not write to somebody/else" in str(failure(out, repo="somebody/else"))
+
+
+def test_a_hub_that_is_away_and_an_offline_machine(
+    hub: LoopbackHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = write_run(tmp_path / "out")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in str(failure(out)) and hub.requests == []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    found = failure(out)
+    assert isinstance(found, HubError) and "cannot be reached (ConnectError" in str(found)
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "a b", "user/--x", "../x"])
+def test_a_name_that_cannot_be(hub: LoopbackHub, tmp_path: Path, name: str) -> None:
+    found = failure(write_run(tmp_path / "out"), repo=name)
+    assert isinstance(found, UsageError) and "no name for a repository" in str(found)
+
+
+def test_a_card_that_the_hub_refuses(hub: LoopbackHub, tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    said = b'{"error": "x", "errors": [{"message": "\\"license\\" must be one of ..."}], "warnings": []}'
+    hub.fault(ENDPOINTS["card"], status=400, headers={"Content-Type": "application/json"}, body=said, times=None)
+    found = failure(out)
+    assert isinstance(found, UsageError) and '"license" must be one of' in str(found) and "README.md" in str(found)
+    assert hub.lines("^PUT") == [], "nothing is sent before the card is accepted"
+
+
+@pytest.mark.parametrize("verify", ["hashes", "download"])
+def test_a_regular_file_that_is_stored_wrong_is_found(hub: LoopbackHub, tmp_path: Path, verify: str) -> None:
+    out = write_run(tmp_path / "out")
+    hub.corrupt("tokenizer.json")
+    found = _corruption(out, verify=verify)
+    assert "tokenizer.json has another hash" in str(found)
+    assert len(commits(hub)) == 2, "it is sent once more before the push fails"
+
+
+def test_an_object_that_is_stored_wrong_is_found_by_the_download(hub: LoopbackHub, tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    hub.corrupt(hashlib.sha256((out / "adapter_model.safetensors").read_bytes()).hexdigest())
+    assert "adapter_model.safetensors arrives with other bytes" in str(_corruption(out))
+    pushed(out, verify="hashes")  # the Hub states the hash that it was told: this is why the download is the default
+
+
+def _corruption(out: Path, **settings: Any) -> CorruptionError:
+    with pytest.raises(CorruptionError) as caught:
+        pushed(out, **settings)
+    assert caught.value.exit_code == 3 and "files on this disk are sound" in str(caught.value)
+    return caught.value
+
+
+def test_a_download_that_goes_wrong_once_is_no_corruption(hub: LoopbackHub, tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    hub.fault(ENDPOINTS["storage"], status=200, body=b"wrong bytes")
+    pushed(out)
+    check(hub, out)
+
+
+def test_a_file_that_the_repository_ignores_is_missed(hub: LoopbackHub, tmp_path: Path) -> None:
+    """Upstream leaves out what a .gitignore on the Hub names, without a word."""
+    out = write_run(tmp_path / "out")
+    said = b'{"files": [{"path": "%s", "uploadMode": "regular", "shouldIgnore": true, "oid": null}]}'
+    names = sorted([*(p.name for p in out.iterdir()), "integrity.json"])
+    rows = b", ".join(said[11:-2] % name.encode() for name in names)
+    hub.fault(
+        ENDPOINTS["preupload"],
+        status=200,
+        headers={"Content-Type": "application/json"},
+        body=b'{"files": [' + rows + b"]}",
+        times=None,
+    )
+    assert "is not there" in str(_corruption(out))
+
+
+def test_what_upstream_logs_holds_no_secret_and_no_signature(
+    hub: LoopbackHub,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    out = write_run(tmp_path / "out")
+    hub.fault(ENDPOINTS["upload"], status=500)
+    hub.fault(COMMIT, status=500, body=f"oh, {TOKEN}!".encode())
+    lines: list[str] = []
+    push(out, REPO, say=lines.append, patience=QUICK)
+    printed = caplog.text + "\n".join(lines)
+    assert "Retrying in" in printed and "try 2 of" in printed
+    assert TOKEN not in printed and "X-Amz-Signature" not in printed
+
+
+def test_every_endpoint_that_is_attacked_is_used(hub: LoopbackHub, tmp_path: Path) -> None:
+    pushed(write_run(tmp_path / "out"))
+    unused: Callable[[str], bool] = lambda pattern: not hub.lines(pattern)  # noqa: E731
+    assert [name for name, pattern in ENDPOINTS.items() if unused(pattern)] == []

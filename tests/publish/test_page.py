@@ -1,0 +1,402 @@
+"""The report of a run: true, self-contained, harmless whatever the run's files hold, and there for broken runs too."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_rocm_tune import cli
+from hf_rocm_tune.doctor.links import link_of
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.publish import page
+from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, Left, collect
+from hf_rocm_tune.publish.plots import panels
+from hf_rocm_tune.publish.plots_draw import svg
+from tests.publish.card_runs import RUN_ID, incident, report, rows, stage, write_run
+
+HOSTILE = "\"><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>'&amp;\x00\x1b[31m\ud800"
+_VOID = frozenset({"meta", "br", "img", "link", "input", "hr", "base"})
+
+
+class Seen(HTMLParser):
+    """Every element of a page, and whether they are closed in order."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.open: list[str] = []
+        self.feed(content)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((name, dict(attributes)))
+        if name not in _VOID:
+            self.open.append(name)
+
+    def handle_startendtag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((name, dict(attributes)))
+
+    def handle_endtag(self, name: str) -> None:
+        assert self.open.pop() == name
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+def check_harmless(content: str) -> Seen:
+    """A page that runs nothing and asks nobody for anything."""
+    seen = Seen(content)
+    assert {name for name, _ in seen.tags}.isdisjoint({"script", "img", "iframe", "object", "embed", "link", "form"})
+    for name, attributes in seen.tags:
+        assert not [key for key in attributes if key.startswith("on")]
+        assert "src" not in attributes and "srcset" not in attributes
+        address = attributes.get("href")
+        if name == "a":
+            assert address is not None and re.match(r"https?://", address)
+        else:
+            assert address is None or address.startswith("#")
+    assert "@import" not in content
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", content))
+    policy = next(dict(a)["content"] for n, a in seen.tags if n == "meta" and "http-equiv" in a)
+    assert policy is not None and "default-src 'none'" in policy
+    return seen
+
+
+def page_of(left: Left, *, link: Callable[[str], str] = link_of) -> str:
+    """The page without the command around it."""
+    drawn = [(panel, svg(panel)) for panel in panels(left.rows, left.report)]
+    return page.build(left, drawn, title="a run", link_of=link)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = cli.main([str(argument) for argument in argv])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+# ---- a whole run --------------------------------------------------------------------------------------------
+
+
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finding = {
+        "check": "pcie",
+        "status": "warn",
+        "title": "The link is narrow",
+        "text": "x4",
+        "evidence": ["current_link_width 4"],
+        "cure": "use the other slot",
+        "sources": ["ROCm/ROCm#6603", "general knowledge"],
+        "subject": "0000:03:00.0",
+    }
+    telemetry = {
+        "rank": 0,
+        "source": "amdgpu",
+        "hotspot_c": {"mean": 90.5, "max": 97.0},
+        "torch_peak_allocated_gib": 12.3,
+    }
+    directory = write_run(
+        tmp_path / "run",
+        batches=stage(mismatches=1, recovered=1),
+        incidents=[incident()],
+        findings=[finding, {**finding, "status": "ok", "title": "All is well"}],
+        telemetry=[telemetry],
+        fault_injection={"kind": "zero", "injected": 1},
+    )
+    (directory / "survival.jsonl").write_text(
+        json.dumps({"run_id": RUN_ID, "time": "2026-01-01T00:00:00+00:00", "event": "start"})
+        + "\n{torn\n"
+        + json.dumps({"run_id": "another", "event": "start", "time": "never"})
+    )
+    code, out, err = run(capsys, "report", directory)
+    assert code == 0
+    names = ["loss", "learning_rate"]
+    written = [directory / "report.html", *(directory / "report_plots" / f"{name}.png" for name in names)]
+    assert out.splitlines() == [str(file) for file in written]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in written[1:])
+    seen = check_harmless(written[0].read_text(encoding="utf-8"))
+    for words in (
+        "100 % of the bytes on the device were verified. Something was wrong once, was noticed, and was made right",
+        "Faults were injected on request: kind=zero, injected=1.",
+        "1,024 bytes from byte 64",
+        "fresh slot",
+        "fresh mapping visible late",
+        "The link is narrow (0000:03:00.0)",
+        "use the other slot",
+        "current_link_width 4",
+        "2026-01-01T00:00:00+00:00",
+        "AMD Radeon RX 7900 XT",
+        "19.98 GiB",
+        "hotspot c 90.5 97",
+        "LORA, r=16, alpha=32",
+        "effective_batch_size 16",
+        "torch 2.13.0",
+    ):
+        assert words in seen.words, words
+    assert "never" not in seen.words  # another run's journal
+    assert link_of("ROCm/ROCm#6603") in [dict(a).get("href") for n, a in seen.tags if n == "a"]
+    assert [dict(a).get("open") for n, a in seen.tags if n == "details"][:2] == ["", None]
+    assert err.startswith("hf-rocm-tune: ") and "made right before it was used" in err
+    assert manifest.inspect(directory).problems == []
+
+
+def test_the_page_goes_where_it_is_told_and_the_run_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_run(tmp_path / "run")
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    assert run(capsys, "report", directory, "--out", tmp_path / "a page.htm")[0] == 0
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a page.htm", "a page_plots", "run"]
+
+
+def test_no_path_user_or_secret_gets_onto_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = "hf_" + "s" * 34
+    monkeypatch.setenv("HF_TOKEN", secret)
+    monkeypatch.setenv("USER", "gudrun")
+    private = f"{tmp_path}/gudrun/model of gudrun at {secret}"
+    directory = write_run(tmp_path / "run", incidents=[incident(source=private)], findings=[{"text": private}])
+    record = json.loads((directory / "run.json").read_text())
+    record["settings"] = {"model_name_or_path": f"{tmp_path}/gudrun/base", "dataset": [{"path": private}]}
+    (directory / "run.json").write_text(json.dumps(record))
+    assert run(capsys, "report", directory)[0] == 0
+    content = (directory / "report.html").read_text()
+    for word in (str(tmp_path), "gudrun", secret):
+        assert word not in content
+
+
+# ---- hostile content ----------------------------------------------------------------------------------------
+
+
+def spoiled(value: Any) -> Any:
+    """A JSON value with every string, keys included, replaced by something that would break a careless page."""
+    if isinstance(value, str):
+        return HOSTILE
+    if isinstance(value, dict):
+        return {key: spoiled(one) for key, one in value.items()} | {HOSTILE: HOSTILE}
+    if isinstance(value, list):
+        return [spoiled(one) for one in value]
+    return value
+
+
+def test_hostile_strings_everywhere_stay_text(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", incidents=[incident()], findings=[{"title": "x", "evidence": ["x"]}])
+    left = collect(directory)
+    worst = Left(
+        directory=directory,
+        run_id=HOSTILE,
+        rows=[*rows(), {HOSTILE: 1.0, "step": 1, f"eval_{HOSTILE}_loss": 2.0}],
+        rows_from=HOSTILE,
+        step=1,
+        trained=spoiled(left.trained),
+        report=spoiled(
+            report(incidents=[incident(), "x"], findings=[{"sources": ["x"], "cure": "x", "status": "fail"}])
+        ),
+        settings=spoiled(left.settings),
+        journal=[spoiled({"time": "x", "event": "y"})],
+        inspection=left.inspection,
+        missing=[HOSTILE],
+    )
+    for link in (link_of, lambda _: "javascript:alert(1)", lambda _: 'https://x.example/"><script>'):
+        check_harmless(page_of(worst, link=link))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("<script>"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_report_of_any_form_gives_a_page(data: st.DataObject) -> None:
+    whole = report(incidents=[incident()], telemetry=[{"rank": 0}], findings=[{"title": "x"}])
+    for key in data.draw(st.lists(st.sampled_from(sorted(whole)), max_size=6)):
+        inside = isinstance(whole[key], dict) and whole[key] and data.draw(st.booleans())
+        if inside:
+            whole[key] = {**whole[key], data.draw(st.sampled_from(sorted(whole[key]))): data.draw(JSON)}
+        else:
+            whole[key] = data.draw(JSON)
+    left = Left(
+        directory=Path("run"),
+        rows=[{"step": 1, "loss": 1.0}, data.draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3))],
+        report=whole,
+        settings=data.draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3)),
+        trained=data.draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3)),
+        inspection=manifest.Inspection(problems=[], unlisted=[], manifest=None),
+    )
+    check_harmless(page.build(left, [], title="a run"))
+
+
+# ---- broken and half-written runs ---------------------------------------------------------------------------
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def nest(file: Path) -> None:
+    file.write_text("[" * 100_000 + "]" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (REPORT_NAME, "no transfer report, so nothing is known of what was verified"),
+        (LOG_NAME, "no log of the training, so there are no curves"),
+        ("run.json", "no record of the run, so its settings are unknown"),
+        ("integrity.json", "the run has not come to its end"),
+    ],
+)
+def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str) -> None:
+    directory = write_run(tmp_path / "run")
+    (directory / name).unlink()
+    assert run(capsys, "report", directory)[0] == 0
+    content = (directory / "report.html").read_text()
+    assert words in check_harmless(content).words
+    assert '"verdict good"' not in content or name == "run.json"  # a missing proof is no proof
+
+
+@pytest.mark.parametrize("harm", [truncate, nest, lambda file: file.write_bytes(b"\xff\xfe\x00"), Path.unlink])
+@pytest.mark.parametrize("name", [REPORT_NAME, LOG_NAME, "run.json", "integrity.json"])
+def test_a_harmed_file_is_told_and_never_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, harm: Callable[[Path], Any]
+) -> None:
+    directory = write_run(tmp_path / "run")
+    harm(directory / name)
+    left = collect(directory)
+    assert [line for line in left.missing if name in line] or harm is Path.unlink
+    seen = check_harmless(page_of(left))
+    harmed = name if name != "run.json" else ""
+    assert ("Verified" in seen.text) == (not harmed)
+
+
+def test_a_killed_run_shows_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_run(tmp_path / "run", finished=False)
+    (directory / LOG_NAME).unlink()
+    (directory / REPORT_NAME).unlink()
+    for step in (2, 10, 4):
+        checkpoint = directory / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        state = {"global_step": step, "max_steps": 20, "log_history": [{"step": step, "loss": float(step)}]}
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    left = collect(directory)
+    assert (left.rows_from, left.step, left.max_steps) == ("checkpoint-10/trainer_state.json", 10, 20)
+    assert run(capsys, "report", directory)[0] == 0
+    words = check_harmless((directory / "report.html").read_text()).words
+    assert "10 of 20 steps" in words and "not come to its end" in words
+
+
+def test_a_log_that_was_left_by_a_failure_and_a_checkpoint_after_it(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", finished=False)  # its log is of step 6
+    for step, source in ((4, LOG_NAME), (8, "checkpoint-8/trainer_state.json")):
+        checkpoint = directory / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": []}))
+        left = collect(directory)
+        assert left.rows_from == source
+        assert left.trained["method"] == "LORA, r=16, alpha=32"  # known from the log in either case
+
+
+def test_what_another_run_left_in_the_directory_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", finished=False)
+    record = json.loads((directory / "run.json").read_text())
+    (directory / "run.json").write_text(json.dumps({**record, "run_id": "a-newer-run"}))
+    left = collect(directory)
+    assert (left.run_id, left.rows, left.report) == ("a-newer-run", [], {})
+    assert len([line for line in left.missing if f"of another run, {RUN_ID}" in line]) == 2
+
+
+def test_a_run_of_plain_trl_has_curves_and_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "trl"
+    directory.mkdir()
+    (directory / "trainer_state.json").write_text(json.dumps({"global_step": 6, "log_history": rows()}))
+    (directory / "adapter_config.json").write_text("{}")
+    code, out, err = run(capsys, "report", directory)
+    assert code == 0 and "loss.png" in out
+    assert "unknown: Nothing is known of what was verified" in err
+
+
+def test_a_result_that_was_changed_is_called_so(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    (directory / "README.md").write_text("# edited\n")
+    assert "Verified" in check_harmless(page_of(collect(directory))).text
+    (directory / "adapter_config.json").write_text('{"r": 1}')
+    seen = check_harmless(page_of(collect(directory)))
+    assert "Wrong bytes" in seen.text and "The result is not what was written: adapter_config.json" in seen.words
+
+
+# ---- nonsense -----------------------------------------------------------------------------------------------
+
+
+def nonsense(tmp_path: Path) -> dict[str, list[object]]:
+    """Command lines by what is wrong with them."""
+    whole = write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").touch()
+    (tmp_path / "file").touch()
+    return {
+        "the following arguments are required: DIR": [],
+        "does not exist": [tmp_path / "nowhere"],
+        "is a file": [tmp_path / "file"],
+        "empty holds nothing that a training run leaves": [tmp_path / "empty"],
+        "photos holds nothing that a training run leaves": [tmp_path / "photos"],
+        "does not exist: ": ["nul\0byte"],
+        "is a directory; name the file": [whole, "--out", tmp_path],
+        "there is no directory": [whole, "--out", tmp_path / "no" / "page.html"],
+        "unrecognized arguments: --nonsense": [whole, "--nonsense"],
+        "cannot be written: File name too long": [whole, "--out", tmp_path / f"{'x' * 252}.htm"],
+        "there is no directory ": [whole, "--out", tmp_path / "file" / "page.html"],
+    }
+
+
+def test_nonsense_is_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, argv in nonsense(tmp_path).items():
+        code, out, err = run(capsys, "report", *argv)
+        assert (code, out) == (2, ""), (words, err)
+        assert words in err and err.startswith("hf-rocm-tune: error: ") and len(err.splitlines()) == 1, err
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_directory_that_cannot_be_written_names_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_run(tmp_path / "run")
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, os.strerror(13))
+
+    monkeypatch.setattr(Path, "mkdir", refused)  # root may write anywhere, so permission bits would not do
+    code, _, err = run(capsys, "report", directory)
+    assert code == 2 and "Permission denied; name another file with --out" in err
+
+
+def test_a_half_written_page_never_takes_the_place_of_a_whole_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_run(tmp_path / "run")
+    assert run(capsys, "report", directory)[0] == 0
+    whole = (directory / "report.html").read_bytes()
+    shutil.rmtree(directory / "report_plots")
+    (directory / "report_plots").touch()  # the pictures cannot be written
+    assert run(capsys, "report", directory)[0] == 2
+    assert (directory / "report.html").read_bytes() == whole

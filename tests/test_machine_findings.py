@@ -1,0 +1,75 @@
+"""What a run says of its machine before it starts: what is worth a line, and nothing that has been said already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune import machine_findings
+from hf_rocm_tune.hardware.software import Software
+from hf_rocm_tune.hardware.survey import survey
+from tests.hardware.parts import RAPHAEL
+from tests.hardware.trees import Built
+from tests.machines.installs import cpu_stack, device, stack
+
+
+def looked(built: Built, software: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, str]]:
+    """The lines that are said, and row to status of what goes into the report."""
+    lines: list[str] = []
+    monkeypatch.setattr(machine_findings, "survey", lambda: survey(built.tree()))
+    monkeypatch.setattr(machine_findings, "read_software", lambda **_: Software.from_dict(software))
+    found = machine_findings.look(doctor=True, say=lines.append)
+    return lines, {one["row"]: one["status"] for one in found if one["row"]}
+
+
+def bus(*functions: tuple[str, str, str]) -> Built:
+    """A machine with these devices on its bus: vendor, device, class."""
+    built = Built("a machine without a card of AMD's")
+    for number, (vendor, model, kind) in enumerate(functions):
+        place = f"sys/bus/pci/devices/0000:0{number}:00.0"
+        values = {"vendor": vendor, "device": model, "class": kind, "revision": "0x00"}
+        built.files |= {f"{place}/{name}": f"{value}\n" for name, value in values.items()}
+    return built
+
+
+def test_a_run_on_the_processor_is_not_told_again_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, found = looked(bus(("0x144d", "0xa80a", "0x010802")), cpu_stack(), monkeypatch)
+    assert lines == []
+    assert found["no_gpu"] == "warn", "the report has it"
+
+
+def test_nor_is_one_beside_the_display_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, found = looked(Built("no card").igpu(RAPHAEL), cpu_stack(), monkeypatch)
+    assert lines == []
+    assert found["no_card"] == "warn"
+    seen = device("0000:01:00.0", name="AMD Radeon Graphics", arch="gfx1036", gib=15.4)
+    lines, _ = looked(Built("no card").igpu(RAPHAEL), stack(devices=[seen]), monkeypatch)
+    assert [line.partition(":")[0] for line in lines] == ["warning", "failure"], "torch computes on that display"
+
+
+def test_a_gpu_that_stays_idle_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, found = looked(bus(("0x10de", "0x2684", "0x030000")), cpu_stack(), monkeypatch)
+    assert "no_amd_gpu" in found
+    assert len(lines) == 1 and "NVIDIA 2684" in lines[0]
+    lines, found = looked(Built("a card, and the wrong torch").card(), cpu_stack(), monkeypatch)
+    assert found["torch_cpu_build"] == "fail"
+    assert len(lines) == 1 and lines[0].startswith("failure: torch is a build for processors only")
+
+
+def test_a_machine_in_order_is_no_word_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, found = looked(Built("one card").card(), stack(), monkeypatch)
+    assert lines == []
+    assert {"driver_ok", "arch_ok"} <= found.keys()
+
+
+def test_a_line_is_one_line_with_cure_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, _ = looked(Built("errors").card(aer={"nonfatal": 3}), stack(), monkeypatch)
+    (line,) = lines
+    assert "\n" not in line and "reseat the card" in line and "rocm-libraries#12344" in line
+
+
+@pytest.mark.parametrize("rank", ["1", "3"])
+def test_other_ranks_are_silent(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert looked(Built("errors").card(aer={"nonfatal": 3}), stack(), monkeypatch) == ([], {})

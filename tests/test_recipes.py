@@ -1,0 +1,177 @@
+"""Recipes: every one that ships is valid, fits the card it names by today's planner, and is found, shown and copied.
+
+Whether they train is shown in ``tests/e2e/test_recipes.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_rocm_tune import arguments, cli, recipe_file, recipes
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.recipes.validate import validate
+
+NAMES = ["llama_1b_lora", "llama_3b_lora", "qwen_14b_qlora", "qwen_8b_lora_dual", "qwen_8b_qlora"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """``hf-rocm-tune recipes ...``: its exit code and what it printed."""
+
+    def run_recipes(*argv: str) -> tuple[int, str, str]:
+        code = cli.main(["recipes", *argv])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run_recipes
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., str]:
+    """Writes the smallest recipe, with more settings."""
+
+    def write(**more: object) -> str:
+        file = tmp_path / "mine.yaml"
+        file.write_text(yaml.safe_dump({"model_name_or_path": "org/model", "dataset_name": "org/data", **more}))
+        return str(file)
+
+    return write
+
+
+def test_all_are_listed_and_nothing_else() -> None:
+    assert recipes.names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_ships_is_valid_and_says_what_a_reader_needs(name: str) -> None:
+    assert validate(name).warnings == ()
+    comment = recipes.path(name).read_text().split("\n\n")[0]
+    dual = " --accelerate_config dual_rx7900xt" if "dual" in name else ""
+    assert f"# Start:   hf-rocm-tune sft --config {name}{dual}\n" in comment
+    for part in ("# Data: ", "# Needs: ", "# Memory: ", "Effective batch:"):
+        assert part in comment
+    job = arguments.parse(["--config", name], accelerator=False)
+    training, cards = job.training, 2 if dual else 1
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * cards
+    assert f"= {rows} rows" in comment
+    assert job.tune.verify == "full"
+
+
+def test_the_memory_that_recipes_promise_is_what_the_planner_says_today(checkout: Path) -> None:
+    spec = importlib.util.spec_from_file_location("recipe_memory", checkout / "scripts/recipe_memory.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    card = script.card_memory(name="rx7900xt", desktop_gib=script.DESKTOP_GIB)
+    told = {name: recipes.planned_memory(name) for name in NAMES}
+    assert told == {name: script.planned(name, card) for name in NAMES}, "run scripts/recipe_memory.py"
+
+
+def test_listed_with_purpose_and_memory(run: Run) -> None:
+    code, out, _ = run("ls")
+    assert code == 0
+    for name in NAMES:
+        assert f"{name}\n  {recipes.describe(name)}\n  memory: {recipes.planned_memory(name)}\n" in out
+
+
+def test_shown_as_it_stands_and_copied_once(run: Run, tmp_path: Path) -> None:
+    text = recipes.path("llama_1b_lora").read_text()
+    assert run("show", "llama_1b_lora") == (0, text, "")
+    target = tmp_path / "mine.yaml"
+    assert run("cp", "llama_1b_lora", str(target)) == (0, f"{target}\n", "")
+    assert run("show", str(target)) == (0, text, "")
+    target.write_text("edited: true\n")
+    assert run("cp", "llama_1b_lora", str(target))[0] == 2
+    assert target.read_text() == "edited: true\n"
+    assert run("cp", "llama_1b_lora", str(target), "--force")[0] == 0
+    assert target.read_text() == text
+
+
+def test_command_line_wins_over_a_recipe_given_by_name() -> None:
+    job = arguments.parse(["--config=llama_1b_lora", "--max_length", "64", "--lora_r", "4"], accelerator=False)
+    assert (job.training.max_length, job.model.lora_r, job.model.lora_alpha) == (64, 4, 32)
+    assert job.model.model_name_or_path == "meta-llama/Llama-3.2-1B-Instruct"
+
+
+def test_a_file_of_that_path_wins_over_a_name_and_a_directory_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "llama_3b_lora"
+    folder.mkdir()  # a run's output, say
+    assert recipe_file.find_recipe("llama_3b_lora") == recipes.path("llama_3b_lora")
+    (tmp_path / "llama_1b_lora").write_text("max_steps: 3\n")
+    assert recipe_file.read_recipe("llama_1b_lora").values == {"max_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("lama_1b_lora", "did you mean llama_1b_lora?"),
+        ("qwen_8b_qlora.yml", "did you mean qwen_8b_qlora?"),
+        ("some/where/llama_1b_lora.yaml", "does not exist: give --config the path"),
+        ("xyz", "does not exist: give --config the path"),
+    ],
+)
+def test_unknown_recipe_is_one_line_with_the_nearest_name(
+    given: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        arguments.parse(["--config", given], accelerator=False)
+    assert given in str(caught.value) and named in str(caught.value)
+    assert "hf-rocm-tune recipes ls" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"learning_rat": 1}, ["learning_rat", "learning_rate"]),
+        ({"lora_rank": 8, "max_lenght": 64}, ["lora_rank", "max_lenght", "max_length"]),
+        ({"accelerate_config": "dual_rx7900xt"}, ["accelerate_config", "launcher"]),
+        ({"lora_r": 0}, ["--lora_r", "1 or more"]),
+        ({"lora_r": "many"}, ["--lora_r", "many"]),
+        ({"load_in_4bit": True, "use_peft": False}, ["--load_in_4bit", "--use_peft"]),
+        ({"report_to": "nobody"}, ["nobody"]),
+        ({"optim": "adam_of_nobody"}, ["adam_of_nobody"]),
+        ({"activation_checkpointing": [1, 2]}, ["activation_checkpointing"]),
+        ({"model_name_or_path": "./no-model"}, ["model_name_or_path", "./no-model"]),
+        ({"dataset_name": "/no/data", "chat_template_path": "~/no.jinja"}, ["/no/data", "~/no.jinja"]),
+        ({"dataset_name": None}, ["dataset_name"]),
+        ({"env": {"A": None}}, ["env"]),
+    ],
+)
+def test_validate_refuses_in_one_line_and_names_the_fault(
+    settings: dict[str, object], named: list[str], written: Callable[..., str], run: Run
+) -> None:
+    code, out, err = run("validate", written(**settings))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1, err
+    assert all(name in err for name in named), err
+
+
+def test_validate_says_what_it_could_not_check(written: Callable[..., str], run: Run) -> None:
+    code, out, err = run("validate", written())
+    assert (code, err) == (0, "")
+    assert "2 settings, all valid; only a run can check the model, the data" in out
+
+
+def test_validate_without_a_gpu_leaves_out_what_needs_one(
+    written: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_rocm_tune.process.has_accelerator", lambda: False)
+    assert "bf16 (there is no GPU here)" in validate(written(bf16=True)).unchecked
+
+
+def test_validate_warns_of_a_harmful_variable(written: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "A_VARIABLE_OF_MINE"):
+        monkeypatch.setenv(name, "")  # so that what the recipe sets is taken back after the test
+        monkeypatch.delenv(name)
+    found = validate(written(env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "A_VARIABLE_OF_MINE": "2"}))
+    assert [line.split(":")[0] for line in found.warnings] == ["PYTORCH_NO_CUDA_MEMORY_CACHING"]
