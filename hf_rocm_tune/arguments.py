@@ -16,7 +16,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NoReturn, TypeVar
@@ -190,10 +190,6 @@ class Arguments:
                 if each.init and each.name not in _SECRETS:
                     flat[each.name] = _plain(getattr(part, each.name))
         return flat
-
-    def local_paths(self) -> list[str]:
-        """Settings, at any depth, that name a file or a directory that is there."""
-        return [text for text in _texts(self.resolved()) if os.sep in text and os.path.exists(text)]
 
     def to_yaml(self) -> str:
         """The settings as a recipe: ``--config`` of it gives the same job again, and so does ``trl sft``'s own.
@@ -379,15 +375,6 @@ def _unknown(name: str, *, dashes: str) -> str:
     nearest = difflib.get_close_matches(plain, [*_OWNERS, "config"], n=1, cutoff=0.5)
     hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else "; see --help for those that exist"
     return f"unknown {what} {name}{hint}"
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Every string in a plain value, without the names of settings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
 
 
 def _plain(value: object) -> object:

@@ -6,6 +6,7 @@ its traceback where it is a bug of ours, and never costs the adapter: a full dis
 
 from __future__ import annotations
 
+import errno
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
 from hf_rocm_tune.publish.plots import loss_panel
-from hf_rocm_tune.publish.privacy import Private
+from hf_rocm_tune.publish.privacy import Private, local_paths
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.run_record import deciding_settings
 
@@ -57,7 +58,7 @@ class Cards:
         """Put the card as it is now into a directory that is being saved.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the disk is full.
         """
         with self._told_if_wrong("the model card"):
             own = card.kept(self._output_dir / card.CARD_NAME)
@@ -87,7 +88,7 @@ class Cards:
             Names of the files that are there now, for the manifest.
 
         Raises:
-            OSError: one cannot be written.
+            OSError: the disk is full.
         """
         if not self.trainer.is_world_process_zero():
             return []
@@ -150,7 +151,7 @@ class Cards:
             picture=picture,
             repo_id=repo_id,
         )
-        local = dict.fromkeys(self.arguments.local_paths(), "") | {str(self._output_dir): repo_id or ""}
+        local = dict.fromkeys(local_paths(self.arguments.resolved()), "") | {str(self._output_dir): repo_id or ""}
         return card.build(facts, Private.of_this_machine(os.environ, paths=local))
 
     def _datasets(self) -> tuple[str, ...]:
@@ -176,12 +177,16 @@ class Cards:
 
     @contextmanager
     def _told_if_wrong(self, what: str) -> Iterator[None]:
-        """The block's failure becomes a line, but for one of the disk."""
+        """The block's failure becomes a line, but for a full disk."""
         try:
             yield
         except UsageError as error:
             self._say_once(f"{what} could not be made: {error}")
-        except (OSError, TuneError):
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._say_once(f"{what} could not be written: {error}")
+        except TuneError:
             raise
         except Exception as error:
             traceback.print_exc()

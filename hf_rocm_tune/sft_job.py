@@ -33,6 +33,7 @@ from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.process import check_world
 from hf_rocm_tune.publish import hub_during as publishing
 from hf_rocm_tune.publish.hub_during import Publisher
+from hf_rocm_tune.publish.privacy import local_paths
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.crash import Crashes
 from hf_rocm_tune.training.loggers import check_loggers, count_in_logs
@@ -176,7 +177,7 @@ def _publisher(arguments: Arguments) -> Publisher | None:
     if token:
         announce.say("others on this machine can read --hub_token while the run lasts: `hf auth login` hides the token")
     base = arguments.tune.hub_base_model_id
-    local = dict.fromkeys(arguments.local_paths(), "") | {arguments.model.model_name_or_path: base or ""}
+    local = dict.fromkeys(local_paths(arguments.resolved()), "") | {arguments.model.model_name_or_path: base or ""}
     wanted = publishing.Plan.of(training, base_model_id=base, verify=arguments.tune.hub_verify, local=local)
     publisher = Publisher(wanted, token=token, say=announce.say) if PartialState().is_main_process else None
 

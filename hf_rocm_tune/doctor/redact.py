@@ -141,7 +141,7 @@ def _engine(part: str) -> str:
 def scrub_text(text: str, identity: Identity) -> str:
     """One text without names, secrets and serial numbers."""
     for home in identity.homes:
-        if home not in ("/", "/root"):
+        if home not in ("/", "/root", "/tmp"):
             text = re.sub(rf"{re.escape(home)}(?=/|\b|$)", "/home/user", text)
     for form, instead in _FORMS:
         text = form.sub(instead, text)

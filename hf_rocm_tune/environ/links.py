@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _REPOSITORIES = {
     "ROCm/ROCm": "ROCm/legacy-rocm-build",  # renamed; the numbers stayed
@@ -12,7 +13,7 @@ _REPOSITORIES = {
     "TheRock": "ROCm/TheRock",
     "unsloth": "unslothai/unsloth",
 }
-_ISSUE = re.compile(r"(?P<where>[A-Za-z/-]+)#(?P<number>[0-9]+)")
+_ISSUE = re.compile(r"(?P<where>[A-Za-z0-9./-]+)#(?P<number>[0-9]+)")
 _SYSTEMS = "https://github.com/ROCm/rocm-systems/blob/develop/projects"
 _TORCH = "https://github.com/pytorch/pytorch/blob/main"
 _PAGES = {
@@ -47,9 +48,19 @@ def links_of(source: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(link for link in found if link))
 
 
-def _link(name: str) -> str:
+def issue_link(name: str, repositories: Mapping[str, str]) -> str:
+    """The address of an issue such as ``rccl#1129``; empty for any other name.
+
+    Args:
+        name: a source.
+        repositories: what stands before the ``#``, and the repository that it means.
+    """
     issue = _ISSUE.fullmatch(name)
-    if issue and issue["where"] in _REPOSITORIES:
-        # GitHub leads from an issue's address to a pull request of that number.
-        return f"https://github.com/{_REPOSITORIES[issue['where']]}/issues/{issue['number']}"
-    return _PAGES.get(name, "")
+    if issue is None or issue["where"] not in repositories:
+        return ""
+    # GitHub leads from an issue's address to a pull request of that number.
+    return f"https://github.com/{repositories[issue['where']]}/issues/{issue['number']}"
+
+
+def _link(name: str) -> str:
+    return issue_link(name, _REPOSITORIES) or _PAGES.get(name, "")

@@ -45,11 +45,6 @@ class Demand:
         """Sequences to one optimizer step over all ranks."""
         return self.each * self.ranks
 
-    @property
-    def open(self) -> bool:
-        """Whether anything is left to choose."""
-        return self.micro_batch is None or self.checkpointing is None
-
     def largest_up_to(self, limit: int) -> int:
         """The largest micro-batch that reaches the effective batch exactly and is not above ``limit``."""
         return self.micro_batch or next(size for size in range(limit, 0, -1) if self.each % size == 0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from hf_rocm_tune.publish import page_sections as parts
-from hf_rocm_tune.publish.history import Left
+from hf_rocm_tune.publish.history_read import Left
 from hf_rocm_tune.publish.history_values import text
 from hf_rocm_tune.publish.history_verdict import judge
 from hf_rocm_tune.publish.page_html import Html, join, section, tag

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.publish import page
-from hf_rocm_tune.publish.history import Left, collect
+from hf_rocm_tune.publish.history_read import Left, collect
 from hf_rocm_tune.publish.history_verdict import judge
 from hf_rocm_tune.publish.plots import Panel, panels
 from hf_rocm_tune.publish.privacy import Private, scrub_text

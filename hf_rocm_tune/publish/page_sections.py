@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hf_rocm_tune.publish.card_settings import chosen
-from hf_rocm_tune.publish.history import Left, last, series, training_seconds
+from hf_rocm_tune.publish.history import last, series, training_seconds
+from hf_rocm_tune.publish.history_read import Left
 from hf_rocm_tune.publish.history_values import count, duration, items, number, plain, size, table, text
 from hf_rocm_tune.publish.history_verdict import Verdict, counted, coverage, explained, incident, unverified
 from hf_rocm_tune.publish.page_html import Html, join, link, pairs, section, tag

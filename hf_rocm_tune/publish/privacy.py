@@ -107,6 +107,17 @@ class Private:
         return name.startswith(("/", "~", ".", "file:")) or name in self.paths or os.path.exists(name)
 
 
+def local_paths(settings: Any) -> list[str]:
+    """The strings of a plain value, at any depth, that name a file or a directory of this machine."""
+    if isinstance(settings, str):
+        return [settings] if os.sep in settings and os.path.exists(settings) else []
+    if isinstance(settings, Mapping):
+        settings = settings.values()
+    elif not isinstance(settings, list | tuple):
+        return []
+    return [path for each in settings for path in local_paths(each)]
+
+
 def hub_id_of(path: str) -> str | None:
     """The id that a path in the Hub's cache stands for (``.../models--ORG--NAME/snapshots/...``); None for others."""
     found = _HUB_CACHE.search(path)

@@ -22,6 +22,8 @@ _BESIDE = frozenset(
     [
         "run.json",
         "transfer_report.json",
+        "training_log.json",
+        "loss.png",
         "survival.jsonl",
         "_crashes.json",
         "_step_down.json",

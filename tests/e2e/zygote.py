@@ -80,6 +80,7 @@ def main() -> None:
     """Imports everything, says so, and serves requests until standard input closes."""
     import bitsandbytes  # noqa: F401
     import datasets  # noqa: F401
+    import matplotlib.backends.backend_agg  # noqa: F401
     import peft  # noqa: F401
     import trl.trainer.sft_trainer  # noqa: F401
 

@@ -55,7 +55,6 @@ MICRO, STEPS, CHECKPOINTING = "per_device_train_batch_size", "gradient_accumulat
 def test_what_the_user_set_is_kept_and_the_effective_batch_with_it(found: Demand, each: int, kept: int | None) -> None:
     assert (found.each, found.micro_batch) == (each, kept)
     assert found.checkpointing is None
-    assert found.open
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,6 @@ def test_what_the_user_set_is_kept_and_the_effective_batch_with_it(found: Demand
 )
 def test_checkpointing_is_kept_by_either_of_its_names_and_by_its_details(name: str) -> None:
     assert wanted(name).checkpointing is True
-    assert not wanted(name, MICRO).open
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from hf_rocm_tune.transfer import TransferReport
 GIB = 2**30
 TOTAL = int(19.92 * GIB)
 
-# Named as in `torch.cuda.memory_stats` and `memory_snapshot`. The card's size and the 7.10 GiB that were reserved and not
-# allocated when a request failed are those of pytorch#138002; what is not told there is made up around them.
+# Named as in `torch.cuda.memory_stats` and `memory_snapshot`. The card's size and the 7.10 GiB that were reserved and
+# not allocated when a request failed are those of pytorch#138002; what is not told there is made up around them.
 STATS: dict[str, int] = {
     "allocated_bytes.all.current": int(11.98 * GIB),
     "allocated_bytes.all.peak": int(12.4 * GIB),

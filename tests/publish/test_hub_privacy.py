@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.publish.hub import PushSettings, push
-from hf_rocm_tune.publish.privacy import Private, find_in_file, hub_id_of, scrub_json, scrub_text
+from hf_rocm_tune.publish.privacy import Private, find_in_file, hub_id_of, local_paths, scrub_json, scrub_text
 from hf_rocm_tune.publish.upload_card import clean_card
 from tests.publish.hub_fixtures import BASE, DATA, QUICK, loopback, on_hub, write_run  # noqa: F401
 from tests.publish.hub_server import TOKEN, USER, LoopbackHub
@@ -78,6 +78,16 @@ def test_names_stay_in_prose() -> None:
 def test_json_is_searched_to_its_last_leaf() -> None:
     before = {"/tmp/a/b": [{"x": f"{BASE}/y"}, 1, None, True, 0.5]}
     assert scrub_json(before, PRIVATE) == {".../b": [{"x": "org/tiny/y"}, 1, None, True, 0.5]}
+
+
+def test_settings_are_searched_for_what_is_there(tmp_path: Path) -> None:
+    settings = {
+        "model": str(tmp_path),
+        "datasets": [{"path": f"{tmp_path}/no"}, {"path": str(tmp_path)}],
+        "n": 1,
+        "x": ".",
+    }
+    assert local_paths(settings) == [str(tmp_path), str(tmp_path)]
 
 
 def test_variables_that_only_sound_like_secrets_are_none() -> None:

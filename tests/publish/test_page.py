@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,9 +21,11 @@ from hf_rocm_tune import cli
 from hf_rocm_tune.doctor.links import link_of
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish import page
-from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, Left, collect
+from hf_rocm_tune.publish.history import LOG_NAME
+from hf_rocm_tune.publish.history_read import Left, collect
 from hf_rocm_tune.publish.plots import panels
 from hf_rocm_tune.publish.plots_draw import svg
+from hf_rocm_tune.publish.upload_refusals import REPORT_NAME
 from tests.publish.card_runs import RUN_ID, incident, report, rows, stage, write_run
 
 HOSTILE = "\"><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>'&amp;\x00\x1b[31m\ud800"
@@ -275,7 +279,13 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert '"verdict good"' not in content or name == "run.json"  # a missing proof is no proof
 
 
-@pytest.mark.parametrize("harm", [truncate, nest, lambda file: file.write_bytes(b"\xff\xfe\x00"), Path.unlink])
+def nest_a_little(file: Path) -> None:
+    file.write_text('{"a":' * 900 + "1" + "}" * 900)
+
+
+@pytest.mark.parametrize(
+    "harm", [truncate, nest, nest_a_little, lambda file: file.write_bytes(b"\xff\xfe\x00"), Path.unlink]
+)
 @pytest.mark.parametrize("name", [REPORT_NAME, LOG_NAME, "run.json", "integrity.json"])
 def test_a_harmed_file_is_told_and_never_good(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, harm: Callable[[Path], Any]
@@ -361,6 +371,7 @@ def nonsense(tmp_path: Path) -> dict[str, list[object]]:
         "empty holds nothing that a training run leaves": [tmp_path / "empty"],
         "photos holds nothing that a training run leaves": [tmp_path / "photos"],
         "does not exist: ": ["nul\0byte"],
+        "xxx does not exist": ["x" * 5000],
         "is a directory; name the file": [whole, "--out", tmp_path],
         "there is no directory": [whole, "--out", tmp_path / "no" / "page.html"],
         "unrecognized arguments: --nonsense": [whole, "--nonsense"],
@@ -400,3 +411,16 @@ def test_a_half_written_page_never_takes_the_place_of_a_whole_one(
     (directory / "report_plots").touch()  # the pictures cannot be written
     assert run(capsys, "report", directory)[0] == 2
     assert (directory / "report.html").read_bytes() == whole
+
+
+def test_settings_that_stop_matplotlib_are_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_rocm_tune", "report", str(write_run(tmp_path / "run"))],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MPLBACKEND": "of nobody"},
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "matplotlib does not start" in done.stderr and "mend MPLBACKEND or matplotlibrc" in done.stderr

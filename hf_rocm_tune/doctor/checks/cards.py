@@ -53,7 +53,7 @@ def _figures(card: Card) -> list[str]:
         "no FP8": card.fp8 is False,
     }
     told = ", ".join(text for text, there in known.items() if there)
-    return [f"by its data sheet: {told} ({card.source})"] if told else []
+    return [f"known of this model: {told} ({card.source})"] if told else []
 
 
 def _integrated(evidence: Evidence) -> Iterator[Finding]:

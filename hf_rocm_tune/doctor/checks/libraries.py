@@ -89,7 +89,7 @@ def _library(
     # Its kernel came with the version that is the least.
     wrong = [*taken] == known["wrong_on_gfx1100"] and not within(version, None, known["least"])
     if wrong and any(gpu.arch == "gfx1100" for gpu in evidence.candidates):
-        yield from_row("bitsandbytes", "bnb_rocm64", evidence=seen, version=version, library=library)
+        yield from_row("bitsandbytes", "bnb_rocm64", version=version, library=library)
 
 
 def _versions(evidence: Evidence) -> Iterator[Finding]:
