@@ -125,7 +125,8 @@ def _result(samples: dict[str, list[dict[str, Any]]], wanted: argparse.Namespace
     return {
         "benchmark": "auto_fit",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "command": " ".join(["python", "benchmarks/auto_fit.py", *sys.argv[1:]]),
+        "command": "python benchmarks/auto_fit.py "
+        + " ".join(f"--{name} {value}" for name, value in vars(wanted).items() if name != "json"),
         "machine": _machine(),
         "note": None if _has_card() else "figures of a CPU, not of a card: what recomputation costs there",
         "model": {"hidden": wanted.hidden, "layers": wanted.layers, "method": "lora r=16 all-linear, float32"},

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import TuneError, UsageError
+from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
@@ -95,15 +96,18 @@ class Cards:
         written = []
         with self._told_if_wrong(LOG_NAME):
             written.append(self._write_log().name)
+        self.trainer.beat("save")  # the first picture takes seconds on a busy machine
         with self._told_if_wrong("the picture of the loss"):
             written += self._draw(content)
+        self.trainer.beat("save")
         with self._told_if_wrong("the model card"):
             file = self._output_dir / card.CARD_NAME
             if card.kept(file) is not None:
                 self.say(f"{file} was written or edited by hand and is kept")
             else:
                 picture = PICTURE_NAME if PICTURE_NAME in written else None
-                file.write_text(self._card(content, final=True, picture=picture), encoding="utf-8")
+                # A card that a kill has torn would pass for one that somebody has edited.
+                write_text_atomic(file, self._card(content, final=True, picture=picture))
             written.append(card.CARD_NAME)
         return written
 

@@ -15,7 +15,7 @@ from hf_rocm_tune.memory.plan import GIB, CardMemory
 from hf_rocm_tune.memory.plan_optimizers import OPTIMIZERS
 from hf_rocm_tune.plan_card import card_memory
 from hf_rocm_tune.plan_recipe import check_recipe, command, write_recipe
-from hf_rocm_tune.plan_request import ALL_LINEAR, ATTENTIONS, DTYPES, METHODS, PlanRequest
+from hf_rocm_tune.plan_request import ALL_LINEAR, ATTENTIONS, DTYPES, METHODS, PlanRequest, as_targets
 
 _PROGRAM = "hf-rocm-tune plan"
 
@@ -91,8 +91,7 @@ def _request(wanted: argparse.Namespace) -> PlanRequest:
     given = {name: value for name, value in vars(wanted).items() if name in PlanRequest.__dataclass_fields__}
     if wanted.method is not None:
         given["methods"] = (wanted.method,)
-    targets = wanted.targets
-    given["targets"] = targets[0] if len(targets) == 1 and not targets[0].isidentifier() else tuple(targets)
+    given["targets"] = as_targets(wanted.targets)
     given["modules_to_save"] = tuple(wanted.modules_to_save)
     return PlanRequest(**{**given, "model": wanted.model or ""})
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,12 @@ class PlanRequest:
         return self.dtype or ("float32" if method == "full" else "bfloat16")
 
 
+def as_targets(words: Sequence[str]) -> str | tuple[str, ...]:
+    """Module names as a tuple; ``all-linear`` or a regular expression, which stand alone, as a string."""
+    alone = len(words) == 1 and not re.fullmatch(r"[\w.]+", words[0])
+    return words[0] if alone else tuple(words)
+
+
 def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str = "hip") -> PlanRequest:
     """The question that a training job asks.
 
@@ -129,8 +136,6 @@ def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str 
         raise UsageError("the planner needs --max_length: without a limit the longest row decides")
     lora = bool(settings.get("use_peft"))
     targets = settings.get("lora_target_modules") or ALL_LINEAR
-    if not isinstance(targets, str):
-        targets = targets[0] if tuple(targets) == (ALL_LINEAR,) else tuple(targets)
     return PlanRequest(
         model=str(settings["model_name_or_path"]),
         revision=str(settings.get("model_revision") or "main"),
@@ -145,7 +150,7 @@ def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str 
         rank=int(settings["lora_r"]),
         alpha=math.ceil(settings["lora_alpha"]),
         dropout=float(settings["lora_dropout"]),
-        targets=targets,
+        targets=as_targets([targets] if isinstance(targets, str) else targets),
         modules_to_save=tuple(settings.get("lora_modules_to_save") or ()),
         dora=bool(settings.get("use_dora")),
         rslora=bool(settings.get("use_rslora")),

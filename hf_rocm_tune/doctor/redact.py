@@ -5,9 +5,10 @@ what was read. First only what was read is in a recording at all (``hardware.kee
 policy. What is left is text that may still hold a home directory or a name, and is looked through string by string,
 keys included.
 
-Not covered: a secret of an unknown form in a variable of the policy, and, outside of a home directory, a name that is
-also a word of what the doctor itself says ("torch", "card"): alone it tells nobody anything, and without it the text
-would be spoilt. The command says where the file is, to be read.
+Not covered: a secret of an unknown form in a variable of the policy; directories that are no home directories, but for
+names in them; and, outside of a home directory, a name that is also a word of what the doctor itself says ("torch",
+"card"): alone it tells nobody anything, and without it the text would be spoilt. The command says where the file is,
+to be read.
 """
 
 from __future__ import annotations

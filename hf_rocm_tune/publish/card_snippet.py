@@ -39,8 +39,9 @@ def loading(facts: CardFacts) -> str:
     ]
     hint = "" if facts.repo_id else "  # this directory, or its id on the Hub"
     if facts.is_adapter:
-        where = "" if facts.base_model_id else "  # it was loaded from a directory of this name: its path, or its id"
-        lines.append(f"base_model = {_quoted(facts.base_model)}{where}")
+        if not facts.base_model_id:
+            lines.append("# It was loaded from a directory of this name: give its path here, or its id on the Hub.")
+        lines.append(f"base_model = {_quoted(facts.base_model)}")
         lines.append(f"adapter = {_quoted(there)}{hint}")
     else:
         lines.append(f"trained = {_quoted(there)}{hint}")
@@ -86,7 +87,8 @@ def _arguments(facts: CardFacts) -> list[str]:
         arguments.append(f"revision={_quoted(str(facts.revision))}")
     arguments.append(f"dtype={_dtype(trained.dtype)}")
     if trained.quantization:
-        arguments.append(f"quantization_config=BitsAndBytesConfig({_quantization(trained.quantization)})")
+        inner = "".join(f"        {argument},\n" for argument in _quantization(trained.quantization))
+        arguments.append(f"quantization_config=BitsAndBytesConfig(\n{inner}    )")
     if attention := text(settings, "attn_implementation"):
         arguments.append(f"attn_implementation={_quoted(attention)}")
     if settings.get("trust_remote_code") is True:
@@ -94,7 +96,7 @@ def _arguments(facts: CardFacts) -> list[str]:
     return [*arguments, "device_map=device"]
 
 
-def _quantization(config: Mapping[str, Any]) -> str:
+def _quantization(config: Mapping[str, Any]) -> list[str]:
     shown = []
     for key in _QUANTIZATION:
         value = config.get(key)
@@ -102,7 +104,7 @@ def _quantization(config: Mapping[str, Any]) -> str:
             continue
         written = _dtype(str(value)) if key.endswith("dtype") else str(value) if value is True else _quoted(str(value))
         shown.append(f"{key}={written}")
-    return ", ".join(shown)
+    return shown
 
 
 def _dtype(name: str) -> str:

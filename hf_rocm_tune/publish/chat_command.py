@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import IO
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.publish.generate_command import require_adapter, say
+from hf_rocm_tune.publish.generate_command import reader_may_leave, require_adapter, say
 from hf_rocm_tune.publish.generate_flags import add_model_flags, add_sampling_flags, load_settings, sampling
 
 _PROMPT = "> "
@@ -29,7 +29,7 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     from hf_rocm_tune.publish.chat import HELP, Chat
     from hf_rocm_tune.publish.generate_model import loaded_model
 
-    with loaded_model(settings, say) as loaded:
+    with reader_may_leave(), loaded_model(settings, say) as loaded:
         if wanted.compare:
             require_adapter(loaded)
         if not loaded.tokenizer.chat_template:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +39,7 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     from hf_rocm_tune.publish.generate import render
     from hf_rocm_tune.publish.generate_model import loaded_model
 
-    with loaded_model(settings, say) as loaded:
+    with reader_may_leave(), loaded_model(settings, say) as loaded:
         if wanted.compare:
             require_adapter(loaded)
         if not loaded.tokenizer.chat_template and not wanted.raw:
@@ -57,6 +59,15 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
 def say(line: str) -> None:
     """A line beside the answers."""
     print(f"hf-rocm-tune: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Whoever reads our standard output may stop doing so (``| head``): that ends the command, and is no error."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python still flushes at its end
 
 
 def require_adapter(loaded: Loaded) -> None:

@@ -97,7 +97,7 @@ def loaded_model(settings: LoadSettings, say: Say) -> Iterator[Loaded]:
             model, seconds = load_model(source, mover)
         if adapter is not None:
             say(adapter.described)
-            model = attach(model, adapter, _placer(mover, model.dtype))
+            model = attach(model, adapter, _placer(mover, model.dtype, quantised=settings.load_in_4bit))
             place(model, mover)
             if adapter.trained_in_bits == 4 and not settings.load_in_4bit:
                 say(
@@ -161,18 +161,23 @@ def _quantization(dtype: str, adapter: Adapter | None) -> Any:
     )
 
 
-def _placer(mover: Mover, dtype: torch.dtype) -> Callable[[Tensor, str], Tensor]:
-    """Adapters keep the dtype of their file, in which they were trained; whole modules take that of the model."""
+def _placer(mover: Mover, dtype: torch.dtype, *, quantised: bool) -> Callable[[Tensor, str], Tensor]:
+    """Brings an adapter's tensors to the device; whole modules take the dtype of the model.
+
+    Beside quantised weights an adapter keeps the dtype of its file, in which it was trained. Beside others it computes
+    in float32 at least, as PEFT does by default.
+    """
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
     prefixes = (*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "trainable_tokens")
 
     def to_device(tensor: Tensor, name: str) -> Tensor:
         moved = mover.move(tensor, name=name, stage="adapter", source=WEIGHTS_FILE)
-        whole = moved.is_floating_point() and not any(prefix in name for prefix in prefixes)
-        if not whole or moved.dtype == dtype:
+        whole = not any(prefix in name for prefix in prefixes)
+        wanted = dtype if whole else moved.dtype if quantised else torch.promote_types(moved.dtype, torch.float32)
+        if not moved.is_floating_point() or moved.dtype == wanted:
             return moved
-        return cast_verified(moved, tensor, dtype, name=name, mover=mover)
+        return cast_verified(moved, tensor, wanted, name=name, mover=mover)
 
     return to_device
 

@@ -40,6 +40,7 @@ from hf_rocm_tune.publish.merge_writer import FLOATING, ShardWriter, free_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM, errno.EIO}
 _SPARE_BYTES = 64 << 20  # tokenizer, configuration, what a file system keeps for itself
 
 
@@ -155,7 +156,7 @@ class _Work:
                     extra={"merged": self._origin()},
                 )
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.EIO):
+            if error.errno not in _OF_THE_DISK:
                 raise
             raise UsageError(f"{out} cannot be written: {error.strerror}; nothing is left there") from error
         return Merged(
@@ -197,8 +198,9 @@ class _Work:
             merged = site.apply(weight if site.brought is None else site.brought, dtype)
         if not bool(merged.sum(dtype=torch.float32).isfinite()):  # one pass, no temporary of the size of the tensor
             raise UsageError(
-                f"{parameter} has values that are not finite when it is merged and stored as {_name(dtype)}: the "
-                "adapter is broken, or the dtype too narrow (--dtype bfloat16)"
+                f"{parameter} has values that are not finite when it is merged and stored as {_name(dtype)}: "
+                f"{'that dtype is too narrow (--dtype bfloat16), or ' if dtype == torch.float16 else ''}the adapter or "
+                "the base is broken"
             )
         return merged
 

@@ -13,6 +13,7 @@ unless they were converted when they were saved).
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,10 +40,20 @@ NAME = "default"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
+_CARD = "README.md"  # a user may edit it after training
 _METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
 # PEFT 0.21.2: initialisations that take what they put into the adapter out of the base weight. "eva" and others that
 # only choose the adapter's values are not among them.
 _REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Warnings of PEFT's: that merging a tied layer is the user's affair (here it is ours, see `merge_plan`), about patterns
+# that PEFT itself adds for mixtures of experts whose experts are no targets, about a bias that a merge refuses by name,
+# and about a name that transformers 5.23 has replaced.
+_NOT_FOR_USERS = (
+    ".*tie_word_embeddings.*",
+    "The following .*_pattern keys",
+    "`lora_bias=True` was passed",
+    "`is_gradient_checkpointing` is deprecated",
+)
 _HUB_FILES = ["adapter_*", "*.json", "*.jinja", "*.model", "*.txt"]
 _BASE_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "LICENSE*", "NOTICE*"]
 _HUB_CURE = "check the spelling, the network and HF_HUB_OFFLINE"
@@ -178,9 +189,9 @@ def open_adapter(name: str, revision: str | None = None) -> Adapter:
     """
     directory = find_adapter(name, revision)
     if directory is None:
-        whole = (Path(name).expanduser() / "config.json").is_file()
-        what = "is a whole model, not an adapter" if whole else f"has no {CONFIG_FILE} that could be found"
-        raise UsageError(f"{name} {what}: give an adapter's directory or Hub id; {_HUB_CURE}")
+        if Path(name).expanduser().is_dir():
+            raise UsageError(f"{name} is a whole model, not an adapter: give an adapter's directory or Hub id")
+        raise UsageError(f"no {CONFIG_FILE} of {name} could be found on the Hub: {_HUB_CURE}, or give a directory")
     written = _check_manifest(name, directory)
     config = _read_config(name, directory)
     _check_kind(name, config)
@@ -230,10 +241,8 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Place) -> PeftModel:
     cure = "give the model that it was trained on with --base"
     try:
         with warnings.catch_warnings():
-            # PEFT warns that merging a tied layer is the user's affair; here it is ours (see `merge_plan`). The other
-            # one is about patterns that PEFT itself adds for mixtures of experts, whose experts are no targets.
-            warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*", category=UserWarning)
-            warnings.filterwarnings("ignore", message="The following .*_pattern keys", category=RuntimeWarning)
+            for message in _NOT_FOR_USERS:
+                warnings.filterwarnings("ignore", message=message)
             peft_model = PeftModelForCausalLM(
                 model, adapter.config, NAME, autocast_adapter_dtype=False, low_cpu_mem_usage=True
             )
@@ -294,9 +303,10 @@ def _check_manifest(name: str, directory: Path) -> manifest.Manifest | None:
     if not (directory / manifest.MANIFEST_NAME).exists():
         return None
     found = manifest.inspect(directory)
-    if found.problems or found.manifest is None:
+    problems = [problem for problem in found.problems if problem.file != _CARD]
+    if problems or found.manifest is None:
         raise UsageError(
-            f"{name}: {found.problems[0]}: the adapter is not what its run wrote and is not used; copy it again, or "
+            f"{name}: {problems[0]}: the adapter is not what its run wrote and is not used; copy it again, or "
             "take an earlier checkpoint"
         )
     needed = [CONFIG_FILE, WEIGHTS_FILE]
@@ -312,7 +322,9 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
         with warnings.catch_warnings(record=True):  # fields of a newer PEFT; what they would change is refused by name
             warnings.simplefilter("always")
             return PeftConfig.from_pretrained(str(directory))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
+        raise UsageError(f"{name}: {CONFIG_FILE}: this version of PEFT knows no method {error}: update it") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{name}: {CONFIG_FILE} cannot be read ({_short(error)}): copy it again") from error
 
 
@@ -353,6 +365,7 @@ def _base_name(model: PreTrainedModel) -> str:
 
 def _short(error: BaseException) -> str:
     """The telling line of an error of PEFT's or torch's."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    chosen = lines[1] if lines[0].startswith("Error(s) in loading state_dict") and len(lines) > 1 else lines[0]
+    if other := re.search(r"size mismatch for (\S+):", str(error)):
+        return f"{other[1]} has another shape there"
+    chosen = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return chosen if len(chosen) <= 200 else chosen[:197] + "..."

@@ -37,7 +37,9 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     )
     prepare()
     from hf_rocm_tune.publish.merge import merge
+    from hf_rocm_tune.publish.merge_memory import give_back_freed_blocks
 
+    give_back_freed_blocks()
     merged = merge(settings, lambda line: print(f"hf-rocm-tune: {line}", file=sys.stderr, flush=True))
     print(merged.directory)
     if not wanted.push:

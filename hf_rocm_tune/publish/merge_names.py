@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,7 +145,7 @@ class Names:
             part = {name: tensors[name] for name, _ in group.sources if name in here}
             # A part is taken apart as if it began with the first expert.
             first = {names[at]: names[start + at] for names in by_pattern.values() for at in range(len(names[start:]))}
-            yield from self._changed(group, part, first, lambda name, value, start=start: apply(name, value, start))
+            yield from self._changed(group, part, first, partial(_with_start, apply, start))
 
     def _changed(
         self,
@@ -222,3 +223,7 @@ def meta_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMod
                 f"transformers {_transformers_version()} has no architecture {name}: if its code is in the model's "
                 "directory and you trust it, add --trust_remote_code"
             ) from error
+
+
+def _with_start(apply: Change, start: int, name: str, value: Tensor) -> Tensor:
+    return apply(name, value, start)

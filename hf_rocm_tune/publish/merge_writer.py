@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,8 +49,9 @@ class Output:
 
     @property
     def element_bytes(self) -> int:
-        """Of one element; 0 for an empty tensor and for formats that pack several into a byte."""
-        return self.nbytes // max(prod(self.shape), 1)
+        """Of one element, from the dtype's name (``BF16``: 2); 0 for formats that pack several into a byte."""
+        bits = re.search(r"\d+", self.dtype)
+        return int(bits[0]) // 8 if bits else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +146,10 @@ class ShardWriter:
         """
         for file in self.files:
             path = self._directory / file
-            flush(path)
-            drop_from_cache(path)
             here = {name: place for name, place in self._places.items() if place.file == file}
             try:
+                flush(path)
+                drop_from_cache(path)
                 with safe_open(path, framework="pt", device="cpu") as opened:
                     if set(opened.keys()) != here.keys():
                         raise CorruptionError(_differs(file, "its header lists other tensors"))

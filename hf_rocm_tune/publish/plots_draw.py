@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.integrity.atomic import create_staging
 from hf_rocm_tune.publish.plots import Curve, Panel
 
 if TYPE_CHECKING:
@@ -37,13 +39,12 @@ def write_png(panel: Panel, path: Path) -> None:
         figure = _figure(panel, _PNG_INCHES, legend_columns=3)
         # No version and no date: the same curves give the same bytes.
         figure.savefig(drawn, format="png", dpi=_PNG_DPI, metadata={"Software": None})
-    staging = path.with_name(f"_{path.name}.{os.getpid()}")
+    staging = create_staging(path)  # whose name the next start of a run knows and removes, should this one be killed
     try:
-        staging.write_bytes(drawn.getvalue())
-        os.replace(staging, path)
-    except BaseException:
-        staging.unlink(missing_ok=True)
-        raise
+        (staging / path.name).write_bytes(drawn.getvalue())
+        os.replace(staging / path.name, path)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def svg(panel: Panel) -> str:

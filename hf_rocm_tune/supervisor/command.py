@@ -44,9 +44,26 @@ def to_start(words: Sequence[str]) -> list[str]:
     elif program.startswith("python"):
         found = _python(list(words))
     if found is None:
-        given = shlex.join(words) if words else "nothing"
+        given = shown(words) if words else "nothing"
         raise UsageError(f"run supervises {_FORMS}; got: {given[:200]}")
     return found
+
+
+def shown(words: Sequence[str]) -> str:
+    """The command line as it may be printed: a token in it is left out."""
+    plain: list[str] = []
+    for word in words:
+        flag, given, _ = word.partition("=")
+        if given and _is_token_flag(flag):
+            word = f"{flag}=***"
+        elif plain and _is_token_flag(plain[-1]):
+            word = "***"
+        plain.append(word)
+    return " ".join(word if "***" in word else shlex.quote(word) for word in plain)
+
+
+def _is_token_flag(word: str) -> bool:
+    return word.startswith("--") and word.replace("-", "_").endswith("_token")
 
 
 def _python(words: list[str]) -> list[str] | None:

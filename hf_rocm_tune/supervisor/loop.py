@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PRO
 from hf_rocm_tune.hardware.resets import core_dumps
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.supervisor.child import Child
-from hf_rocm_tune.supervisor.command import to_start
+from hf_rocm_tune.supervisor.command import shown, to_start
 from hf_rocm_tune.supervisor.ledger import Ledger
 from hf_rocm_tune.supervisor.policy import Death, Decision, decide
 from hf_rocm_tune.supervisor.settings import Settings
@@ -54,7 +53,7 @@ def supervise(words: Sequence[str], settings: Settings) -> int:
     """
     argv = to_start(words)
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-run-") as directory, _asked_to_end() as asked:
-        return _Supervision(argv, shlex.join(words), settings, Path(directory), asked).run()
+        return _Supervision(argv, shown(words), settings, Path(directory), asked).run()
 
 
 class _Asked:

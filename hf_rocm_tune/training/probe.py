@@ -236,7 +236,8 @@ def _undone(trainer: VerifiedTransferMixin) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(release_memory)
         stack.enter_context(_kept(trainer, "current_gradient_accumulation_steps"))
-        stack.enter_context(_kept(model, "forward", "_original_forward"))
+        # With the last of them a model counts as prepared: there would be no DistributedDataParallel, no autocast.
+        stack.enter_context(_kept(model, "forward", "_original_forward", "_is_accelerate_prepared"))
         stack.enter_context(_kept(accelerator, "gather", "_models"))
         stack.callback(model.train, training)
         stack.callback(set_checkpointing, trainer, checkpointing)

@@ -44,7 +44,13 @@ NONSENSE = (
     'iommu=pt amdgpu.pcie_p2p=0 iommu pci="a b" iommu=\'',
     "model name :\nmodel name\t: x\nmodel name\t: y",
 )
-BINARY = (b"\0", b"\xff\xfe", b"\x1f\x8b", gzip.compress(b"CONFIG_HSA_AMD=y\n", mtime=0), b"\x78\x00\x01\x03" + b"\xff" * 20)
+BINARY = (
+    b"\0",
+    b"\xff\xfe",
+    b"\x1f\x8b",
+    gzip.compress(b"CONFIG_HSA_AMD=y\n", mtime=0),
+    b"\x78\x00\x01\x03" + b"\xff" * 20,
+)
 
 
 def rich() -> dict[str, Any]:

@@ -181,15 +181,16 @@ KINDS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "4 bit": (
         {"adapter_dtype": "bfloat16", "quantization": FOUR_BIT},
         [
-            'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, '
-            "bnb_4bit_compute_dtype=torch.bfloat16)",
+            "BitsAndBytesConfig(\n        load_in_4bit=True,\n",
+            '        bnb_4bit_quant_type="nf4",\n        bnb_4bit_use_double_quant=True,\n',
+            "        bnb_4bit_compute_dtype=torch.bfloat16,\n    ),\n",
             "autocast_adapter_dtype=False",
         ],
         [],
     ),
     "8 bit": (
         {"adapter_dtype": "bfloat16", "quantization": {"load_in_8bit": True, "bnb_4bit_compute_dtype": "float32"}},
-        ["BitsAndBytesConfig(load_in_8bit=True)"],
+        ["BitsAndBytesConfig(\n        load_in_8bit=True,\n    ),\n"],
         [],
     ),
     "full": ({"adapter_dtype": None}, ['trained = "."', "from_pretrained(\n    trained,"], ["Peft", "base_model"]),

@@ -35,12 +35,14 @@ def build(model_path: Path, rows: Dataset, tmp_path: Path, monkeypatch: pytest.M
     def make(fault: str = "", **options: Any) -> VerifiedSFTTrainer:
         monkeypatch.setenv(VARIABLE, fault)
         torch.manual_seed(5)
-        settings = {"per_device_train_batch_size": 4, "max_length": 32, "activation_checkpointing": False} | options
+        settings = {"per_device_train_batch_size": 4, "max_length": 32, "activation_checkpointing": False} | {
+            "bf16": False,
+            **options,
+        }
         args = SFTConfig(
             output_dir=str(tmp_path / "out"),
             report_to="none",
             use_cpu=True,
-            bf16=False,
             dataloader_pin_memory=False,
             disable_tqdm=True,
             **settings,
@@ -79,8 +81,8 @@ def state_of(trainer: VerifiedSFTTrainer) -> dict[str, Any]:
         "tokens": trainer._total_train_tokens,
         "optimizer": trainer.optimizer,
         "prepared": [id(one) for one in trainer.accelerator._models],
-        "forward": sorted(set(vars(model)) & {"forward", "_original_forward"}),
-        "gather": "gather" in vars(trainer.accelerator),
+        "attributes": sorted(vars(model)),
+        "accelerator": sorted(vars(trainer.accelerator)),
         "recomputing": [name for name, one in model.named_modules() if getattr(one, "gradient_checkpointing", False)],
         "settings": (trainer.args.activation_checkpointing, trainer.args.gradient_checkpointing),
         "training": model.training,
@@ -120,6 +122,21 @@ def test_nothing_is_left_of_a_probe(build: Build, fault: str, fits: bool, checkp
     assert found.fits is fits
     assert found.peak is None, "on a CPU nothing measures it"
     assert_equal(before, state_of(trainer))
+
+
+def test_mixed_precision_is_on_in_a_probe_and_as_it_was_afterwards(build: Build) -> None:
+    trainer = build(bf16=True)
+    seen: list[bool] = []
+    trainer.model.get_base_model().register_forward_pre_hook(
+        lambda module, arguments: seen.append(torch.is_autocast_enabled("cpu"))
+    )
+    before = state_of(trainer)
+    assert probe(trainer, way(2, 1)).fits
+    assert seen == [True]
+    assert_equal(before, state_of(trainer))
+    trainer.accelerator.prepare_model(trainer.model)
+    trainer.model(input_ids=torch.tensor([[5, 6]]))
+    assert seen == [True, True], "a model that still counted as prepared would get no mixed precision for training"
 
 
 def test_what_a_probe_ran_was_the_real_step_with_gradients_in_place(build: Build) -> None:

@@ -1,0 +1,301 @@
+"""A merged model says what base plus adapter say by stock PEFT, loads with plain transformers, and is sealed."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.publish import merge_layers, merge_names
+from hf_rocm_tune.publish.merge import merge
+from hf_rocm_tune.publish.merge_settings import MergeSettings
+from tests import tiny
+from tests.publish.merge_cases import (
+    EXPERTS,
+    Case,
+    build_base,
+    config_of,
+    load_base,
+    logits,
+    lora,
+    merged,
+    randomise,
+    reference,
+    stored_names,
+    write_adapter,
+)
+
+EXACT = 1e-5  # float32 on both sides, computed in another order
+LINEAR = ["k_proj", "v_proj", "down_proj"]
+HEAD = {"lm_head.weight"}
+
+SAME_FORM = {
+    **{f"all-linear {arch}": lora(arch, target_modules="all-linear") for arch in tiny.ARCHITECTURES},
+    "DoRA": lora("llama3", use_dora=True),
+    "DoRA on transposed weights": lora("gpt2", target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, use_dora=True),
+    "rsLoRA with patterns": lora("llama3", use_rslora=True, rank_pattern={"q_proj": 7}, alpha_pattern={"v_proj": 3}),
+    "lora_bias": lora("gpt2", target_modules=["c_attn", "c_fc"], lora_bias=True, fan_in_fan_out=True),
+    "trained biases": lora("gpt2", target_modules=["c_attn"], bias="all", fan_in_fan_out=True),
+    "fused projections, three files": lora("phi3", target_modules=["qkv_proj", "gate_up_proj"], shards=3),
+    "whole modules": lora("llama3", modules_to_save=["lm_head", "embed_tokens"]),
+    "norms": lora("llama3", modules_to_save=["input_layernorm"]),
+    "trained tokens": lora("llama3", trainable_token_indices=[5, 17]),
+    "tied trained tokens": lora("qwen3", trainable_token_indices=[5, 17]),
+    "tied whole modules": lora("qwen3", modules_to_save=["embed_tokens", "lm_head"], ensure_weight_tying=True),
+    "tied embeddings kept tied": lora("qwen3", target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True),
+    "experts": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=EXPERTS),
+    "experts in five files": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=EXPERTS, shards=5),
+    "one kind of expert weight": lora("qwen3_moe", target_modules=[], target_parameters=EXPERTS[1:]),
+    "router": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=["mlp.gate.weight"]),
+    "LoHa": Case(arch="llama3", make=lambda: LoHaConfig(task_type="CAUSAL_LM", r=4, target_modules=LINEAR)),
+    "LoKr": Case(arch="llama3", make=lambda: LoKrConfig(task_type="CAUSAL_LM", r=4, target_modules=LINEAR)),
+    "OFT": Case(arch="llama3", make=lambda: OFTConfig(task_type="CAUSAL_LM", target_modules=LINEAR)),
+    "IA3": Case(
+        arch="llama3",
+        make=lambda: IA3Config(task_type="CAUSAL_LM", target_modules=LINEAR, feedforward_modules=["down_proj"]),
+    ),
+}
+UNTIED = {
+    "input embedding": lora("qwen3", target_modules=["embed_tokens", "q_proj"]),
+    "input embedding, DoRA": lora("qwen3", target_modules=["embed_tokens", "q_proj"], use_dora=True),
+    "head": lora("qwen3", target_modules=["lm_head", "q_proj"]),
+    "both, apart": lora("qwen3", target_modules=["lm_head", "embed_tokens"]),
+    "whole input embedding": lora("qwen3", modules_to_save=["embed_tokens"]),
+    "both whole, apart": lora("qwen3", modules_to_save=["embed_tokens", "lm_head"]),
+}
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("merge")
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that every weight of the tiny models is merged in several slabs, and experts in several parts."""
+    monkeypatch.setattr(merge_layers, "SLAB_ELEMENTS", 1000)
+    monkeypatch.setattr(merge_names, "PART_BYTES", 3 * 2 * 64 * 64 * 4)
+
+
+def furthest(base: Path, adapter: Path, out: Path) -> tuple[float, float]:
+    """Largest difference of logits from base plus adapter, and by how much the adapter moved the base."""
+    alone, wanted = reference(base, adapter)
+    return float((logits(load_base(out)) - wanted).abs().max()), float((wanted - alone).abs().max())
+
+
+@pytest.mark.parametrize("name", SAME_FORM)
+def test_merged_logits_are_those_of_base_plus_adapter(name: str, scratch: Path) -> None:
+    base, adapter, out, _ = merged(SAME_FORM[name], scratch, name)
+    difference, moved = furthest(base, adapter, out)
+    assert difference < EXACT < 0.02 < moved
+    assert stored_names(out) == stored_names(base)  # whatever reads the base reads it
+    assert config_of(out) == config_of(base)
+
+
+@pytest.mark.parametrize("name", UNTIED)
+def test_a_tie_that_the_adapter_breaks_is_undone(name: str, scratch: Path) -> None:
+    base, adapter, out, lines = merged(UNTIED[name], scratch, f"untied {name}")
+    difference, moved = furthest(base, adapter, out)
+    assert difference < EXACT < 0.02 < moved
+    assert stored_names(out) - stored_names(base) == HEAD
+    assert config_of(out)["tie_word_embeddings"] is False
+    assert any("lm_head.weight was tied" in line for line in lines)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_base_keeps_its_dtype_and_is_right_to_its_precision(dtype: torch.dtype, scratch: Path) -> None:
+    case = lora("llama3", base_dtype=dtype, shards=2)
+    base, adapter, out, _ = merged(case, scratch, str(dtype))
+    difference, moved = furthest(base, adapter, out)
+    assert difference < 8 * torch.finfo(dtype).eps < 0.5 < moved
+    with safe_open(next(out.glob("*.safetensors")), framework="pt") as opened:
+        assert {opened.get_slice(name).get_dtype() for name in opened.keys()} == {  # noqa: SIM118 - it is no mapping
+            "BF16" if dtype is torch.bfloat16 else "F16"
+        }
+
+
+def test_another_dtype_is_rounded_once_from_float32(scratch: Path) -> None:
+    case = lora("qwen3_moe", target_modules=["q_proj"], target_parameters=EXPERTS)
+    _, _, exact, _ = merged(case, scratch, "exact")
+    _, _, out, _ = merged(case, scratch, "rounded", dtype="bfloat16")
+    assert config_of(out)["dtype"] == "bfloat16"
+    wanted, found = load_base(exact).state_dict(), load_base(out, torch.bfloat16).state_dict()
+    assert all(torch.equal(wanted[name].to(torch.bfloat16), found[name]) for name in wanted)
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+
+
+def test_every_slab_size_gives_the_same_weights(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = lora("qwen3_moe", target_modules=["q_proj"], target_parameters=EXPERTS, modules_to_save=["lm_head"])
+    models = []
+    for number, (slab, part) in enumerate([(64, 1), (5000, 70_000), (1 << 30, 1 << 30)]):
+        monkeypatch.setattr(merge_layers, "SLAB_ELEMENTS", slab)
+        monkeypatch.setattr(merge_names, "PART_BYTES", part)
+        _, _, out, _ = merged(case, scratch, f"slab {number}")
+        models.append(load_base(out).state_dict())
+    for other in models[1:]:
+        assert all(torch.allclose(other[name], value, rtol=0, atol=1e-6) for name, value in models[0].items())
+
+
+def test_shards_are_as_large_as_asked_and_load(scratch: Path) -> None:
+    base, adapter, out, _ = merged(lora("llama3"), scratch, "shards", max_shard_bytes=150_000)
+    files = sorted(out.glob("model-*.safetensors"))
+    assert len(files) > 3
+    largest = max(tensor.nbytes for tensor in load_base(base).state_dict().values())
+    assert all(file.stat().st_size < max(150_000, largest) + 5000 for file in files)
+    assert furthest(base, adapter, out)[0] < EXACT
+
+
+def test_the_directory_is_complete_and_sealed(scratch: Path) -> None:
+    base = build_base(lora("llama3"), scratch)
+    adapter = write_adapter(lora("llama3"), base, scratch / "adapters" / "sealed")
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.chat_template = "adapter's own {{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(adapter)
+    manifest.write(adapter, run_id="run-7", step=12, status="final")
+    out = scratch / "merged" / "sealed"
+    merge(MergeSettings(adapter=str(adapter), base=str(base), out=out), lambda _: None)
+    sealed = manifest.inspect(out)
+    assert sealed.problems == [] and sealed.unlisted == []
+    assert sealed.manifest is not None
+    assert (sealed.manifest.run_id, sealed.manifest.step, sealed.manifest.status) == ("run-7", 12, "final")
+    assert {name.split(":")[1] for name in sealed.manifest.tensors} == stored_names(out)
+    assert sealed.manifest.extra["merged"]["adapter_sha256"] is not None
+    loaded = AutoTokenizer.from_pretrained(out)
+    assert loaded.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "adapter's own x"
+    assert (out / "generation_config.json").is_file()
+
+
+def test_no_local_path_is_in_the_result(scratch: Path) -> None:
+    _, _, out, _ = merged(lora("llama3"), scratch, "paths")
+    text = "".join(file.read_text() for file in out.iterdir() if file.suffix in (".json", ".md", ".jinja"))
+    assert str(scratch) not in text
+    assert "base_model" not in (out / "README.md").read_text()  # a directory is no id on the Hub
+
+
+def test_the_card_is_valid_on_the_hub() -> None:
+    from huggingface_hub import ModelCard
+
+    from hf_rocm_tune.publish.merge_files import card
+
+    data = ModelCard(card(base_id="Qwen/Qwen3-0.6B", method="LORA, r=16")).data
+    assert (data.base_model, data.library_name) == ("Qwen/Qwen3-0.6B", "transformers")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("brought", [["embed_tokens", "lm_head"], None])
+def test_a_vocabulary_that_training_resized_is_merged(tied: bool, brought: list[str] | None, scratch: Path) -> None:
+    """As TRL does it for a chat template that brings tokens of its own."""
+    base = tiny.build("qwen3" if tied else "llama3", scratch / "models")
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = load_base(base)
+        model.resize_token_embeddings(515, mean_resizing=False)
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], modules_to_save=brought)
+        adapted = get_peft_model(model, config)
+        randomise(adapted)
+        adapter = scratch / "adapters" / f"resized {tied} {brought}"
+        adapted.save_pretrained(adapter)
+        wanted = logits(adapted.eval())
+    out = scratch / "merged" / f"resized {tied} {brought}"
+    merge(MergeSettings(adapter=str(adapter), base=str(base), out=out), lambda _: None)
+    found = load_base(out)
+    assert float((logits(found) - wanted).abs().max()) < EXACT
+    assert found.config.vocab_size == 515
+    assert found.config.tie_word_embeddings == (tied and brought is None)
+
+
+def test_pissa_is_merged_when_it_was_converted_and_refused_when_not(scratch: Path) -> None:
+    from hf_rocm_tune.errors import UsageError
+
+    base = tiny.build("llama3", scratch / "models")
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="pissa")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(load_base(base), config)
+        model.peft_config["default"].init_lora_weights = True
+        model.save_pretrained(scratch / "pissa" / "start")
+        model.peft_config["default"].init_lora_weights = "pissa"
+        randomise(model)
+        wanted = logits(model.eval())
+        model.save_pretrained(scratch / "pissa" / "raw")
+        model.save_pretrained(
+            scratch / "pissa" / "converted", path_initial_model_for_weight_conversion=str(scratch / "pissa" / "start")
+        )
+    out = scratch / "pissa" / "merged"
+    merge(MergeSettings(adapter=str(scratch / "pissa" / "converted"), base=str(base), out=out), lambda _: None)
+    assert float((logits(load_base(out)) - wanted).abs().max()) < 1e-4  # two decompositions lie between
+    with pytest.raises(UsageError, match="init_lora_weights=pissa"):
+        merge(MergeSettings(adapter=str(scratch / "pissa" / "raw"), out=scratch / "no"), lambda _: None)
+
+
+def test_adapters_of_single_experts_from_older_versions_are_merged(scratch: Path) -> None:
+    """PEFT fuses them when it loads them; the base's experts are stored one by one again afterwards."""
+    from safetensors.torch import save_file
+
+    base = tiny.build("qwen3_moe", scratch / "models")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(tiny.LAYERS):
+        for expert in range(4):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                stem = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}"
+                tensors[f"{stem}.lora_A.weight"] = torch.randn(4, 64, generator=generator) * 0.1
+                tensors[f"{stem}.lora_B.weight"] = torch.randn(64, 4, generator=generator) * 0.1
+    adapter = scratch / "adapters" / "older"
+    LoraConfig(
+        task_type="CAUSAL_LM",
+        r=4,
+        lora_alpha=8,
+        target_modules=["gate_proj", "up_proj", "down_proj"],
+        base_model_name_or_path=str(base),
+    ).save_pretrained(adapter)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    out = scratch / "merged" / "older"
+    merge(MergeSettings(adapter=str(adapter), out=out), lambda _: None)
+    difference, moved = furthest(base, adapter, out)
+    assert difference < EXACT < 0.02 < moved
+    stem = "model.layers.0.mlp.experts.2.gate_proj"
+    with (
+        safe_open(base / "model.safetensors", framework="pt") as one,
+        safe_open(out / "model.safetensors", framework="pt") as other,
+    ):
+        delta = other.get_tensor(f"{stem}.weight") - one.get_tensor(f"{stem}.weight")
+    up, down = (tensors[f"base_model.model.{stem}.lora_{side}.weight"] for side in "BA")
+    assert torch.allclose(delta, 2 * up @ down, atol=1e-5)
+
+
+def test_a_tensor_that_is_no_part_of_the_model_is_kept(scratch: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = tiny.build("llama3", scratch / "models", seed=3)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(3, dtype=torch.float64)
+    tensors["extra.odd"] = torch.arange(5, dtype=torch.uint8)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    adapter = write_adapter(lora("llama3"), source, scratch / "adapters" / "extra")
+    out = scratch / "merged" / "extra"
+    merge(MergeSettings(adapter=str(adapter), base=str(source), out=out, dtype="bfloat16"), lambda _: None)
+    found = load_file(out / "model.safetensors")
+    assert found["extra.odd"].tolist() == [0, 1, 2, 3, 4]
+    assert stored_names(out) == stored_names(source)
+    index = json.loads((out / "integrity.json").read_text())["tensors"]
+    assert len(index) == len(tensors)
+
+
+def test_the_adapter_in_memory_and_the_base_files_are_untouched(scratch: Path) -> None:
+    case = lora("llama3")
+    base, adapter, _, _ = merged(case, scratch, "untouched")
+    before = [(file, file.read_bytes()) for file in (*base.iterdir(), *adapter.iterdir()) if file.is_file()]
+    merge(MergeSettings(adapter=str(adapter), base=str(base), out=scratch / "merged" / "again"), lambda _: None)
+    assert all(file.read_bytes() == content for file, content in before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert PeftModel.from_pretrained(load_base(base), str(adapter)) is not None

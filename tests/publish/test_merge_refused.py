@@ -1,0 +1,276 @@
+"""Wrong input to ``merge``: one line that names what is wrong, code 2, and nothing is made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LNTuningConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from hf_rocm_tune import cli
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.publish import merge as merging
+from tests import tiny
+from tests.publish.merge_cases import load_base, lora, write_adapter
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``base`` (a llama), ``other`` (another architecture), ``adapter`` for the base, sealed."""
+    scratch = tmp_path_factory.mktemp("refused")
+    shutil.copytree(tiny.build("llama3", scratch / "models"), scratch / "base")
+    shutil.copytree(tiny.build("phi3", scratch / "models"), scratch / "other")
+    write_adapter(lora("llama3"), scratch / "base", scratch / "adapter")
+    manifest.write(scratch / "adapter", run_id="run", step=1, status="final")
+    return scratch
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path) -> Path:
+    """Copies that a test may harm."""
+    for name in ("base", "other", "adapter"):
+        shutil.copytree(made / name, tmp_path / name)
+    return tmp_path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], here: Path, *argv: str) -> str:
+    """The one line of a merge that is refused."""
+    out = here / "out"
+    there = out.exists()
+    before = sorted(here.iterdir())
+    code = cli.main(["merge", *argv])
+    printed = capsys.readouterr()
+    errors = [line for line in printed.err.splitlines() if line.startswith("hf-rocm-tune: error:")]
+    assert (code, len(errors), printed.out) == (2, 1, ""), printed.err
+    assert "Traceback" not in printed.err
+    assert out.exists() == there and sorted(here.iterdir()) == before
+    return errors[0]
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def drop(file: Path) -> None:
+    file.unlink()
+
+
+def unseal(here: Path) -> None:
+    (here / "adapter" / "integrity.json").unlink()
+
+
+def flip(here: Path) -> None:
+    file = here / "adapter" / WEIGHTS
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 1
+    file.write_bytes(raw)
+
+
+def with_config(config: Callable[[], object]) -> Callable[[Path], None]:
+    def change(here: Path) -> None:
+        shutil.rmtree(here / "adapter")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # stock PEFT's
+            get_peft_model(load_base(here / "base"), config()).save_pretrained(here / "adapter")
+
+    return change
+
+
+def not_finite(here: Path) -> None:
+    unseal(here)
+    tensors = load_file(here / "adapter" / WEIGHTS)
+    first = sorted(name for name in tensors if "lora_A" in name)[0]
+    tensors[first][0, 0] = float("nan")
+    save_file(tensors, here / "adapter" / WEIGHTS)
+
+
+def too_large_for_float16(here: Path) -> None:
+    unseal(here)
+    tensors = load_file(here / "adapter" / WEIGHTS)
+    save_file({name: tensor * 1e4 for name, tensor in tensors.items()}, here / "adapter" / WEIGHTS)
+
+
+def without(part: str) -> Callable[[Path], None]:
+    def change(here: Path) -> None:
+        unseal(here)
+        tensors = load_file(here / "adapter" / WEIGHTS)
+        save_file({name: tensor for name, tensor in tensors.items() if part not in name}, here / "adapter" / WEIGHTS)
+
+    return change
+
+
+def base_without(name: str) -> Callable[[Path], None]:
+    def change(here: Path) -> None:
+        tensors = load_file(here / "base" / "model.safetensors")
+        del tensors[name]
+        save_file(tensors, here / "base" / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
+    "a flipped bit in the adapter": (flip, [], [WEIGHTS, "changed", "not what its run wrote"]),
+    "a manifest that was edited": (
+        lambda here: edit(here / "adapter" / "integrity.json", step=9), [], ["integrity.json", "damaged"]
+    ),
+    "a configuration that was edited": (
+        lambda here: edit(here / "adapter" / "adapter_config.json", lora_alpha=99),
+        [],
+        ["adapter_config.json", "not what its run wrote"],
+    ),
+    "weights that the manifest does not list": (
+        lambda here: manifest.write(
+            here / "adapter", run_id="run", step=1, status="final", files=["adapter_config.json"]
+        ),
+        [],
+        [WEIGHTS, "not in its integrity.json"],
+    ),
+    "no weights": (lambda here: (unseal(here), drop(here / "adapter" / WEIGHTS)), [], [f"no {WEIGHTS}"]),
+    "a truncated file": (
+        lambda here: (unseal(here), (here / "adapter" / WEIGHTS).write_bytes(b"x" * 99)), [], ["damaged header"]
+    ),
+    "a broken configuration": (
+        lambda here: (unseal(here), (here / "adapter" / "adapter_config.json").write_text("{")),
+        [],
+        ["adapter_config.json cannot be read"],
+    ),
+    "an unknown method": (
+        lambda here: (unseal(here), edit(here / "adapter" / "adapter_config.json", peft_type="MAGIC")),
+        [],
+        ["adapter_config.json", "no method 'MAGIC'"],
+    ),
+    "half of an adapter": (without("layers.1.self_attn.q_proj.lora_B"), [], ["lacks", "layers.1.self_attn.q_proj"]),
+    "values that are not finite": (not_finite, [], ["not finite", "layers.0"]),
+    "values beyond float16": (too_large_for_float16, ["--dtype", "float16"], ["not finite", "--dtype bfloat16"]),
+    "prompt tuning": (
+        with_config(lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)), [], ["PROMPT_TUNING"]
+    ),
+    "another method": (
+        with_config(lambda: LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"])),
+        [],
+        ["LN_TUNING", "LORA"],
+    ),
+    "replicated layers": (
+        lambda here: (unseal(here), edit(here / "adapter" / "adapter_config.json", layer_replication=[[0, 2], [1, 2]])),
+        [],
+        ["layer_replication"],
+    ),
+    "a quantised base": (
+        lambda here: edit(here / "base" / "config.json", quantization_config={"quant_method": "bitsandbytes"}),
+        [],
+        ["is quantised", "--base"],
+    ),
+    "a base of pickles": (
+        lambda here: (here / "base" / "model.safetensors").rename(here / "base" / "pytorch_model.bin"),
+        [],
+        ["pytorch_model.bin"],
+    ),
+    "a truncated base": (
+        lambda here: (here / "base" / "model.safetensors").write_bytes(
+            (here / "base" / "model.safetensors").read_bytes()[:-10]
+        ),
+        [],
+        ["model.safetensors", "truncated"],
+    ),
+    "a base without its configuration": (lambda here: drop(here / "base" / "config.json"), [], ["no config.json"]),
+    "a base that lacks a tensor": (
+        base_without("model.layers.1.self_attn.v_proj.weight"), [], ["lacks model.layers.1.self_attn.v_proj.weight"]
+    ),
+    "an unknown architecture": (
+        lambda here: edit(here / "base" / "config.json", model_type="nothing_known", architectures=["NothingKnown"]),
+        [],
+        ["nothing_known"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMED)
+def test_harmed_input_is_refused_by_name(
+    name: str, here: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    harm, flags, named = HARMED[name]
+    harm(here)
+    capsys.readouterr()
+    line = refusal(capsys, here, str(here / "adapter"), str(here / "out"), "--base", str(here / "base"), *flags)
+    assert all(part in line for part in named), line
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["nowhere/at/all", "out"], ["nowhere/at/all", "on the Hub"]),
+        (["./nowhere", "out"], ["./nowhere is no directory"]),
+        (["base", "out"], ["base is a whole model"]),
+        (["other/config.json", "out"], ["other/config.json is no directory"]),
+        (["adapter", "out", "--base", "other"], ["does not fit Phi3ForCausalLM", "--base"]),
+        (["adapter", "out", "--base", "./gone"], ["./gone is not there", "--base"]),
+        (["adapter", "out", "--base", "owner/model"], ["owner/model cannot be had", "--base"]),
+        (["adapter", "base"], ["base exists and is not empty"]),
+        (["adapter", "adapter/adapter_config.json"], ["exists and is not empty"]),
+        (["adapter", "out", "--dtype", "float8"], ["--dtype float8", "bfloat16"]),
+        (["adapter", "out", "--max_shard_size", "5 elephants"], ["--max_shard_size", "5GB"]),
+        (["adapter", "out", "--max_shard_size", "0"], ["--max_shard_size", "at least 1"]),
+        (["adapter", "out", "--private"], ["--private", "--push"]),
+        (["adapter"], ["out"]),
+        (["adapter", "out", "--bse", "x"], ["--bse"]),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused_by_name(
+    argv: list[str],
+    named: list[str],
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(here)
+    line = refusal(capsys, here, *argv)
+    assert all(part in line for part in named), line
+
+
+def test_a_card_that_was_edited_is_no_damage(here: Path) -> None:
+    (here / "adapter" / "README.md").write_text("mine")
+    assert cli.main(["merge", str(here / "adapter"), str(here / "out"), "--base", str(here / "base")]) == 0
+
+
+def test_an_unfinished_run_names_its_newest_checkpoint(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "run").mkdir()
+    for step in (9, 10):
+        shutil.copytree(here / "adapter", here / "run" / f"checkpoint-{step}")
+    line = refusal(capsys, here, str(here / "run"), str(here / "out"))
+    assert str(here / "run" / "checkpoint-10") in line
+
+
+def test_a_lack_of_room_is_seen_before_anything_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "free_bytes", lambda _: 1000)
+    line = refusal(capsys, here, str(here / "adapter"), str(here / "out"), "--base", str(here / "base"))
+    assert "GB free" in line
+
+
+def test_an_adapter_that_names_no_base_needs_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unseal(here)
+    edit(here / "adapter" / "adapter_config.json", base_model_name_or_path=None)
+    line = refusal(capsys, here, str(here / "adapter"), str(here / "out"))
+    assert "does not say which model" in line and "--base" in line
+
+
+def test_a_lora_bias_without_a_bias_to_add_to_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(here / "adapter")
+    write_adapter(lora("llama3", lora_bias=True), here / "base", here / "adapter")
+    line = refusal(capsys, here, str(here / "adapter"), str(here / "out"), "--base", str(here / "base"))
+    assert "has no bias" in line
+
+
+def test_float16_weights_that_hold_are_stored_as_such(here: Path) -> None:
+    assert cli.main(["merge", str(here / "adapter"), str(here / "out"), "--base", str(here / "base"), "--dtype",
+                     "float16"]) == 0  # fmt: skip
+    assert {tensor.dtype for tensor in load_file(here / "out" / "model.safetensors").values()} == {torch.float16}

@@ -1,0 +1,54 @@
+"""Predicted against measured: peaks of real training steps, with every allocation counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.plan_cases import CPU_CASES, Case, gpu_cases
+from benchmarks.plan_errors import compare
+
+LIMIT_PERCENT = 10.0
+SAMPLE = (
+    ("Llama", "qlora", True, "bfloat16+autocast"),
+    ("Llama", "full", True, "float32, accumulation 2, adamw_torch"),
+    ("Qwen3-MoE", "full", True, "float32"),
+    ("Llama, wide", "lora", True, "bfloat16+autocast"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+def _errors(cases: list[Case], device: str) -> list[tuple[str, Any]]:
+    rows = compare(cases, device=device)
+    return [
+        (f"{row['model']} {row['method']} {row['way']}", row["error_percent"])
+        for row in rows
+        if row["error_percent"] is None or abs(row["error_percent"]) > LIMIT_PERCENT
+    ]
+
+
+@pytest.mark.parametrize("wanted", SAMPLE, ids=lambda wanted: "-".join(map(str, wanted[:2])))
+def test_the_prediction_is_what_a_real_step_takes(wanted: tuple[str, str, bool, str]) -> None:
+    cases = [
+        case
+        for case in CPU_CASES
+        if (case.name, case.request.methods[0], case.request.checkpointing, case.label()) == wanted
+    ]
+    assert len(cases) == 1
+    assert _errors(cases, "cpu") == []
+
+
+@pytest.mark.long
+def test_every_prediction_is_what_a_real_step_takes() -> None:
+    assert _errors(list(CPU_CASES), "cpu") == []
+
+
+@pytest.mark.gpu
+def test_predictions_hold_on_a_card_of_20_gib() -> None:
+    """1B, 3B and 8B shapes with random weights; Llama-3.1-8B with 2 x 2048 tokens runs as LoRA and as QLoRA."""
+    assert _errors(list(gpu_cases()), "cuda") == []

@@ -1,0 +1,381 @@
+"""``hf-rocm-tune plan``: what it says of real architectures, its flags, its recipe, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_rocm_tune import arguments, cli
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.hardware.machine import Machine
+from hf_rocm_tune.hardware.survey import survey
+from hf_rocm_tune.hardware.sysfs_tree import as_tree
+from hf_rocm_tune.memory.plan import GIB, CardMemory
+from hf_rocm_tune.memory.plan_models import public_model
+from hf_rocm_tune.models.shapes_config import config_of
+from hf_rocm_tune.plan_card import card_memory
+from hf_rocm_tune.plan_job import Plan, largest_models, plan_for
+from hf_rocm_tune.plan_request import PlanRequest, from_training
+from tests import tiny
+
+CARD = CardMemory(name="Radeon RX 7900 XT", usable=int(19.9 * GIB), desktop=GIB // 2)
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # the command sets it; so it is taken back
+
+
+@pytest.fixture(scope="module")
+def nothing_there(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    """A machine without a card."""
+    return survey(as_tree(tmp_path_factory.mktemp("root")))
+
+
+def _shape(name: str) -> Any:
+    model = public_model(name)
+    assert model is not None
+    return config_of(model.fields)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_for(PlanRequest(model=LLAMA, length=2048, effective_batch=8), card=CARD, config=_shape(LLAMA))
+
+
+def _find(plan: Plan, method: str, micro_batch: int, *, checkpointing: bool, length: int = 2048) -> Any:
+    return next(
+        each.estimate
+        for each in plan.grid
+        if (each.estimate.variant, each.estimate.case.micro_batch) == (method, micro_batch)
+        and (each.estimate.case.checkpointing, each.estimate.case.length) == (checkpointing, length)
+    )
+
+
+# ---- what is said of an 8B model --------------------------------------------------------------------------------
+
+
+def test_an_8b_model_fits_as_lora_and_as_qlora(plan: Plan) -> None:
+    lora, qlora = (_find(plan, method, 2, checkpointing=True) for method in ("lora", "qlora"))
+    assert lora.fits
+    assert qlora.fits
+    # torchtune publishes 16.2 and 7.4 GiB for this shape, packed and compiled, with adapters in bfloat16
+    assert 16 < lora.allocated / GIB < 19
+    assert 7 < qlora.allocated / GIB < 9
+    assert lora.parts["weights"] == pytest.approx(2 * 8.03e9, rel=0.001)
+    assert qlora.parts["weights"] == pytest.approx(2 * 2 * 128256 * 4096 + 6.98e9 / 2, rel=0.001)
+
+
+def test_checkpointing_trades_memory_for_time(plan: Plan) -> None:
+    for each in plan.grid:
+        case = each.estimate.case
+        if case.checkpointing:
+            twin = next(
+                other
+                for other in plan.grid
+                if other.estimate.variant == each.estimate.variant
+                and other.estimate.case == replace(case, checkpointing=False)
+            )
+            assert each.estimate.total < twin.estimate.total
+            assert 0.6 < each.speed.tokens_per_second / twin.speed.tokens_per_second < 0.8
+
+
+def test_the_choice_reaches_the_effective_batch_and_fits(plan: Plan) -> None:
+    assert plan.choice is not None
+    case = plan.choice.estimate.case
+    assert plan.choice.fits
+    assert case.length == 2048
+    assert case.micro_batch * case.accumulation == 8
+
+
+def test_the_longest_sequence_is_longer_where_more_is_left(plan: Plan) -> None:
+    lora, qlora = plan.longest("lora"), plan.longest("qlora")
+    assert lora is not None
+    assert qlora is not None
+    assert 2048 <= lora < qlora
+
+
+def test_more_adapters_and_trained_modules_take_more() -> None:
+    def total(**more: Any) -> float:
+        request = PlanRequest(
+            methods=("lora",), length=512, micro_batch=1, checkpointing=True, effective_batch=1, **more
+        )
+        found = plan_for(request, card=CARD, config=_shape("meta-llama/Llama-3.2-1B"), grid=False)
+        return found.nearest.estimate.total
+
+    plain = total()
+    assert total(rank=64) > plain
+    assert total(dora=True) > plain
+    assert total(modules_to_save=("lm_head",)) > plain + 128256 * 2048 * 8  # a copy, its gradient, two states
+    assert total(optim="adamw_8bit") < plain
+
+
+def test_full_fine_tuning_of_1b_in_float32_takes_16_bytes_a_parameter() -> None:
+    request = PlanRequest(methods=("full",), length=256, micro_batch=1, checkpointing=True, effective_batch=1)
+    found = plan_for(request, card=CARD, config=_shape("meta-llama/Llama-3.2-1B"), grid=False).nearest.estimate
+    # weights, gradients and two states; on top the loss collects the head's gradient in float32
+    assert 16 < found.allocated / 1.236e9 < 19
+    assert not found.fits
+
+
+@pytest.mark.parametrize("arch", [arch for arch in tiny.ARCHITECTURES if arch != "llama3"])
+def test_every_architecture_of_the_tests_can_be_planned(arch: str) -> None:
+    config = tiny._CONFIGS[arch](tiny._common(tiny.build_tokenizer()))
+    config.architectures = [_class_name(config)]
+    request = PlanRequest(length=96, effective_batch=2, micro_batch=2, checkpointing=True, dropout=0.0)
+    found = plan_for(request, card=CARD, config=config, grid=False)
+    assert found.choice is not None
+    assert {each.estimate.variant for each in found.grid} == {"lora", "qlora"}
+
+
+def _class_name(config: Any) -> str:
+    from transformers import AutoModelForCausalLM
+
+    return str(AutoModelForCausalLM._model_mapping[type(config)].__name__)
+
+
+def test_a_model_of_loops_over_the_sequence_is_planned_at_its_own_length() -> None:
+    fields = {
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "vocab_size": 512,
+    }
+    asked = {"length": 128, "effective_batch": 1, "dropout": 0.0, "checkpointing": False, "targets": ("q_proj",)}
+    found = plan_for(PlanRequest(methods=("lora",), **asked), card=CARD, config=config_of(fields))
+    totals = [_find(found, "lora", 1, checkpointing=False, length=length).allocated for length in (64, 128, 256)]
+    assert totals == sorted(totals)
+    assert totals[0] < totals[2]
+
+
+def test_the_largest_model_is_larger_with_four_bits() -> None:
+    found = largest_models(PlanRequest(length=1024), card=CARD)
+    names = [public_model(found[method] or "") for method in ("lora", "qlora")]
+    assert all(names)
+    assert names[0].billions < names[1].billions  # type: ignore[union-attr]
+
+
+# ---- a question from a training job -----------------------------------------------------------------------------
+
+
+def test_a_training_job_asks_with_its_own_settings(tmp_path: Path) -> None:
+    data = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", 2)
+    flags = ["--model_name_or_path", LLAMA, "--dataset_name", str(data), "--max_length", "512", "--load_in_4bit"]
+    flags += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3", "--lora_r", "8", "--use_dora"]
+    flags += ["--lora_target_modules", "q_proj", "v_proj", "--output_dir", str(tmp_path)]
+    request = from_training(arguments.parse(flags).resolved(), cards=2, platform="cuda")
+    assert request.methods == ("qlora",)
+    assert request.effective_batch == 24
+    assert request.each == 12
+    assert (request.length, request.rank, request.dora, request.platform) == (512, 8, True, "cuda")
+    assert request.targets == ("q_proj", "v_proj")
+    assert request.nested
+
+
+def test_what_the_planner_cannot_answer_is_said() -> None:
+    with pytest.raises(UsageError, match="load_in_8bit"):
+        from_training({"load_in_8bit": True})
+    with pytest.raises(UsageError, match="max_length"):
+        from_training({"max_length": None})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"length": 0}, "--seq"),
+        ({"rank": 0}, "--rank"),
+        ({"effective_batch": 5, "cards": 2}, "5 cannot be shared by 2"),
+        ({"dropout": 1.0}, "--dropout"),
+        ({"methods": ("sparse",)}, "sparse"),
+        ({"optim": "adagrad"}, "adagrad"),
+        ({"effective_batch": 6, "micro_batch": 4}, "4 does not divide"),
+    ],
+)
+def test_a_question_that_cannot_be_is_refused(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        PlanRequest(**wrong)
+
+
+# ---- the card ---------------------------------------------------------------------------------------------------
+
+
+def test_cards_by_name_by_size_and_by_default(nothing_there: Machine) -> None:
+    named = [card_memory(name=name, machine=nothing_there) for name in ("rx7900xt", "RX 7900 XT", "7900-xt")]
+    assert {card.name for card in named} == {"Radeon RX 7900 XT"}
+    assert named[0].usable / GIB == pytest.approx(19.9, abs=0.001)
+    assert card_memory(vram_gib=16, machine=nothing_there).usable < 16 * GIB
+    default = card_memory(machine=nothing_there)
+    assert (default.name, default.desktop, default.desktop_source) == ("Radeon RX 7900 XT", GIB, "assumed")
+    assert card_memory(desktop_gib=0, machine=nothing_there).desktop == 0
+
+
+def test_what_a_desktop_holds_is_read_where_the_card_is_there(nothing_there: Machine) -> None:
+    recorded = _machine_with_a_card(nothing_there, used=700 << 20, total=20 << 30)
+    found = card_memory(machine=recorded)
+    assert found.desktop == 700 << 20
+    assert "read" in found.desktop_source
+    # it says nothing of a card of another size
+    assert card_memory(vram_gib=48, machine=recorded).desktop_source == "assumed"
+
+
+def _machine_with_a_card(machine: Machine, *, used: int, total: int) -> Machine:
+    from unittest.mock import Mock
+
+    from hf_rocm_tune.hardware.cards import identify
+    from hf_rocm_tune.hardware.sensors_sysfs import no_sensors
+    from hf_rocm_tune.hardware.sysfs import Reading
+
+    sensors = replace(no_sensors("x"), vram_used_bytes=Reading(value=used), vram_total_bytes=Reading(value=total))
+    identity = identify(arch="gfx1100", vram_bytes=total, name="Radeon RX 7900 XT")
+    card = Mock(sensors=sensors, identity=identity, integrated=False, address="0000:03:00.0")
+    return replace(machine, gpus=(card,))
+
+
+@pytest.mark.parametrize("wrong", [{"name": "rtx4090"}, {"vram_gib": 0}, {"name": "rx7900xt", "vram_gib": 20}])
+def test_a_card_that_cannot_be_is_refused(wrong: dict[str, Any], nothing_there: Machine) -> None:
+    with pytest.raises(UsageError):
+        card_memory(machine=nothing_there, **wrong)
+
+
+# ---- the command line -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A directory with the configuration of a small Llama and nothing else."""
+    model = public_model("meta-llama/Llama-3.2-1B")
+    assert model is not None
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**model.fields, "num_hidden_layers": 4}))
+    return folder
+
+
+def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", *words])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_the_text_names_parts_grid_and_command(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = _run(capsys, "--model", str(small), "--seq", "512", "--effective_batch", "4", "--vram", "20")
+    assert (code, err) == (0, "")
+    for word in ("weights", "optimizer state", "activations kept", "assumed", "host memory", "longest sequence"):
+        assert word in out
+    assert f"hf-rocm-tune sft --model_name_or_path {small}" in out
+    assert [line.strip()[:3] for line in out.splitlines() if "*" in line and "choice" not in line] == ["512"]
+
+
+def test_the_values_of_the_json_add_up(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run(capsys, "--model", str(small), "--seq", "512", "--method", "lora", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["fits"]
+    assert sum(found["choice"]["parts"].values()) == pytest.approx(found["choice"]["total"])
+    assert {row["method"] for row in found["grid"]} == {"lora"}
+    assert {row["length"] for row in found["grid"]} == {256, 512, 1024}
+
+
+def test_a_recipe_is_the_planned_job(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    data = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", 2)
+    flags = ["--model", str(small), "--seq", "384", "--effective_batch", "6", "--rank", "8", "--targets", "q_proj"]
+    flags += ["--modules_to_save", "lm_head", "--packing", "--dataset_name", str(data)]
+    code, out, err = _run(capsys, *flags, "--emit", str(recipe), "--json")
+    assert code == 0, err
+    choice = json.loads(out)["choice"]
+    read = arguments.parse(["--config", str(recipe), "--output_dir", str(tmp_path / "out")], accelerator=False)
+    resolved = read.resolved()
+    assert resolved["per_device_train_batch_size"] == choice["micro_batch"]
+    assert resolved["gradient_accumulation_steps"] == choice["accumulation"]
+    assert resolved["gradient_checkpointing"] == choice["checkpointing"]
+    assert resolved["load_in_4bit"] == (choice["method"] == "qlora")
+    assert (resolved["max_length"], resolved["packing"], resolved["lora_r"]) == (384, True, 8)
+    assert from_training(resolved) == replace(
+        PlanRequest(
+            model=str(small),
+            methods=(choice["method"],),
+            length=384,
+            effective_batch=6,
+            rank=8,
+            targets=("q_proj",),
+            modules_to_save=("lm_head",),
+            packing=True,
+            dtype="bfloat16",
+            nested=choice["method"] == "qlora",
+        )
+    )
+
+
+def test_the_command_line_is_the_recipe(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import shlex
+
+    recipe = tmp_path / "recipe.yaml"
+    flags = ["--model", str(small), "--seq", "512", "--effective_batch", "2", "--dataset_name", "rows", "--dora"]
+    _, out, _ = _run(capsys, *flags, "--emit", str(recipe), "--json")
+    words = shlex.split(json.loads(out)["command"])
+    assert words[:2] == ["hf-rocm-tune", "sft"]
+    # what follows from the card is said, because there is none here
+    same = ["--output_dir", str(tmp_path / "out"), "--use_cpu", "--bf16", "--dtype", "bfloat16"]
+    by_flags = arguments.parse([*words[2:], *same])
+    by_recipe = arguments.parse(["--config", str(recipe), *same])
+    assert by_flags.resolved() == by_recipe.resolved()
+
+
+def test_a_file_is_never_replaced_unasked(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("precious: true\n")
+    flags = ("--model", str(small), "--seq", "256", "--effective_batch", "1", "--emit", str(recipe))
+    code, out, err = _run(capsys, *flags)
+    assert (code, out) == (2, "")
+    assert "--force" in err
+    assert recipe.read_text() == "precious: true\n"
+    assert _run(capsys, *flags, "--force")[0] == 0
+    assert yaml.safe_load(recipe.read_text())["model_name_or_path"] == str(small)
+
+
+def test_what_does_not_fit_is_told_with_the_nearest(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = _run(capsys, "--model", str(small), "--vram", "2", "--seq", "2048", "--method", "full")
+    assert code == 5
+    assert "nothing fits; nearest" in out
+    assert "missing" in out
+    assert len(err.splitlines()) == 1
+    assert "--dtype bfloat16" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ((), "--model"),
+        (("--model", "nobody/nothing"), "nobody/nothing"),
+        (("--model", "/nowhere/at/all"), "config.json"),
+        (("--model", LLAMA, "--gpu", "rtx4090"), "7900xt"),
+        (("--model", LLAMA, "--seq", "many"), "--seq"),
+        (("--model", LLAMA, "--effective_batch", "3", "--cards", "2"), "2 cards"),
+        (("--model", LLAMA, "--targets", "query"), "q_proj"),
+        (("--model", LLAMA, "--emit", "/nowhere/recipe.yaml"), "/nowhere/recipe.yaml"),
+    ],
+)
+def test_wrong_words_are_one_line(words: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = _run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert named in err
