@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.supervisor.command import ENTRIES, to_start
+from hf_rocm_tune.supervisor.command import ENTRIES, shown, to_start
 
 THIS = [sys.executable, "-m"]
 THROUGH = [*THIS, "hf_rocm_tune.supervisor.accelerate_launch"]
@@ -73,3 +73,13 @@ def test_every_entry_is_a_module_and_a_verb() -> None:
 
     assert set(VERBS) >= ENTRIES
     assert all(importlib.util.find_spec(f"hf_rocm_tune.{name}") for name in ENTRIES)
+
+
+@pytest.mark.parametrize("flag", ["--hub_token hf_s3cret", "--hub-token=hf_s3cret", "--push_to_hub_token hf_s3cret"])
+def test_a_token_on_the_command_line_is_never_shown(flag: str) -> None:
+    line = f"hf-rocm-tune sft {flag} --lora_r 8"
+    assert "s3cret" not in shown(shlex.split(line))
+    assert shown(shlex.split(line)).endswith("--lora_r 8")
+    with pytest.raises(UsageError) as refused:
+        to_start(shlex.split(f"echo {flag}"))
+    assert "s3cret" not in str(refused.value)

@@ -115,6 +115,9 @@ def loaded_model(settings: LoadSettings, say: Say) -> Iterator[Loaded]:
             base=source.name,
             verified=verified,
         )
+        sent = mover.report.to_dict()["batches"]
+        if sent["mismatches"]:
+            say(f"inputs: {sent['mismatches']} arrived wrong, {sent['recovered']} of them were recovered")
 
 
 @contextmanager

@@ -1,0 +1,238 @@
+"""``generate``: what it prints is what the model says; faults on the way are found; wrong input is one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_rocm_tune import cli
+from hf_rocm_tune.publish.generate_model import loaded_model
+from hf_rocm_tune.publish.generate_settings import LoadSettings
+from tests import tiny
+from tests.publish.merge_cases import lora, merged, write_adapter
+
+TOKENS = 10
+QUESTION = "What comes next?"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A base, its adapter with a tokenizer, both merged, and a model without a chat template."""
+    scratch = tmp_path_factory.mktemp("generate")
+    base, adapter, out, _ = merged(lora("llama3"), scratch, "adapter")
+    tiny.build_tokenizer().save_pretrained(adapter)
+    bare = tiny.build("llama3", scratch / "models", chat_template=False)
+    return {"base": base, "adapter": adapter, "merged": out, "bare": bare, "scratch": scratch}
+
+
+@pytest.fixture
+def run(made: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs ``generate NAME ...`` and gives code, standard output and standard error."""
+
+    def command(name: str, *argv: str) -> tuple[int, str, str]:
+        few = [] if "--max_new_tokens" in argv else ["--max_new_tokens", str(TOKENS)]
+        code = cli.main(["generate", str(made.get(name, name)), *few, *argv])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return command
+
+
+def said(directory: Path, *, raw: bool = False, prompt: str = QUESTION) -> str:
+    """What stock transformers says, the likeliest token each time."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    if raw:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    else:
+        chat = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+            "input_ids"
+        ]
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
+    return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_adapter_merged_model_and_stock_transformers_say_the_same(made: dict[str, Path], run: Any) -> None:
+    wanted = said(made["merged"])
+    for name in ("adapter", "merged"):
+        code, out, err = run(name, "--prompt", QUESTION, "--temperature", "0")
+        assert (code, out) == (0, wanted + "\n"), err
+        assert "100 % of the bytes on the device verified" in err
+    assert run("base", "--prompt", QUESTION, "--temperature", "0")[1] == said(made["base"]) + "\n" != wanted + "\n"
+
+
+def test_raw_text_goes_in_as_it_is(made: dict[str, Path], run: Any) -> None:
+    assert run("merged", "--prompt", QUESTION, "--raw")[1] == said(made["merged"], raw=True) + "\n"
+
+
+def test_a_model_without_a_template_takes_plain_text_and_says_so(made: dict[str, Path], run: Any) -> None:
+    code, out, err = run("bare", "--prompt", QUESTION)
+    assert (code, out) == (0, said(made["bare"], raw=True) + "\n")
+    assert "has no chat template: prompts are taken as plain text" in err
+
+
+def test_compare_shows_the_base_beside_the_adapter(made: dict[str, Path], run: Any) -> None:
+    code, out, _ = run("adapter", "--prompt", QUESTION, "--compare", "--temperature", "0")
+    head, base, beside, adapter = out.splitlines()[0], said(made["base"]), "--- adapter", said(made["merged"])
+    assert code == 0
+    assert head == f"--- base {made['base']}"
+    before, _, after = out.partition(f"{beside} {made['adapter']}\n")
+    assert before == f"{head}\n{base}\n" and after == adapter + "\n"
+
+
+def test_json_has_both_and_says_how_it_ended(made: dict[str, Path], run: Any) -> None:
+    code, out, _ = run("adapter", "--prompt", QUESTION, "--prompt", "Other", "--compare", "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [row["prompt"] for row in rows] == [QUESTION, "Other"]
+    assert rows[0]["completion"] == said(made["merged"]) and rows[0]["base"] == said(made["base"])
+    assert (rows[0]["tokens"], rows[0]["complete"]) == (TOKENS, False)
+
+
+def test_the_same_seed_says_the_same_and_another_one_something_else(run: Any) -> None:
+    drawn = [
+        run("adapter", "--prompt", QUESTION, "--temperature", "1", "--top_k", "50", "--seed", seed)[1]
+        for seed in ("1", "1", "2")
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_prompts_from_a_file_and_from_standard_input(
+    made: dict[str, Path], run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one.txt").write_text(QUESTION)
+    rows = [
+        {"prompt": QUESTION},
+        {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "is not taken"}]},
+    ]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    wanted = said(made["merged"])
+    assert run("merged", "--file", str(tmp_path / "one.txt"))[1] == wanted + "\n"
+    many = run("merged", "--file", str(tmp_path / "many.jsonl"))[1]
+    assert many == f"=== prompt 1 of 2\n{wanted}\n\n=== prompt 2 of 2\n{wanted}\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION))
+    assert run("merged")[1] == wanted + "\n"
+
+
+def test_a_system_message_changes_what_the_model_sees(run: Any) -> None:
+    plain, asked = (
+        run("adapter", "--prompt", QUESTION, *more)[1] for more in ([], ["--system", "Speak like a pirate"])
+    )
+    assert plain != asked
+
+
+def test_an_answer_that_ends_by_itself_is_not_called_stopped(made: dict[str, Path], tmp_path: Path, run: Any) -> None:
+    """The tokenizer's end token counts, which is the one that the adapter was trained with, not only the base's."""
+    tokenizer = AutoTokenizer.from_pretrained(made["merged"])
+    first = tokenizer(said(made["merged"]))["input_ids"][0]
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
+    adapter = write_adapter(lora("llama3"), made["base"], tmp_path / "ends")
+    tokenizer.save_pretrained(adapter)
+    code, out, _ = run(str(adapter), "--prompt", QUESTION, "--json")
+    row = json.loads(out)
+    assert (code, row["tokens"], row["complete"], row["completion"]) == (0, 1, True, "")
+
+
+@pytest.mark.parametrize(("stage", "kind"), [("weights", "zero"), ("adapter", "flip"), ("batches", "stale")])
+def test_faults_on_the_way_are_recovered_and_the_words_stay_the_same(
+    stage: str, kind: str, made: dict[str, Path], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ROCM_TUNE_FAULT", f"kind={kind},rate=0.5,seed=3,stage={stage}")
+    code, out, err = run("adapter", "--prompt", QUESTION, "--temperature", "0")
+    assert (code, out) == (0, said(made["merged"]) + "\n"), err
+    assert "faults are injected on request" in err
+    assert "arrived wrong" in err
+
+
+@pytest.mark.parametrize("stage", ["weights", "adapter", "batches"])
+def test_a_fault_that_stays_ends_it_before_a_word_is_said(
+    stage: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ROCM_TUNE_FAULT", f"kind=flip,persist=1,stage={stage}")
+    code, out, err = run("adapter", "--prompt", QUESTION)
+    assert (code, out) == (3, "")
+    assert len([line for line in err.splitlines() if line.startswith("hf-rocm-tune: error:")]) == 1
+
+
+def test_in_4_bit_the_base_is_quantised_and_all_of_it_is_verified(run: Any) -> None:
+    code, out, err = run("adapter", "--prompt", QUESTION, "--load_in_4bit")
+    assert code == 0 and out.strip()
+    assert "100 % of the bytes on the device verified" in err
+
+
+def test_inputs_are_known_to_the_door(made: dict[str, Path]) -> None:
+    with loaded_model(LoadSettings(model=str(made["adapter"])), lambda _: None) as loaded:
+        placed = loaded.place({"input_ids": torch.arange(6).reshape(1, 6)})
+        assert loaded.mover.was_verified(placed["input_ids"])
+        assert all(loaded.mover.was_verified(value) for value in loaded.model.parameters())
+
+
+def test_a_reader_that_leaves_is_no_error(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        code, _, err = run("adapter", "--prompt", QUESTION)
+        monkeypatch.undo()
+    assert code == 0 and "Traceback" not in err
+
+
+REFUSED: list[tuple[str, list[str], list[str]]] = [
+    ("adapter", ["--prompt", " "], ["empty"]),
+    ("adapter", ["--prompt", "x", "--file", "y"], ["--prompt and --file"]),
+    ("adapter", ["--file", "gone.txt"], ["gone.txt cannot be read"]),
+    ("adapter", ["--prompt", "x", "--temperature", "-1"], ["--temperature", "0 or more"]),
+    ("adapter", ["--prompt", "x", "--temperature", "0", "--top_p", "0.5"], ["--top_p says nothing"]),
+    ("adapter", ["--prompt", "x", "--top_p", "1.5"], ["--top_p", "1.5"]),
+    ("adapter", ["--prompt", "x", "--max_new_tokens", "0"], ["--max_new_tokens"]),
+    ("adapter", ["--prompt", "x", "--seed", "-3"], ["--seed"]),
+    ("adapter", ["--prompt", "x", "--dtype", "int4"], ["--dtype int4"]),
+    ("adapter", ["--prompt", "x", "--base", "./gone"], ["./gone is not there"]),
+    ("adapter", ["--prompt", "word " * 400], ["tokens, and", "takes 256", "shorten"]),
+    ("merged", ["--prompt", "x", "--compare"], ["--compare", "whole model"]),
+    ("merged", ["--prompt", "x", "--base", "y"], ["--base y", "no adapter"]),
+    ("bare", ["--prompt", "x", "--system", "y"], ["--system needs a chat template"]),
+    ("scratch", ["--prompt", "x"], ["neither adapter_config.json nor config.json"]),
+    ("owner/nothing", ["--prompt", "x"], ["owner/nothing"]),
+]
+
+
+@pytest.mark.parametrize(("name", "argv", "named"), REFUSED)
+def test_wrong_input_is_one_line(name: str, argv: list[str], named: list[str], run: Any) -> None:
+    code, out, err = run(name, *argv)
+    errors = [line for line in err.splitlines() if line.startswith("hf-rocm-tune: error:")]
+    assert (code, out, len(errors)) == (2, "", 1), err
+    assert all(part in errors[0] for part in named), errors[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"prompt": "x"}\nnot json\n', ["line 2", "no JSON"]),
+        ('{"text": "x"}\n', ["line 1", "'prompt' or 'messages'"]),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}\n', ["line 1", "no message of the user"]),
+        ('{"messages": "x", "prompt": [1]}\n', ["line 1", "'role' and 'content'"]),
+        ("", ["empty"]),
+    ],
+)
+def test_a_wrong_row_is_named_by_its_line(text: str, named: list[str], run: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    code, out, err = run("adapter", "--file", str(tmp_path / "rows.jsonl"))
+    assert (code, out) == (2, "")
+    assert all(part in err for part in named), err
+
+
+def test_without_a_prompt_a_terminal_is_told_what_to_give(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    code, _, err = run("adapter")
+    assert code == 2 and "give --prompt TEXT" in err
