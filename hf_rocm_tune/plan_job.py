@@ -40,6 +40,7 @@ class Plan:
         choice: the fastest that fits, at the wanted length and effective batch; None where none does.
         variants: by method, for what else one may ask.
         limit: tokens that the model was made for, or None.
+        scales: whether the step is known at other lengths than the wanted one.
         notes: what a reader should know.
     """
 
@@ -52,6 +53,7 @@ class Plan:
     choice: Option | None
     variants: dict[str, Variant]
     limit: int | None
+    scales: bool
     notes: tuple[str, ...]
 
     @property
@@ -65,10 +67,13 @@ class Plan:
         return host(self.variants[found.variant], found, workers=self.request.workers)
 
     def longest(self, method: str) -> int | None:
-        """The longest sequence that fits with micro-batch 1 and checkpointing, in steps of 128 tokens.
+        """The longest sequence that fits with micro-batch 1 and checkpointing, in steps of 128 tokens; None: none.
 
-        The last step is recorded at that very length, because attention may change its ways on the road to it.
+        The last step is recorded at that very length, because attention may change its ways on the road to it. None
+        also where the step does not scale, and each length would have to be recorded.
         """
+        if not self.scales:
+            return None
         variant = self.variants[method]
         exact = replace(variant, trace=variant.exact)
 
@@ -114,7 +119,11 @@ def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, grid
     if limit is not None and request.length > limit:
         notes.append(f"the model was made for {limit} tokens; {request.length} are more")
     lengths = _lengths(request, limit) if grid else (request.length,)
-    recordings = {method: Recordings(config, request, method, lengths) for method in request.methods}
+    recordings, refusals = _recordings(config, request, lengths)
+    notes += [f"{method}: {reason}" for method, reason in refusals.items()]
+    if loops := any(each.loops for each in recordings.values()):
+        lengths = (request.length,)
+        notes.append("its step does other things at each length: only the wanted one was planned")
     variants = {
         method: Variant(
             name=method,
@@ -127,21 +136,39 @@ def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, grid
         for method, each in recordings.items()
     }
     options = tuple(_options(request, card, variants, lengths))
-    for each in recordings.values():
-        notes += [note for note in each.notes() if note not in notes]
-    first = next(iter(recordings.values()))
+    samples = [each.sample for each in recordings.values()]
+    notes += dict.fromkeys(note for sample in samples for note in sample.notes)
     return Plan(
         request=request,
-        architecture=type(first.sample.base).__name__,
+        architecture=type(samples[0].base).__name__,
         parameters=next(iter(variants.values())).weights.parameters,
-        layers=len(first.sample.layer_of),
+        layers=len(samples[0].layer_of),
         card=card,
         grid=options,
         choice=fastest(each for each in options if each.estimate.case.length == request.length),
         variants=variants,
         limit=limit,
+        scales=not loops,
         notes=tuple(notes),
     )
+
+
+def _recordings(
+    config: Any, request: PlanRequest, lengths: tuple[int, ...]
+) -> tuple[dict[str, Recordings], dict[str, str]]:
+    """By method, what can be recorded, and why something cannot be; where nothing can, that is raised."""
+    found: dict[str, Recordings] = {}
+    refused: dict[str, UsageError] = {}
+    for method in request.methods:
+        recordings = Recordings(config, request, method, lengths)
+        try:
+            recordings.weights()
+            found[method] = recordings
+        except UsageError as error:
+            refused[method] = error
+    if not found:
+        raise next(iter(refused.values()))
+    return found, {method: str(error) for method, error in refused.items()}
 
 
 def largest_models(request: PlanRequest, *, card: CardMemory) -> dict[str, str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
@@ -11,7 +12,7 @@ from hf_rocm_tune.memory.plan_trace import Trace
 from hf_rocm_tune.plan_request import PlanRequest
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.models.shapes_model import Sample
+    from hf_rocm_tune.models.shapes_model import Method, Sample
 
 
 @dataclass
@@ -22,74 +23,84 @@ class Recordings:
         config: the model's configuration.
         request: what the planner is asked.
         method: one of its methods.
-        lengths: shortest to longest sequence that is asked for often.
+        lengths: the lengths that are asked for often, ascending.
     """
 
     config: Any
     request: PlanRequest
     method: str
     lengths: tuple[int, ...]
-    _sample: Sample | None = None
-    _whole: bool = False
-    _traces: dict[tuple[Any, ...], Trace] = field(default_factory=dict)
+    _tapes: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    _traces: dict[tuple[object, ...], Trace | None] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def sample(self) -> Sample:
-        """The model with few layers, built once."""
-        if self._sample is None:
+        """The model with few layers; with all of them, which takes longer, where it needs to know how many it has."""
+        from hf_rocm_tune.models.shapes_model import KEEPS, build
+
+        refusal: UsageError | None = None
+        for keep in KEEPS:
             try:
-                self._sample = self._build()
-            except UsageError:
-                if self._whole:
-                    raise
-                self._whole = True
-                self._sample = self._build()
-        return self._sample
+                found = build(self.config, self._method(), keep=keep)
+                self._tape(found, _PROBE, 2, self.lengths[0])
+                return found
+            except UsageError as error:
+                refusal = refusal or error
+                self._tapes.clear()
+        assert refusal is not None, "there is a way to keep layers"
+        raise refusal
 
     def weights(self) -> Weights:
         """Totals of the whole model."""
         return Weights.total(self.sample.weights(), self.sample.layer_of)
-
-    def notes(self) -> tuple[str, ...]:
-        """What a reader of the plan should know."""
-        return self.sample.notes
 
     @property
     def can_checkpoint(self) -> bool:
         """Whether transformers can recompute this model's layers."""
         return bool(self.sample.base.supports_gradient_checkpointing)
 
+    @cached_property
+    def loops(self) -> bool:
+        """Whether the step does other things at each length, as loops over pieces of the sequence do."""
+        near = (3 * self.request.length // 4, self.request.length)
+        return not (self._scaled(_PROBE, self._widest(_PROBE)) or self._scaled(_PROBE, near))
+
     def __call__(self, case: Case) -> Trace:
-        """The step of a case, as a function of batch and length where that can be; else at its own length."""
-        key = (case.content, case.checkpointing)
-        if key not in self._traces and (*key, case.length) not in self._traces:
-            try:
-                self._traces[key] = self._trace(case, self._range(case))
-            except ValueError:  # the step does other things at another length
-                return self.exact(case)
-        return self._traces.get(key) or self.exact(case)
+        """The step of a case, scaled to its batch and length where that can be; else recorded at its own length."""
+        widest = self._widest(case)
+        ranges = [] if self.loops else [widest, (case.shape[1], widest[1])]
+        for low, high in ranges:
+            if low < high and low <= case.shape[1] and (found := self._scaled(case, (low, high))):
+                return found
+        return self.exact(case)
 
     def exact(self, case: Case) -> Trace:
         """The step of a case, recorded at its own length."""
-        key = (case.content, case.checkpointing, case.shape[1])
-        if key not in self._traces:
-            self._traces[key] = self._trace(case, (case.shape[1], case.shape[1]))
-        return self._traces[key]
+        found = self._scaled(case, (case.shape[1], case.shape[1]))
+        assert found is not None, "at one length a step is the same for every batch size"
+        return found
 
-    def _range(self, case: Case) -> tuple[int, int]:
-        """Shortest and longest rows that may be asked for."""
-        rows = self.request.each if self.request.packing else 1
+    def _widest(self, case: Case) -> tuple[int, int]:
+        """Shortest and longest rows that are asked for often."""
+        rows = self.request.each if case.packing else 1
         low, high = self.lengths[0], self.lengths[-1] * rows
         return (low, high) if low < high else (max(2, low // 2), high)
 
-    def _trace(self, case: Case, lengths: tuple[int, int]) -> Trace:
-        batches = (2, 3) if case.content == "padded" else (1, 1)
-        first = self._record(case, batches[0], lengths[0])
-        again = (batches[1], lengths[1]) == (batches[0], lengths[0])
-        second = first if again else self._record(case, batches[1], lengths[1])
-        return Trace(first, second, self.sample.layer_of)
+    def _scaled(self, case: Case, lengths: tuple[int, int]) -> Trace | None:
+        """The step between two lengths, or None where it does other things at each."""
+        key = (case.content, case.checkpointing, lengths)
+        if key not in self._traces:
+            batches = (2, 3) if case.content == "padded" else (1, 1)
+            tapes = [
+                self._tape(self.sample, case, batch, length) for batch, length in zip(batches, lengths, strict=True)
+            ]
+            try:
+                self._traces[key] = Trace(*tapes, self.sample.layer_of)
+            except ValueError:
+                self._traces[key] = None
+        return self._traces[key]
 
-    def _record(self, case: Case, batch: int, length: int) -> Any:
+    def _tape(self, sample: Sample, case: Case, batch: int, length: int) -> Any:
         from hf_rocm_tune.models.shapes import Step, record
 
         step = Step(
@@ -100,21 +111,16 @@ class Recordings:
             platform=self.request.platform,
             autocast=self.request.autocast,
         )
-        try:
-            return record(self.sample, step)
-        except UsageError:
-            if self._whole:
-                raise
-        # Some models need to know how many layers they have: then all of them are recorded, which takes longer.
-        self._whole, self._sample = True, None
-        self._traces.clear()
-        return record(self.sample, step)
+        key = (case.content, case.checkpointing, batch, length)
+        if key not in self._tapes:
+            self._tapes[key] = record(sample, step)
+        return self._tapes[key]
 
-    def _build(self) -> Sample:
-        from hf_rocm_tune.models.shapes_model import Method, build
+    def _method(self) -> Method:
+        from hf_rocm_tune.models.shapes_model import Method
 
         request = self.request
-        method = Method(
+        return Method(
             lora=self.method != "full",
             four_bit=self.method == "qlora",
             nested=request.nested,
@@ -128,4 +134,7 @@ class Recordings:
             rslora=request.rslora,
             attention=request.attention,
         )
-        return build(self.config, method, whole=self._whole)
+
+
+#: What is recorded first, to see whether and how this model can be recorded.
+_PROBE = Case(micro_batch=2, length=2, checkpointing=False)

@@ -154,6 +154,8 @@ def _cell(option: Option, plan: Plan) -> str:
 
 
 def _longest(plan: Plan) -> Iterator[str]:
+    if not plan.scales:
+        return
     found = {method: plan.longest(method) for method in plan.variants}
     told = ", ".join(f"{method} {length or 'none'}" for method, length in found.items())
     yield f"longest sequence that fits, micro-batch 1 with checkpointing: {told}"

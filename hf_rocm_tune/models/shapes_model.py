@@ -137,13 +137,18 @@ class Sample:
             yield Weight(group="buffer", layer=layer, elements=0, nbytes=nbytes, itemsize=0, trained=False)
 
 
-def build(config: Any, method: Method, *, whole: bool = False) -> Sample:
+#: Ways to keep layers, to be tried in this order: few, and the configuration counts those; few, and it counts as before
+#: (for models that give each layer a slice of something); all.
+KEEPS = ("few", "few_counted_as_all", "all")
+
+
+def build(config: Any, method: Method, *, keep: str = "few") -> Sample:
     """Builds the sample of a model.
 
     Args:
         config: a transformers configuration; it is not changed.
         method: how it is to be trained.
-        whole: keep all layers, for a model whose forward pass needs to know how many it has; slower.
+        keep: one of ``KEEPS``.
 
     Raises:
         UsageError: this architecture is no causal language model of transformers, has no stack of layers that could
@@ -153,7 +158,7 @@ def build(config: Any, method: Method, *, whole: bool = False) -> Sample:
     base = _meta_model(config, method)
     text = config.get_text_config()
     layers = _find_layers(base, text)
-    layer_of = tuple(range(len(layers))) if whole else _keep_one_of_each_kind(layers, text)
+    layer_of = tuple(range(len(layers))) if keep == "all" else _keep_one_of_each_kind(layers, text, keep == "few")
     notes = []
     if method.attention == "sdpa" and text._attn_implementation == "eager":
         notes.append("this architecture has no SDPA attention: memory grows with the square of the sequence")
@@ -196,7 +201,7 @@ def _find_layers(model: nn.Module, text: Any) -> nn.ModuleList:
     return max(found, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()))
 
 
-def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any) -> tuple[int, ...]:
+def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: bool) -> tuple[int, ...]:
     """Leaves the first layer, the last and one of each kind between them; says which stands for which."""
     per_layer = {
         key: value for key, value in vars(text).items() if isinstance(value, list | tuple) and len(value) == len(layers)
@@ -219,8 +224,11 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any) -> tuple[int, ...]:
     layers.extend(modules)
     for key, value in per_layer.items():
         vars(text)[key] = type(value)(value[i] for i in kept)
-    vars(text)[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
-    if _derived_lists(text, len(kept)) != {key: type(value)(value[i] for i in kept) for key, value in derived.items()}:
+    if count:
+        vars(text)[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+    if count and _derived_lists(text, len(kept)) != {
+        key: type(value)(value[i] for i in kept) for key, value in derived.items()
+    }:
         raise UsageError("the kinds of this model's layers follow from their number")
     for position, layer in enumerate(layers):
         for module in layer.modules():

@@ -45,7 +45,7 @@ def quantise(base: Any, *, nested: bool, dtype: torch.dtype) -> list[str]:
     with torch.device("meta"):
         for layer in layers:
             _pack(layer, nested, dtype)
-    experts = any(parameter.ndim == 3 for parameter in base.parameters())
+    experts = any(parameter.ndim == 3 and "expert" in name for name, parameter in base.named_parameters())
     return ["the experts' weights are no linear layers: bitsandbytes does not quantise them"] if experts else []
 
 

@@ -95,7 +95,7 @@ def test_few_layers_tell_what_all_layers_take(arch: str, lora: bool) -> None:
 
     config = config_of(MODELS[arch])
     method = NO_DROPOUT if lora else Method(lora=False, dtype="float32")
-    few, whole = build(config, method), build(config, method, whole=True)
+    few, whole = build(config, method), build(config, method, keep="all")
     assert len(few.layers) < len(whole.layers) == len(few.layer_of)
     for checkpointing in (False, True):
         steps = [

@@ -175,10 +175,16 @@ class Terminal:
 
     def __init__(self, *argv: str) -> None:
         self._end, other = pty.openpty()
+        command = [sys.executable, "-m", "hf_rocm_tune", *argv]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hf_rocm_tune", *argv], stdin=other, stdout=other, stderr=other, start_new_session=True,
+            command,
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            start_new_session=True,
+            # The first terminal that a new session opens becomes its own, so that Ctrl-C reaches it.
             preexec_fn=lambda: os.close(os.open(os.ttyname(other), os.O_RDWR)),
-        )  # fmt: skip
+        )
         os.close(other)
         self.seen = ""
 
