@@ -71,7 +71,7 @@ def test_block_runs(workplace: Path, kind: str, language: str, block: str) -> No
 
 
 def test_readme_has_every_kind_of_block() -> None:
-    assert sorted(kind for kind, _, _ in BLOCKS) == ["", "", "dual", "fault", "python"]
+    assert sorted(kind for kind, _, _ in BLOCKS) == ["", "", "", "dual", "fault", "python"]
 
 
 @pytest.mark.parametrize("flag", sorted(set(re.findall(r"`--([a-z_0-9]+)", README))))

@@ -95,6 +95,8 @@ def loaded_model(settings: LoadSettings, say: Say) -> Iterator[Loaded]:
         model: Any
         with _quiet_unless_terminal():
             model, seconds = load_model(source, mover)
+        if not model.can_generate():
+            raise UsageError(f"{source.name} is a {type(model).__name__}, which makes no text: give a language model")
         if adapter is not None:
             say(adapter.described)
             model = attach(model, adapter, _placer(mover, model.dtype, quantised=settings.load_in_4bit))

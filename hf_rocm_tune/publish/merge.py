@@ -1,8 +1,9 @@
 """``hf-rocm-tune merge``: an adapter into the weights of its base, in bounded memory, verified on disk.
 
 Everything is done on the host; no device is needed. The base is read from its files, tensor by tensor, merged in
-float32 and written in the base's own dtype (or another). At most one parameter of the base is in memory at a time, and
-the weight files, views of which are read, are mapped one at a time: so the peak is bounded by the largest file.
+float32 and written in the base's own dtype (or another). At most one parameter of the base is in memory at a time (of
+experts some of one layer), and the weight files, views of which are read, are mapped one at a time: so the peak is
+bounded by the largest file.
 
 The result is prepared under a private name beside its destination and renamed when every tensor has been read back
 from disk and equals what was in memory, and the manifest is written: a merge that is interrupted, or killed, leaves
@@ -72,7 +73,7 @@ def merge(settings: MergeSettings, say: Callable[[str], None]) -> Merged:
         UsageError: adapter or base is missing, damaged or does not fit, or there is no room.
         CorruptionError: what was written was read back wrong.
     """
-    _check_out(settings.out)
+    _check_out(settings.out, say)
     adapter = open_adapter(settings.adapter)
     say(adapter.described)
     if getattr(adapter.config, "layer_replication", None):
@@ -101,13 +102,14 @@ def merge(settings: MergeSettings, say: Callable[[str], None]) -> Merged:
     return merged
 
 
-def _check_out(out: Path) -> None:
+def _check_out(out: Path, say: Callable[[str], None]) -> None:
     """Before anything is read. What earlier merges left when they were killed is removed."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out} exists and is not empty: choose another directory, or remove it")
         if out.absolute().parent.is_dir():
-            clean_leftovers(out.absolute().parent)
+            for line in clean_leftovers(out.absolute().parent):
+                say(f"{line} (left by a process that was killed)")
     except OSError as error:
         raise UsageError(f"{out} cannot be used: {error.strerror}; choose another directory") from error
 
@@ -120,7 +122,7 @@ class _Work:
     ) -> None:
         self._settings, self._adapter, self._base = settings, adapter, base
         self._checkpoint, self._records = checkpoint, records
-        model = meta_model(load_config(checkpoint.directory, settings), trust_remote_code=settings.trust_remote_code)
+        model = meta_model(_load_config(checkpoint.directory, settings), trust_remote_code=settings.trust_remote_code)
         self._embedding = _embedding_name(model)
         self._names = Names(model, checkpoint.tensors)
         self._sites = find_sites(attach(model, adapter, lambda tensor, _: tensor))
@@ -256,7 +258,7 @@ def _embedding_name(model: Any) -> str:
     return next((f"{name}.weight" for name, found in model.named_modules() if found is module), "")
 
 
-def load_config(directory: Path, settings: MergeSettings) -> Any:
+def _load_config(directory: Path, settings: MergeSettings) -> Any:
     """The base's configuration.
 
     Raises:

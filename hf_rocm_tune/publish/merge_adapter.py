@@ -1,9 +1,9 @@
 """An adapter as it lies on disk or on the Hub: found, checked against its manifest, and attached to a model.
 
 PEFT decides which tensor of the file belongs where (old names of adapters for mixtures of experts included); here the
-tensors are read on the host and handed to the caller, who places them: the mover on a device, or nowhere for a merge.
-Their dtype stays that of the file. `PeftModel.from_pretrained` is not used: it reads straight onto the device, and
-casts bf16 adapters to fp32.
+tensors are read on the host and handed to the caller, who places them: by the mover on a device, or nowhere, for a
+merge. What the caller gives back is used as it is. `PeftModel.from_pretrained` is not used: it reads straight onto the
+device.
 
 Covered: LoRA with DoRA, rsLoRA, experts' parameters, whole modules and trained tokens; LoHa, LoKr, IA3, OFT. Refused:
 other methods, and adapters that only fit base weights which their initialisation had rewritten (PiSSA and its like,
@@ -54,8 +54,11 @@ _NOT_FOR_USERS = (
     "`lora_bias=True` was passed",
     "`is_gradient_checkpointing` is deprecated",
 )
-_HUB_FILES = ["adapter_*", "*.json", "*.jinja", "*.model", "*.txt"]
-_BASE_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "LICENSE*", "NOTICE*"]
+_BASE_FILES = [
+    *("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"),
+    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
+]
+_NOT_BELOW = ["*/*"]  # checkpoints of a run, and the weights of a base in yet another form
 _HUB_CURE = "check the spelling, the network and HF_HUB_OFFLINE"
 
 
@@ -153,7 +156,9 @@ def download(base: Base) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(snapshot_download(base.name, revision=base.revision, allow_patterns=_BASE_FILES))
+        return Path(
+            snapshot_download(base.name, revision=base.revision, allow_patterns=_BASE_FILES, ignore_patterns=_NOT_BELOW)
+        )
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise UsageError(
             f"the base {base.name} cannot be had ({_short(error)}): name a directory or a Hub id with --base"
@@ -176,7 +181,8 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
 
     try:
         hf_hub_download(name, CONFIG_FILE, revision=revision)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+        # All of it: the manifest lists pictures and pages too.
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=_NOT_BELOW))
     except (OSError, HfHubHTTPError, HFValidationError):  # not there, or not to be reached: who loads it will say
         return None
 
@@ -231,8 +237,9 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Place) -> PeftModel:
     Raises:
         UsageError: the adapter does not belong to this model.
     """
-    from peft import PeftModelForCausalLM, set_peft_model_state_dict
+    from peft import PeftModel, PeftModelForCausalLM, set_peft_model_state_dict
 
+    wrapper = PeftModelForCausalLM if model.can_generate() else PeftModel
     adapter.config.inference_mode = True
     tensors = read_tensors(adapter)
     _resize_vocabulary(model, tensors)
@@ -243,14 +250,12 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Place) -> PeftModel:
         with warnings.catch_warnings():
             for message in _NOT_FOR_USERS:
                 warnings.filterwarnings("ignore", message=message)
-            peft_model = PeftModelForCausalLM(
-                model, adapter.config, NAME, autocast_adapter_dtype=False, low_cpu_mem_usage=True
-            )
+            peft_model = wrapper(model, adapter.config, NAME, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
         # Assigned, not copied: PEFT would move (and cast) what it loads to where, and what, the base weight is.
         peft_model.load_state_dict = partial(peft_model.load_state_dict, assign=True)
         loaded = set_peft_model_state_dict(peft_model, placed, NAME)
         del peft_model.load_state_dict
-    except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         raise UsageError(f"{wrong}: {_short(error)}; {cure}") from error
     there = {name for name, value in peft_model.named_parameters(remove_duplicate=False) if not value.is_meta}
     adapters = (name for name in loaded.missing_keys if f".{NAME}." in name or name.endswith(f".{NAME}"))

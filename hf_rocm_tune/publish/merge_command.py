@@ -40,10 +40,17 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     from hf_rocm_tune.publish.merge_memory import give_back_freed_blocks
 
     give_back_freed_blocks()
-    merged = merge(settings, lambda line: print(f"hf-rocm-tune: {line}", file=sys.stderr, flush=True))
+    merged = merge(settings, say)
     print(merged.directory)
     if not wanted.push:
         return 0
     from hf_rocm_tune.publish.hub_command import main as push
 
-    return push([str(merged.directory), wanted.push, *(["--private"] if wanted.private else [])])
+    more = [str(merged.directory), wanted.push, *(["--private"] if wanted.private else [])]
+    say(f"pushing it; if that fails, `hf-rocm-tune push {' '.join(more)}` goes on with it")
+    return push(more)
+
+
+def say(line: str) -> None:
+    """A line about the work."""
+    print(f"hf-rocm-tune: {line}", file=sys.stderr, flush=True)
