@@ -45,7 +45,7 @@ class Recordings:
                 self._tape(found, _PROBE, 2, self.lengths[0])
                 return found
             except UsageError as error:
-                refusal = refusal or error
+                refusal = error
                 self._tapes.clear()
         assert refusal is not None, "there is a way to keep layers"
         raise refusal
@@ -91,11 +91,9 @@ class Recordings:
         key = (case.content, case.checkpointing, lengths)
         if key not in self._traces:
             batches = (2, 3) if case.content == "padded" else (1, 1)
-            tapes = [
-                self._tape(self.sample, case, batch, length) for batch, length in zip(batches, lengths, strict=True)
-            ]
+            first, second = (self._tape(self.sample, case, *shape) for shape in zip(batches, lengths, strict=True))
             try:
-                self._traces[key] = Trace(*tapes, self.sample.layer_of)
+                self._traces[key] = Trace(first, second, self.sample.layer_of)
             except ValueError:
                 self._traces[key] = None
         return self._traces[key]

@@ -77,6 +77,8 @@ def make_plan(
         if not {target, source} & changed.keys():
             continue
         here, there = (source, target) if source in names.made_by else (target, source)
+        if here not in names.made_by:
+            continue  # neither is stored, which is refused below
         both = target in changed and source in changed
         if both and (stay_tied or _come_out_equal(checkpoint, names.made_by[here], changed[here], changed[there])):
             if there not in names.made_by:
