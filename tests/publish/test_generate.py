@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import IA3Config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.publish.generate_model import loaded_model
 from hf_rocm_tune.publish.generate_settings import LoadSettings
 from tests import tiny
-from tests.publish.merge_cases import ids, lora, merged, reference, write_adapter
+from tests.publish.merge_cases import EXPERTS, Case, build_base, ids, logits, lora, merged, reference, write_adapter
 
 TOKENS = 10
 QUESTION = "What comes next?"
@@ -176,6 +177,35 @@ def test_in_4_bit_the_base_is_quantised_and_all_of_it_is_verified(run: Any) -> N
     code, out, err = run("adapter", "--prompt", QUESTION, "--load_in_4bit")
     assert code == 0 and out.strip()
     assert "100 % of the bytes on the device verified" in err
+
+
+ATTACHED: dict[str, Case] = {
+    "DoRA": lora("llama3", use_dora=True),
+    "whole modules": lora("qwen3", modules_to_save=["embed_tokens", "lm_head"]),
+    "trained tokens": lora("qwen3", trainable_token_indices=[5, 17]),
+    "embedding": lora("qwen3", target_modules=["embed_tokens", "q_proj"]),
+    "experts": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=EXPERTS),
+    "IA3": Case(
+        arch="llama3",
+        make=lambda: IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=[]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTACHED)
+def test_what_is_attached_is_what_stock_peft_attaches(name: str, made: dict[str, Path]) -> None:
+    case = ATTACHED[name]
+    base = build_base(case, made["scratch"])
+    adapter = write_adapter(case, base, made["scratch"] / "attached" / name)
+    with loaded_model(LoadSettings(model=str(adapter)), lambda _: None) as loaded:
+        alone, wanted = reference(base, adapter)
+        assert torch.equal(logits(loaded.model), wanted)
+        with loaded.without_adapter():
+            assert torch.equal(logits(loaded.model), alone)
+        assert loaded.verified["unverified"] == []
+    with loaded_model(LoadSettings(model=str(adapter), dtype="bfloat16"), lambda _: None) as half:
+        found = logits(half.model)  # whole modules of float32 in a bfloat16 model too
+        assert float((found - wanted).abs().max()) < 0.1 * float(wanted.abs().max())
 
 
 def test_inputs_are_known_to_the_door(made: dict[str, Path]) -> None:

@@ -37,7 +37,7 @@ PRIVATE = Private.of_this_machine(ENVIRON, paths={BASE: "org/tiny", "/opt/kept h
         (f"`{BASE}/config.json`", "`org/tiny/config.json`"),
         ("/opt/kept here/d/part.jsonl", "d/part.jsonl"),
         ("base_model:adapter:/mnt/disk/llama", "base_model:adapter:.../llama"),
-        ("file:///tmp/w/hub/x", "file://.../x"),
+        ("file:///srv/hub/x", "file://.../x"),
         ("~/models/llama and ~other/models/y", ".../llama and .../y"),
         ("('/tmp/a/b', \"/data/c/d\")", "('.../b', \".../d\")"),
         ("in /root/.cache/huggingface/hub/models--org--name/snapshots/abc/config.json", "in .../org/name"),
