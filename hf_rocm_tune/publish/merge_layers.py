@@ -39,7 +39,21 @@ Apply = Callable[["Tensor", torch.dtype], "Tensor"]
 ApplyPart = Callable[["Tensor", torch.dtype, int], "Tensor"]
 
 _Narrow = Callable[[int, int], None]
-"""Leaves on a layer only the part of its adapter that belongs to [start, stop) along the cut of the weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """How a layer is merged in slabs.
+
+    Attributes:
+        axis: of the weight, along which it is cut.
+        narrow: leaves on the layer only the part of its adapter that belongs to [start, stop) along the axis.
+        least: PEFT needs so many at a time; a slab of one is then merged twice, side by side.
+    """
+
+    axis: int
+    narrow: _Narrow
+    least: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +165,9 @@ def _lora_layer(path: str, layer: Any) -> Iterator[Site]:
     if cut is None:
         yield from _whole_layer(path, layer)
         return
-    axis, narrow = cut
 
     def apply(weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return _merge_slabs(layer, owner, "weight", weight, dtype, axis, narrow)
+        return _merge_slabs(layer, owner, "weight", weight, dtype, cut)
 
     yield Site(name=f"{path}.weight", shape=owner.weight.shape, apply=apply, brought=_value_of(owner.weight))
     yield from _brought_parameters(path, owner, but="weight")
@@ -170,15 +183,15 @@ def _lora_bias(path: str, owner: Any, up_bias: Tensor, scaling: float) -> Site:
     return Site(name=f"{path}.bias", shape=up_bias.shape, apply=apply, brought=_value_of(owner.bias))
 
 
-def _cut_of(layer: Any) -> tuple[int, _Narrow] | None:
-    """The dimension of the weight along which this layer can be merged in slabs, and how; None where it cannot."""
+def _cut_of(layer: Any) -> _Cut | None:
+    """How this layer can be merged in slabs; None where it cannot."""
     variant = type(layer.lora_variant.get(NAME))
     if type(layer) is lora.Linear and variant in (type(None), DoraLinearVariant):
-        return (1 if layer.fan_in_fan_out else 0), _cut_rows(layer)
+        return _Cut(axis=1 if layer.fan_in_fan_out else 0, narrow=_cut_rows(layer))
     if type(layer) is lora.Embedding and variant is type(None):
-        return 0, _cut_tokens(layer)
+        return _Cut(axis=0, narrow=_cut_tokens(layer))
     if type(layer) is lora.Embedding and variant is DoraEmbeddingVariant:
-        return 1, _cut_features(layer)
+        return _Cut(axis=1, narrow=_cut_features(layer))
     return None
 
 
@@ -223,27 +236,45 @@ def _cut_features(layer: Any) -> _Narrow:
 
 def _fused_parameter(path: str, layer: Any) -> Site:
     owner, name = layer.get_base_layer(), layer.parameter_name
-    narrow = _cut_rows(layer) if layer.num_experts == 1 else _cut_experts(layer)
     parameter = getattr(owner, name)
+    if parameter.ndim == 2:
+        cut = _Cut(axis=0, narrow=_cut_rows(layer))
+    else:
+        cut = _cut_experts(layer) if layer.num_experts > 1 else _Cut(axis=0, narrow=_cut_nothing(layer))
 
     def apply(weight: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
-        return _merge_slabs(layer, owner, name, weight, dtype, 0, narrow, first)
+        return _merge_slabs(layer, owner, name, weight, dtype, cut, first)
 
     brought = _value_of(parameter)
     by_expert = apply if layer.num_experts > 1 and brought is None else None
     return Site(name=f"{path}.{name}", shape=parameter.shape, apply=apply, brought=brought, apply_part=by_expert)
 
 
-def _cut_experts(layer: Any) -> _Narrow:
-    """PEFT keeps ``lora_A`` as (experts x rank, in) and ``lora_B`` as (out, rank x experts)."""
+def _cut_experts(layer: Any) -> _Cut:
+    """PEFT keeps ``lora_A`` as (experts x rank, in) and ``lora_B`` as (out, rank x experts).
+
+    One expert alone it would take for a plain matrix, whichever way its experts lie, so there are always two.
+    """
     down, up = layer.lora_A[NAME], layer.lora_B[NAME]
     downs = down.weight.detach().unflatten(0, (layer.num_experts, -1))
     ups = up.weight.detach().unflatten(1, (-1, layer.num_experts))
 
     def narrow(start: int, stop: int) -> None:
-        layer.num_experts = stop - start
-        down.weight = _float(downs[start:stop].flatten(0, 1))
-        up.weight = _float(ups[:, :, start:stop].flatten(1, 2))
+        experts = [start, start] if stop - start == 1 else list(range(start, stop))
+        layer.num_experts = len(experts)
+        down.weight = _float(downs[experts].flatten(0, 1))
+        up.weight = _float(ups[:, :, experts].flatten(1, 2))
+
+    return _Cut(axis=0, narrow=narrow, least=2)
+
+
+def _cut_nothing(layer: Any) -> _Narrow:
+    down, up = layer.lora_A[NAME], layer.lora_B[NAME]
+    downs, ups = down.weight.detach(), up.weight.detach()
+
+    def narrow(start: int, stop: int) -> None:
+        assert (start, stop) == (0, 1), "there is but one expert"
+        down.weight, up.weight = _float(downs), _float(ups)
 
     return narrow
 
@@ -252,29 +283,24 @@ def _cut_experts(layer: Any) -> _Narrow:
 
 
 def _merge_slabs(
-    layer: Any,
-    owner: nn.Module,
-    name: str,
-    weight: Tensor,
-    dtype: torch.dtype,
-    axis: int,
-    narrow: _Narrow,
-    first: int = 0,
+    layer: Any, owner: nn.Module, name: str, weight: Tensor, dtype: torch.dtype, cut: _Cut, first: int = 0
 ) -> Tensor:
-    """PEFT's ``merge`` on slabs of ``weight`` along ``axis``, in float32, into a new tensor of ``dtype``.
+    """PEFT's ``merge`` on slabs of ``weight``, in float32, into a new tensor of ``dtype``.
 
-    ``first`` is where ``weight`` begins along that axis, when it is a part of the parameter.
+    ``first`` is where ``weight`` begins along the axis of the cut, when it is a part of the parameter.
     """
     merged = torch.empty(weight.shape, dtype=dtype)
-    length = weight.shape[axis]
-    step = max(1, SLAB_ELEMENTS * length // max(weight.numel(), 1))
+    axis, length = cut.axis, weight.shape[cut.axis]
+    step = max(cut.least, SLAB_ELEMENTS * length // max(weight.numel(), 1))
     before = getattr(owner, name)
     for start in range(0, length, step):
-        stop = min(start + step, length)
-        narrow(first + start, first + stop)
-        setattr(owner, name, _own_float(weight.narrow(axis, start, stop - start)))
+        size = min(step, length - start)
+        slab = weight.narrow(axis, start, size)
+        cut.narrow(first + start, first + start + size)
+        setattr(owner, name, _own_float(torch.cat([slab, slab], axis) if size < cut.least else slab))
         _merge(layer)
-        merged.narrow(axis, start, stop - start).copy_(getattr(owner, name))  # device: both are on the host
+        done = getattr(owner, name).narrow(axis, 0, size)
+        merged.narrow(axis, start, size).copy_(done)  # device: both are on the host
     setattr(owner, name, before)
     return merged
 

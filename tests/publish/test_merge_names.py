@@ -75,6 +75,12 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: GraniteMoeForCausalLM(GraniteMoeConfig(**_COMMON, **_EXPERTS)),
         _experts("block_sparse_moe"),
     ),
+    "a single expert": (
+        lambda: MixtralForCausalLM(
+            MixtralConfig(**{**_COMMON, **_EXPERTS, "num_local_experts": 1, "num_experts_per_tok": 1})
+        ),
+        _experts("mlp"),
+    ),
     "experts stored as one": (_gpt_oss, _experts("mlp")),
     "a language model within another": (_gemma3, {"target_modules": r".*language_model.*\.(q_proj|down_proj)"}),
     "its tied embedding": (_gemma3, {"target_modules": ["embed_tokens", "q_proj"]}),
