@@ -16,9 +16,12 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, T
 from trl.scripts._hf_argparser import string_to_bool
 
 from hf_rocm_tune import defaults
-from hf_rocm_tune.arguments import Arguments, TuneArguments, build_parser, parse
+from hf_rocm_tune.arguments import Arguments, build_parser, parse
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.ranks_arguments import RanksArguments
+from hf_rocm_tune.tune_arguments import TuneArguments
 
+OUR_TYPES = (TuneArguments, RanksArguments)
 TRL_TYPES = (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
 REQUIRED = ["--model_name_or_path", "a-model", "--dataset_name", "some-data"]
 
@@ -203,7 +206,7 @@ def test_the_printed_configuration_gives_the_same_job_to_us_and_to_trl(base: lis
     recipe.write_text(first.to_yaml())
     assert read("--config", str(recipe)).resolved() == first.resolved()
 
-    own = {field.name for field in dataclasses.fields(TuneArguments)}
+    own = {field.name for part in OUR_TYPES for field in dataclasses.fields(part)}
     recipe.write_text(yaml.safe_dump({k: v for k, v in yaml.safe_load(first.to_yaml()).items() if k not in own}))
     theirs = TrlParser(TRL_TYPES).parse_args_and_config(["--config", str(recipe)])
     parts = (first.script, first.training, first.model, first.mixture)
@@ -332,5 +335,5 @@ def test_help_lists_ours_first_and_needs_nothing_else(capsys: pytest.CaptureFixt
 
 
 def test_no_name_belongs_to_two() -> None:
-    names = [field.name for owner in (TuneArguments, *TRL_TYPES) for field in dataclasses.fields(owner) if field.init]
+    names = [field.name for owner in (*OUR_TYPES, *TRL_TYPES) for field in dataclasses.fields(owner) if field.init]
     assert len(names) == len(set(names))

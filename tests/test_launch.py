@@ -205,9 +205,10 @@ def test_the_flags_that_both_have_are_the_known_ones() -> None:
     """Which flags the launcher may take is decided without TRL (its import costs seconds): this keeps that true."""
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-    from hf_rocm_tune.arguments import TuneArguments
+    from hf_rocm_tune.ranks_arguments import RanksArguments
+    from hf_rocm_tune.tune_arguments import TuneArguments
 
-    owners = (TuneArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
+    owners = (TuneArguments, RanksArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
     job = {field.name for owner in owners for field in fields(owner) if field.init}
     assert not {name for name in job if launch.is_launcher_flag(name)}
     everything = {action.dest for action in __import__("accelerate").commands.launch.launch_command_parser()._actions}

@@ -21,7 +21,9 @@ from hf_rocm_tune.models.casts import cast_verified
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import coverage, place
 from hf_rocm_tune.publish.generate_settings import LoadSettings
-from hf_rocm_tune.publish.merge_adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, open_adapter
+from hf_rocm_tune.publish.merge_adapter import WEIGHTS_FILE, Adapter, find_adapter, open_adapter
+from hf_rocm_tune.publish.merge_attach import attach
+from hf_rocm_tune.publish.merge_base import base_of
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:

@@ -29,7 +29,9 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import clean_leftovers, staged_directory
 from hf_rocm_tune.models.file_records import FileRecords, check_files, default_memory
-from hf_rocm_tune.publish.merge_adapter import WEIGHTS_FILE, Adapter, Base, attach, base_of, download, open_adapter
+from hf_rocm_tune.publish.merge_adapter import WEIGHTS_FILE, Adapter, open_adapter
+from hf_rocm_tune.publish.merge_attach import attach
+from hf_rocm_tune.publish.merge_base import Base, base_of, download
 from hf_rocm_tune.publish.merge_checkpoint import Checkpoint
 from hf_rocm_tune.publish.merge_files import card, merged_config, write_beside
 from hf_rocm_tune.publish.merge_layers import find_sites

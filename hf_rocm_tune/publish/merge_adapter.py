@@ -1,9 +1,4 @@
-"""An adapter as it lies on disk or on the Hub: found, checked against its manifest, and attached to a model.
-
-PEFT decides which tensor of the file belongs where (old names of adapters for mixtures of experts included); here the
-tensors are read on the host and handed to the caller, who places them: by the mover on a device, or nowhere, for a
-merge. What the caller gives back is used as it is. `PeftModel.from_pretrained` is not used: it reads straight onto the
-device.
+"""An adapter as it lies on disk or on the Hub, found and checked against its manifest before anything is loaded.
 
 Covered: LoRA with DoRA, rsLoRA, experts' parameters, whole modules and trained tokens; LoHa, LoKr, IA3, OFT. Refused:
 other methods, and adapters that only fit base weights which their initialisation had rewritten (PiSSA and its like,
@@ -15,27 +10,17 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from safetensors import SafetensorError, safe_open
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.models.files import check_safetensors
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    Place = Callable[[Tensor, str], Tensor]
-
-NAME = "default"
-"""The name under which an adapter is attached."""
+    from peft import PeftConfig
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -45,20 +30,7 @@ _METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
 # PEFT 0.21.2: initialisations that take what they put into the adapter out of the base weight. "eva" and others that
 # only choose the adapter's values are not among them.
 _REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Warnings of PEFT's: that merging a tied layer is the user's affair (here it is ours, see `merge_plan`), about patterns
-# that PEFT itself adds for mixtures of experts whose experts are no targets, about a bias that a merge refuses by name,
-# and about a name that transformers 5.23 has replaced.
-_NOT_FOR_USERS = (
-    ".*tie_word_embeddings.*",
-    "The following .*_pattern keys",
-    "`lora_bias=True` was passed",
-    "`is_gradient_checkpointing` is deprecated",
-)
-_BASE_FILES = [
-    *("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"),
-    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
-]
-_NOT_BELOW = ["*/*"]  # checkpoints of a run, and the weights of a base in yet another form
+_NOT_BELOW = ["*/*"]  # checkpoints of the run
 _HUB_CURE = "check the spelling, the network and HF_HUB_OFFLINE"
 
 
@@ -106,63 +78,6 @@ class Adapter:
         if not self.attested:
             return f"adapter {self.name} ({self.method}), not attested: it has no integrity.json"
         return f"adapter {self.name} ({self.method}), equal to its manifest (run {self.run_id[:8]}, step {self.step})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Base:
-    """The model below an adapter: the name by which it goes, and its revision on the Hub (None: the main one)."""
-
-    name: str
-    revision: str | None
-
-    @property
-    def directory(self) -> Path | None:
-        """Where it is, when it is on this machine under its own name."""
-        path = Path(self.name).expanduser()
-        return path if path.is_dir() else None
-
-    @property
-    def hub_id(self) -> str | None:
-        """Its id on the Hub; None for a directory."""
-        return None if self.directory else self.name
-
-
-def base_of(adapter: Adapter, name: str | None = None) -> Base:
-    """The base that the user names, else the one that the adapter names.
-
-    Raises:
-        UsageError: neither does, or it is a directory that is not there.
-    """
-    base = Base(
-        name=name or str(adapter.config.base_model_name_or_path or ""),
-        revision=None if name else getattr(adapter.config, "revision", None),
-    )
-    if not base.name:
-        raise UsageError(f"{adapter.name} does not say which model it was trained on: name it with --base")
-    if base.directory is None and base.name.startswith((".", "/", "~")):
-        raise UsageError(f"the base {base.name} is not there: name a directory or a Hub id with --base")
-    return base
-
-
-def download(base: Base) -> Path:
-    """The directory of a base; what the Hub has of it is downloaded.
-
-    Raises:
-        UsageError: it cannot be had.
-    """
-    if base.directory is not None:
-        return base.directory
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return Path(
-            snapshot_download(base.name, revision=base.revision, allow_patterns=_BASE_FILES, ignore_patterns=_NOT_BELOW)
-        )
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise UsageError(
-            f"the base {base.name} cannot be had ({_short(error)}): name a directory or a Hub id with --base"
-        ) from error
 
 
 def find_adapter(name: str, revision: str | None = None) -> Path | None:
@@ -213,78 +128,6 @@ def open_adapter(name: str, revision: str | None = None) -> Adapter:
     )
 
 
-def read_tensors(adapter: Adapter) -> dict[str, Tensor]:
-    """The tensors of the file by their names in it, on the host: views of the mapped file.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
-    try:
-        with safe_open(adapter.directory / WEIGHTS_FILE, framework="pt", device="cpu") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{adapter.name}: {WEIGHTS_FILE} cannot be read ({error}); copy it again") from error
-
-
-def attach(model: PreTrainedModel, adapter: Adapter, place: Place) -> PeftModel:
-    """Wrap a model with an adapter, active, in evaluation mode.
-
-    Args:
-        model: changed in place; it may be on the meta device.
-        adapter: to attach.
-        place: called with each tensor of the file and its name there; what it returns is used as it is.
-
-    Raises:
-        UsageError: the adapter does not belong to this model.
-    """
-    from peft import PeftModel, PeftModelForCausalLM, set_peft_model_state_dict
-
-    wrapper = PeftModelForCausalLM if model.can_generate() else PeftModel
-    adapter.config.inference_mode = True
-    tensors = read_tensors(adapter)
-    _resize_vocabulary(model, tensors)
-    placed = {name: place(tensor, name) for name, tensor in tensors.items()}
-    wrong = f"{adapter.name} does not fit {type(model).__name__} of {_base_name(model)}"
-    cure = "give the model that it was trained on with --base"
-    try:
-        with warnings.catch_warnings():
-            for message in _NOT_FOR_USERS:
-                warnings.filterwarnings("ignore", message=message)
-            peft_model = wrapper(model, adapter.config, NAME, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
-        # Assigned, not copied: PEFT would move (and cast) what it loads to where, and what, the base weight is.
-        peft_model.load_state_dict = partial(peft_model.load_state_dict, assign=True)
-        loaded = set_peft_model_state_dict(peft_model, placed, NAME)
-        del peft_model.load_state_dict
-    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
-        raise UsageError(f"{wrong}: {_short(error)}; {cure}") from error
-    there = {name for name, value in peft_model.named_parameters(remove_duplicate=False) if not value.is_meta}
-    adapters = (name for name in loaded.missing_keys if f".{NAME}." in name or name.endswith(f".{NAME}"))
-    missing = [name for name in adapters if name not in there]  # one that is tied to another is stored once
-    # PEFT saves a trained module of a resized vocabulary twice, the second time under a name that it does not read.
-    stray = [name for name in loaded.unexpected_keys if ".modules_to_save." not in name]
-    if missing or stray:
-        what = f"it lacks {missing[0]}" if missing else f"it holds {stray[0]}, which is no part of it"
-        raise UsageError(f"{wrong}: {what} ({len(missing) + len(stray)} tensors in all); {cure}")
-    peft_model.eval()
-    return peft_model
-
-
-def _resize_vocabulary(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Give the model as many token embeddings as the adapter brings: training may have added or cut off tokens.
-
-    The rows that are new are made up here and replaced by the adapter's, which brings both embeddings whole.
-    """
-    embedding = model.get_input_embeddings()
-    path = next((name for name, module in model.named_modules() if module is embedding), None)
-    rows, width = embedding.weight.shape
-    for name, tensor in tensors.items():
-        of_embedding = name.startswith(f"base_model.model.{path}.") and name.endswith("weight")
-        if of_embedding and ".lora_" not in name and tensor.ndim == 2 and tensor.shape[1] == width:
-            if tensor.shape[0] != rows:
-                model.resize_token_embeddings(tensor.shape[0], mean_resizing=False)
-            return
-
-
 def _adapter_in(directory: Path) -> Path | None:
     if (directory / CONFIG_FILE).is_file():
         return directory
@@ -330,7 +173,7 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
     except KeyError as error:
         raise UsageError(f"{name}: {CONFIG_FILE}: this version of PEFT knows no method {error}: update it") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{name}: {CONFIG_FILE} cannot be read ({_short(error)}): copy it again") from error
+        raise UsageError(f"{name}: {CONFIG_FILE} cannot be read ({short(error)}): copy it again") from error
 
 
 def _check_kind(name: str, config: PeftConfig) -> None:
@@ -364,11 +207,7 @@ def _settings_of_run(directory: Path) -> Mapping[str, Any]:
     return {}
 
 
-def _base_name(model: PreTrainedModel) -> str:
-    return getattr(model, "name_or_path", "") or "this base model"
-
-
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
     """The telling line of an error of PEFT's or torch's."""
     if other := re.search(r"size mismatch for (\S+):", str(error)):
         return f"{other[1]} has another shape there"

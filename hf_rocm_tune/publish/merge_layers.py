@@ -24,7 +24,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, Tra
 from torch import nn
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.publish.merge_adapter import NAME
+from hf_rocm_tune.publish.merge_attach import NAME
 
 if TYPE_CHECKING:
     from peft import PeftModel

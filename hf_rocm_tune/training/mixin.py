@@ -25,11 +25,10 @@ from transformers.trainer_utils import TrainOutput
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import verify_loader
 from hf_rocm_tune.data.prefetch import Prefetch
-from hf_rocm_tune.distributed.gradients import watch
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.attest import attest
 from hf_rocm_tune.models.loading import host_adapters, initialised_on_device, rewrites_base, verified_loading
-from hf_rocm_tune.models.placement import Coverage, coverage, mark_initialised, mark_rewritten, place, tensors_of
+from hf_rocm_tune.models.placement import Coverage, coverage, mark_initialised, mark_rewritten, place
 from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, verify_tables
 from hf_rocm_tune.training.callbacks import SentinelCallback
 from hf_rocm_tune.training.cards import CardMixin
@@ -38,6 +37,7 @@ from hf_rocm_tune.training.guard_mixin import GuardMixin
 from hf_rocm_tune.training.offload import OptimizerTablesCallback, with_offloads
 from hf_rocm_tune.training.oom import StepDownMixin
 from hf_rocm_tune.training.oom_fragmentation import FragmentationCallback
+from hf_rocm_tune.training.ranks import RanksMixin
 from hf_rocm_tune.training.survival import SurvivalMixin
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, map_tensors, tree_tensors
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 
 
-class VerifiedTransferMixin(SurvivalMixin, GuardMixin, StepDownMixin, CardMixin, VerifiedCheckpointMixin):
+class VerifiedTransferMixin(SurvivalMixin, GuardMixin, StepDownMixin, RanksMixin, CardMixin, VerifiedCheckpointMixin):
     """Stands in front of a trainer class; see the module's description.
 
     Args:
@@ -137,20 +137,6 @@ class VerifiedTransferMixin(SurvivalMixin, GuardMixin, StepDownMixin, CardMixin,
     def weight_coverage(self) -> Coverage:
         """How much of what the model keeps on its device was verified on the way there, and what others offload."""
         return with_offloads(coverage(self.model, self.mover), self.args)
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        distributed = self.args.world_size > 1
-        if distributed:
-            self._sentinel.check_replicas(tensors_of(self.model), "before DistributedDataParallel")
-            frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
-            buffers = [name for name, _ in self.model.named_buffers()]
-            _, _, ignore = upstream.resolve("ddp_ignore")
-            ignore(self.model, [*frozen, *buffers])
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if distributed:
-            self._sentinel.check_replicas(tensors_of(self.model), "after DistributedDataParallel")
-            self._gradient_check = watch(self.model_wrapped, self.mover, self._gradient_check)
-        return prepared
 
     # ---- batches --------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class StepDownMixin(_Base):
         OutOfMemoryError: from `train`, when a micro-batch that cannot be made smaller does not fit.
     """
 
-    _gradient_check: GradientCheck | None = None
+    _gradient_check: GradientCheck | None  # the ranks have it
     _step_down: StepDown | None = None
 
     def __init__(self, *arguments: Any, on_oom: Literal["step_down", "stop"] = "step_down", **keywords: Any) -> None:

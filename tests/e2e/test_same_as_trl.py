@@ -22,7 +22,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from hf_rocm_tune.arguments import TuneArguments
+from hf_rocm_tune.ranks_arguments import RanksArguments
+from hf_rocm_tune.tune_arguments import TuneArguments
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer
 from tests.e2e.conftest import flags
@@ -67,7 +68,7 @@ def both(
     printed = server.run(*ours, "--print_config")
     assert printed.code == 0, printed.stderr
     settings = yaml.safe_load(printed.stdout)
-    for own in dataclasses.fields(TuneArguments):
+    for own in (*dataclasses.fields(TuneArguments), *dataclasses.fields(RanksArguments)):
         settings.pop(own.name, None)
     settings["output_dir"] = str(folder / "trl")
     folder.mkdir()

@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_rocm_tune.arguments import TuneArguments
 from hf_rocm_tune.doctor.rows import knowledge_data
 from hf_rocm_tune.hardware.sysfs_tree import LiveTree
 from hf_rocm_tune.training import telemetry_callback
 from hf_rocm_tune.training.telemetry import HOTSPOT_WARN_C, Telemetry
 from hf_rocm_tune.training.telemetry_callback import attach, of_device
 from hf_rocm_tune.training.telemetry_source import Sample, sample
+from hf_rocm_tune.tune_arguments import TuneArguments
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
