@@ -228,13 +228,20 @@ class RunLock:
                 raise
             self.supported = False  # some network file systems have no locks
         # A data loading worker that outlives a killed parent by seconds must not keep the restart out.
-        os.register_at_fork(after_in_child=self.release)
+        os.register_at_fork(after_in_child=self._close)
         with contextlib.suppress(OSError):  # on a full disk the name of the holder is missing, nothing else
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     def release(self) -> None:
-        """Let the next run in. May be called more than once."""
+        """Let the next run in, also when a process that was forked meanwhile lives on. May be called more than once."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # no locks on this file system
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self._close()
+
+    def _close(self) -> None:
+        """Closes this process's way to the lock; the processes that share it keep what they have."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None  # type: ignore[assignment]

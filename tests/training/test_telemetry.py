@@ -108,6 +108,7 @@ class _Steps(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.after()
+        self._looks(2)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self.logs.append(dict(logs))
