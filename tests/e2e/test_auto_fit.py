@@ -112,7 +112,7 @@ def test_the_plan_chooses_and_the_run_is_the_one_to_which_that_was_given(job: Jo
     assert_same(tmp_path / "out", job.given(tmp_path / "given", micro_batch, steps, checkpointing))
 
 
-@pytest.mark.parametrize("batches", [{}, PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize("batches", [{}, pytest.param(PACKED, marks=pytest.mark.long)], ids=["padded", "packed"])
 def test_a_probe_goes_down_and_leaves_nothing_behind(job: Job, tmp_path: Path, batches: dict[str, Any]) -> None:
     # A packed row of this data holds up to 5 sequences, and the injector counts those.
     fault = "kind=oom,tokens=130" if not batches else "kind=oom,tokens=500"
@@ -125,6 +125,7 @@ def test_a_probe_goes_down_and_leaves_nothing_behind(job: Job, tmp_path: Path, b
     assert_same(tmp_path / "out", job.given(tmp_path / "given", micro_batch, steps, checkpointing, **batches))
 
 
+@pytest.mark.long
 def test_a_probe_turns_checkpointing_on_where_only_that_helps(job: Job, tmp_path: Path) -> None:
     done = job.run(
         tmp_path / "out",
@@ -188,6 +189,7 @@ def test_ranks_take_the_same_way_though_only_one_is_out_of_memory(job: Job, tmp_
     assert_same(tmp_path / "out", output)
 
 
+@pytest.mark.long
 def test_a_probe_that_finds_no_way_ends_in_one_line(job: Job, tmp_path: Path) -> None:
     done = job.run(tmp_path / "out", fault="kind=oom", auto_fit="probe", auto_fit_gib=PLENTY)
     assert done.code == 5, done.stderr[-3000:]

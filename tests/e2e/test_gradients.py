@@ -107,6 +107,7 @@ def test_a_wrong_average_on_one_rank_is_made_again(job: Job, tmp_path: Path) -> 
     _assert_recovered(output, job.clean, mismatches=1)
 
 
+@pytest.mark.long
 def test_clipping_does_not_pass_for_a_wrong_average_nor_hide_one(job: Job, tmp_path: Path) -> None:
     plain, harmed = tmp_path / "plain", tmp_path / "harmed"
     _assert_done(job.run(plain, max_grad_norm=1e-3))
@@ -129,7 +130,7 @@ def test_through_the_launcher_an_average_that_is_wrong_alike_on_both_ranks_is_ma
     assert "averages of gradients checked (2 wrong, 2 recovered)" in launched.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("ranks", ["one", "both"])
+@pytest.mark.parametrize("ranks", [pytest.param("one", marks=pytest.mark.long), "both"])
 def test_a_persistent_one_stops_all_ranks_with_one_line(job: Job, tmp_path: Path, ranks: str) -> None:
     output = tmp_path / "out"
     fault = "kind=zero,stage=gradients,first=4,persist=1"

@@ -18,7 +18,7 @@ from tests.e2e.command import CommandServer, Result, Running
 from tests.e2e.test_killed import Job, assert_same_result, wait_for
 
 STEPS = 9
-SIGNALS = [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
+SIGNALS = [(signal.SIGINT, "Ctrl-C"), pytest.param(signal.SIGTERM, "SIGTERM", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,7 @@ def test_a_signal_saves_the_step_and_the_same_command_goes_on_bit_for_bit(
     assert_same_result(job, output)
 
 
+@pytest.mark.long
 def test_again_and_again_until_it_is_done(job: Job, tmp_path: Path) -> None:
     output, steps = tmp_path / "out", []
     while True:

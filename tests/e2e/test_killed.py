@@ -165,8 +165,10 @@ def killed_until_done(job: Job, output: Path, chance: random.Random, whole: floa
     return kills
 
 
-@pytest.mark.parametrize("wanted", [2, pytest.param(100, marks=pytest.mark.long)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "wanted"),
+    [("lora", 2), *(pytest.param(method, kills, marks=pytest.mark.long) for method in METHODS for kills in (5, 100))],
+)
 def test_killed_at_random_moments_until_it_is_done(
     jobs: dict[str, Job], tmp_path: Path, method: str, wanted: int
 ) -> None:
@@ -184,7 +186,7 @@ def test_killed_at_random_moments_until_it_is_done(
         assert_same_result(job, output)
 
 
-@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("limit", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_killed_in_the_midst_of_each_save(jobs: dict[str, Job], tmp_path: Path, limit: int) -> None:
     job, output, chance = jobs["lora"], tmp_path / "out", random.Random(limit)
 
@@ -209,7 +211,7 @@ def test_killed_in_the_midst_of_each_save(jobs: dict[str, Job], tmp_path: Path, 
     assert_same_result(job, output)
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("step", [1, 4, *(pytest.param(step, marks=pytest.mark.long) for step in (3, 5, 8))])
 def test_killed_after_a_step(jobs: dict[str, Job], tmp_path: Path, step: int) -> None:
     job, output = jobs[METHODS[step % 2]], tmp_path / "out"
     running = job.start(output)
@@ -301,7 +303,13 @@ def interrupted(jobs: dict[str, Job], scratch: Path) -> Path:
     return output
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(damage, marks=[] if damage in ("truncated adapter", "flipped manifest") else pytest.mark.long)
+        for damage in DAMAGES
+    ],
+)
 def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
     jobs: dict[str, Job], interrupted: Path, tmp_path: Path, damage: str
 ) -> None:
@@ -316,6 +324,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
     assert_same_result(jobs["lora"], output)
 
 
+@pytest.mark.long
 def test_with_every_checkpoint_damaged_it_starts_again(jobs: dict[str, Job], interrupted: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     shutil.copytree(interrupted, output)

@@ -63,7 +63,7 @@ def saved_state(checkpoint: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "optim",
     [
-        "adamw_8bit",
+        pytest.param("adamw_8bit", marks=pytest.mark.long),
         "paged_adamw_8bit",
         pytest.param("lion_8bit", marks=pytest.mark.long),
         pytest.param("paged_adamw_32bit", marks=pytest.mark.long),

@@ -140,7 +140,7 @@ def shortages_of(output: Path) -> list[dict[str, Any]]:
     [
         ("packed", ("kind=oom,rows=1",), 2),
         ("padded", ("kind=oom,rate=0.3,seed=2,rows=1", "kind=oom,rate=0.3,seed=5,rows=1"), 2),
-        ("packed", ("", "kind=oom,where=forward,rows=1"), 2),
+        pytest.param("packed", ("", "kind=oom,where=forward,rows=1"), 2, marks=pytest.mark.long),
         pytest.param("padded", ("kind=oom,rate=0.4,seed=4,rows=1",), 2, marks=pytest.mark.long),
         pytest.param("padded", ("", "kind=oom,where=backward,rate=0.3,seed=7,count=1"), 1, marks=pytest.mark.long),
         pytest.param(

@@ -43,7 +43,7 @@ class Outcome:
     adapter: dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=["lora", pytest.param("qlora", marks=pytest.mark.long)])
 def both(
     request: pytest.FixtureRequest, server: CommandServer, model_of: Callable[[str], Path], scratch: Path
 ) -> tuple[str, Outcome, Outcome]:

@@ -27,7 +27,7 @@ NAMES = [
     "04_transfers_and_drill",
     "05_push_to_the_hub",
 ]
-ALWAYS = ("01", "04")
+ALWAYS = "01"
 TIMEOUT = 600.0
 
 
