@@ -15,7 +15,7 @@ import difflib
 import os
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
@@ -26,8 +26,11 @@ from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 
 from hf_rocm_tune import defaults, process, recipe_file
 from hf_rocm_tune.defaults import Difference
+from hf_rocm_tune.distributed.preflight import Preflight
+from hf_rocm_tune.distributed.preflight_meeting import Meeting
+from hf_rocm_tune.distributed.sync_settings import SyncSettings
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.ranks_arguments import RanksArguments
+from hf_rocm_tune.ranks_arguments import RanksArguments, process_group
 from hf_rocm_tune.tune_arguments import TuneArguments
 
 
@@ -41,6 +44,7 @@ class Arguments:
         ranks: our settings for several cards.
         given: names that the user set, by flag or recipe.
         differences: our defaults in use that differ from TRL's.
+        preflight: what the ranks have found out before they met; None where they did not try.
     """
 
     script: ScriptArguments
@@ -51,6 +55,12 @@ class Arguments:
     ranks: RanksArguments
     given: frozenset[str]
     differences: tuple[Difference, ...]
+    preflight: Preflight | None = None
+
+    @property
+    def grad_sync(self) -> SyncSettings:
+        """How gradients are averaged: as the user says, else as the preflight has decided."""
+        return self.ranks.sync(self.preflight.choice.way if self.preflight else None)
 
     def resolved(self) -> dict[str, object]:
         """Every setting by name, as plain JSON values. Access tokens are left out."""
@@ -70,13 +80,25 @@ class Arguments:
         return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
 
-def parse(argv: Sequence[str], *, accelerator: bool | None = None, bf16_supported: bool | None = None) -> Arguments:
+BeforeMeeting = Callable[[RanksArguments, bool, int], tuple[Preflight, Meeting] | None]
+"""What the ranks do before they join a process group, given their flags, whether they train on an accelerator, and the
+accumulation steps; see ``ranks_start.decide``."""
+
+
+def parse(
+    argv: Sequence[str],
+    *,
+    accelerator: bool | None = None,
+    bf16_supported: bool | None = None,
+    before_meeting: BeforeMeeting | None = None,
+) -> Arguments:
     """Read a command line and its recipe.
 
     Args:
         argv: the arguments, without the program's name.
         accelerator: whether there is a GPU; torch is asked unless given.
         bf16_supported: whether that GPU computes in bfloat16; torch is asked unless given.
+        before_meeting: called when the settings are known and no process group is there yet, but for --print_config.
 
     Returns:
         The settings. The recipe's ``env`` is in ``os.environ`` (what was set there before is kept).
@@ -99,7 +121,11 @@ def parse(argv: Sequence[str], *, accelerator: bool | None = None, bf16_supporte
     if bf16_supported is None:
         bf16_supported = process.has_bf16()
     defaults.check(given, accelerator=accelerator)
-    return _resolve(given, accelerator=accelerator, bf16_supported=accelerator and bf16_supported)
+    if given.get("print_config"):
+        before_meeting = None
+    return _resolve(
+        given, accelerator=accelerator, bf16_supported=accelerator and bf16_supported, before_meeting=before_meeting
+    )
 
 
 def build_parser() -> _Parser:
@@ -197,22 +223,32 @@ def _convert(parser: _Parser, name: str, value: Any) -> Any:
     return _read_flags(parser, [f"--{name}={value}"])[name]
 
 
-def _resolve(given: dict[str, Any], *, accelerator: bool, bf16_supported: bool) -> Arguments:
-    """Fill in our defaults and build TRL's objects."""
+def _resolve(
+    given: dict[str, Any], *, accelerator: bool, bf16_supported: bool, before_meeting: BeforeMeeting | None
+) -> Arguments:
+    """Fill in our defaults and build TRL's objects; building the last of them lets the ranks meet."""
     differences = defaults.differences(given, _TRL_DEFAULTS, accelerator=accelerator, bf16_supported=bf16_supported)
     values = {each.name: each.ours for each in differences} | given
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         # transformers warns about its old name, even where only TRL's default has set it.
         values.setdefault(old.replace("gradient", "activation"), values.get(old, _TRL_DEFAULTS[old]))
+    tune, ranks = _build(TuneArguments, values), _build(RanksArguments, values)
+    script, model = _build(ScriptArguments, values), _build(ModelConfig, values)
+    mixture = _build(DatasetMixtureConfig, values)
+    steps: Any = values.get("gradient_accumulation_steps", _TRL_DEFAULTS["gradient_accumulation_steps"])
+    met = before_meeting(ranks, accelerator, steps) if before_meeting else None  # kept until the process group is up
+    preflight = met[0] if met else None
+    values |= process_group(ranks.sync(preflight.choice.way if preflight else None), values)
     return Arguments(
-        tune=_build(TuneArguments, values),
-        ranks=_build(RanksArguments, values),
-        script=_build(ScriptArguments, values),
-        model=_build(ModelConfig, values),
-        mixture=_build(DatasetMixtureConfig, values),
+        tune=tune,
+        ranks=ranks,
+        script=script,
+        model=model,
+        mixture=mixture,
         training=_build(SFTConfig, values),
         given=frozenset(given),
         differences=differences,
+        preflight=preflight,
     )
 
 

@@ -3,12 +3,14 @@
 ``run_guarded`` is the only place that turns an exception into an exit code. A group of ranks prints one line, not one
 a rank: the first rank to record its ending in the temporary directory speaks for the group. The same record makes a
 worker that torchrun restarts after wrong input (2) or corruption (3) refuse at once, because it would fail again, and
-so after an interruption (130), because nobody asked for it to go on.
+so after an interruption (130), because nobody asked for it to go on. Ranks on other machines hear of such an ending
+through the store at which the machines meet (`machines_word`), and print the line there once.
 
 SIGTERM ends a run like Ctrl-C does, with 130: one code says that the run was asked to end and that the same command
-goes on from where it is. (A shell would say 143 for a process that SIGTERM killed; nothing was killed here.)
-
-Not covered: ranks on several machines print one line a machine, because the record is a local file.
+goes on from where it is. (A shell would say 143 for a process that SIGTERM killed; nothing was killed here.) But
+torch's agent sends SIGTERM as well, to the ranks that are left when one has died, before it starts the group again.
+A rank that hears it before it trains cannot tell by the signal; our launcher leaves a file when it was asked itself.
+Without that file the rank ends with 143, and neither speaks for the group nor keeps it from going on.
 """
 
 from __future__ import annotations
@@ -24,18 +26,25 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from hf_rocm_tune.distributed import machines_word
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError
 
 PROGRAM = "hf-rocm-tune"
-#: Names the file in which a launcher wants to find ``{"code": int, "message": str}``.
+#: Names the file in which a launcher wants to find ``{"code": int, "message": str}``; with ``"follows": true`` it was
+#: not printed, because the launcher may know better, see `Ending`.
 EXIT_FILE_VARIABLE = "HF_ROCM_TUNE_EXIT_FILE"
 INTERRUPTED = 130
 #: Endings that a restart cannot change: wrong input, and corruption that could not be recovered.
 FINAL_CODES = frozenset({2, 3})
 #: Endings after which a worker that torchrun restarts refuses at once: those, and being asked to end.
 _REFUSED_CODES = FINAL_CODES | {INTERRUPTED}
+#: Beside the launcher's exit file: a signal asked the launcher for the end.
+ASKED_FILE = "asked"
+_TERMINATED = 128 + signal.SIGTERM
+_SECONDS_TO_END = 10.0
+"""How long a rank may go on by itself after another machine has ended the job: what it writes, it writes whole."""
 
 _OUT_OF_MEMORY_ADVICE = (
     "lower --per_device_train_batch_size (and raise --gradient_accumulation_steps by as much), lower --max_length, "
@@ -51,11 +60,13 @@ class Ending:
         code: its exit code.
         message: one line that says what is wrong, what was found and what to do.
         rank: the global rank of the process.
+        follows: it only follows from another rank's end; a launcher that knows of that one tells it instead.
     """
 
     code: int
     message: str
     rank: int = 0
+    follows: bool = False
 
     def line(self) -> str:
         """The line for the terminal; it names the rank where that is not the first."""
@@ -73,29 +84,79 @@ def run_guarded(main: Callable[[], int], *, environ: Mapping[str, str] | None = 
 
     Returns:
         The code of ``main``; a ``TuneError``'s own code, after one line on stderr; 130 for Ctrl-C and, within
-        `sigterm_as_interrupt`, SIGTERM; 1 for any other exception, whose traceback is printed because it is our bug.
+        `sigterm_as_interrupt`, SIGTERM; 143 for a SIGTERM of torch's agent; 1 for any other exception, whose traceback
+        is printed because it is our bug.
     """
     environ = os.environ if environ is None else environ
     group = _Group.of(environ)
-    earlier = group.final_ending() if group else None
-    if earlier is not None:
-        _end(earlier, group, environ)
-        return earlier.code
+    if group is not None:
+        group.arrive()
+        if (earlier := group.final_ending()) is not None:
+            return earlier.code  # its line was printed then
     rank = _number(environ, "RANK", 0)
     try:
         return main()
     except KeyboardInterrupt as stop:
+        if isinstance(stop, _Terminated) and _is_the_agents(environ):
+            return _TERMINATED
         ending = Ending(code=INTERRUPTED, message=str(stop) or "stopped by Ctrl-C", rank=rank)
     except Exception as error:
         known = as_tune_error(error)
+        follows = getattr(known, "follows", False)
+        if (known is None or follows) and _follows_from_a_peer(error, group, environ):
+            return 1
         if known is None:
-            if _follows_from_a_peer(error, group):
-                return 1
             sys.excepthook(type(error), error, error.__traceback__)
             return 1
-        ending = Ending(code=known.exit_code, message=str(known), rank=rank)
+        ending = Ending(code=known.exit_code, message=str(known), rank=rank, follows=follows)
     _end(ending, group, environ)
+    if ending.code in _REFUSED_CODES:
+        machines_word.tell(asdict(ending), environ)
     return ending.code
+
+
+def listen_to_other_machines(environ: Mapping[str, str]) -> None:
+    """End this process soon after a rank on another machine has ended the job for good. Returns at once.
+
+    The main thread has `_SECONDS_TO_END` to end by itself, as it does where a collective breaks. Where it hangs in one,
+    the process is ended from here. Imports torch on several machines.
+    """
+
+    def hear(told: dict[str, Any]) -> None:
+        ending = _adopt(told, environ)
+        threading.Event().wait(_SECONDS_TO_END)
+        os._exit(ending.code)
+
+    machines_word.listen(hear, environ)
+
+
+def is_restart(environ: Mapping[str, str]) -> bool:
+    """Whether torch's agent has started this group before.
+
+    Its own count does not tell: an agent that starts its ranks again because of another machine does not count that.
+    """
+    group = _Group.of(environ)
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0") or (group is not None and group.is_again())
+
+
+def last_ending(environ: Mapping[str, str]) -> str | None:
+    """What the last try of this group said when it ended, where it could; see `is_restart`."""
+    group = _Group.of(environ)
+    return group.last_message() if group else None
+
+
+def speak(error: TuneError, *, environ: Mapping[str, str] | None = None) -> None:
+    """Print and record an error as the ending of this process, which the caller ends itself: see the watchdog."""
+    environ = os.environ if environ is None else environ
+    ending = Ending(code=error.exit_code, message=str(error), rank=_number(environ, "RANK", 0))
+    _end(ending, _Group.of(environ), environ)
+
+
+def meeting_place(environ: Mapping[str, str] | None = None) -> Path | None:
+    """A directory, not made yet, that this try's ranks of one machine have in common and nobody else; None for a
+    process that was started alone."""
+    group = _Group.of(os.environ if environ is None else environ)
+    return group.meeting_place() if group else None
 
 
 @contextmanager
@@ -113,11 +174,16 @@ def sigterm_as_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) is _interrupt:  # not ignored since, see `training.stall`
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM."""
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
+    raise _Terminated(f"stopped by {signal.Signals(number).name}")
 
 
 _interrupt.ends_the_process = True  # type: ignore[attr-defined]  # so the trainer may take its place
@@ -151,17 +217,44 @@ def _end(ending: Ending, group: _Group | None, environ: Mapping[str, str]) -> No
     """Print and record an ending, unless another rank of the group has spoken already."""
     if group is not None and not group.claim(ending):
         return
-    print(ending.line(), file=sys.stderr, flush=True)
-    if wanted := environ.get(EXIT_FILE_VARIABLE):
-        write_atomically(Path(wanted), json.dumps({"code": ending.code, "message": ending.message}))
+    wanted = environ.get(EXIT_FILE_VARIABLE)
+    if not (wanted and ending.follows):
+        print(ending.line(), file=sys.stderr, flush=True)
+    if wanted:
+        told = {"code": ending.code, "message": ending.message} | ({"follows": True} if ending.follows else {})
+        write_atomically(Path(wanted), json.dumps(told))
 
 
-def _follows_from_a_peer(error: Exception, group: _Group | None) -> bool:
+def _follows_from_a_peer(error: Exception, group: _Group | None, environ: Mapping[str, str]) -> bool:
     """Whether ``error`` is only the broken connection to a rank that has ended and said why.
 
     The communication back ends raise ``RuntimeError`` or a subclass for a peer that is gone.
     """
-    return group is not None and isinstance(error, RuntimeError) and group.spoken()
+    if group is None or not isinstance(error, RuntimeError | TuneError):
+        return False
+    if group.spoken():
+        return True
+    told = machines_word.heard(environ)
+    if told is not None:
+        _adopt(told, environ)
+    return told is not None
+
+
+def _adopt(told: Mapping[str, Any], environ: Mapping[str, str]) -> Ending:
+    """Make the ending of a rank on another machine that of the group here."""
+    where = f"rank {told['rank']} on {told['host']}"
+    ending = Ending(code=int(told["code"]), message=f"{where} ended the job: {told['message']}")
+    _end(ending, _Group.of(environ), environ)
+    return ending
+
+
+def _is_the_agents(environ: Mapping[str, str]) -> bool:
+    """Whether a SIGTERM came from torch's agent: this process has one, and nobody asked the launcher above it."""
+    asked = Path(environ.get(EXIT_FILE_VARIABLE, os.devnull)).with_name(ASKED_FILE)
+    return "TORCHELASTIC_RESTART_COUNT" in environ and not asked.exists()
+
+
+_MARK = ".try"
 
 
 class _Group:
@@ -169,12 +262,15 @@ class _Group:
 
     One file for each try (torchrun restarts a group): the file appears complete or not at all. It stands beside the
     file that our launcher asks for, so that two launches by one process do not meet, else in the temporary directory.
+    A try is known by the agent's count and the port of its ranks: either alone may stay what it was. On several
+    machines each try leaves an empty file as well, see `is_restart`.
     """
 
-    def __init__(self, *, directory: Path, key: str, attempt: int) -> None:
+    def __init__(self, *, directory: Path, key: str, attempt: str, on_several_machines: bool) -> None:
         self._directory = directory
         self._key = key
         self._attempt = attempt
+        self._on_several_machines = on_several_machines
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> _Group | None:
@@ -187,11 +283,30 @@ class _Group:
         key = f"{PROGRAM}-{os.getuid()}-{run}-{parent}-{_start_time(parent)}"
         wanted = environ.get(EXIT_FILE_VARIABLE)
         directory = Path(wanted).parent if wanted else Path(tempfile.gettempdir())
-        return cls(directory=directory, key=key, attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        count = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+        return cls(
+            directory=directory,
+            key=key,
+            attempt=f"{count}.{_number(environ, 'MASTER_PORT', 0)}",
+            on_several_machines=machines_word.several_machines(environ),
+        )
+
+    def arrive(self) -> None:
+        """Leave a mark of this try."""
+        if self._on_several_machines:
+            self._mark(self._attempt).touch()
+
+    def is_again(self) -> bool:
+        """Whether there was an earlier try, by its mark."""
+        marks = set(self._directory.glob(f"{self._key}-*{_MARK}"))
+        return any(_is_ours(mark) for mark in marks - {self._mark(self._attempt)})
+
+    def _mark(self, attempt: str) -> Path:
+        return self._directory / f"{self._key}-{attempt}{_MARK}"
 
     def claim(self, ending: Ending) -> bool:
         """Record ``ending`` as the group's; False when another rank of this try was first."""
-        path = self._path(self._attempt)
+        path = self._path()
         descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}-", dir=self._directory)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -206,20 +321,27 @@ class _Group:
 
     def spoken(self) -> bool:
         """Whether a rank of this try has recorded its ending."""
-        return _is_ours(self._path(self._attempt))
+        return _is_ours(self._path())
 
     def final_ending(self) -> Ending | None:
         """The ending of an earlier try after which there must be no other, or None."""
-        for attempt in range(self._attempt):
-            path = self._path(attempt)
-            if _is_ours(path):
-                ending = Ending(**json.loads(path.read_text(encoding="utf-8")))
-                if ending.code in _REFUSED_CODES:
-                    return ending
-        return None
+        endings = (Ending(**json.loads(path.read_text(encoding="utf-8"))) for path in self._earlier())
+        return next((ending for ending in endings if ending.code in _REFUSED_CODES), None)
 
-    def _path(self, attempt: int) -> Path:
-        return self._directory / f"{self._key}-{attempt}.json"
+    def last_message(self) -> str | None:
+        """What the try before this one recorded."""
+        newest = max(self._earlier(), key=lambda path: path.stat().st_mtime_ns, default=None)
+        return str(json.loads(newest.read_text(encoding="utf-8"))["message"]) if newest else None
+
+    def _earlier(self) -> list[Path]:
+        return [path for path in self._directory.glob(f"{self._key}-*.json") if path != self._path() and _is_ours(path)]
+
+    def meeting_place(self) -> Path:
+        """See the function of this name."""
+        return self._directory / f"{self._key}-{self._attempt}-ranks"
+
+    def _path(self) -> Path:
+        return self._directory / f"{self._key}-{self._attempt}.json"
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,14 +31,16 @@ from typing import Any, NoReturn
 import yaml
 
 from hf_rocm_tune import configs, process, recipe_file
-from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, PROGRAM, write_atomically
+from hf_rocm_tune.distributed import machines_launch
+from hf_rocm_tune.errors import StallError, TuneError, UsageError
+from hf_rocm_tune.exits import ASKED_FILE, EXIT_FILE_VARIABLE, INTERRUPTED, PROGRAM, write_atomically
 
 CONFIG_FLAG = "--accelerate_config"
 #: Names that the launcher and ``trl sft`` both have: there, as in ``trl``, they are the job's.
 SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
 _NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
 _NEVER_SEVERAL = ("NO", "MULTI_CPU")
+_ENDED_BY_REQUEST = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,9 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
     recipe_file.apply_environment(argv, os.environ)
     arguments = _parse_launcher_flags([*_config_flags(accelerate_config, extra), *extra, "-m", entry, *argv])
     _refuse_lost_processes(arguments)
-    return _launch(arguments)
+    if _uses_deepspeed(arguments):
+        process.require_deepspeed()
+    return _launch(arguments, extra)
 
 
 def launch_as_given(argv: Sequence[str]) -> int:
@@ -109,7 +113,7 @@ def launch_as_given(argv: Sequence[str]) -> int:
     Returns, raises:
         As `launch`.
     """
-    return _launch(_parse_launcher_flags(argv))
+    return _launch(_parse_launcher_flags(argv), argv)
 
 
 def _refuse_lost_processes(arguments: Any) -> None:
@@ -120,48 +124,69 @@ def _refuse_lost_processes(arguments: Any) -> None:
         )
 
 
-def _launch(arguments: Any) -> int:
+def _launch(arguments: Any, argv: Sequence[str]) -> int:
     """Run a job and give its code. A launcher above this one (the supervisor) is told what the job told us."""
     _quieten()
     arguments.signals_to_handle = "SIGHUP,SIGQUIT"  # read by torch's agent; accelerate has no flag for it
+    given = {_name(argument) for argument in argv if argument.startswith("--")}
+    variables = machines_launch.settle(arguments, given, os.environ)
     above = os.environ.get(EXIT_FILE_VARIABLE)
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as directory:
-        record = Path(directory) / "exit.json"
-        with _environment(EXIT_FILE_VARIABLE, str(record)), _signals_passed_on():
-            status = _run(arguments)
+        record, asked = Path(directory) / "exit.json", Path(directory) / ASKED_FILE
+        try:
+            with _environment({**variables, EXIT_FILE_VARIABLE: str(record)}), _signals_passed_on(asked):
+                status, rank = _run(arguments)
+        except TuneError:
+            if not record.exists():
+                raise
+            status, rank = 1, None  # the machines could not meet again after what is told there
         if status == 0:
             return 0
-        if record.exists():
-            told = record.read_text(encoding="utf-8")
-            if above:
-                write_atomically(Path(above), told)
-            return int(json.loads(told)["code"])
-    return _unrecorded(status)
+        told = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
+        if told is None and asked.exists() and status in _ENDED_BY_REQUEST:
+            print(f"{PROGRAM}: interrupted: it had not begun to train", file=sys.stderr, flush=True)
+            return INTERRUPTED
+    follows = told is not None and told.pop("follows", False)
+    if told is None or (follows and status != told["code"]):
+        return _unrecorded(status, rank)
+    if follows:  # and nobody here knows what it follows from
+        print(f"{PROGRAM}: error: {told['message']}", file=sys.stderr, flush=True)
+    if above:
+        write_atomically(Path(above), json.dumps(told))
+    return int(told["code"])
 
 
-def _run(arguments: Any) -> int:
-    """Launch and wait. Returns the exit status as ``subprocess`` has it: minus n for signal n."""
+def _run(arguments: Any) -> tuple[int, int | None]:
+    """Launch and wait.
+
+    Returns:
+        The exit status as ``subprocess`` has it, minus n for signal n, and the rank whose it is, where there are some.
+    """
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     try:
         launch_command(arguments)
     except subprocess.CalledProcessError as error:
-        return error.returncode
+        return error.returncode, None
     except ChildFailedError as error:
-        # The agent ends the other ranks with SIGTERM; the one that ended by itself is the cause.
-        statuses = [failure.exitcode for _, failure in sorted(error.failures.items())]
-        return next((status for status in statuses if status != -signal.SIGTERM), statuses[0])
+        # The agent ends the others with SIGTERM, and those that lost a peer end as if stalled: the cause is another.
+        statuses = [(failure.exitcode, rank) for rank, failure in sorted(error.failures.items())]
+        consequences = (-signal.SIGTERM, StallError.exit_code)
+        return min(statuses, key=lambda end: (end[0] in consequences, end[0] == -signal.SIGTERM))
     except SignalException as error:
-        return -int(error.sigval)
+        return -int(error.sigval), None
     except KeyboardInterrupt:
-        return -int(signal.SIGINT)
+        return -int(signal.SIGINT), None
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
-    except ValueError as error:
+        return error.code if isinstance(error.code, int) else 1, None
+    except RendezvousError as error:
+        raise machines_launch.not_met(error, arguments) from error
+    except (ValueError, ConnectionError) as error:
         raise UsageError(f"accelerate's launcher refuses: {error}") from error
-    return 0
+    return 0, None
 
 
 def _quieten() -> None:
@@ -172,17 +197,19 @@ def _quieten() -> None:
         # torch gives each of its loggers a level of its own, so that the parent's counts for nothing.
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)  # of a flag that accelerate gives it
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
 
 
-def _unrecorded(status: int) -> int:
+def _unrecorded(status: int, rank: int | None) -> int:
     """Say how a job ended that could not say it itself, and give our exit code."""
+    who = "the training process" if rank is None else f"the training process of rank {rank}"
     if status < 0:
         name = signal.Signals(-status).name
         hint = "; the kernel sends it when host memory runs out, see `dmesg`" if name == "SIGKILL" else ""
-        message, code = f"the training process was ended by {name}{hint}", 128 - status
+        message, code = f"{who} was ended by {name}{hint}", 128 - status
     else:
-        message, code = f"the training process ended with exit code {status}; its own message is above", 1
+        message, code = f"{who} ended with exit code {status}; its own message is above", 1
     print(f"{PROGRAM}: error: {message}", file=sys.stderr, flush=True)
     return code
 
@@ -217,11 +244,20 @@ def _starts_several(arguments: Any) -> bool:
     """Whether these flags and their configuration start one process for each rank."""
     if arguments.multi_gpu or arguments.use_fsdp or arguments.use_deepspeed or arguments.tpu:
         return True
+    return _distributed_type(arguments) not in _NEVER_SEVERAL
+
+
+def _uses_deepspeed(arguments: Any) -> bool:
+    return bool(arguments.use_deepspeed) or _distributed_type(arguments) == "DEEPSPEED"
+
+
+def _distributed_type(arguments: Any) -> str:
+    """What the configuration says; "" where it does not say it, "NO" where it says nothing at all."""
     try:
         content = yaml.safe_load(Path(arguments.config_file).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise UsageError(f"accelerate config {arguments.config_file} cannot be read: {error}") from error
-    return isinstance(content, dict) and content.get("distributed_type") not in _NEVER_SEVERAL
+    return str(content.get("distributed_type", "")) if isinstance(content, dict) else "NO"
 
 
 def _parse_launcher_flags(argv: Sequence[str]) -> Any:
@@ -253,28 +289,30 @@ def _name(argument: str) -> str:
 
 
 @contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """``name`` set for the processes that are started meanwhile."""
-    before = os.environ.get(name)
-    os.environ[name] = value
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """``variables`` set for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager
-def _signals_passed_on() -> Iterator[None]:
-    """Pass SIGINT and SIGTERM to the children instead of dying before them."""
+def _signals_passed_on(asked: Path) -> Iterator[None]:
+    """Pass SIGINT and SIGTERM to the children instead of dying before them; ``asked`` is made first."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python gives signals to the main thread only
         return
     import psutil  # a dependency of accelerate
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        asked.touch()
         children = psutil.Process().children()
         if not children:
             raise SystemExit(128 + number)

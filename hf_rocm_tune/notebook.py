@@ -25,15 +25,8 @@ class TrainingFailed(TuneError):
     """The job of this process ended with an exit code other than 0.
 
     Attributes:
-        exit_code: that code; its line stands in the output above.
+        exit_code: that code; `train` sets it.
     """
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"the training job ended with exit code {code}; its own line is above")
-        self.exit_code = code
-
-    def __reduce__(self) -> tuple[type[TrainingFailed], tuple[int]]:
-        return TrainingFailed, (self.exit_code,)  # by default pickle would give the message to `__init__`
 
 
 def train(argv: Sequence[str]) -> None:
@@ -48,4 +41,6 @@ def train(argv: Sequence[str]) -> None:
     """
     code = sft.main(argv)
     if code:
-        raise TrainingFailed(code)
+        failure = TrainingFailed(f"the training job ended with exit code {code}; its own line is above")
+        failure.exit_code = code  # an attribute of its own: pickle keeps it, whatever process this is raised in
+        raise failure

@@ -16,6 +16,7 @@ from hf_rocm_tune.memory.plan_optimizers import OPTIMIZERS
 from hf_rocm_tune.plan_card import card_memory
 from hf_rocm_tune.plan_recipe import check_recipe, command, write_recipe
 from hf_rocm_tune.plan_request import ALL_LINEAR, ATTENTIONS, DTYPES, METHODS, PlanRequest, as_targets
+from hf_rocm_tune.plan_split_command import plan_over_cards
 
 _PROGRAM = "hf-rocm-tune plan"
 
@@ -41,14 +42,17 @@ def main(argv: Sequence[str]) -> int:
     request = _request(wanted)
     process.prepare_process(os.environ)  # or libraries remark on this machine's lack of a GPU while they are imported
     card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib)
-    return _largest(request, card, as_json=wanted.json) if wanted.largest else _plan(request, card, wanted)
+    if wanted.largest:
+        return _largest(request, card, as_json=wanted.json)
+    return _plan(request, card, wanted) if wanted.split is None else plan_over_cards(request, card, wanted)
 
 
 def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -> int:
     from hf_rocm_tune.plan_job import plan_for
     from hf_rocm_tune.plan_text import as_text, as_values
 
-    plan = plan_for(request, card=card)
+    plan = plan_for(request, card=card, within_limit=wanted.length is None)
+    request = plan.request
     line = command(request, plan.nearest, wanted.dataset_name)
     print(json.dumps(as_values(plan, line)) if wanted.json else as_text(plan, line))
     if plan.choice is None:
@@ -88,12 +92,15 @@ def _largest(request: PlanRequest, card: CardMemory, *, as_json: bool) -> int:
 
 
 def _request(wanted: argparse.Namespace) -> PlanRequest:
-    given = {name: value for name, value in vars(wanted).items() if name in PlanRequest.__dataclass_fields__}
+    fields = PlanRequest.__dataclass_fields__
+    given = {name: value for name, value in vars(wanted).items() if name in fields and value is not None}
+    if wanted.split is not None:
+        given["cards"] = 1  # one process
     if wanted.method is not None:
         given["methods"] = (wanted.method,)
     given["targets"] = as_targets(wanted.targets)
     given["modules_to_save"] = tuple(wanted.modules_to_save)
-    return PlanRequest(**{**given, "model": wanted.model or ""})
+    return PlanRequest(**given)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,13 +117,15 @@ def _parser() -> argparse.ArgumentParser:
     flag("--vram", type=float, metavar="GIB", help="plan for a card of this size instead")
     flag("--desktop_gib", type=float, help="held by others (default: read from the card, else 1; headless: 0)")
     flag("--method", choices=METHODS, help="default: the faster of lora and qlora that fits")
-    flag("--seq", "--max_length", dest="length", type=int, default=usual.length, help="tokens of a sequence (2048)")
+    flag("--seq", "--max_length", dest="length", type=int, help="tokens of a sequence (2048, or the model's limit)")
     flag("--effective_batch", type=int, default=usual.effective_batch, help="sequences a step, all cards (16)")
-    flag("--cards", type=int, default=1, help="cards, each with the whole model (1)")
+    flag("--cards", type=int, default=1, help="cards, each with the whole model unless --split (1)")
+    over = "share out the layers of one model over the cards instead: evenly by memory, or as said (18 or 18,22)"
+    flag("--split", nargs="?", const="auto", metavar="N,N", help=over)
     flag("--packing", action="store_true", help="several short sequences to a row")
     flag("--rank", "--lora_r", type=int, default=usual.rank, help="of the adapters (16)")
     flag("--alpha", "--lora_alpha", type=int, default=usual.alpha, help="of the adapters (32)")
-    flag("--dropout", "--lora_dropout", type=float, default=usual.dropout, help="of the adapters (0.05)")
+    flag("--dropout", "--lora_dropout", type=float, help="of the adapters (0.05; 0 where PEFT allows no other)")
     names = f"modules with adapters, or {ALL_LINEAR}, the default"
     flag("--targets", "--lora_target_modules", nargs="+", default=[ALL_LINEAR], help=names)
     flag("--modules_to_save", "--lora_modules_to_save", nargs="+", default=[], help="modules trained as a whole")

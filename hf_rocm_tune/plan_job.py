@@ -72,9 +72,9 @@ class Plan:
         The last step is recorded at that very length, because attention may change its ways on the road to it. None
         also where the step does not scale, and each length would have to be recorded.
         """
-        if not self.scales:
-            return None
         variant = self.variants[method]
+        if not self.scales or sum(variant.weights.parts.values()) > self.card.free:
+            return None
         exact = replace(variant, trace=variant.exact)
 
         def at(length: int) -> Estimate:
@@ -94,7 +94,9 @@ class Plan:
         return found
 
 
-def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, grid: bool = True) -> Plan:
+def plan_for(
+    request: PlanRequest, *, card: CardMemory, config: Any = None, grid: bool = True, within_limit: bool = False
+) -> Plan:
     """Plans a training job.
 
     Args:
@@ -102,9 +104,11 @@ def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, grid
         card: the memory of the card, from :func:`hf_rocm_tune.plan_card.card_named` or ``CardMemory(...)``.
         config: the model's configuration where it is at hand; else ``request.model`` is asked for it.
         grid: consider half and twice the length as well; auto-fit does not need them.
+        within_limit: where the model was made for fewer tokens than wanted, plan for those.
 
     Returns:
-        The plan. Its ``choice`` is the fastest case by estimate that fits, for the wanted effective batch exactly.
+        The plan. Its ``choice`` is the fastest case by estimate that fits, for the wanted effective batch exactly. Its
+        ``request`` is the question with what was settled on the way.
 
     Raises:
         UsageError: the configuration cannot be read, or this model cannot be planned.
@@ -116,11 +120,24 @@ def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, grid
     from hf_rocm_tune.models.shapes_config import longest_position
 
     limit = longest_position(config)
-    if limit is not None and request.length > limit:
-        notes.append(f"the model was made for {limit} tokens; {request.length} are more")
+    if limit is None or request.length <= limit:
+        return _answer(request, card, config, limit=limit, grid=grid, notes=notes)
+    if within_limit:
+        notes.append(f"the model was made for {limit} tokens, so they are planned, not {request.length}")
+        return _answer(replace(request, length=limit), card, config, limit=limit, grid=grid, notes=notes)
+    notes.append(f"the model was made for {limit} tokens; {request.length} are more")
+    try:
+        return _answer(request, card, config, limit=limit, grid=grid, notes=notes)
+    except UsageError as error:
+        raise UsageError(f"{error}; it was made for {limit} tokens, and {request.length} are more") from error
+
+
+def _answer(
+    request: PlanRequest, card: CardMemory, config: Any, *, limit: int | None, grid: bool, notes: list[str]
+) -> Plan:
     lengths = _lengths(request, limit) if grid else (request.length,)
-    recordings, refusals = _recordings(config, request, lengths)
-    notes += [f"{method}: {reason}" for method, reason in refusals.items()]
+    request, recordings, remarks = _recordings(config, request, lengths)
+    notes += remarks
     if loops := any(each.loops for each in recordings.values()):
         lengths = (request.length,)
         notes.append("its step does other things at each length: only the wanted one was planned")
@@ -155,8 +172,27 @@ def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, grid
 
 def _recordings(
     config: Any, request: PlanRequest, lengths: tuple[int, ...]
-) -> tuple[dict[str, Recordings], dict[str, str]]:
-    """By method, what can be recorded, and why something cannot be; where nothing can, that is raised."""
+) -> tuple[PlanRequest, dict[str, Recordings], list[str]]:
+    """The question with its dropout settled, what can be recorded, by method, and why something cannot be.
+
+    Raises:
+        UsageError: nothing can be recorded.
+    """
+    found, refused = _recorded(config, request, lengths)
+    remarks: list[str] = []
+    if not found and request.dropout is None and request.methods != ("full",):
+        request = replace(request, dropout=0.0)
+        found, refused = _recorded(config, request, lengths)
+        remarks.append("without dropout, because PEFT refuses it for these adapters: --dropout 0")
+    if not found:
+        raise next(iter(refused.values()))
+    return request, found, remarks + [f"{method}: {reason}" for method, reason in refused.items()]
+
+
+def _recorded(
+    config: Any, request: PlanRequest, lengths: tuple[int, ...]
+) -> tuple[dict[str, Recordings], dict[str, UsageError]]:
+    """By method, what can be recorded, and why something cannot be."""
     found: dict[str, Recordings] = {}
     refused: dict[str, UsageError] = {}
     for method in request.methods:
@@ -166,9 +202,7 @@ def _recordings(
             found[method] = recordings
         except UsageError as error:
             refused[method] = error
-    if not found:
-        raise next(iter(refused.values()))
-    return found, {method: str(error) for method, error in refused.items()}
+    return found, refused
 
 
 def largest_models(request: PlanRequest, *, card: CardMemory) -> dict[str, str | None]:

@@ -70,7 +70,7 @@ def settings(request: PlanRequest, option: Option, dataset: str | None = None) -
         found |= {
             "lora_r": request.rank,
             "lora_alpha": request.alpha,
-            "lora_dropout": request.dropout,
+            "lora_dropout": request.adapter_dropout,
             "lora_target_modules": targets,
             "lora_modules_to_save": list(request.modules_to_save) or None,
             "use_dora": request.dora,

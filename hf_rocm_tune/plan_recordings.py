@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.memory.plan import Case, Weights
@@ -30,23 +31,32 @@ class Recordings:
     request: PlanRequest
     method: str
     lengths: tuple[int, ...]
+    made: ClassVar[type[Trace]] = Trace
     _tapes: dict[tuple[object, ...], Any] = field(default_factory=dict)
     _traces: dict[tuple[object, ...], Trace | None] = field(default_factory=dict)
 
     @cached_property
     def sample(self) -> Sample:
         """The model with few layers; with all of them, which takes longer, where it needs to know how many it has."""
-        from hf_rocm_tune.models.shapes_model import KEEPS, build
+        from hf_rocm_tune.models.shapes_model import KEEPS, KindsFollowFromNumber, build
+        from hf_rocm_tune.models.shapes_record import TooManyOperations
 
         refusal: UsageError | None = None
         for keep in KEEPS:
             try:
                 found = build(self.config, self._method(), keep=keep)
+            except KindsFollowFromNumber as error:
+                refusal = error
+                continue
+            try:
                 self._tape(found, _PROBE, 2, self.lengths[0])
                 return found
+            except TooManyOperations:
+                raise
             except UsageError as error:
                 refusal = error
-                self._tapes.clear()
+            finally:
+                self._tapes.clear()  # a first step may do what later ones do not: cast biases for good, fill caches
         assert refusal is not None, "there is a way to keep layers"
         raise refusal
 
@@ -67,11 +77,10 @@ class Recordings:
 
     def __call__(self, case: Case) -> Trace:
         """The step of a case, scaled to its batch and length where that can be; else recorded at its own length."""
-        widest = self._widest(case)
-        ranges = [] if self.loops else [widest, (case.shape[1], widest[1])]
-        for low, high in ranges:
-            if low < high and low <= case.shape[1] and (found := self._scaled(case, (low, high))):
-                return found
+        if not self.loops:
+            for lengths in self._around(case):
+                if found := self._scaled(case, lengths):
+                    return found
         return self.exact(case)
 
     def exact(self, case: Case) -> Trace:
@@ -79,6 +88,26 @@ class Recordings:
         found = self._scaled(case, (case.shape[1], case.shape[1]))
         assert found is not None, "at one length a step is the same for every batch size"
         return found
+
+    def _around(self, case: Case) -> Iterator[tuple[int, int]]:
+        """Pairs of lengths between which that of a case is, those first that ask for no recording.
+
+        Attention may change its ways between two lengths, at a window's width for example, but not twice.
+        """
+        length, kind = case.shape[1], (case.content, case.checkpointing)
+        for (*same, (low, high)), found in list(self._traces.items()):
+            if tuple(same) == kind and found and low < high and low <= length <= high:
+                yield low, high
+        low, high = self._widest(case)
+        if low <= length <= high:
+            yield low, high
+        usual = {low, *self.lengths, high, *(each[3] for each in self._tapes if each[:2] == kind)}
+        above = [each for each in usual if each > length]
+        below = [each for each in usual if each < length]
+        if above:
+            yield length, min(above)
+        if below:
+            yield max(below), length
 
     def _widest(self, case: Case) -> tuple[int, int]:
         """Shortest and longest rows that are asked for often."""
@@ -93,7 +122,7 @@ class Recordings:
             batches = (2, 3) if case.content == "padded" else (1, 1)
             first, second = (self._tape(self.sample, case, *shape) for shape in zip(batches, lengths, strict=True))
             try:
-                self._traces[key] = Trace(first, second, self.sample.layer_of)
+                self._traces[key] = self.made(first, second, self.sample.layer_of)
             except ValueError:
                 self._traces[key] = None
         return self._traces[key]
@@ -125,7 +154,7 @@ class Recordings:
             dtype=request.dtype_of(self.method),
             rank=request.rank,
             alpha=request.alpha,
-            dropout=request.dropout,
+            dropout=request.adapter_dropout,
             targets=request.targets,
             modules_to_save=request.modules_to_save,
             dora=request.dora,

@@ -17,6 +17,7 @@ PLATFORMS = ("hip", "cuda", "cpu")
 DTYPES = ("bfloat16", "float16", "float32")
 ATTENTIONS = ("sdpa", "eager")
 ALL_LINEAR = "all-linear"
+USUAL_DROPOUT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ class PlanRequest:
         effective_batch: sequences to one optimizer step, over all cards.
         cards: that hold the whole model each.
         packing: several sequences in a row.
-        rank, alpha, dropout, targets, modules_to_save, dora, rslora: of the adapters.
+        rank, alpha, dropout, targets, modules_to_save, dora, rslora: of the adapters. Without a ``dropout`` it is 0.05,
+            and 0 where PEFT adapts the model only so.
         nested: the constants of 4-bit weights are quantised too.
         dtype: of weights that are not quantised; None: ``bfloat16`` below adapters, ``float32`` when all are trained.
         autocast: mixed precision in bfloat16.
@@ -56,7 +58,7 @@ class PlanRequest:
     packing: bool = False
     rank: int = 16
     alpha: int = 32
-    dropout: float = 0.05
+    dropout: float | None = None
     targets: str | tuple[str, ...] = ALL_LINEAR
     modules_to_save: tuple[str, ...] = ()
     dora: bool = False
@@ -86,7 +88,7 @@ class PlanRequest:
             faults.append(f"--effective_batch {self.effective_batch} cannot be shared by {self.cards} cards evenly")
         if self.micro_batch is not None and (self.micro_batch < 1 or self.each % self.micro_batch):
             faults.append(f"a micro-batch of {self.micro_batch} does not divide the {self.each} sequences of a card")
-        if not 0 <= self.dropout < 1:
+        if not 0 <= self.adapter_dropout < 1:
             faults.append(f"--dropout must be 0 or more and below 1, got {self.dropout}")
         choices: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
             ("method", self.methods, METHODS),
@@ -104,6 +106,11 @@ class PlanRequest:
     def each(self) -> int:
         """Sequences of one optimizer step on one card."""
         return self.effective_batch // self.cards
+
+    @property
+    def adapter_dropout(self) -> float:
+        """The dropout in front of the adapters."""
+        return USUAL_DROPOUT if self.dropout is None else self.dropout
 
     def dtype_of(self, method: str) -> str:
         """The dtype of weights that are not quantised."""

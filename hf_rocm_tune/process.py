@@ -37,9 +37,11 @@ def prepare_process(environ: MutableMapping[str, str]) -> None:
     It replaces a ``false`` as well: launchers write that for every configuration that names a GPU.
 
     Raises:
-        UsageError: the environment says that a launcher started several processes, and none did.
+        UsageError: the environment says that a launcher started several processes, and none did; or that DeepSpeed is
+            to be used, which cannot be.
     """
     _check_launch(environ)
+    _check_deepspeed(environ)
     if not has_accelerator():
         environ["ACCELERATE_USE_CPU"] = "true"
         # bitsandbytes logs at import that an optional Hub kernel for CPUs is missing; nobody asked for it here.
@@ -57,6 +59,30 @@ def _check_launch(environ: Mapping[str, str]) -> None:
         raise UsageError(
             f"WORLD_SIZE is {launched} in the environment, but {', '.join(missing)} not set, so no launcher started "
             "this process: unset WORLD_SIZE, or start all processes with `hf-rocm-tune sft --num_processes`"
+        )
+
+
+def _check_deepspeed(environ: Mapping[str, str]) -> None:
+    if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        require_deepspeed()
+        if not has_accelerator():
+            raise UsageError(
+                "DeepSpeed was asked for, and torch sees no GPU, where Accelerate would train with DDP instead without "
+                "a word: use --accelerate_config cpu_dual"
+            )
+
+
+def require_deepspeed() -> None:
+    """Refuse a job for DeepSpeed where that is not installed. Imports nothing.
+
+    Raises:
+        UsageError: it is not; the message says what it would gain, too.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(
+            "this configuration needs DeepSpeed, which is not installed (`pip install deepspeed`). For LoRA it gains "
+            "nothing, because ZeRO-2 shards gradients and optimizer state, which are tens of megabytes there: use "
+            "--accelerate_config dual_rx7900xt, or dual_rx7900xt_fsdp2 to shard the model too"
         )
 
 

@@ -10,20 +10,23 @@ import os
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune import announce, auto_fit, machine_findings
+from hf_rocm_tune import announce, auto_fit, exits, machine_findings, ranks_start
 from hf_rocm_tune import arguments as command_line
 from hf_rocm_tune.arguments import Arguments
 from hf_rocm_tune.cards import Cards
+from hf_rocm_tune.distributed import machines
 from hf_rocm_tune.distributed.agree import on_main_process
 from hf_rocm_tune.errors import MemoryFaultError
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.process import check_world
 from hf_rocm_tune.sft_setup import Job, make_trainer, open_publisher, prepare
-from hf_rocm_tune.training import report
+from hf_rocm_tune.training import report, stall
 from hf_rocm_tune.training.run import Plan, prepare_output_dir
+from hf_rocm_tune.training.stall import StallGuard
 from hf_rocm_tune.training.supervised import tell_begun
 from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
 
@@ -39,22 +42,37 @@ def run(argv: Sequence[str]) -> int:
     Returns:
         0; whatever goes wrong is raised.
     """
-    arguments = command_line.parse(argv)
+    preflight = partial(ranks_start.decide, environ=os.environ, say=announce.say)
+    arguments = command_line.parse(argv, before_meeting=preflight)
     if arguments.tune.print_config:
         print(arguments.to_yaml(), end="")
         return 0
     check_world(arguments.training.world_size, os.environ)
+    with stall.watched(arguments.ranks.stall_timeout, place=exits.meeting_place(), tell=exits.speak) as guard:
+        return _run(arguments, guard)
+
+
+def _run(arguments: Arguments, guard: StallGuard) -> int:
     asked = {**arguments.resolved(), "world_size": arguments.training.world_size}
-    plan = _plan(arguments, asked)
+    machines.require_same(report.versions(), asked)
+    restarted = machines.any_rank(exits.is_restart(os.environ))
+    plan = _plan(arguments, asked, restarted=restarted)
+    machines.require_shared(plan.directory)
     for note in plan.notes:
         announce.say(note)
+    if restarted:
+        where = plan.checkpoint.name if plan.checkpoint else "the start"
+        why = (exits.last_ending(os.environ) or "a process ended without a word").partition(". ")[0]
+        announce.say(f"the launcher has started all processes again ({why}): the run goes on from {where}")
     publisher = open_publisher(arguments)
     if plan.action == "finished":
         announce.say(f"this run is finished in {plan.directory}; give --overwrite_output_dir to train again")
         if publisher is not None:
             publisher.result(plan.directory)  # its push may have failed; what is there is not sent again
         return 0
-    job = prepare(arguments, asked, plan, publisher)
+    job = prepare(arguments, asked, plan, publisher, guard)
+    machines.require_same_rows(job.data.train, "train")
+    machines.require_same_rows(job.data.eval, "evaluation")
     announce.say(*announce.settings(arguments, job.data.description, job.mover))
     job.findings = machine_findings.look(doctor=arguments.tune.doctor == "quick", say=announce.say_of_this_rank)
     with job.mover, closing(publisher) if publisher else nullcontext():
@@ -87,15 +105,22 @@ def _complete(job: Job) -> None:
 
 def _attempt(job: Job, *, may_go_back: bool) -> str | None:
     """One way from loading to the finished result; the message of a memory fault that may be recovered from."""
+    job.guard.starting()
     trainer, facts = make_trainer(job)
     announce.say(*announce.model(trainer, facts))
     trainer.require_coverage()
     facts = _fitted(job, trainer, facts)
     if trainer.is_world_process_zero():
         job.plan.commit()
-        resumed_from = job.plan.checkpoint.name if job.plan.checkpoint else None
-        tell_begun(run_id=job.plan.run_id, output_dir=job.plan.directory, resumed_from=resumed_from)
+    if trainer.is_local_process_zero():  # each machine may have a supervisor
+        tell_begun(
+            run_id=job.plan.run_id,
+            output_dir=job.plan.directory,
+            resumed_from=job.plan.checkpoint.name if job.plan.checkpoint else None,
+            leads=trainer.is_world_process_zero(),
+        )
     trainer.accelerator.wait_for_everyone()
+    job.guard.watch(trainer, facts, job.plan.directory)
     cards = _cards(job, trainer, facts)
     try:
         with trainer.stop_requests.installed():  # the save of the result is not torn by a Ctrl-C either
@@ -119,7 +144,9 @@ def _fitted(job: Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> re
     return replace(facts, auto_fit=chosen)
 
 
-def _plan(arguments: Arguments, asked: dict[str, Any], *, going_back: bool = False) -> Plan:
+def _plan(
+    arguments: Arguments, asked: dict[str, Any], *, going_back: bool = False, restarted: bool = False
+) -> Plan:
     """What to do in the output directory: rank 0 decides, all ranks hear it."""
     return on_main_process(
         lambda: prepare_output_dir(
@@ -127,6 +154,7 @@ def _plan(arguments: Arguments, asked: dict[str, Any], *, going_back: bool = Fal
             asked,
             overwrite=arguments.tune.overwrite_output_dir and not going_back,
             resume=None if going_back else arguments.training.resume_from_checkpoint,
+            restarted=restarted or None,
         )
     )
 

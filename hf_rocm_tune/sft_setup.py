@@ -5,6 +5,7 @@ Whatever can be refused without loading the model is refused by `prepare`; nothi
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,22 +20,28 @@ from hf_rocm_tune.data.formats import check_format
 from hf_rocm_tune.data.mixture import load_mixture
 from hf_rocm_tune.data.sources import Splits, load_source
 from hf_rocm_tune.distributed.agree import on_main_process
+from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.publish import hub_during as publishing
 from hf_rocm_tune.publish.hub_during import Publisher
 from hf_rocm_tune.publish.privacy import local_paths
+from hf_rocm_tune.split_setup import make_mover
 from hf_rocm_tune.training import report
+from hf_rocm_tune.training.batch_shares import choose_rows
 from hf_rocm_tune.training.crash import Crashes
+from hf_rocm_tune.training.deepspeed import check_deepspeed
+from hf_rocm_tune.training.fsdp_settings import check_fsdp, is_wanted
 from hf_rocm_tune.training.loggers import check_loggers, count_in_logs
 from hf_rocm_tune.training.offload import check_offloads
 from hf_rocm_tune.training.oom_faults import StepFaultSpec
 from hf_rocm_tune.training.refusals import as_usage_errors
 from hf_rocm_tune.training.run import Plan
+from hf_rocm_tune.training.stall import StallGuard
 from hf_rocm_tune.training.telemetry import Telemetry
 from hf_rocm_tune.training.telemetry_callback import attach, of_device
 from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
-from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
+from hf_rocm_tune.transfer import Mover
 
 
 @dataclass(kw_only=True)
@@ -51,7 +58,9 @@ class Job:
     mover: Mover
     telemetry: Telemetry | None
     publisher: Publisher | None
+    guard: StallGuard
     findings: tuple[dict[str, Any], ...] = ()
+    batch_rows: tuple[int, ...] | None = None
 
 
 def open_publisher(arguments: Arguments) -> Publisher | None:
@@ -76,7 +85,9 @@ def open_publisher(arguments: Arguments) -> Publisher | None:
     return publisher
 
 
-def prepare(arguments: Arguments, asked: dict[str, Any], plan: Plan, publisher: Publisher | None) -> Job:
+def prepare(
+    arguments: Arguments, asked: dict[str, Any], plan: Plan, publisher: Publisher | None, guard: StallGuard
+) -> Job:
     """Everything that can be refused without loading the model."""
     training, tune = arguments.training, arguments.tune
     source = ModelSource(
@@ -93,6 +104,8 @@ def prepare(arguments: Arguments, asked: dict[str, Any], plan: Plan, publisher: 
     check_source(source, training.device)
     check_loggers(training.report_to)
     check_offloads(training)
+    check_deepspeed(os.environ, verify=tune.verify, consent=tune.consent_unverified)
+    check_fsdp(training, arguments.model, os.environ, others=_not_for_shards(arguments))
     if crashes := Crashes().text:
         announce.say(f"crashes are injected on request: {crashes}")
     if step_faults := StepFaultSpec.from_environment():
@@ -100,12 +113,9 @@ def prepare(arguments: Arguments, asked: dict[str, Any], plan: Plan, publisher: 
     data = _data(arguments)
     tokenizer = load_tokenizer(source, training.chat_template_path)
     _check_formats(arguments, data, tokenizer)
+    mover = make_mover(arguments, source, say=announce.say)
+    batch_rows = _batch_rows(arguments)
     fit = auto_fit.fit(arguments, plan.record.auto_fit, say=announce.say)
-    mover = Mover(
-        training.device,
-        settings=TransferSettings(verify=tune.verify, on_corruption=tune.on_corruption),
-        faults=FaultSpec.from_environment(),
-    )
     telemetry = of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
     return Job(
         arguments=arguments,
@@ -118,13 +128,30 @@ def prepare(arguments: Arguments, asked: dict[str, Any], plan: Plan, publisher: 
         mover=mover,
         telemetry=telemetry if tune.telemetry_every > 0 else None,
         publisher=publisher,
+        guard=guard,
+        batch_rows=batch_rows,
     )
+
+
+def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
+    """Flags that do not go with FSDP2, and whether they are in use."""
+    ranks, tune = arguments.ranks, arguments.tune
+    return {
+        "--auto_fit": tune.auto_fit != "off",
+        "--compare_optimizer_every": tune.compare_optimizer_every > 0,
+        "--grad_sync host": ranks.grad_sync == "host",
+        "--grad_compression": ranks.grad_compression != "none",
+        "--split_layers": ranks.split_layers is not None,
+        "--batch_shares": ranks.batch_shares is not None,
+    }
 
 
 def make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
     training, tune = job.arguments.training, job.arguments.tune
     set_seed(training.seed)  # as TRL does before it loads a model
-    model, seconds = load_model(job.source, job.mover)
+    # A model that is to be sharded stays on the host: each card gets its own rows, when the trainer is built.
+    on_host = is_wanted(os.environ) and job.source.quantization is None
+    model, seconds = load_model(job.source, job.mover, on_host=on_host)
     records = on_main_process(lambda: attest_files(job.source))
     peft_config = get_peft_config(job.arguments.model)
     if peft_config is not None:
@@ -150,6 +177,9 @@ def make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
             consent_unverified=tune.consent_unverified,
             on_oom=tune.on_oom,
             max_skipped_steps=tune.max_skipped_steps,
+            batch_rows=job.batch_rows,
+            grad_sync=job.arguments.grad_sync.way,
+            grad_compression=job.arguments.grad_sync.compression,
         )
     count_in_logs(trainer)
     if job.telemetry is not None:
@@ -161,10 +191,11 @@ def make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
     trainer.skip_steps = frozenset(job.plan.record.skipped_steps)
     facts = report.RunFacts(
         run_id=job.plan.run_id,
-        load_seconds=seconds,
+        load_seconds=seconds + trainer.shard_seconds,
         attested_files=records.attested,
         not_attested=records.unknown,
         findings=job.findings,
+        preflight=job.arguments.preflight.to_dict() if job.arguments.preflight else None,
         telemetry=job.telemetry,
     )
     return trainer, facts
@@ -190,6 +221,23 @@ def _data(arguments: Arguments) -> Splits:
         eval_split_size=arguments.tune.eval_rows,
         seed=training.seed if training.data_seed is None else training.data_seed,
     )
+
+
+def _batch_rows(arguments: Arguments) -> tuple[int, ...] | None:
+    """Rows of a micro-step for each rank, where --batch_shares asks for uneven ones; every rank hears of the choice."""
+    wanted, training = arguments.ranks.batch_shares, arguments.training
+    if wanted is None:
+        return None
+    if arguments.tune.auto_fit != "off":
+        raise UsageError(
+            "--batch_shares does not go with --auto_fit, which chooses one micro-batch for all ranks: give "
+            "--per_device_train_batch_size and leave --auto_fit out"
+        )
+    chosen = choose_rows(
+        wanted, ranks=training.world_size, batch_size=training.per_device_train_batch_size, device=training.device
+    )
+    announce.say(chosen.line())
+    return chosen.rows
 
 
 def _check_formats(arguments: Arguments, data: Splits, tokenizer: PreTrainedTokenizerBase) -> None:

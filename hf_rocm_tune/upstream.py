@@ -49,6 +49,9 @@ _TRAINER = "transformers.trainer"
 _LOADING = "transformers.core_model_loading"
 _TRANSFORMERS = "transformers 5.23.0"
 _ACCELERATE = "accelerate 1.15.0"
+_TORCH = "torch 2.13.0"
+_FSDP = "accelerate.utils.fsdp_utils"
+_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
 SEAMS: tuple[Seam, ...] = (
     Seam(
@@ -75,6 +78,15 @@ SEAMS: tuple[Seam, ...] = (
         attribute="PreTrainedModel._move_missing_keys_from_meta_to_device",
         parameters=("self", "missing_keys", "device_map", "device_mesh", "hf_quantizer"),
         why="weights and buffers that no file holds are initialised here; we keep them on the host until they move",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
+        name="dispatch",
+        module="transformers.modeling_utils",
+        attribute="accelerate_dispatch",
+        parameters=("model", "hf_quantizer", "device_map"),
+        why="puts hooks on a model of several devices that copy activations between them unverified",
         checked=_TRANSFORMERS,
         patched=True,
     ),
@@ -232,6 +244,55 @@ SEAMS: tuple[Seam, ...] = (
         parameters=("self", "checkpoint"),
         why="reads optimizer state back on resume",
         checked=_TRANSFORMERS,
+    ),
+    Seam(
+        name="fsdp2_prepare",
+        module=_FSDP,
+        attribute="fsdp2_prepare_model",
+        parameters=("accelerator", "model"),
+        why="decides which modules FSDP2 gathers together, and shards them",
+        checked=_ACCELERATE,
+    ),
+    Seam(
+        name="fsdp2_load",
+        module=_FSDP,
+        attribute="fsdp2_load_full_state_dict",
+        parameters=("accelerator", "model", "full_sd", "cpu_offload"),
+        why="broadcasts every weight from rank 0: each rank brings its own rows through the mover instead",
+        checked=_ACCELERATE,
+        patched=True,
+    ),
+    Seam(
+        name="fsdp2_gather",
+        module=_COLLECTIVES,
+        attribute="DefaultAllGather.__call__",
+        parameters=("self", "output_tensor", "input_tensor", "group", "async_op"),
+        why="weights come from the other cards here, in each forward and backward",
+        checked=_TORCH,
+    ),
+    Seam(
+        name="fsdp2_reduce",
+        module=_COLLECTIVES,
+        attribute="DefaultReduceScatter.__call__",
+        parameters=("self", "output_tensor", "input_tensor", "group", "op", "async_op"),
+        why="gradients of all cards are averaged here, each card's part of them",
+        checked=_TORCH,
+    ),
+    Seam(
+        name="fsdp2_norm",
+        module="accelerate.accelerator",
+        attribute="Accelerator.clip_grad_norm_",
+        parameters=("self", "parameters", "max_norm", "norm_type"),
+        why="adds up the norm of sharded gradients over the cards by itself",
+        checked=_ACCELERATE,
+    ),
+    Seam(
+        name="full_state",
+        module="accelerate.accelerator",
+        attribute="Accelerator.get_state_dict",
+        parameters=("self", "model", "unwrap"),
+        why="brings a sharded model together to be saved, frozen weights too, over the cards",
+        checked=_ACCELERATE,
     ),
     Seam(
         name="ddp_ignore",

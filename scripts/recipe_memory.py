@@ -13,9 +13,11 @@ from dataclasses import replace
 
 from hf_rocm_tune import arguments, process, recipes
 from hf_rocm_tune.memory.plan import GIB, CardMemory
+from hf_rocm_tune.models.split import parse
 from hf_rocm_tune.plan_card import card_memory
 from hf_rocm_tune.plan_job import plan_for
-from hf_rocm_tune.plan_request import from_training
+from hf_rocm_tune.plan_request import PlanRequest, from_training
+from hf_rocm_tune.plan_split import split_plan
 
 DESKTOP_GIB = 1.0
 
@@ -51,6 +53,8 @@ def planned(name: str, card: CardMemory) -> str:
         micro_batch=job.training.per_device_train_batch_size,
         checkpointing=bool(settings["activation_checkpointing"]),
     )
+    if settings["split_layers"]:
+        return _planned_split(name, request, str(settings["split_layers"]), card)
     choice = plan_for(request, card=card, grid=False).choice
     if choice is None:
         raise ValueError(f"{name} does not fit {card.name}")
@@ -58,6 +62,18 @@ def planned(name: str, card: CardMemory) -> str:
     each = " on each card" if cards > 1 else ""
     return (
         f"{found.total / GIB:.1f} of {card.usable / GIB:.1f} GiB{each}, {DESKTOP_GIB:g} GiB of a desktop included; "
+        "planned, not measured on a card."
+    )
+
+
+def _planned_split(name: str, request: PlanRequest, layers: str, card: CardMemory) -> str:
+    """The same for a model that lies on two cards."""
+    found = split_plan(request, cards=(card, card), counts=parse(layers))
+    if not found.cut.fits:
+        raise ValueError(f"{name} does not fit two of {card.name}")
+    each = " and ".join(f"{estimate.total / GIB:.1f}" for estimate in found.estimates)
+    return (
+        f"{each} of {card.usable / GIB:.1f} GiB on the two cards, {DESKTOP_GIB:g} GiB of a desktop on each included; "
         "planned, not measured on a card."
     )
 

@@ -39,6 +39,11 @@ def main(argv: Sequence[str], *, trainer_class: Callable[[], Callable[..., Any]]
 
         files = {name: wanted.pop(name) for name in ("json_file", "plot")}
         loads.run(loads.LoadBench(**{**wanted, "caches": tuple(wanted["caches"])}), command, **files)
+    elif which == "comm":
+        from hf_rocm_tune.bench import comm
+
+        json_file = wanted.pop("json_file")
+        comm.run(comm.CommBench(**wanted), command, json_file=json_file)
     else:
         trainer = trainer_class()  # first: it prepares the process before anything else is imported
         from hf_rocm_tune.bench import steps
@@ -71,11 +76,12 @@ def _check_files(json_file: Path | None, plot: Path | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=_PROGRAM, description="Measure transfers, loading and training steps on this machine.")
-    kinds = parser.add_subparsers(dest="bench", required=True, metavar="transfer|load|step", parser_class=_Parser)
+    parser = _Parser(prog=_PROGRAM, description="Measure transfers, loading, steps and averages on this machine.")
+    kinds = parser.add_subparsers(dest="bench", required=True, metavar="transfer|load|step|comm", parser_class=_Parser)
     _transfer_flags(kinds.add_parser("transfer", help="copies by size: raw, torch, accelerate, ours"))
     _load_flags(kinds.add_parser("load", help="an 8B-shaped checkpoint: stock from_pretrained and ours"))
     _step_flags(kinds.add_parser("step", help="training steps: verified and unverified"))
+    _comm_flags(kinds.add_parser("comm", help="two processes: averages by size and way, training on one and two ranks"))
     return parser
 
 
@@ -111,6 +117,19 @@ def _step_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a stretch (default: 4)")
     sentinel = "as in sft, for the trainers that verify (default: 50)"
     parser.add_argument("--sentinel_every", type=int, default=50, help=sentinel)
+
+
+def _comm_flags(parser: argparse.ArgumentParser) -> None:
+    _common_flags(parser, plot=False)
+    parser.add_argument("--max_size", type=byte_size, default=64 << 20, metavar="SIZE", help="largest (default: 64MiB)")
+    parser.add_argument("--repeats", type=int, default=7, help="timings of each way and size (default: 7)")
+    chosen = "(default: chosen for the device)"
+    parser.add_argument("--hidden", type=int, help=f"width of the Llama that is trained, a multiple of 64 {chosen}")
+    parser.add_argument("--layers", type=int, help=f"its layers {chosen}")
+    parser.add_argument("--batch", type=int, help=f"rows of a rank's batch {chosen}")
+    parser.add_argument("--seq", type=int, help=f"tokens of a row {chosen}")
+    parser.add_argument("--turns", type=int, default=8, help="stretches of each training; 0: no training (default: 8)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a stretch (default: 3)")
 
 
 def _common_flags(parser: argparse.ArgumentParser, *, plot: bool) -> None:

@@ -19,7 +19,7 @@ class Result:
     """A finished benchmark.
 
     Args:
-        bench: ``transfer``, ``load`` or ``step``.
+        bench: ``transfer``, ``load``, ``step`` or ``comm``.
         command: the command line that was given.
         machine: see `machine.describe`.
         settings: everything that was chosen, by the user or by default.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hf_rocm_tune.distributed.projections import project
+from hf_rocm_tune.distributed.projections import MAGNITUDE, project
 
 if TYPE_CHECKING:
     from torch import distributed as dist
@@ -35,19 +35,36 @@ class Bucket:
     Attributes:
         index: DistributedDataParallel's number of it.
         number: counts the buckets of the whole run, alike on all ranks; for injected faults.
-        sent: copy of the local gradients as they went into the average, 1-dimensional, kept until the verdict.
-        projected: `project` of what went in, taken from the bucket itself, not from the copy.
+        sent: the local gradients as they went into the average, 1-dimensional, kept until the verdict.
+        wire: dtype in which the ranks' gradients are added up; None where the result is not to be their average, but
+            near it, and nothing is projected.
+        projected: `project` of what travels, taken from the bucket itself, not from a copy; float64[blocks, 3].
     """
 
     index: int
     number: int
     sent: Tensor
+    wire: torch.dtype | None
     projected: Tensor
     places: tuple[_Place, ...]
 
     @classmethod
-    def before_averaging(cls, bucket: dist.GradBucket, *, number: int) -> Bucket:  # type: ignore[name-defined]
-        """Record a bucket that is about to be averaged in place."""
+    def before_averaging(
+        cls,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        *,
+        number: int,
+        wire: torch.dtype | None,
+        copied: bool,
+    ) -> Bucket:
+        """Record a bucket that is about to be averaged.
+
+        Args:
+            bucket: as the communication hook gets it.
+            number: see `Bucket`.
+            wire: see `Bucket`.
+            copied: whether `sent` must be a copy, because the average will be written over the bucket.
+        """
         buffer = bucket.buffer()
         places, start = [], 0
         for parameter in bucket.parameters():
@@ -56,10 +73,19 @@ class Bucket:
         return cls(
             index=bucket.index(),
             number=number,
-            sent=buffer.clone(),
-            projected=project(buffer),
+            sent=buffer.clone() if copied else buffer,
+            wire=wire,
+            projected=_project_sent(buffer, wire),
             places=tuple(places),
         )
+
+    def project_sent(self) -> Tensor:
+        """What `projected` was taken from, projected again from `sent`."""
+        return _project_sent(self.sent, self.wire)
+
+    def project_averaged(self, average: Tensor) -> Tensor:
+        """`project` of what came out, block by block beside `projected`."""
+        return self.projected if self.wire is None else project(average, wire=self.wire)
 
     @property
     def name(self) -> str:
@@ -92,6 +118,12 @@ class Bucket:
         if gradient is None:
             return self.sent.new_zeros(place.parameter.numel())
         return gradient.detach().permute(place.order).reshape(-1)
+
+
+def _project_sent(flat: Tensor, wire: torch.dtype | None) -> Tensor:
+    if wire is None:
+        return torch.empty(0, MAGNITUDE + 1, dtype=torch.float64, device=flat.device)
+    return project(flat.to(wire))
 
 
 def _order_in_bucket(parameter: nn.Parameter) -> tuple[int, ...]:

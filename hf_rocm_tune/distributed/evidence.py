@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.distributed.buckets import Bucket
-from hf_rocm_tune.distributed.projections import MAGNITUDE, block_elements, project, rounding_bound
+from hf_rocm_tune.distributed.projections import MAGNITUDE, block_elements, rounding_bound
 from hf_rocm_tune.transfer.digest import digest, digest_on_device
 
 _HEADER = 3
@@ -28,7 +28,7 @@ class Verdict:
     Attributes:
         finite: whether no rank's gradients held NaN or an infinity; otherwise nothing was compared.
         ranks: those whose average is wrong, or whose gradients were not finite.
-        kind: ``zeros``, ``wrong average``, ``differs between ranks``, ``not made again``; None when it is right.
+        kind: ``zeros``, ``wrong average``, ``differs between ranks``, ``not made``; None when it is right.
         first_element: where the first wrong block begins; 0 when the place is not known.
         last_element: where the last one ends; the bucket's last element when the place is not known.
     """
@@ -52,7 +52,7 @@ def pack(bucket: Bucket, *, failed: bool = False) -> Tensor:
         torch.full((1,), int(failed), dtype=torch.int64, device=average.device),
         _digest_words(average),
         bucket.projected.flatten().view(torch.int64),
-        project(average)[:, :MAGNITUDE].flatten().view(torch.int64),
+        bucket.project_averaged(average)[:, :MAGNITUDE].flatten().view(torch.int64),
     ]
     return torch.cat(words)
 
@@ -70,7 +70,8 @@ def judge(bucket: Bucket, words: Sequence[Tensor]) -> Verdict:
     """The verdict on a bucket from every rank's words, on the host.
 
     An average is wrong when a projection on some rank is further from the mean of the sent ones than rounding may
-    bring it, when the ranks hold other bits than each other, or when a rank says that it failed.
+    bring it, when the ranks hold other bits than each other, or when a rank says that it failed. Of a bucket without
+    projections, which is not to hold the average but something near it, only the last two are known.
     """
     blocks = bucket.projected.shape[0]
     header = torch.stack([each[:_HEADER] for each in words])
@@ -80,13 +81,17 @@ def judge(bucket: Bucket, words: Sequence[Tensor]) -> Verdict:
     last = bucket.sent.numel() - 1
     if header[:, 0].any():
         failed = tuple(header[:, 0].nonzero().flatten().tolist())
-        return Verdict(ranks=failed, kind="not made again", last_element=last)
+        return Verdict(ranks=failed, kind="not made", last_element=last)
+    other = (header[:, 1:] != header[0, 1:]).any(dim=1)
+    differing = tuple(other.nonzero().flatten().tolist())
+    if bucket.wire is None:
+        return Verdict(ranks=differing, kind="differs between ranks" if differing else None, last_element=last)
     expected = sum(sent[1:], start=sent[0]) / len(words)
     if not expected.isfinite().all():
         first, last = _span(~expected.isfinite().all(dim=1), bucket)
         ranks = tuple((~sent.isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist())
         return Verdict(finite=False, ranks=ranks, first_element=first, last_element=last)
-    bound = rounding_bound(expected[:, MAGNITUDE], dtype=bucket.sent.dtype, ranks=len(words))
+    bound = rounding_bound(expected[:, MAGNITUDE], dtype=bucket.wire, ranks=len(words))
     off = (averaged - expected[:, :MAGNITUDE]).abs() / bound[:, None]
     wrong = ~(off <= 1).all(dim=2)  # also where the average alone is NaN
     if wrong.any():
@@ -95,16 +100,15 @@ def judge(bucket: Bucket, words: Sequence[Tensor]) -> Verdict:
         first, last = _span(wrong.any(dim=0), bucket)
         kind = "zeros" if lost else "wrong average"
         return Verdict(ranks=ranks, kind=kind, first_element=first, last_element=last)
-    other = (header[:, 1:] != header[0, 1:]).any(dim=1)
-    if other.any():
-        return Verdict(ranks=tuple(other.nonzero().flatten().tolist()), kind="differs between ranks", last_element=last)
+    if differing:
+        return Verdict(ranks=differing, kind="differs between ranks", last_element=last)
     return Verdict()
 
 
 def _span(blocks: Tensor, bucket: Bucket) -> tuple[int, int]:
     """First and last element of the blocks that a bool mask marks."""
     marked = blocks.nonzero().flatten()
-    size = block_elements(bucket.sent.dtype)
+    size = block_elements(bucket.wire or bucket.sent.dtype)
     return int(marked[0]) * size, min(int(marked[-1] + 1) * size, bucket.sent.numel()) - 1
 
 

@@ -9,6 +9,8 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.hardware.child_main import answer, step
 
 PAIR, RANK = "pair", "rank"
+IMPORTING = "importing torch"
+"""The step of a child that has not begun to measure yet."""
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
@@ -19,7 +21,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """
     if sys.argv[1:] not in ([PAIR], [RANK]):
         raise UsageError(f"got {' '.join(sys.argv[1:]) or 'nothing'} to measure: give {PAIR} or {RANK}")
-    step("importing torch")
+    step(IMPORTING)
     from hf_rocm_tune.distributed import preflight_pairs, preflight_ranks
 
     return (preflight_pairs if sys.argv[1] == PAIR else preflight_ranks).measure(request)

@@ -7,22 +7,29 @@ what may cure it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_rocm_tune.distributed.preflight_child import PAIR, RANK
-from hf_rocm_tune.hardware.child import Outcome, Task, run_together
+from hf_rocm_tune.distributed.preflight_child import IMPORTING, PAIR, RANK
+from hf_rocm_tune.hardware.child import Outcome, Task, run_groups, run_together
 
 MODULE = "hf_rocm_tune.distributed.preflight_child"
 
-Verdict = Literal["right", "wrong", "hung", "died"]
+Verdict = Literal["right", "wrong", "hung", "died", "untried"]
+"""``untried``: a child was still importing torch at the deadline, or ended with an exception that is no device's (a
+broken installation, no memory): that says nothing about the cards."""
+FAILED: frozenset[Verdict] = frozenset({"wrong", "hung", "died"})
 Way = Literal["rccl", "rccl_without_p2p", "gloo"]
 """How ranks average: over RCCL (or NCCL) as the environment has it, with NCCL_P2P_DISABLE=1, or through the host."""
+
+DEVICE_ERRORS = ("RuntimeError", "AcceleratorError", "CorruptionError", "Dist")
+"""How the names of those exceptions begin that a device, its driver or RCCL is the reason of."""
 
 _LARGEST = 64 << 20
 _LARGEST_FULL = 1 << 30
@@ -55,6 +62,16 @@ class PairTrial:
         return None if self.outcome.result is None else not self.outcome.result["staged_wrong"]
 
     @property
+    def seconds(self) -> float:
+        """That the child took, the imports included."""
+        return self.outcome.seconds
+
+    @property
+    def problem(self) -> dict[str, Any] | None:
+        """The first wrong copy, see ``preflight_pairs``."""
+        return _first_problem([self.outcome])
+
+    @property
     def reason(self) -> str:
         """One line."""
         result = self.outcome.result
@@ -83,10 +100,20 @@ class ReduceTrial:
         return _verdict(self.outcomes)
 
     @property
+    def seconds(self) -> float:
+        """That the slowest child took, the imports included."""
+        return max(outcome.seconds for outcome in self.outcomes)
+
+    @property
+    def problem(self) -> dict[str, Any] | None:
+        """The first wrong sum, see ``preflight_ranks``."""
+        return _first_problem([self.outcomes[self.telling_rank]])
+
+    @property
     def reason(self) -> str:
         """One line; where a rank died, it is that one, and not those that waited for it."""
         said = f"all-reduce over {self.way}:"
-        if self.verdict == "hung":
+        if "timeout" in {outcome.status for outcome in self.outcomes} and self.verdict != "died":
             return f"{said} {'; '.join(f'rank {rank} {outcome.how}' for rank, outcome in enumerate(self.outcomes))}"
         rank = self.telling_rank
         result = self.outcomes[rank].result
@@ -119,7 +146,7 @@ def try_pairs(
     environ: Mapping[str, str | None] | None = None,
     fault: Mapping[str, str] | None = None,
 ) -> list[PairTrial]:
-    """Copy between every ordered pair, each in a fresh process.
+    """Copy between every ordered pair, each in a fresh process, one after the other.
 
     Args:
         devices: ``device`` (``cuda:0``; ``cpu`` in tests) and ``address`` (PCI, or None) of each.
@@ -130,19 +157,48 @@ def try_pairs(
         environ: variables of the children.
         fault: see ``preflight_pairs``.
     """
+    largest = largest or (_LARGEST_FULL if full else _LARGEST)
     trials = []
     for source, destination in itertools.permutations(devices, 2):
-        request = {
-            "source": dict(source),
-            "destination": dict(destination),
-            "largest": largest or (_LARGEST_FULL if full else _LARGEST),
-            "repeats": repeats,
-            "fault": dict(fault) if fault else None,
-        }
-        task = Task(module=MODULE, arguments=(PAIR,), request=request, environ=environ or {})
+        task = _pair_task(source, destination, largest=largest, repeats=repeats, environ=environ, fault=fault)
         outcome = run_together([task], deadline_s=deadline_s)[0]
         trials.append(PairTrial(source=source["device"], destination=destination["device"], outcome=outcome))
     return trials
+
+
+def try_pairs_and_host(
+    devices: Sequence[Mapping[str, Any]],
+    *,
+    deadline_s: float,
+    largest: int = _LARGEST,
+    repeats: int = 5,
+    pair_fault: Mapping[str, str] | None = None,
+    host_fault: Mapping[str, Any] | None = None,
+) -> tuple[list[PairTrial], ReduceTrial]:
+    """Copy between every ordered pair and sum over gloo, all at the same time.
+
+    Neither disturbs the other where it is right; what hangs on a card may hold up the other, so a failure of the sums
+    beside a failed pair is to be tried again alone.
+
+    Args:
+        devices: see `try_pairs`.
+        deadline_s: seconds for all of it, the imports included.
+        largest: bytes of the largest copy and sum.
+        repeats: of the copy of 1 MiB and of the sum of 25 MiB.
+        pair_fault, host_fault: see ``preflight_pairs`` and `try_all_reduce`.
+    """
+    pairs = list(itertools.permutations(devices, 2))
+    environ = _threads()
+    copies = [_pair_task(*pair, largest=largest, repeats=repeats, environ=environ, fault=pair_fault) for pair in pairs]
+    with _rank_tasks(
+        devices, "gloo", deadline_s=deadline_s, largest=largest, repeats=repeats, environ=None, fault=host_fault
+    ) as sums:
+        *copied, summed = run_groups([*([copy] for copy in copies), sums], deadline_s=deadline_s)
+    trials = [
+        PairTrial(source=source["device"], destination=destination["device"], outcome=outcome)
+        for (source, destination), [outcome] in zip(pairs, copied, strict=True)
+    ]
+    return trials, ReduceTrial(way="gloo", outcomes=tuple(summed))
 
 
 def try_all_reduce(
@@ -166,14 +222,51 @@ def try_all_reduce(
         environ: variables of the children.
         fault: see ``preflight_ranks``; ``rank`` says which rank is harmed, the last unless given.
     """
-    # RCCL's own warnings, on the IOMMU for one, are evidence; threads as torchrun sets them.
-    wanted = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
-    variables: dict[str, str | None] = {name: value for name, value in wanted.items() if name not in os.environ}
+    with _rank_tasks(
+        devices, way, deadline_s=deadline_s, largest=largest, repeats=repeats, environ=environ, fault=fault
+    ) as tasks:
+        return ReduceTrial(way=way, outcomes=tuple(run_together(tasks, deadline_s=deadline_s)))
+
+
+def _pair_task(
+    source: Mapping[str, Any],
+    destination: Mapping[str, Any],
+    *,
+    largest: int,
+    repeats: int,
+    environ: Mapping[str, str | None] | None,
+    fault: Mapping[str, str] | None,
+) -> Task:
+    request = {
+        "source": dict(source),
+        "destination": dict(destination),
+        "largest": largest,
+        "repeats": repeats,
+        "fault": dict(fault) if fault else None,
+    }
+    return Task(module=MODULE, arguments=(PAIR,), request=request, environ=environ or {})
+
+
+@contextlib.contextmanager
+def _rank_tasks(
+    devices: Sequence[Mapping[str, Any]],
+    way: Way,
+    *,
+    deadline_s: float,
+    largest: int,
+    repeats: int,
+    environ: Mapping[str, str | None] | None,
+    fault: Mapping[str, Any] | None,
+) -> Iterator[list[Task]]:
+    """The tasks of all ranks, as long as the folder in which they meet is there."""
+    variables = _threads()
+    if "NCCL_DEBUG" not in os.environ:
+        variables["NCCL_DEBUG"] = "WARN"  # RCCL's own warnings, on the IOMMU for one, are evidence
     if way == "rccl_without_p2p":
         variables["NCCL_P2P_DISABLE"] = "1"
     victim = int((fault or {}).get("rank", len(devices) - 1))
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-ranks-", ignore_cleanup_errors=True) as folder:
-        tasks = [
+        yield [
             Task(
                 module=MODULE,
                 arguments=(RANK,),
@@ -193,14 +286,29 @@ def try_all_reduce(
             )
             for rank, device in enumerate(devices)
         ]
-        return ReduceTrial(way=way, outcomes=tuple(run_together(tasks, deadline_s=deadline_s)))
+
+
+def _threads() -> dict[str, str | None]:
+    """One thread for each of several processes, as torchrun sets it, where nobody has said otherwise."""
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> Verdict:
     statuses = {outcome.status for outcome in outcomes}
+    if any(outcome.error and not outcome.error.startswith(DEVICE_ERRORS) for outcome in outcomes):
+        return "untried"
     if statuses & {"died", "garbage"}:
         return "died"
-    if "timeout" in statuses:
-        return "hung"
+    late = [outcome for outcome in outcomes if outcome.status == "timeout"]
+    if late:
+        return "untried" if any(outcome.step == IMPORTING for outcome in late) else "hung"
     wrong = any(outcome.result["wrong"] for outcome in outcomes if outcome.result)
     return "wrong" if wrong else "right"
+
+
+def _first_problem(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
+    for outcome in outcomes:
+        if outcome.result and outcome.result["problems"]:
+            problem: dict[str, Any] = outcome.result["problems"][0]
+            return problem
+    return None

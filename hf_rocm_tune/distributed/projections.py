@@ -9,12 +9,15 @@ linear, so those of an average over R ranks equal the average of the ranks' proj
 is lost, zeroed or added; P2 sees what changed places. Blocks are short (`block_elements`), because the bound below
 grows with the block and a fault does not.
 
-**The bound.** ``e`` is the spacing of the bucket's dtype at 1 (`torch.finfo.eps`), twice what rounding to nearest may
-do, so it holds for any faithful rounding. An element of the average comes from R divisions by R and R-1 additions, in
-any order. A division by a power of two is exact, so each summand passes through ``k = R-1`` (R a power of two) or
-``k = R`` roundings, and the element is off by at most ``((1+e)^k - 1) * mean_r |g_r[i]|`` (Higham, Accuracy and
-Stability of Numerical Algorithms, 2nd ed., section 4.2). With ``|w| <= 1`` both projections of a block are off by at
-most ``((1+e)^k - 1) * mean_r A_r``. To that come
+Gradients that are cast for the way between the ranks are projected as they are after the cast, which each rank makes
+by itself: what is compared is what travels, and the rounding of the cast needs no allowance.
+
+**The bound.** ``e`` is the spacing at 1 (`torch.finfo.eps`) of the dtype in which the ranks' gradients are added up,
+twice what rounding to nearest may do, so it holds for any faithful rounding. An element of the average comes from R
+divisions by R and R-1 additions, in any order. A division by a power of two is exact, so each summand passes through
+``k = R-1`` (R a power of two) or ``k = R`` roundings, and the element is off by at most
+``((1+e)^k - 1) * mean_r |g_r[i]|`` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). With
+``|w| <= 1`` both projections of a block are off by at most ``((1+e)^k - 1) * mean_r A_r``. To that come
 
 * ``3 R t`` an element for underflow: each input, quotient and partial sum may lose up to ``t``, the smallest normal
   number where an accelerator may flush denormals (float32, bfloat16), else the smallest denormal (float16);
@@ -51,16 +54,18 @@ def block_elements(dtype: torch.dtype) -> int:
     return SHORT_BLOCK if dtype.itemsize < 4 else LONG_BLOCK
 
 
-def project(flat: Tensor) -> Tensor:
+def project(flat: Tensor, *, wire: torch.dtype | None = None) -> Tensor:
     """Block sums of a bucket.
 
     Args:
         flat: floating point, 1-dimensional and contiguous, on any device.
+        wire: dtype in which the ranks' gradients are added up, which decides the size of the blocks; that of `flat`
+            unless given. `flat` is not cast to it.
 
     Returns:
         float64[blocks, 3] on the same device: sum, weighted sum, sum of magnitudes. The last block may be short.
     """
-    size = block_elements(flat.dtype)
+    size = block_elements(wire or flat.dtype)
     weights = _weights(size, flat.device)
     columns = torch.empty(-(-flat.numel() // size), 3, dtype=torch.float64, device=flat.device)
     step = min(_SLAB if flat.device.type == "cpu" else _DEVICE_SLAB, columns.shape[0] * size)

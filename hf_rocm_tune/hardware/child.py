@@ -18,7 +18,7 @@ from typing import Any
 from hf_rocm_tune.hardware.child_process import Child
 from hf_rocm_tune.hardware.child_record import Outcome, Task
 
-__all__ = ["Outcome", "Task", "run", "run_together"]
+__all__ = ["Outcome", "Task", "run", "run_groups", "run_together"]
 
 _POLL_SECONDS = 0.02
 _STACK_SECONDS = 0.5
@@ -53,22 +53,58 @@ def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5
         The outcomes in the order of `tasks`. No child runs any more, but for what the kernel does not let die. Where
         one could not be started (no memory, no room in the temporary directory), all have died of that.
     """
+    return run_groups([tasks], deadline_s=deadline_s, grace_s=grace_s)[0]
+
+
+def run_groups(groups: Sequence[Sequence[Task]], *, deadline_s: float, grace_s: float = 5.0) -> list[list[Outcome]]:
+    """Run several groups of children at the same time; what ends one group early does not touch the others.
+
+    Args:
+        groups: the tasks of each group, whose children wait for each other.
+        deadline_s, grace_s: see `run_together`.
+
+    Returns:
+        The outcomes of each group, see `run_together`.
+    """
     with contextlib.ExitStack() as stack:
         try:
-            children = [stack.enter_context(Child(task)) for task in tasks]
+            running = [_Group([stack.enter_context(Child(task)) for task in group]) for group in groups]
         except OSError as error:
             why = f"{type(error).__name__}: it could not be started: {error.strerror or error}"
-            return [Outcome(status="died", error=why) for _ in tasks]
+            return [[Outcome(status="died", error=why) for _ in group] for group in groups]
         ends_at = time.monotonic() + deadline_s
-        one_failed = False
-        while (late := [child for child in children if child.runs()]) and time.monotonic() < ends_at:
-            if not one_failed and any(child.failed() for child in children):
-                one_failed, ends_at = True, min(ends_at, time.monotonic() + grace_s)
+        for group in running:
+            group.ends_at = ends_at
+        while sum(group.watch(grace_s) for group in running):
             time.sleep(_POLL_SECONDS)
-        for child in late:
-            child.ask_where()
-        if late:
-            time.sleep(_STACK_SECONDS)
-        for child in children:
-            child.kill()
-        return [child.outcome(late=child in late) for child in children]
+        return [[child.outcome(late=child in group.late) for child in group.children] for group in running]
+
+
+class _Group:
+    """Children that wait for each other."""
+
+    def __init__(self, children: list[Child]) -> None:
+        self.children = children
+        self.late: list[Child] = []
+        self.ends_at = 0.0
+        self._one_failed = False
+        self._asked_at: float | None = None
+
+    def watch(self, grace_s: float) -> bool:
+        """Look at the children once: whether any still runs. The late are asked where they stand, then killed."""
+        running = [child for child in self.children if child.runs()]
+        now = time.monotonic()
+        if not running:
+            return False
+        if self._asked_at is not None:
+            if now < self._asked_at + _STACK_SECONDS:
+                return True
+            Child.kill_all(running)
+            return False
+        if not self._one_failed and any(child.failed() for child in self.children):
+            self._one_failed, self.ends_at = True, min(self.ends_at, now + grace_s)
+        if now >= self.ends_at:
+            self.late, self._asked_at = running, now
+            for child in running:
+                child.ask_where()
+        return True

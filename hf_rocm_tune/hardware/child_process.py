@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,6 +51,7 @@ class Child:
         self._folder = Path(self._directory.name)
         self._began, self._ended = time.monotonic(), 0.0
         self._state = ""
+        self._held = False
         try:
             self._process = self._start(task)
         except OSError:
@@ -100,11 +102,21 @@ class Child:
 
     def kill(self) -> None:
         """End its whole process group; a process that the kernel holds is waited for, but not for ever."""
-        if self.runs():
-            self._signal(_KILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_KILL_SECONDS)
-            self._ended = time.monotonic()
+        self.kill_all([self])
+
+    @staticmethod
+    def kill_all(children: Sequence[Child]) -> None:
+        """End several, which together are waited for no longer than one."""
+        running = [child for child in children if child.runs()]
+        for child in running:
+            child._signal(_KILL)
+        patience = time.monotonic() + _KILL_SECONDS
+        for child in running:
+            try:
+                child._process.wait(0.01 if child._held else max(patience - time.monotonic(), 0.01))
+            except subprocess.TimeoutExpired:
+                child._held = True  # by the kernel: it is not waited for a second time
+            child._ended = time.monotonic()
 
     def outcome(self, *, late: bool) -> Outcome:
         """What became of it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from hf_rocm_tune.models.files import check_model_directory, hub_snapshot
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.placement import place
 from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, require_bitsandbytes, verify_tables
+from hf_rocm_tune.models.split_loading import device_map, tell_of_devices, without_dispatch
 from hf_rocm_tune.models.template import check_chat_template
 
 if TYPE_CHECKING:
@@ -77,8 +79,13 @@ def check_source(source: ModelSource, device: torch.device) -> None:
         require_bitsandbytes(device, f"--load_in_{4 if source.quantization.load_in_4bit else 8}bit")
 
 
-def load_model(source: ModelSource, mover: Mover) -> tuple[PreTrainedModel, float]:
-    """Loads a model onto the mover's device, every tensor verified on the way.
+def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> tuple[PreTrainedModel, float]:
+    """Loads a model onto the mover's device or cards, every tensor verified on the way.
+
+    Args:
+        source: what.
+        mover: the door.
+        on_host: leave it on the host, where its weights are views of the files: parts of it will pass the mover.
 
     Returns:
         The model and the seconds that it took.
@@ -95,10 +102,10 @@ def load_model(source: ModelSource, mover: Mover) -> tuple[PreTrainedModel, floa
     arguments = {"revision": source.revision, "trust_remote_code": source.trust_remote_code, **source.init}
     if source.quantization is not None:
         arguments["quantization_config"] = source.quantization
-    # One device, named by us: TRL's own "auto" splits a model over two visible cards by peer copies.
-    arguments["device_map"] = {"": mover.device}
+    # Named by us: TRL's own "auto" splits a model over two visible cards by peer copies.
+    arguments["device_map"] = {"": "cpu"} if on_host else device_map(mover)
     try:
-        with verified_loading(mover):
+        with nullcontext() if on_host else verified_loading(mover), without_dispatch():
             loaded: tuple[PreTrainedModel, dict[str, Any]] = create_model_from_path(
                 source.name, output_loading_info=True, **arguments
             )
@@ -111,6 +118,9 @@ def load_model(source: ModelSource, mover: Mover) -> tuple[PreTrainedModel, floa
             f"model {source.name}: its weight files lack {len(missing)} tensors, {missing[0]} first, which would be "
             "made up at random: download or copy it again, or give the model that this configuration belongs to"
         )
+    if on_host:
+        return model, time.perf_counter() - started
+    tell_of_devices(model, mover)
     place(model, mover)
     verify_tables(model)
     keep_trainable_on_cpu(model)

@@ -8,7 +8,7 @@ made on the device from the verified tensor, and compared with the CPU's on a sa
 What no file holds (missing keys, rotary tables, other buffers) is initialised on the host and moved by
 :func:`hf_rocm_tune.models.placement.place`.
 
-Not covered: ``device_map`` entries on another device than the mover's, and weights sharded at load time
+Not covered: ``device_map`` entries on a device that the mover does not serve, and weights sharded at load time
 (tensor parallel, FSDP): they keep no provenance, so the coverage names them as unverified.
 """
 
@@ -41,7 +41,7 @@ def verified_loading(mover: Mover) -> Iterator[None]:
     """Within the block every weight that ``from_pretrained`` loads passes the mover.
 
     Args:
-        mover: its device is the one on which weights are verified.
+        mover: its device, or its cards, are those on which weights are verified.
 
     Raises:
         SeamError: transformers has moved one of the places where we stand.
@@ -86,12 +86,12 @@ def rewrites_base(peft_config: Any) -> bool:
 
 def _materialize(stock: Callable[..., Any], mover: Mover, names: Names) -> Callable[..., Any]:
     def materialize(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        if device is None or not _same_device(torch.device(device), mover.device):
+        if device is None or not mover.serves(torch.device(device)):
             loaded: torch.Tensor = stock(tensor, device, dtype)
             return loaded
         source = tensor[...]
         name, file = names.get(id(tensor), ("a checkpoint tensor", None))
-        moved = mover.move(source, name=name, stage="weights", source=file)
+        moved = mover.move_to(torch.device(device), source, name=name, source=file)
         if dtype is None or dtype == moved.dtype:
             return moved
         return cast_verified(moved, source, dtype, name=name, mover=mover)
@@ -134,7 +134,3 @@ def _initialise_on_host(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(self, missing_keys, {"": "cpu"} if device_map else device_map, device_mesh, hf_quantizer)
 
     return move_missing
-
-
-def _same_device(one: torch.device, other: torch.device) -> bool:
-    return one.type == other.type and (one.index or 0) == (other.index or 0)

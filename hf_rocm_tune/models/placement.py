@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_rocm_tune.models.shards import local, reshard
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -43,31 +45,38 @@ class Coverage:
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Everything that the model keeps on its device, each storage once.
+    """Everything that the model keeps on its device, each storage once. Of what is sharded, this rank's part.
 
     Yields:
         Dotted name and tensor: parameters, then buffers, then ``<weight>.quant_state.*`` (bitsandbytes 4-bit) and
         ``<weight>.CB``/``SCB`` (8-bit).
     """
+    reshard(model)
     seen: set[int] = set()
-    for name, tensor in _named(model):
+    for name, each in _named(model):
+        tensor = local(each)
         key = id(tensor.untyped_storage())
         if key not in seen:
             seen.add(key)
             yield name, tensor
 
 
-def place(model: nn.Module, mover: Mover) -> None:
+def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
     """Moves everything that is still on the host to the mover's device, verified, in place.
 
     Parameters keep their identity (an optimizer or a tie that holds them stays right); buffers are rebound.
+
+    Args:
+        model: not sharded.
+        mover: the door.
+        parameters: False for buffers only.
 
     Raises:
         CorruptionError: a tensor could not be brought over right.
     """
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
-        for name, parameter in module._parameters.items():
+        for name, parameter in module._parameters.items() if parameters else ():
             if parameter is not None and _on_host_unknown(parameter, mover):
                 stage = "adapter" if parameter.requires_grad else "weights"
                 parameter.data = mover.move(parameter.data, name=prefix + name, stage=stage)
@@ -150,8 +159,11 @@ def _on_host_unknown(tensor: Tensor, mover: Mover) -> bool:
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
+    modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         state = getattr(parameter, "quant_state", None)
+        if state is None and name.endswith(".weight"):  # a sharded 4-bit weight has left it to its layer
+            state = getattr(modules[name.removesuffix(".weight")], "quant_state", None)
         if state is not None:
             yield from _quant_state(f"{name}.quant_state", state)
         for attribute in ("CB", "SCB"):

@@ -23,7 +23,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.shapes_device import DeviceMode, autocast_flags, workspaces
 from hf_rocm_tune.models.shapes_head import TILE_TOKENS, balancing_loss, loss_of
 from hf_rocm_tune.models.shapes_model import FOREIGN_ERRORS, Sample, first_line
-from hf_rocm_tune.models.shapes_record import Recorder, Tape
+from hf_rocm_tune.models.shapes_record import Recorder, Tape, TooManyOperations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,11 @@ def record(sample: Sample, step: Step) -> Tape:
     """Records one training step of a sample.
 
     Raises:
+        TooManyOperations: it takes too long.
         UsageError: this model does not run without data, so it cannot be planned.
     """
     existing = [*sample.model.parameters(), *sample.model.buffers()]
-    recorder = Recorder(existing, workspaces(step.platform))
+    recorder = Recorder(existing, workspaces(step.platform), sample.kernels)
     mode = DeviceMode(platform=step.platform, autocast=step.autocast, content_is_plain=step.content == "plain")
     _set_checkpointing(sample, mode if step.checkpointing else None)
     hooks = _watch(sample, recorder)
@@ -68,6 +69,8 @@ def record(sample: Sample, step: Step) -> Tape:
             loss.backward()
             del loss  # with it goes what only the graph still held
             return recorder.tape(batch=step.batch, length=step.length, tile_tokens=TILE_TOKENS)
+    except TooManyOperations as error:
+        raise TooManyOperations(f"{type(sample.base).__name__} cannot be planned: {error}") from error
     except FOREIGN_ERRORS as error:
         raise UsageError(
             f"{type(sample.base).__name__} cannot be planned: its forward pass does not run without data "
@@ -145,7 +148,7 @@ def _watch(sample: Sample, recorder: Recorder) -> list[Any]:
 
 
 def _set_checkpointing(sample: Sample, mode: DeviceMode | None) -> None:
-    """As ``transformers.Trainer`` and TRL do; with adapters the embeddings' output then needs a gradient.
+    """As ``transformers.Trainer`` does, which makes the embeddings' output need a gradient.
 
     What is recomputed runs in the mode too.
     """
@@ -160,5 +163,3 @@ def _set_checkpointing(sample: Sample, mode: DeviceMode | None) -> None:
         base.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
     except ValueError as error:
         raise UsageError(f"{type(base).__name__} does not support checkpointing: {error}") from error
-    if sample.model is not base:
-        base.enable_input_require_grads()

@@ -12,15 +12,18 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.adapter import check_targets, target_names
+from hf_rocm_tune.models.adapter import adaptable, check_targets, target_names
+from hf_rocm_tune.models.shapes_kernels import Kernels
 from hf_rocm_tune.models.shapes_quantised import quantise, state_tensors
+
+ALL = "all-linear"
 
 #: What foreign modelling code raises when it is given a configuration or a tensor that it cannot work with.
 FOREIGN_ERRORS = (
@@ -97,6 +100,7 @@ class Sample:
         layer_of: for each layer of the real model, the position of its stand-in among ``layers``.
         config: the text configuration.
         notes: what a reader of the plan should know.
+        kernels: what its recordings have in common.
     """
 
     model: nn.Module
@@ -105,6 +109,7 @@ class Sample:
     layer_of: tuple[int, ...]
     config: Any
     notes: tuple[str, ...]
+    kernels: Kernels = field(default_factory=Kernels, repr=False)
 
     def weights(self) -> Iterator[Weight]:
         """All parameters, buffers and quantisation state of the recorded layers and of what is outside them."""
@@ -137,6 +142,10 @@ class Sample:
             yield Weight(group="buffer", layer=layer, elements=0, nbytes=nbytes, itemsize=0, trained=False)
 
 
+class KindsFollowFromNumber(UsageError):
+    """With fewer layers this model would have others; another way to keep them may do."""
+
+
 #: Ways to keep layers, to be tried in this order: few, and the configuration counts those; few, and it counts as before
 #: (for models that give each layer a slice of something); all.
 KEEPS = ("few", "few_counted_as_all", "all")
@@ -151,14 +160,15 @@ def build(config: Any, method: Method, *, keep: str = "few") -> Sample:
         keep: one of ``KEEPS``.
 
     Raises:
+        KindsFollowFromNumber: this way of keeping layers does not do.
         UsageError: this architecture is no causal language model of transformers, has no stack of layers that could
             be told, or refuses the method.
     """
-    config = copy.deepcopy(config)
-    base = _meta_model(config, method)
-    text = config.get_text_config()
-    layers = _find_layers(base, text)
-    layer_of = tuple(range(len(layers))) if keep == "all" else _keep_one_of_each_kind(layers, text, keep == "few")
+    base = _meta_model(copy.deepcopy(config), method)
+    text = base.config.get_text_config(decoder=True)
+    layers, count = _find_layers(base, text)
+    counted = count if keep == "few" else None
+    layer_of = tuple(range(len(layers))) if keep == "all" else _keep_one_of_each_kind(layers, text, counted)
     notes = []
     if method.attention == "sdpa" and text._attn_implementation == "eager":
         notes.append("this architecture has no SDPA attention: memory grows with the square of the sequence")
@@ -175,13 +185,17 @@ def build(config: Any, method: Method, *, keep: str = "few") -> Sample:
 
 def _meta_model(config: Any, method: Method) -> Any:
     import transformers
+    from transformers.initialization import no_init_weights
 
     name = (config.architectures or ["?"])[0]
     architecture = getattr(transformers, name, None) or transformers.AutoModelForCausalLM
     make = getattr(architecture, "_from_config", None) or architecture.from_config
+    part = config.get_text_config()
+    if part is not config and isinstance(part, getattr(architecture, "config_class", None) or ()):
+        config = part  # a language model alone, of a configuration that describes more
     wish = {} if method.attention == "sdpa" else {"attn_implementation": method.attention}
     try:
-        with torch.device("meta"), warnings.catch_warnings():
+        with torch.device("meta"), no_init_weights(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = make(config, dtype=getattr(torch, method.dtype), **wish)
     except FOREIGN_ERRORS as error:
@@ -192,22 +206,39 @@ def _meta_model(config: Any, method: Method) -> Any:
     return model
 
 
-def _find_layers(model: nn.Module, text: Any) -> nn.ModuleList:
-    """The stack of decoder layers: the list of as many modules as the configuration has layers."""
-    count = getattr(text, "num_hidden_layers", 0)
-    found = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
-    if not count or not found:
+def _find_layers(model: nn.Module, text: Any) -> tuple[nn.ModuleList, str]:
+    """The stack of decoder layers: the largest list of as many modules as the configuration has layers.
+
+    Returns:
+        The stack, and the name of the setting that counts its layers.
+    """
+    keys = {text.attribute_map.get(key, key): getattr(text, key, 0) for key in ("num_hidden_layers", "decoder_layers")}
+    found = [
+        (each, key)
+        for each in model.modules()
+        for key, count in keys.items()
+        if isinstance(each, nn.ModuleList) and len(each) and len(each) == count
+    ]
+    if not found:
+        count = getattr(text, "num_hidden_layers", 0)
         raise UsageError(f"{type(model).__name__} cannot be planned: no stack of {count} layers could be told in it")
-    return max(found, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()))
+    return max(found, key=lambda pair: sum(parameter.numel() for parameter in pair[0].parameters()))
 
 
-def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: bool) -> tuple[int, ...]:
-    """Leaves the first layer, the last and one of each kind between them; says which stands for which."""
+def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) -> tuple[int, ...]:
+    """Leaves the first layer, the last and one of each kind between them; says which stands for which.
+
+    Args:
+        layers: the stack, which is changed.
+        text: the configuration; what it says of each layer is changed too.
+        count: name of its setting that counts the layers, or None where that stays.
+    """
     per_layer = {
         key: value for key, value in vars(text).items() if isinstance(value, list | tuple) and len(value) == len(layers)
     }
     derived = _derived_lists(text, len(layers))
-    kinds = [_kind(layer, [repr(value[i]) for value in per_layer.values()]) for i, layer in enumerate(layers)]
+    indices = {key for key, value in per_layer.items() if list(value) == list(range(len(layers)))}
+    kinds = [_kind(layer, [repr(value[i]) for key, value in per_layer.items() if key not in indices]) for i, layer in enumerate(layers)]
     last = len(layers) - 1
     kept = [0]
     stands_for = {0: 0}
@@ -223,13 +254,13 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: bool) -> tup
     layers._modules.clear()
     layers.extend(modules)
     for key, value in per_layer.items():
-        vars(text)[key] = type(value)(value[i] for i in kept)
+        vars(text)[key] = type(value)(range(len(kept)) if key in indices else (value[i] for i in kept))
     if count:
-        vars(text)[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+        vars(text)[count] = len(kept)
     if count and _derived_lists(text, len(kept)) != {
         key: type(value)(value[i] for i in kept) for key, value in derived.items()
     }:
-        raise UsageError("the kinds of this model's layers follow from their number")
+        raise KindsFollowFromNumber("the kinds of this model's layers follow from their number")
     for position, layer in enumerate(layers):
         for module in layer.modules():
             if "layer_idx" in vars(module):
@@ -279,7 +310,8 @@ def _attach(base: Any, method: Method) -> nn.Module:
             warnings.simplefilter("ignore")
             return get_peft_model(base, settings)
     except (ValueError, ImportError, NotImplementedError) as error:
-        raise UsageError(f"PEFT refuses these adapters: {first_line(error)}") from error
+        others = f"; --targets takes names of modules, as {', '.join(adaptable(base)[:8])}" if targets == ALL else ""
+        raise UsageError(f"PEFT refuses these adapters: {first_line(error)}{others}") from error
 
 
 def _tensors_of(module: Any) -> Iterator[Tensor]:

@@ -8,14 +8,16 @@ before the step, do not count.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.shapes_kernels import Kernels, tensors_in
 
 GLOBAL = -1
 
@@ -81,16 +83,33 @@ class _Log:
     owners: list[int] = field(default_factory=list)
 
 
+#: A step of more operations is not recorded: it would take many seconds.
+MOST_OPERATIONS = 45_000
+
+
+class TooManyOperations(UsageError):
+    """A step of so many operations that to record it would take too long: most often it loops over its tokens."""
+
+
 class Recorder(TorchDispatchMode):
     """Records what happens inside its ``with`` block.
+
+    Raises :class:`TooManyOperations` in there when it goes on for too long.
 
     Args:
         existing: tensors that are there before the step, and do not count.
         workspaces: bytes that a kernel takes for itself while it runs, by operator; called with its arguments.
+        kernels: remembers the outputs of operators, for several recordings.
     """
 
-    def __init__(self, existing: Iterable[Tensor], workspaces: dict[Any, Callable[..., int]]) -> None:
+    def __init__(
+        self,
+        existing: Iterable[Tensor],
+        workspaces: dict[Any, Callable[..., int]],
+        kernels: Kernels | None = None,
+    ) -> None:
         super().__init__()
+        self._kernels = kernels or Kernels()
         self._log = _Log()
         self._known: dict[int, object] = {}
         self._index: dict[int, int] = {}
@@ -98,6 +117,7 @@ class Recorder(TorchDispatchMode):
         self._landed: set[int] = set()
         self._workspaces = workspaces
         self._next: _Open | None = None
+        self._operations = 0
         for tensor in existing:
             storage = tensor.untyped_storage()
             self._known[id(storage)] = storage
@@ -139,13 +159,16 @@ class Recorder(TorchDispatchMode):
         if self._next is not None:
             self._log.segments.append(self._next)
             self._next = None
+        self._operations += 1
+        if self._operations > MOST_OPERATIONS:
+            raise TooManyOperations(f"its step takes more than {MOST_OPERATIONS} operations, as loops over tokens do")
         own = self._workspaces.get(func)
         workspace = self._new(own(*args, **kwargs)) if own is not None else None
-        out = func(*args, **kwargs)
-        if sum(self._enter(tensor) for tensor in _tensors(out)):
+        out, flops = self._kernels.run(func, args, kwargs)
+        if sum(self._enter(tensor) for tensor in tensors_in(out)):
             segment = self._log.segments[-1]
             segment.launches += 1
-            segment.flops += _flops(func, args, kwargs, out)
+            segment.flops += flops
         if workspace is not None:
             self._log.events.append((len(self._log.segments) - 1, workspace, -1))
         return out
@@ -172,24 +195,3 @@ class Recorder(TorchDispatchMode):
     def _leave(self, key: int, index: int, _: object) -> None:
         del self._known[key], self._index[key]
         self._log.events.append((len(self._log.segments) - 1, index, -1))
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Operations of a matrix product or of attention; 0 for whatever else."""
-    count = flop_registry.get(func._overloadpacket)
-    if count is not None:
-        return int(count(*args, **kwargs, out_val=out))
-    if func.name() in _PRODUCTS:  # not in torch's table: rows times both sides of the weight
-        return 2 * int(args[0].numel()) * int(out.shape[-1])
-    return 0
-
-
-_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "aten::_grouped_mm"})
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)

@@ -147,7 +147,8 @@ class _Supervision:
         watch.look()
         if watch.begun is not None and known is None:
             self._begun = watch.begun
-            self._ledger.belongs_to(watch.begun)
+            if watch.begun.leads:
+                self._ledger.belongs_to(watch.begun)
             start = len(self._deaths) + 1
             self._ledger.add("start", start=start, resumed_from=watch.begun.resumed_from or "the start")
 
@@ -155,6 +156,8 @@ class _Supervision:
         assert status is not None
         try:
             told = json.loads((self._directory / "exit.json").read_text(encoding="utf-8"))
+            if told.get("follows"):  # a rank without our launcher lost its peer: nobody has said it yet
+                _complain(str(told["message"]))
             return _End(code=int(told["code"]), how=f"exit code {told['code']}", message=str(told["message"]))
         except (OSError, ValueError, KeyError):
             pass
@@ -169,7 +172,7 @@ class _Supervision:
         """What to do; None where the job has ended for good."""
         if self._asked.signals or (not end.stalled and end.code in {0, INTERRUPTED, *FINAL_CODES}):
             return None
-        pulse = watch.pulse if watch.begun else None  # on a second machine nobody says which run it is
+        pulse = watch.pulse if watch.begun else None
         death = Death(
             how=end.how,
             code=end.code,
@@ -215,7 +218,8 @@ class _Supervision:
             return
         if decision.skip is not None:
             assert self._begun is not None  # a step was computed
-            skip_step(Path(self._begun.output_dir), decision.skip)
+            if self._begun.leads:
+                skip_step(Path(self._begun.output_dir), decision.skip)
         _say(f"{end.how}; {decision.reason}; starting again in {decision.wait_seconds:.0f} s from {place}")
 
     def _wait(self, seconds: float) -> bool:

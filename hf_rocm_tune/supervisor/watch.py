@@ -7,7 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hf_rocm_tune.supervisor.settings import Settings
-from hf_rocm_tune.training.supervised import BEGUN_FILE, EARLIER_FILE, PULSE_FILE, Begun, Pulse, read_begun, read_pulse
+from hf_rocm_tune.training.supervised import (
+    BEGUN_FILE,
+    EARLIER_FILE,
+    PULSE_FILE,
+    Begun,
+    Patience,
+    Pulse,
+    read_begun,
+    read_pulse,
+    tell_patience,
+)
 
 
 class Watch:
@@ -26,6 +36,8 @@ class Watch:
         (directory / PULSE_FILE).unlink(missing_ok=True)
         if (directory / BEGUN_FILE).exists():
             (directory / BEGUN_FILE).replace(directory / EARLIER_FILE)
+        limits = Patience(start_seconds=settings.start_seconds, stall_seconds=settings.stall_seconds)
+        tell_patience(directory, limits)
         self.begun: Begun | None = None
         self.pulse: Pulse | None = None
         self._stamp = 0

@@ -11,6 +11,7 @@ from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from hf_rocm_tune.integrity.replicas import compare_replicas
 from hf_rocm_tune.integrity.sentinels import FrozenSentinel
 from hf_rocm_tune.models.placement import tensors_of
+from hf_rocm_tune.models.shards import is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +27,8 @@ class SentinelCallback(TrainerCallback):
     """Checks frozen weights every step by slices, each of them once in ``every`` steps, and in full before a save.
 
     With several ranks, every ``every`` steps it compares the trainable weights of all ranks too: their optimizers have
-    seen the same averaged gradients, so they hold the same bits or something went wrong.
+    seen the same averaged gradients, so they hold the same bits or something went wrong. A model that is sharded has no
+    replicas: each rank watches its own part.
 
     Args:
         model: whose tensors that do not require gradients are watched.
@@ -69,7 +71,7 @@ class SentinelCallback(TrainerCallback):
         step = state.global_step
         if self._sentinel is not None:
             self._judge(self._sentinel.check_slice(), f"after step {step}", step)
-            if step % self._every == 0:
+            if step % self._every == 0 and not is_sharded(self._model):
                 self.check_replicas(self._trainable(), f"at step {step}")
         if self._compare_optimizer_every > 0 and step % self._compare_optimizer_every == 0:
             self.check_replicas(self._optimizer_state(more["optimizer"]), f"at step {step}")

@@ -5,9 +5,10 @@ Upstream writes a checkpoint in place, pushes it and deletes older ones in one m
 ``_get_output_dir`` names meanwhile; its push is held back, and its rotation finds nothing to delete there. Then the
 files are compared with the live tensors, the manifest is written, and the directory is renamed into place.
 
-Covered: adapters, whole models and optimizer state, on one process or several that share a file system. DeepSpeed and
-FSDP: upstream's sharded files are staged and get a manifest (so a torn or changed checkpoint is found), but are not
-compared with the live tensors, and upstream loads them; the manifest says so (``extra.compared``).
+Covered: adapters, whole models and optimizer state, on one process or several that share a file system; adapters that
+FSDP2 has sharded, see `fsdp_state`. DeepSpeed: upstream's sharded files are staged and get a manifest (so a torn or
+changed checkpoint is found), but are not compared with the live tensors, and upstream loads them; the manifest says so
+(``extra.compared``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -26,31 +27,21 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import move_files, replace_directory
+from hf_rocm_tune.models.shards import placer
 from hf_rocm_tune.training import readback, restore
+from hf_rocm_tune.training.checkpoint_push import PublishMixin
+from hf_rocm_tune.training.fsdp_state import WholeState
 from hf_rocm_tune.training.rotation import rotate
 from hf_rocm_tune.training.run_record import mark_finished
 from hf_rocm_tune.training.stage import Stage, drop_stage, failed, open_stage
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import Trainer as _Base
-else:
-    _Base = object
 
 logger = logging.getLogger(__name__)
 
 
-class Publisher(Protocol):
-    """Who uploads; what is uploaded is a directory that has been verified and has its manifest."""
-
-    def checkpoint(self, directory: Path) -> None:
-        """A checkpoint is in place; a Hub that fails must not end the training."""
-
-    def result(self, directory: Path) -> Any:
-        """The run is finished; raises where the result is not on the Hub when this returns."""
-
-
-class VerifiedCheckpointMixin(_Base):
+class VerifiedCheckpointMixin(PublishMixin):
     """Stands in front of a ``transformers.Trainer`` subclass; see the module's description.
 
     Attributes:
@@ -58,7 +49,7 @@ class VerifiedCheckpointMixin(_Base):
         files_verified: weight and optimizer files that were read back and equal the live tensors.
         file_mismatches: tensors in files that did not, each time they were read.
         saved_files: names that the last `save_model` put into its directory.
-        publisher: who uploads, on the first rank; the caller sets it before a training with ``push_to_hub``.
+        whole_state: brings together what is saved of a model that FSDP2 has sharded; None for any other.
 
     Raises:
         CorruptionError: a file differs from the live tensors after it was written twice; what was there before stays.
@@ -69,8 +60,7 @@ class VerifiedCheckpointMixin(_Base):
     files_verified: int = 0
     file_mismatches: int = 0
     saved_files: tuple[str, ...] = ()
-    publisher: Publisher | None = None
-    _stage: Stage | None = None
+    whole_state: WholeState | None = None
 
     def before_save(self) -> None:
         """Called on every rank before anything is saved; what it raises prevents the save."""
@@ -104,6 +94,7 @@ class VerifiedCheckpointMixin(_Base):
             raise
         finally:
             self._stage = None
+            self._forget_whole()
             drop_stage(stage, rank=self.args.process_index)
         if lost:
             self.state.best_model_checkpoint = best_before
@@ -145,7 +136,7 @@ class VerifiedCheckpointMixin(_Base):
     def _write_again(self, staged: Path) -> None:
         super().save_model(str(staged), _internal_call=True)
         if (staged / OPTIMIZER_NAME).exists():
-            super()._save_optimizer_and_scheduler(str(staged))
+            self._write_optimizer(str(staged))
 
     # What upstream calls while it writes a checkpoint: directed into the staging directory, and a failure is kept
     # until all ranks can hear of it, because the others wait in upstream's barrier.
@@ -156,7 +147,16 @@ class VerifiedCheckpointMixin(_Base):
         return super()._get_output_dir(trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._attempt(super()._save_optimizer_and_scheduler, output_dir)
+        self._attempt(self._write_optimizer, output_dir)
+
+    def _write_optimizer(self, output_dir: str) -> None:
+        if self.whole_state is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = self.whole_state.optimizer_state()
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _save_scaler(self, output_dir: str) -> None:
         self._attempt(super()._save_scaler, output_dir)
@@ -220,6 +220,7 @@ class VerifiedCheckpointMixin(_Base):
                 stage.attempt(self._publish_result, stage.root, destination, write)
             lost = lost or failed(stage)
         finally:
+            self._forget_whole()
             drop_stage(stage, rank=self.args.process_index)
         if lost:
             raise UsageError(
@@ -240,54 +241,13 @@ class VerifiedCheckpointMixin(_Base):
 
     def _is_sealed(self, destination: Path) -> bool:
         sealed = False
+        live = self._whole_model()
         if self.is_world_process_zero() and not self._is_sharded():
             found = manifest.inspect(destination)
             sealed = found.manifest is not None and found.manifest.status == "final" and not found.problems
-            sealed = sealed and not readback.compare_model(destination, self._bare_model()).differing
+            sealed = sealed and not readback.compare_model(destination, self._bare_model(), live).differing
+        self._forget_whole()
         return bool(broadcast_object_list([sealed])[0])
-
-    # ---- the Hub --------------------------------------------------------------------------------------------
-
-    def train(self, *arguments: Any, **keywords: Any) -> Any:
-        """As upstream; a push for which nobody is there is refused at the beginning, not at the first checkpoint."""
-        if self.args.push_to_hub:
-            self._require_publisher()
-        return super().train(*arguments, **keywords)
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Upstream makes the repository here, while the trainer is built; whoever uploads has made it, or will."""
-        del token, private
-        self.hub_model_id = self.args.hub_model_id
-
-    def push_to_hub(self, *arguments: Any, **keywords: Any) -> Any:
-        """Save and seal the result where that has not been done, and have the publisher upload it. Collective.
-
-        Upstream's arguments are not used: the publisher has its own.
-        """
-        del arguments, keywords
-        self._require_publisher()
-        output_dir = Path(self.args.output_dir)
-        if not self._is_sealed(output_dir):
-            self.save_model(_internal_call=True)
-            self.seal_output()
-        if self.publisher is None or not self.is_world_process_zero():
-            return None
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        return self.publisher.result(output_dir)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._stage is not None:
-            self._stage.push_wanted = True
-        elif self.publisher is not None and self.is_world_process_zero():
-            self.callback_handler.on_push_begin(self.args, self.state, self.control)
-            self.publisher.checkpoint(Path(checkpoint_folder))
-
-    def _require_publisher(self) -> None:
-        if not broadcast_object_list([self.publisher is not None])[0]:
-            raise UsageError(
-                "push_to_hub needs a publisher: set trainer.publisher to a hf_rocm_tune.publish.hub_during.Publisher, "
-                "or train without it and run `hf-rocm-tune push` on the result"
-            )
 
     # ---- resuming -------------------------------------------------------------------------------------------
 
@@ -310,12 +270,12 @@ class VerifiedCheckpointMixin(_Base):
             raise UsageError(f"{directory}: {problems[0]}; name an older checkpoint, or start afresh")
         model = self._bare_model()
         if hasattr(model, "peft_config") and not self._is_sharded():
-            restore.load_adapters(directory, model, self.place_tensor)
+            restore.load_adapters(directory, model, self._placer())
         else:
             load()
         if self._is_sharded() or not any(directory.glob("*.safetensors")):
             return
-        differing = readback.compare_model(directory, model).differing
+        differing = self._differing_from(directory)
         if differing:
             raise CorruptionError(
                 f"{len(differing)} tensors differ from {directory} after loading it ({differing[0]} first): "
@@ -328,7 +288,7 @@ class VerifiedCheckpointMixin(_Base):
         if checkpoint is None or self._is_sharded() or not (path.is_file() and scheduler.is_file()):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        restore.load_optimizer(path, self.optimizer, self.place_tensor)
+        restore.load_optimizer(path, self.optimizer, self._placer())
         self.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
 
     # ---- reading back ---------------------------------------------------------------------------------------
@@ -356,9 +316,10 @@ class VerifiedCheckpointMixin(_Base):
         return tensors
 
     def _compare(self, directory: Path) -> tuple[dict[str, str], list[str]]:
-        found = [readback.compare_model(directory, self._bare_model())]
+        found = [readback.compare_model(directory, self._bare_model(), self._whole_model())]
         if (directory / OPTIMIZER_NAME).exists():
-            found.append(readback.compare_optimizer(directory / OPTIMIZER_NAME, self.optimizer))
+            live = self.optimizer if self.whole_state is None else self.whole_state.kept_optimizer()
+            found.append(readback.compare_optimizer(directory / OPTIMIZER_NAME, live))
         differing = [name for one in found for name in one.differing]
         verified = sum(one.files for one in found if not one.differing)
         self.files_verified += verified
@@ -371,7 +332,32 @@ class VerifiedCheckpointMixin(_Base):
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def _is_sharded(self) -> bool:
-        return bool(self.is_deepspeed_enabled or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers)
+        fsdp = self.is_fsdp_enabled and self.whole_state is None
+        return bool(self.is_deepspeed_enabled or fsdp or self.is_distributed_loading_by_transformers)
+
+    # ---- what FSDP2 has sharded -----------------------------------------------------------------------------
+
+    def _whole_model(self) -> dict[str, Tensor] | None:
+        """Trained weights of a sharded model, on rank 0; collective unless a save has brought them together."""
+        return None if self.whole_state is None else self.whole_state.model()
+
+    def _forget_whole(self) -> None:
+        if self.whole_state is not None:
+            self.whole_state.forget()
+
+    def _placer(self) -> Callable[..., Tensor]:
+        return self.place_tensor if self.whole_state is None else placer(self._bare_model(), self.place_tensor)
+
+    def _differing_from(self, directory: Path) -> list[str]:
+        """Names of tensors in files that are not the live ones, on every rank."""
+        live = self._whole_model()
+        if self.whole_state is None:
+            return readback.compare_model(directory, self._bare_model()).differing
+        found: list[str] = []
+        if self.is_world_process_zero():
+            found = readback.compare_model(directory, self._bare_model(), live).differing
+        self._forget_whole()
+        return list(broadcast_object_list([found])[0])
 
     # ---- several ranks --------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from hf_rocm_tune.integrity.atomic import write_text_atomic
 VARIABLE = "HF_ROCM_TUNE_CRASH"
 # The underscore keeps it out of transformers' uploads, which ignore "_*".
 COUNT_FILE = "_crashes.json"
-KINDS = ("kill", "segv", "exit", "hang")
+KINDS = ("kill", "segv", "exit", "hang", "spin", "stop")
 PLACES = ("start", "step", "save")
 
 
@@ -31,7 +31,7 @@ class CrashSpec:
 
     Attributes:
         kind: ``kill`` the process (SIGKILL), ``segv`` (SIGSEGV), ``exit`` with code 1, ``hang`` for ever: it no longer
-            reacts to SIGTERM.
+            reacts to SIGTERM, ``spin``: the same in a loop that computes, ``stop`` (SIGSTOP, until SIGCONT).
         at: ``step``: when its batch is about to be used, so that a step that is left out does not crash; ``save``:
             when its checkpoint is about to be written; ``start``: before the first step, whatever ``step`` says.
         step: number of the step, from 1 on.
@@ -121,11 +121,18 @@ def _hang() -> None:
         time.sleep(3600)
 
 
+def _spin() -> None:
+    while True:
+        pass
+
+
 _KINDS: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(1),
     "hang": _hang,
+    "spin": _spin,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 assert set(_KINDS) == set(KINDS)
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.training.guard import Finding
 from hf_rocm_tune.transfer import Digest, digest
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 FIRST_LOOK, LATER_LOOKS = 10, 100
@@ -29,7 +30,7 @@ _NAMED = 3
 
 
 class MovementCallback(TrainerCallback):
-    """Looks at the trainable weights; with several ranks every rank looks at its own, which are equal.
+    """Looks at the trainable weights; with several ranks every rank looks at its own, which are equal or its shards.
 
     Args:
         model: whose weights that require gradients are looked at.
@@ -75,8 +76,8 @@ class MovementCallback(TrainerCallback):
     def _say(self, step: int, kind: str, what: str) -> None:
         self._tell(Finding(step=step, kind=kind, text=f"step {step}: {what}"))
 
-    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, weight) for name, weight in self._model.named_parameters() if weight.requires_grad]
+    def _trainable(self) -> list[tuple[str, Tensor]]:
+        return [(name, local(weight)) for name, weight in self._model.named_parameters() if weight.requires_grad]
 
 
 _UNUSED = "these layers take no part in the loss (experts that no token is routed to, for example), or get no gradient"

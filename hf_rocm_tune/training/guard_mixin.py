@@ -21,6 +21,7 @@ import torch
 
 from hf_rocm_tune.distributed.agree import everyone, highest
 from hf_rocm_tune.errors import DivergedError
+from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.training.guard import Finding, StepGuard
 from hf_rocm_tune.training.guard_adapters import MovementCallback
 from hf_rocm_tune.training.rotation import list_checkpoints
@@ -129,5 +130,5 @@ def _worse(norm: float) -> float:
 
 def _not_finite(model: nn.Module) -> Iterator[str]:
     for name, weight in model.named_parameters():
-        if weight.requires_grad and not weight.detach().isfinite().all():
+        if weight.requires_grad and not local(weight).detach().isfinite().all():
             yield name

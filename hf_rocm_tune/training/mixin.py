@@ -30,14 +30,18 @@ from hf_rocm_tune.models.attest import attest
 from hf_rocm_tune.models.loading import host_adapters, initialised_on_device, rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import Coverage, coverage, mark_initialised, mark_rewritten, place
 from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, verify_tables
+from hf_rocm_tune.training.batch_shares import BatchSharesMixin
 from hf_rocm_tune.training.callbacks import SentinelCallback
 from hf_rocm_tune.training.cards import CardMixin
 from hf_rocm_tune.training.checkpoint import VerifiedCheckpointMixin
+from hf_rocm_tune.training.deepspeed import with_deepspeed
+from hf_rocm_tune.training.fsdp import ShardsMixin
 from hf_rocm_tune.training.guard_mixin import GuardMixin
 from hf_rocm_tune.training.offload import OptimizerTablesCallback, with_offloads
 from hf_rocm_tune.training.oom import StepDownMixin
 from hf_rocm_tune.training.oom_fragmentation import FragmentationCallback
 from hf_rocm_tune.training.ranks import RanksMixin
+from hf_rocm_tune.training.split import SplitMixin
 from hf_rocm_tune.training.survival import SurvivalMixin
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, map_tensors, tree_tensors
 
@@ -48,7 +52,17 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 
 
-class VerifiedTransferMixin(SurvivalMixin, GuardMixin, StepDownMixin, RanksMixin, CardMixin, VerifiedCheckpointMixin):
+class VerifiedTransferMixin(
+    SurvivalMixin,
+    GuardMixin,
+    StepDownMixin,
+    RanksMixin,
+    ShardsMixin,
+    CardMixin,
+    VerifiedCheckpointMixin,
+    SplitMixin,
+    BatchSharesMixin,
+):
     """Stands in front of a trainer class; see the module's description.
 
     Args:
@@ -115,7 +129,7 @@ class VerifiedTransferMixin(SurvivalMixin, GuardMixin, StepDownMixin, RanksMixin
     # ---- the model ------------------------------------------------------------------------------------------
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        del device  # the mover has one device, the trainer's
+        del device  # the mover knows better: it has the trainer's, or those of a split
         self._place(model)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -126,17 +140,21 @@ class VerifiedTransferMixin(SurvivalMixin, GuardMixin, StepDownMixin, RanksMixin
         self.accelerator.prepare_model = partial(_prepare_in_place, stock)
 
     def _place(self, model: nn.Module) -> None:
-        place(model, self.mover)
+        if self.is_fsdp_enabled:
+            self.shard_model(model)
+        else:
+            place(model, self.mover)
         verify_tables(model)
         keep_trainable_on_cpu(model)
 
     def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor:
         """Brings one host tensor to the device, verified (adapter and optimizer state on resume)."""
-        return self.mover.move(tensor, name=name, stage=stage)
+        return self.mover.move(tensor, name=self.name_of_state(name), stage=stage)
 
     def weight_coverage(self) -> Coverage:
         """How much of what the model keeps on its device was verified on the way there, and what others offload."""
-        return with_offloads(coverage(self.model, self.mover), self.args)
+        found = with_offloads(coverage(self.model, self.mover), self.args)
+        return with_deepspeed(found, enabled=self.is_deepspeed_enabled)
 
     # ---- batches --------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class Window:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.batches: list[Mapping[str, Any]] = []
-        self.random_state = RandomState(trainer.args.device)
+        self.random_state = RandomState(*trainer.devices)
         self._logged = _LogMark(trainer)
 
     def tokens_logged(self) -> int:
@@ -54,26 +54,25 @@ class Window:
 
 
 class RandomState:
-    """The random state of this process and its device, as it is now.
+    """The random state of this process and its devices, as it is now.
 
     Args:
-        device: whose generator counts beside those of the host.
+        devices: whose generators count beside those of the host.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, *devices: torch.device) -> None:
         self._python = random.getstate()
         self._numpy = numpy.random.get_state()
         self._torch = torch.get_rng_state()
-        self._accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._accelerators = [(torch.cuda.get_rng_state(each), each) for each in devices if each.type == "cuda"]
 
     def restore(self) -> None:
         """As it was."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
-        if self._accelerator is not None:
-            torch.cuda.set_rng_state(self._accelerator, self._device)
+        for state, device in self._accelerators:
+            torch.cuda.set_rng_state(state, device)
 
 
 class _LogMark:

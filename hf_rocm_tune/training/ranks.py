@@ -4,11 +4,14 @@ frozen ones out of DistributedDataParallel's start-up broadcast, and averages of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.distributed.gradients import GradientCheck, watch
+from hf_rocm_tune.distributed.sync_settings import Compression, SyncSettings, Way
 from hf_rocm_tune.models.placement import tensors_of
+from hf_rocm_tune.models.shards import is_sharded
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -20,14 +23,42 @@ else:
 
 
 class RanksMixin(_Base):
-    """See the module's description; for a trainer that has ``mover`` and the callback of the sentinels."""
+    """See the module's description; for a trainer that has ``mover`` and the callback of the sentinels.
+
+    Args:
+        grad_sync: how several ranks average gradients: ``ddp``, over the process group; ``host``, through host memory
+            over a gloo group, whatever the process group is. Without RCCL at all only where that is gloo as well
+            (``ddp_backend="gloo"`` in the training arguments).
+        grad_compression: what travels between the ranks: ``none``, ``fp16``, ``bf16``, or ``powersgd`` (with ``ddp``).
+            PowerSGD begins after a tenth of the run's steps, and its state is in no checkpoint: a run that is continued
+            begins with plain averages again.
+
+    Raises:
+        UsageError: the two do not go together; from `train`, when something else than DistributedDataParallel averages
+            gradients and they are not left at ``ddp`` and ``none``.
+    """
 
     mover: Mover
     _sentinel: SentinelCallback
     _gradient_check: GradientCheck | None = None
 
+    def __init__(
+        self, *arguments: Any, grad_sync: Way = "ddp", grad_compression: Compression = "none", **keywords: Any
+    ) -> None:
+        self._grad_sync = SyncSettings(way=grad_sync, compression=grad_compression)
+        super().__init__(*arguments, **keywords)
+
+    def describe_grad_sync(self) -> dict[str, Any] | None:
+        """For the report: how gradients were averaged, as this rank saw it; None with a single process."""
+        if self.args.world_size == 1:
+            return None
+        if self._gradient_check is None:
+            way = "fsdp2" if is_sharded(self.model) else "ddp"
+            return {"way": way, "compression": "none", "judged": "no"}
+        return self._gradient_check.describe()
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        distributed = self.args.world_size > 1
+        distributed = self.args.world_size > 1 and not is_sharded(self.model)
         if distributed:
             self._sentinel.check_replicas(tensors_of(self.model), "before DistributedDataParallel")
             frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
@@ -37,5 +68,6 @@ class RanksMixin(_Base):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if distributed:
             self._sentinel.check_replicas(tensors_of(self.model), "after DistributedDataParallel")
-            self._gradient_check = watch(self.model_wrapped, self.mover, self._gradient_check)
+            settings = replace(self._grad_sync, powersgd_after=max(2, -(-max_steps // 10)))
+            self._gradient_check = watch(self.model_wrapped, self.mover, self._gradient_check, settings)
         return prepared

@@ -44,12 +44,18 @@ class Readback:
     differing: list[str]
 
 
-def compare_model(directory: Path, model: nn.Module) -> Readback:
-    """Compare the safetensors files in ``directory`` with a PEFT model's live adapters, or a whole model."""
+def compare_model(directory: Path, model: nn.Module, trained: Mapping[str, Tensor] | None = None) -> Readback:
+    """Compare the safetensors files in ``directory`` with a PEFT model's live adapters, or a whole model.
+
+    Args:
+        directory: holds the files.
+        model: whose they are.
+        trained: of a PEFT model that is sharded, the trained weights by name, whole; else they are the model's own.
+    """
     tensors: dict[str, str] = {}
     differing: list[str] = []
     files = 0
-    for file, live, required in _expected(directory, model):
+    for file, live, required in _expected(directory, model, trained):
         names = set()
         for name, saved in _read(file, differing):
             names.add(name)
@@ -85,11 +91,13 @@ def adapter_directory(directory: Path, adapter: str) -> Path:
     return directory if adapter == "default" else directory / adapter
 
 
-def _expected(directory: Path, model: nn.Module) -> Iterator[tuple[Path, Mapping[str, Tensor], set[str]]]:
+def _expected(
+    directory: Path, model: nn.Module, state: Mapping[str, Tensor] | None
+) -> Iterator[tuple[Path, Mapping[str, Tensor], set[str]]]:
     """(file, live tensors by their names in that file, names that must be in it)."""
     if hasattr(model, "peft_config"):
         for adapter in cast("PeftModel", model).peft_config:
-            live, required = _live_adapter(model, adapter)
+            live, required = _live_adapter(model, adapter, state)
             yield adapter_directory(directory, adapter) / ADAPTER_FILE, live, required
         return
     files = sorted(directory.glob("*.safetensors"))
@@ -99,13 +107,17 @@ def _expected(directory: Path, model: nn.Module) -> Iterator[tuple[Path, Mapping
         yield file, live, {name for name in required if stored.get(name, files[0]) == file}
 
 
-def _live_adapter(model: nn.Module, adapter: str) -> tuple[dict[str, Tensor], set[str]]:
+def _live_adapter(
+    model: nn.Module, adapter: str, state: Mapping[str, Tensor] | None
+) -> tuple[dict[str, Tensor], set[str]]:
     from peft import get_peft_model_state_dict
 
     # Whether embeddings belong in the file was decided when it was written (it may ask the Hub): when they are there,
     # they go by their names in the model.
-    adapter_state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
-    return {**model.state_dict(), **adapter_state}, set(adapter_state)
+    adapter_state = get_peft_model_state_dict(
+        model, state_dict=state, adapter_name=adapter, save_embedding_layers=False
+    )
+    return {**(model.state_dict() if state is None else state), **adapter_state}, set(adapter_state)
 
 
 def _live_model(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], set[str]]:

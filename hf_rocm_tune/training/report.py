@@ -16,9 +16,10 @@ from accelerate.utils import gather_object
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.training import journal
 from hf_rocm_tune.training.supervised import is_supervised
-from hf_rocm_tune.transfer import TransferReport
+from hf_rocm_tune.transfer import STAGES, TransferReport
 from hf_rocm_tune.transfer.digest_device import device_method
 from hf_rocm_tune.transfer.digest_host import host_method
+from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 
 if TYPE_CHECKING:
     from hf_rocm_tune.training.mixin import VerifiedTransferMixin
@@ -44,6 +45,7 @@ class RunFacts:
             empty on all ranks of a machine but one.
         telemetry: of this process's card; None where the user has turned it off.
         auto_fit: what ``--auto_fit`` has chosen, and by what figures; None where nothing was chosen.
+        preflight: how several ranks chose to average gradients, and by what evidence; None where none was made.
     """
 
     run_id: str
@@ -53,6 +55,7 @@ class RunFacts:
     findings: tuple[dict[str, Any], ...] = ()
     telemetry: Telemetry | None = None
     auto_fit: Mapping[str, Any] | None = None
+    preflight: Mapping[str, Any] | None = None
 
 
 def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
     counters = TransferReport.merge([counted for counted, _, _ in everyone])
     injected = counters.pop("step_faults")
     weights = trainer.weight_coverage()
-    batches = counters["batches"]
+    batches, between = counters["batches"], counters[BETWEEN_CARDS]
     seconds = sum(row.get("train_runtime", 0.0) for row in trainer.state.log_history)
     verified_weights = weights.verified_bytes * len(everyone)
     return {
@@ -86,11 +89,14 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         "ranks": len(everyone),
         "versions": versions(),
         "coverage": {
-            "verified_bytes": verified_weights + batches["verified_bytes"],
-            "device_bytes": weights.device_bytes * len(everyone) + batches["bytes"],
+            "verified_bytes": verified_weights + batches["verified_bytes"] + between["verified_bytes"],
+            "device_bytes": weights.device_bytes * len(everyone) + batches["bytes"] + between["bytes"],
             "unverified": weights.unverified,
         },
         **counters,
+        "preflight": facts.preflight,
+        "grad_sync": trainer.describe_grad_sync(),
+        "batch_rows": trainer.batch_rows,
         "weights": {
             **counters["weights"],
             "load_seconds": round(facts.load_seconds, 4),
@@ -100,6 +106,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         "batches": {**batches, "verify_share_of_step": _share(batches["verify_seconds"], seconds * len(everyone))},
         "memory": {**counters["memory"], **trainer.micro_batches()},
         "auto_fit": facts.auto_fit,
+        "split": trainer.describe_split(),
         "survival": journal.summary(
             Path(trainer.args.output_dir),
             facts.run_id,
@@ -137,7 +144,7 @@ def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts, error: BaseEx
 
 def closing_line(report: Mapping[str, Any]) -> str:
     """The one line at the end of a run: tensors, bytes, coverage, mismatches, recovered, share of step time."""
-    stages = [report[name] for name in ("weights", "batches", "adapter", "optimizer")]
+    stages = [report[name] for name in (*STAGES, BETWEEN_CARDS)]
     tensors, moved, mismatches, recovered = (
         sum(stage[key] for stage in stages) for key in ("tensors", "bytes", "mismatches", "recovered")
     )

@@ -73,6 +73,8 @@ def load_optimizer(path: Path, optimizer: Any, place: Place) -> None:
 
 def _place_paged(optimizer: Any, place: Place) -> None:
     """Bring loaded state to where bitsandbytes would have made it: large moments into pages, the rest to the device."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             if not torch.is_tensor(value) or value.dim() == 0:
@@ -80,7 +82,7 @@ def _place_paged(optimizer: Any, place: Place) -> None:
             if name in _PAGED and parameter.numel() >= _PAGED_FROM and parameter.device.type != "cpu":
                 values[name] = _in_pages(value, parameter.device, optimizer)
             else:
-                values[name] = place(value, name=f"optimizer.{name}", stage="optimizer")
+                values[name] = place(value, name=f"optimizer.state.{numbers[id(parameter)]}.{name}", stage="optimizer")
 
 
 def _in_pages(value: Tensor, device: torch.device, optimizer: Any) -> Tensor:

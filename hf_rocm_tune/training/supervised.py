@@ -4,17 +4,18 @@
 that stands still is seen. The pulse is rewritten in place: its block is there from the start, so a full disk does not
 make a healthy job look dead, and a beat costs microseconds. Nothing here imports torch.
 
-Not covered: several machines; the first local rank of each speaks to the supervisor there.
+On several machines the first local rank of each speaks to the supervisor there; only that of rank 0 leads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 
@@ -25,6 +26,7 @@ PULSE_FILE = "pulse"
 BEGUN_FILE = "begun.json"
 EARLIER_FILE = "earlier.json"
 """What ``begun.json`` was before this start: the same run, so what it has done must not be overwritten."""
+PATIENCE_FILE = "patience.json"
 
 Phase = Literal["start", "step", "between", "evaluate", "save", "end", "publish"]
 """Before the first step, in a step (its number is one more than the steps done), between steps (log, next batch), in an
@@ -42,12 +44,14 @@ class Begun:
         output_dir: absolute path.
         resumed_from: name of the checkpoint, or None from the start.
         attempt: process id of the job; another start has another.
+        leads: this machine has rank 0, so its supervisor keeps the journal and decides what is left out.
     """
 
     run_id: str
     output_dir: str
     resumed_from: str | None
     attempt: int
+    leads: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +62,52 @@ class Pulse:
     phase: Phase
 
 
-def tell_begun(*, run_id: str, output_dir: Path, resumed_from: str | None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long the supervisor waits for a sign of life; 0 for ever.
+
+    Args:
+        start_seconds: before the first.
+        stall_seconds: after it.
+    """
+
+    start_seconds: float
+    stall_seconds: float
+
+
+def tell_patience(directory: Path, patience: Patience) -> None:
+    """The supervisor's part: the job's own watchdog has to come before it, since only that knows the cause."""
+    write_text_atomic(directory / PATIENCE_FILE, json.dumps(asdict(patience)))
+
+
+def patience(environ: Mapping[str, str] = os.environ) -> Patience | None:
+    """How long this process's supervisor waits; None without a supervisor."""
+    try:
+        directory = _directory(environ)
+        return Patience(**json.loads((directory / PATIENCE_FILE).read_text(encoding="utf-8"))) if directory else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def hold_on(environ: Mapping[str, str] = os.environ) -> None:
+    """Count the last sign of life as one of now: the watchdog is finding out why there was none since."""
+    if directory := _directory(environ):
+        file = directory / PULSE_FILE
+        with contextlib.suppress(OSError):
+            if read_pulse(file)[0] is None:
+                file.write_text("0 start", encoding="ascii")
+            os.utime(file)
+
+
+def tell_begun(*, run_id: str, output_dir: Path, resumed_from: str | None, leads: bool = True) -> None:
     """Tell the supervisor, where there is one, which run this is."""
     if directory := _directory(os.environ):
         told = Begun(
-            run_id=run_id, output_dir=str(output_dir.absolute()), resumed_from=resumed_from, attempt=os.getpid()
+            run_id=run_id,
+            output_dir=str(output_dir.absolute()),
+            resumed_from=resumed_from,
+            attempt=os.getpid(),
+            leads=leads,
         )
         write_text_atomic(directory / BEGUN_FILE, json.dumps(asdict(told)))
 
@@ -79,17 +124,37 @@ def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
     return _directory(environ) is not None
 
 
+class Listener(Protocol):
+    """Whoever hears the signs of life of a trainer; see `Heart.beat`."""
+
+    def __call__(self, *, step: int, phase: Phase, fresh: bool) -> None:
+        """One of them."""
+
+
 class Heart:
-    """Writes the pulse of one process; without a supervisor, and in other ranks than the first here, nothing."""
+    """Writes the pulse of one process; without a supervisor, and in other ranks than the first here, nothing.
+
+    Attributes:
+        listener: hears each sign of life as well: see `training.stall`, whose watchdog is inside the process.
+    """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self.listener: Listener | None = None
         directory = _directory(environ)
         self._file: int | None = None
         if directory is not None and environ.get("LOCAL_RANK", "0") == "0":
             self._file = os.open(directory / PULSE_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def beat(self, *, step: int, phase: Phase) -> None:
-        """One sign of life."""
+    def beat(self, *, step: int, phase: Phase, fresh: bool = False) -> None:
+        """One sign of life.
+
+        Args:
+            step: optimizer steps that are done.
+            phase: what goes on now.
+            fresh: something begins that has not gone on before, such as a pass over the data: it takes its time.
+        """
+        if self.listener is not None:
+            self.listener(step=step, phase=phase, fresh=fresh)
         if self._file is not None:
             os.pwrite(self._file, f"{step} {phase}".ljust(_PULSE_BYTES).encode("ascii"), 0)
 

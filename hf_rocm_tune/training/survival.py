@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from hf_rocm_tune.training.crash import Crashes
 from hf_rocm_tune.training.interrupt import InterruptCallback, StopRequests
-from hf_rocm_tune.training.supervised import Heart, Phase
+from hf_rocm_tune.training.supervised import Heart, Listener, Phase
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,8 +80,17 @@ class SurvivalMixin(_Base):
         return self._crashes.text
 
     def beat(self, phase: Phase) -> None:
-        """One sign of life for the supervisor, where there is one."""
+        """One sign of life for the watchdog, and for the supervisor where there is one."""
         self._heart.beat(step=self.state.global_step, phase=phase)
+
+    def listen(self, listener: Listener) -> None:
+        """Let somebody hear the signs of life, beside the supervisor."""
+        self._heart.listener = listener
+
+    def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
+        """As upstream; its first batch may take its time."""
+        self.beat("evaluate")
+        return super().evaluation_loop(*arguments, **keywords)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.beat("save")
@@ -112,7 +121,10 @@ class _PulseCallback(TrainerCallback):
         self._heart = heart
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._heart.beat(step=state.global_step, phase="between")
+        self._heart.beat(step=state.global_step, phase="between", fresh=True)
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._heart.beat(step=state.global_step, phase="between", fresh=True)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._heart.beat(step=state.global_step, phase="step")

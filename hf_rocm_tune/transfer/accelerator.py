@@ -55,6 +55,10 @@ class AcceleratorBackend:
             with torch.cuda.stream(self._stream):
                 return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def follow(self, source: Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        source.record_stream(self._stream)  # it may be freed before the queue has read it
+
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=not blocking)

@@ -72,8 +72,11 @@ class Backend(Protocol):
     def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
         """Device memory, uint8[nbytes]. Long-lived memory (weights) is allocated for the caller's compute stream."""
 
+    def follow(self, source: Tensor) -> None:
+        """Let the queue wait for what the caller's compute stream has queued, before it reads device bytes `source`."""
+
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
-        """Queue a copy of host bytes to device bytes. `source` must stay unchanged until the ticket is done."""
+        """Queue a copy of host bytes to device bytes, or back. `source` stays unchanged until the ticket is done."""
 
     def fill(self, target: Tensor, value: int) -> None:
         """Queue the filling of device bytes."""
@@ -112,6 +115,9 @@ class HostBackend:
     def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8)
+
+    def follow(self, source: Tensor) -> None:
+        """What the caller computes is done when it returns."""
 
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
         ticket = _HostTicket(self._queue.submit(self._copy_now, target, source))

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.transfer.report import STAGES
+from hf_rocm_tune.transfer.report import BETWEEN_CARDS, STAGES
 
 VARIABLE = "HF_ROCM_TUNE_FAULT"
 KINDS = ("zero", "zero_range", "flip", "stale", "swap", "drop", "late", "after")
-FAULT_STAGES = (*STAGES, "gradients")
+FAULT_STAGES = (*STAGES, BETWEEN_CARDS, "gradients", "gathered")
 """What can be harmed: all that crosses, and averages of gradients, which other libraries make."""
 
 
@@ -30,7 +30,8 @@ class FaultSpec:
         seed: the same seed hits the same transfers, whatever the order of the threads.
         persist: whether each retry of a transfer is hit as well.
         stage: only this stage; in ``gradients`` a bucket's average is harmed, by the kinds that need no copy of ours
-            (``zero zero_range flip stale swap``).
+            (``zero zero_range flip stale swap``), and so is in ``buckets`` what comes to the host, and in ``gathered``
+            what FSDP2 gathers of a layer's weights.
         tensor: only names that match this pattern (``fnmatch``).
         first: the matching transfers before this one (counted from 1) are left alone.
         count: stop after this many injections.

@@ -70,6 +70,9 @@ class FaultyBackend:
     def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
         return self.inner.allocate(nbytes, long_lived=long_lived)
 
+    def follow(self, source: Tensor) -> None:
+        self.inner.follow(source)
+
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
         with self._lock:
             self._land_late_copies(before=label)

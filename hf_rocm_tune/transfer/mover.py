@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,7 @@ from hf_rocm_tune.transfer.backend import Backend, HostBackend, Label, Part
 from hf_rocm_tune.transfer.digest import Digest
 from hf_rocm_tune.transfer.faults import FaultSpec
 from hf_rocm_tune.transfer.faulty import FaultyBackend
+from hf_rocm_tune.transfer.fetch import Errand, Fetched, Fetcher
 from hf_rocm_tune.transfer.ladder import Ladder
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, check_plain, typed_view
 from hf_rocm_tune.transfer.registry import Entry, Registry
@@ -69,6 +71,7 @@ class Mover:
         slot_bytes = self.settings.slot_bytes or plain.default_slot_bytes
         self._sender = Sender(self._backend, Ring(self._backend, slot_bytes=slot_bytes, slots=self.settings.slots))
         self._ladder = Ladder(self._backend, self._sender, self.settings, self.report)
+        self._fetcher = Fetcher(plain, self._faulty, self.settings, self.report)
         self._registry = Registry()
         self._numbers = itertools.count()
         self._sent: Counter[str] = Counter()
@@ -105,6 +108,32 @@ class Mover:
         known = Entry("transferred", digest=shipment.parcels[0].digest) if shipment.verify else _not_verified(self)
         self._registry.put(moved, known)
         return moved
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether `move_to` brings tensors to this device."""
+        return device.type == self.device.type and (device.index or 0) == (self.device.index or 0)
+
+    def move_to(self, device: torch.device, tensor: Tensor, *, name: str, source: str | None = None) -> Tensor:
+        """As `move` for a weight whose device is known; a mover of several devices needs to be told which."""
+        assert self.serves(device), "asked before"
+        return self.move(tensor, name=name, source=source)
+
+    def fetched(self, tensor: Tensor, *, name: str, stage: str) -> AbstractContextManager[Fetched]:
+        """The bytes of a tensor of this device on the host, verified, for the length of a block; see `transfer.fetch`.
+
+        Raises:
+            CorruptionError: it could not be brought over right.
+        """
+        return self._fetcher.fetched(tensor, self.errand(name, stage))
+
+    def errand(self, name: str, stage: str) -> Errand:
+        """For what `another_fetcher` is to bring: numbered among the transfers, verified as the settings say."""
+        number, verify = self._next_number(stage)
+        return Errand(name, stage, number, verify, self.step)
+
+    def another_fetcher(self) -> Fetcher:
+        """A way back with a queue and slots of its own, for tensors that cross beside what is sent."""
+        return Fetcher(_backend_for(self.device), self._faulty, self.settings, self.report)
 
     def begin(self, tree: Any, *, stage: str = "batches") -> Any:
         """Start the transfer of all host tensors of a nested batch, in one copy into one device allocation.
@@ -196,11 +225,16 @@ class Mover:
     def _new_shipment(self, stage: str, parcels: list[Parcel]) -> Shipment:
         if self._closed:
             raise RuntimeError("the mover is closed")
+        number, verify = self._next_number(stage)
+        return Shipment(number, stage, parcels, verify=verify)
+
+    def _next_number(self, stage: str) -> tuple[int, bool]:
+        """The number of a transfer, and whether it is verified."""
         with self._lock:
             number, earlier = next(self._numbers), self._sent[stage]
             self._sent[stage] += 1
         sampled = self.settings.verify == "sample" and earlier % self.settings.sample_every == 0
-        return Shipment(number, stage, parcels, verify=self.settings.verify == "full" or sampled)
+        return number, self.settings.verify == "full" or sampled
 
     def _is_here(self, tensor: Tensor) -> bool:
         if self.device.type == "cpu":

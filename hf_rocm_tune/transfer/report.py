@@ -6,11 +6,16 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-STAGES = ("weights", "batches", "adapter", "optimizer")
-"""What crosses: model weights, training and evaluation batches, adapter weights, optimizer state."""
+STAGES = ("weights", "batches", "adapter", "optimizer", "buckets")
+"""What crosses: model weights, training and evaluation batches, adapter weights, optimizer state, and buckets of
+gradients that are averaged on the host, both ways."""
+BETWEEN_CARDS = "activations"
+"""What crosses between the cards of a model that is split: activations, their gradients, masks; each way counts."""
+_COUNTED = (*STAGES, BETWEEN_CARDS)
 _SUMMED: dict[str, tuple[str, ...]] = {
     "casts": ("checked", "mismatches", "recovered"),
     "gradients": ("buckets", "mismatches", "recovered"),
+    "gathered": ("checked", "mismatches"),
     "frozen": ("passes", "tensors", "mismatches"),
     "replicas": ("checks", "mismatches"),
     "files": ("verified", "mismatches"),
@@ -43,7 +48,7 @@ class TransferReport:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stages: dict[str, dict[str, float]] = {stage: dict.fromkeys(_STAGE_SUMS, 0) for stage in STAGES}
+        self._stages: dict[str, dict[str, float]] = {stage: dict.fromkeys(_STAGE_SUMS, 0) for stage in _COUNTED}
         self._sections: dict[str, dict[str, int]] = {name: dict.fromkeys(keys, 0) for name, keys in _SUMMED.items()}
         self._incidents: list[dict[str, Any]] = []
 
@@ -101,7 +106,7 @@ class TransferReport:
         """Add up what `to_dict` gave on each rank; incidents get the rank when there are several."""
         reports = list(reports)
         stages = {
-            stage: {key: sum(report[stage][key] for report in reports) for key in _STAGE_SUMS} for stage in STAGES
+            stage: {key: sum(report[stage][key] for report in reports) for key in _STAGE_SUMS} for stage in _COUNTED
         }
         sections = {
             name: {key: sum(report[name][key] for report in reports) for key in keys} for name, keys in _SUMMED.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_rocm_tune.distributed.gradients import watch
+from hf_rocm_tune.distributed.sync_settings import Compression, SyncSettings, Way
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
 
@@ -26,8 +28,11 @@ class Case:
     """One training.
 
     Args:
+        way, compression: how gradients are averaged.
         faults: specification for each rank, "" for none.
-        checked: whether averages are checked at all.
+        checked: whether anything is verified at all.
+        slot_bytes: of the mover's ring; None for its default.
+        scale: of the loss.
         stop: whether the first wrong one is to end it.
         dtype: of the weights and their gradients.
         steps: optimizer steps.
@@ -37,8 +42,12 @@ class Case:
         options: of DistributedDataParallel.
     """
 
+    way: Way = "ddp"
+    compression: Compression = "none"
     faults: tuple[str, str] = ("", "")
     checked: bool = True
+    slot_bytes: int | None = None
+    scale: float = 1.0
     stop: bool = False
     dtype: torch.dtype = torch.float32
     steps: int = 4
@@ -105,21 +114,24 @@ def train(case: Case, rank: int) -> dict[str, Any]:
     model = DistributedDataParallel(net, bucket_cap_mb=0.02, **options)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     settings = TransferSettings(
-        verify="full" if case.checked else "off", on_corruption="stop" if case.stop else "recover"
+        verify="full" if case.checked else "off",
+        on_corruption="stop" if case.stop else "recover",
+        slot_bytes=case.slot_bytes,
     )
+    sync = SyncSettings(way=case.way, compression=case.compression, powersgd_after=2)
     faults = FaultSpec.parse(case.faults[rank]) if case.faults[rank] else None
     draws = torch.Generator().manual_seed(rank)
     outcome: dict[str, Any] = {"done": 0}
     with Mover(CPU, settings=settings, faults=faults) as mover:
-        check = watch(model, mover, None)
-        assert check is None or watch(model, mover, check) is check
+        check = watch(model, mover, None, sync)
+        assert check is None or watch(model, mover, check, sync) is check
         try:
             for step in range(1, case.steps + 1):
                 for micro in range(case.window):
                     batch = torch.randn(4, 64, generator=draws).to(case.dtype)
                     with nullcontext() if micro == case.window - 1 else model.no_sync():
                         loss = model(batch).float().square().mean() / case.window
-                        (loss * (torch.nan if rank and step == case.poison else 1)).backward()
+                        (loss * (torch.nan if rank and step == case.poison else case.scale)).backward()
                 if case.spoil_copy and rank and check is not None:
                     check._pending[0].sent[3] *= 1.0001  # so little that its average would pass
                 if check is not None:
@@ -130,21 +142,23 @@ def train(case: Case, rank: int) -> dict[str, Any]:
                 outcome["done"] = step
         except CorruptionError as error:
             outcome["error"] = str(error)
+        outcome["sync"] = check and check.describe()
         found = mover.report.to_dict()
         injected = mover.fault_injection()
     outcome |= {"weights": {name: digest(weight.detach()).hex() for name, weight in net.named_parameters()}}
-    outcome |= {name: found[name] for name in ("gradients", "incidents", "adapter")}
+    outcome |= {name: found[name] for name in ("gradients", "incidents", "buckets")}
     return outcome | {"injected": injected and injected["injected"]}
 
 
-def main(rank: int, store: str) -> None:
-    """Runs every case on this rank of two."""
+def main(rank: int, store: str, cases: Mapping[str, Case], then: Callable[[int], None] = lambda _: None) -> None:
+    """Runs every case on this rank of two, and what comes then."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    for name, case in CASES.items():
+    for name, case in cases.items():
         print(json.dumps({"case": name, **train(case, rank)}), flush=True)
+    then(rank)
     gc.collect()  # suspected, not proven: a process group held in a cycle made a rank abort once at its end
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], CASES)

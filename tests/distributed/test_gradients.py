@@ -6,35 +6,17 @@ division and the same sum of two numbers in the same dtype.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-Outcomes = list[dict[str, dict[str, Any]]]
+from tests.distributed.pair import Outcomes, run_pair
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Outcomes:
     """What each rank reports, by case."""
-    store = tmp_path_factory.mktemp("gradients") / "store"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.distributed.gradient_rank", str(rank), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=checkout,
-        )
-        for rank in (0, 1)
-    ]
-    ended = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], [error[-2000:] for _, error in ended]
-    rows = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in ended]
-    return [{row["case"]: row for row in one} for one in rows]
+    return run_pair("tests.distributed.gradient_rank", tmp_path_factory.mktemp("gradients") / "store", checkout)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +80,7 @@ def test_the_incident_says_which_rank_what_and_where(outcomes: Outcomes) -> None
 def test_a_fault_on_the_way_back_is_recovered_as_well(outcomes: Outcomes) -> None:
     healthy, harmed = (rank["way back"] for rank in outcomes)
     assert healthy["done"] == harmed["done"] == 1
-    assert harmed["adapter"]["mismatches"] == harmed["adapter"]["recovered"] == 1
+    assert harmed["buckets"]["mismatches"] == harmed["buckets"]["recovered"] == 1
     assert harmed["gradients"]["recovered"] == 1
     assert harmed["weights"] == healthy["weights"]
 
@@ -131,7 +113,7 @@ def test_the_reason_is_told_by_the_rank_that_has_it(outcomes: Outcomes) -> None:
     _, second = outcomes
     assert "--on_corruption stop" in second["asked to stop"]["error"]
     assert "changed in memory" in second["copy spoilt"]["error"]
-    assert "could not be brought back to cpu" in second["persistent everywhere on one"]["error"]
+    assert "came from cpu to the host wrong" in second["persistent everywhere on one"]["error"]
 
 
 def test_nan_that_backward_made_is_named_once_and_passed_on(outcomes: Outcomes) -> None:

@@ -17,9 +17,12 @@ import pytest
 import torch
 
 from hf_rocm_tune.distributed import preflight_pairs, preflight_ranks
+from hf_rocm_tune.distributed.choice import GradSyncChoice, SyncWay
+from hf_rocm_tune.distributed.preflight import LIMIT_S
+from hf_rocm_tune.distributed.preflight_fault import PreflightFault
 from hf_rocm_tune.distributed.preflight_trials import PairTrial, ReduceTrial, Way, try_all_reduce, try_pairs
 from hf_rocm_tune.doctor.finding import Finding
-from hf_rocm_tune.doctor.measured import MEASURED, all_reduce, pairs
+from hf_rocm_tune.doctor.measured import MEASURED, all_reduce, grad_sync, pairs
 from hf_rocm_tune.doctor.measured.conduct import Ask, run_measured
 from hf_rocm_tune.doctor.measured.faults import DoctorFault
 from hf_rocm_tune.doctor.measured.transfer import RANK_FAULTS
@@ -58,7 +61,7 @@ SUMS: dict[str, dict[str, Any] | None] = {
 @pytest.fixture(scope="module")
 def summed() -> dict[str, ReduceTrial]:
     """An all-reduce of two ranks for each fault."""
-    late = {name: 8 if name == "absent" else LATE for name in SUMS}
+    late = {name: 20 if name == "absent" else LATE for name in SUMS}  # a busy machine takes as long to import
     calls = {
         name: partial(try_all_reduce, TWO, "gloo", deadline_s=late[name], **SMALL, fault=fault)
         for name, fault in SUMS.items()
@@ -219,6 +222,33 @@ def test_where_rccl_fails_it_is_said_what_works(
     (finding,) = run_measured(MEASURED["all_reduce"], [cards])
     assert tried == ["rccl", "rccl_without_p2p", "gloo"][: len(verdicts)]
     assert finding.row == row and how in finding.title and finding.needs_cards == 2
+
+
+@pytest.mark.parametrize(
+    ("way", "shown", "row", "status"),
+    [
+        ("ddp", True, "grad_sync_ddp", "ok"),
+        ("ddp_without_p2p", True, "grad_sync_without_p2p", "info"),
+        ("host", True, "grad_sync_host", "info"),
+        ("one_card", False, "grad_sync_one_card", "fail"),
+        ("ddp", False, "", "unknown"),
+    ],
+)
+def test_the_decision_that_training_would_take_is_named(
+    way: SyncWay, shown: bool, row: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def chosen(devices: Any, *, fault: Any, limit_s: float, **_: Any) -> GradSyncChoice:
+        asked.append((devices, fault, limit_s))
+        return GradSyncChoice(way=way, reason="the reason", evidence=("a trial",), shown=shown)
+
+    monkeypatch.setattr(grad_sync, "try_machine", chosen)
+    fault = DoctorFault(check="grad_sync", kind="hang", where="cold")
+    marked, finding = run_measured(MEASURED["grad_sync"], [{"devices": TWO}], fault=fault)
+    assert (marked.row, finding.row, finding.status) == ("fault_on_purpose", row, status)
+    assert "the reason" in finding.text and "a trial" in finding.evidence
+    assert asked == [(TWO, PreflightFault(trial="ddp", kind="hang", where="cold"), LIMIT_S)], "as training does"
 
 
 def test_sums_are_exact_for_any_number_of_ranks_and_depend_on_place_and_rank() -> None:

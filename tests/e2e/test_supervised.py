@@ -50,7 +50,7 @@ def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -
 
 def supervise(job: Job, output: Path, *, flags: tuple[str, ...] = (), **environ: str) -> Result:
     """`hf-rocm-tune run -- python -m hf_rocm_tune.sft ...`; without the launcher a start costs half the time."""
-    patience = ["--backoff_seconds", "0", "--stall_seconds", "5", "--grace_seconds", "1", *flags]
+    patience = ["--backoff_seconds", "0", "--stall_seconds", "6", "--grace_seconds", "1", *flags]
     command = [sys.executable, "-m", "hf_rocm_tune", "run", *patience, "--"]
     command += [sys.executable, "-m", "hf_rocm_tune.sft", *job.argv(output)]
     done = subprocess.run(
@@ -72,9 +72,10 @@ def test_killed_at_a_random_step_and_then_hung_it_ends_with_the_same_adapter(job
     assert result.code == 0, result.stderr[-3000:]
     assert [(end["how"].split(" for ")[0], end["step"], end["code"]) for end in ends(output)] == [
         ("ended by SIGKILL", step - 1, 137),
-        ("no sign of life", 6, 4),
+        ("exit code 4", 6, 4),
         ("exit code 0", STEPS, 0),
     ]
+    assert "_hang() in hf_rocm_tune/training/crash.py" in ends(output)[1]["message"], "the job itself knows the cause"
     survival = report_of(output)["survival"]
     assert survival["supervised"] and survival["starts"] == 3 and survival["skipped_steps"] == []
     assert [end["code"] for end in survival["ends"]] == [137, 4]

@@ -72,8 +72,13 @@ CARDS: dict[str, Case] = {
     "larger_card_behind_an_igpu": case(
         Built("TheRock#5543, with two cards of different size").card(slot=HALF).igpu(RAPHAEL).card(XTX, slot=HALF),
         software=stack(devices=pair("0000:07:00.0", name="AMD Radeon RX 7900 XTX", gib=23.98)),
+        warn=("cards_unequal",),
         note=("igpu_hidden", "iommu_state", f"link_half {FIRST}", "link_half 0000:07:00.0"),
-        says=("`export HIP_VISIBLE_DEVICES=2,0`",),
+        says=(
+            "`export HIP_VISIBLE_DEVICES=2,0`",
+            "Radeon RX 7900 XT at 0000:03:00.0, Radeon RX 7900 XTX at 0000:07:00.0",
+            "--batch_shares auto",
+        ),
     ),
     "igpu_hidden_by_its_owner": case(
         Built("TheRock#5543: hidden, PASS").card().igpu(RAPHAEL),
@@ -98,6 +103,16 @@ CARDS: dict[str, Case] = {
         note=("iommu_state",),
         fine=("link_full", "slot_of_processor"),
         says=("x4 link: 7.9 GB/s at most", "6.5 to 7 are to be expected", "0000:03:00.0: x16, 0000:08:00.0: x4"),
+    ),
+    "x8_of_two_generations": case(
+        Built("PCIe arithmetic: a riser, or a BIOS setting, that holds one of two equal slots at PCIe 3.0")
+        .card(slot=HALF)
+        .card(slot=Slot(width=8, speed=8.0)),
+        software=stack(devices=pair()),
+        warn=(f"link_narrow {SECOND}", "links_unequal_speed"),
+        note=(f"link_half {FIRST}", "iommu_state"),
+        says=("0000:03:00.0: x8 at 16 GT/s, 0000:06:00.0: x8 at 8 GT/s",),
+        never=("links of different width",),
     ),
     "one_card_on_the_chipset": case(
         Built("PCIe arithmetic: 6.5 GB/s is what a misplaced card gives").card(
@@ -153,6 +168,7 @@ CARDS: dict[str, Case] = {
     "xt_and_gre": case(
         Built("two cards of one architecture and of different size").card(slot=HALF).card(GRE, slot=HALF),
         software=stack(devices=pair(name="AMD Radeon RX 7900 GRE", gib=15.98)),
+        warn=("cards_unequal",),
         note=(*TWO_HALVES, "iommu_state"),
         says=("Radeon RX 7900 GRE",),
     ),

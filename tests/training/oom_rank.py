@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_rocm_tune.distributed.buckets import Bucket
 from hf_rocm_tune.distributed.gradients import watch
+from hf_rocm_tune.distributed.sync_settings import SyncSettings, Way
 from hf_rocm_tune.training.oom_average import average
 from hf_rocm_tune.training.oom_ranks import Meetings, PeerOutOfMemory
 from hf_rocm_tune.transfer import Mover, TransferSettings, digest
@@ -41,11 +42,13 @@ class Net(nn.Module):
         return self.more(y) if more else y
 
 
-def train(rank: int, *, late: bool, unused: bool, view: bool, short: bool = False) -> dict[str, Any]:
+def train(
+    rank: int, *, late: bool, unused: bool, view: bool, short: str | None = None, way: Way = "ddp"
+) -> dict[str, Any]:
     """Four steps of two micro-batches; gradients are averaged in the last backward, or after it.
 
-    With ``short``, the copies that rank 1's check makes of its gradients find no memory at the third step, the first
-    time; both ranks then do that step again.
+    With ``short``, rank 1 finds no memory at the third step, the first time, for the ``copy`` that its check makes of a
+    bucket, or for an average on its ``return`` from the host; both ranks then do that step again.
     """
     torch.manual_seed(0)
     net = Net(unused=unused)
@@ -57,7 +60,7 @@ def train(rank: int, *, late: bool, unused: bool, view: bool, short: bool = Fals
     draws = torch.Generator().manual_seed(rank)
     tries = []
     with Mover(CPU, settings=TransferSettings()) as mover:
-        check = watch(model, mover, None)
+        check = watch(model, mover, None, SyncSettings(way=way))
         assert check is not None
         for step in range(4):
             batches = [torch.randn(4, 16, generator=draws) for _ in range(2)]
@@ -70,7 +73,8 @@ def train(rank: int, *, late: bool, unused: bool, view: bool, short: bool = Fals
                 fits = True
                 if late:
                     assert meetings.end(short=False) == 0
-                    with _no_memory_for_copies() if short and rank and step == 2 and not attempt else nullcontext():
+                    now = short if rank and step == 2 and not attempt else None
+                    with {"copy": _NoMemoryForCopies, "return": _NoMemoryOnReturn}.get(now, nullcontext)():
                         average(model)
                     try:
                         check.collect()
@@ -92,7 +96,7 @@ def train(rank: int, *, late: bool, unused: bool, view: bool, short: bool = Fals
     }
 
 
-class _no_memory_for_copies:
+class _NoMemoryForCopies:
     """Within it the first copy of a bucket fails as the allocator would let it fail."""
 
     def __enter__(self) -> None:
@@ -106,6 +110,22 @@ class _no_memory_for_copies:
 
     def __exit__(self, *_: object) -> None:
         Bucket.before_averaging = self._stock  # type: ignore[method-assign]
+
+
+class _NoMemoryOnReturn:
+    """Within it the first tensor that goes to the device finds no memory."""
+
+    def __enter__(self) -> None:
+        self._stock = Mover.move
+
+        def fail(*arguments: Any, **keywords: Any) -> torch.Tensor:
+            Mover.move = self._stock  # type: ignore[method-assign]
+            raise torch.OutOfMemoryError("no memory for an average")
+
+        Mover.move = fail  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        Mover.move = self._stock  # type: ignore[method-assign]
 
 
 def micro_steps(rank: int, seed: int) -> dict[str, Any]:
@@ -152,7 +172,11 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
         for unused in (False, True)
         for view in (False, True)
     },
-    "short": lambda rank: train(rank, late=True, unused=True, view=False, short=True),
+    "short": lambda rank: train(rank, late=True, unused=True, view=False, short="copy"),
+    "host late": lambda rank: train(rank, late=True, unused=True, view=False, way="host"),
+    "host views": lambda rank: train(rank, late=True, unused=True, view=True, way="host"),
+    "host short of copies": lambda rank: train(rank, late=True, unused=True, view=True, way="host", short="copy"),
+    "host short on return": lambda rank: train(rank, late=True, unused=True, view=False, way="host", short="return"),
 }
 
 

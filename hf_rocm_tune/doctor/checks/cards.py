@@ -21,6 +21,10 @@ def _cards(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.machine.amd:
         if gpu.integrated is not True:
             yield _card(gpu)
+    models = {gpu.address: gpu.identity.card.name for gpu in evidence.cards if gpu.identity.card}
+    if len(set(models.values())) > 1:
+        listed = ", ".join(f"{name} at {address}" for address, name in models.items())
+        yield from_row("cards", "cards_unequal", listed=listed)
 
 
 def _card(gpu: Gpu) -> Finding:

@@ -19,7 +19,7 @@ CORRECTED = "correctable"
 
 
 def _links(evidence: Evidence) -> Iterator[Finding]:
-    widths: dict[str, int] = {}
+    slowest_of: dict[str, Narrowest] = {}
     for gpu in evidence.cards:
         slowest = narrowest(gpu.path)
         if slowest is None:
@@ -28,12 +28,20 @@ def _links(evidence: Evidence) -> Iterator[Finding]:
                 "link_width", "; ".join(seen) or "its way to the processor could not be read", subject=gpu.address
             )
         else:
-            widths[gpu.address] = slowest.width
+            slowest_of[gpu.address] = slowest
             yield _link(gpu, slowest)
             yield from _slow_now(gpu)
-    if len(set(widths.values())) > 1:
-        listed = ", ".join(f"{address}: x{width}" for address, width in widths.items())
+    yield from _unequal(slowest_of)
+
+
+def _unequal(slowest_of: Mapping[str, Narrowest]) -> Iterator[Finding]:
+    """That the links of several cards differ, by width, else by speed: by what their ends can, not by an idle link."""
+    if len({one.width for one in slowest_of.values()}) > 1:
+        listed = ", ".join(f"{address}: x{one.width}" for address, one in slowest_of.items())
         yield from_row("link_width", "links_unequal", widths=listed)
+    elif len({one.speed for one in slowest_of.values()}) > 1:
+        listed = ", ".join(f"{address}: x{one.width} at {one.speed:g} GT/s" for address, one in slowest_of.items())
+        yield from_row("link_width", "links_unequal_speed", speeds=listed)
 
 
 def _link(gpu: Gpu, slowest: Narrowest) -> Finding:

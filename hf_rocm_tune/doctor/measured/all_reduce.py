@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_rocm_tune.distributed.preflight_trials import ReduceTrial, Way, try_all_reduce
-from hf_rocm_tune.doctor.finding import Finding, from_row
+from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.doctor.measured.conduct import Ask
 from hf_rocm_tune.doctor.measured.words import problem_lines, size_words
 
@@ -39,7 +39,7 @@ def conduct(ask: Ask, request: Mapping[str, Any]) -> list[Finding]:
                 fault=request.get("fault"),
             )
         )
-        if trials[-1].verdict == "right":
+        if trials[-1].verdict in ("right", "untried"):
             break
     return [_finding(trials)]
 
@@ -52,6 +52,8 @@ def _finding(trials: list[ReduceTrial]) -> Finding:
         if result is not None and result["gb_per_s"]:
             evidence.append(f"{result['gb_per_s']:.2f} GB/s summing {size_words(result['repeated_bytes'])} of bfloat16")
         return from_row("all_reduce", "all_reduce_right", evidence=evidence, way=_WORDS[first.way])
+    if first.verdict == "untried":
+        return unknown("all_reduce", f"nothing was tried on the cards: {first.reason}")
     outcome = first.outcomes[first.telling_rank]
     evidence += problem_lines((outcome.result or {}).get("problems", []))
     evidence += outcome.tail.splitlines()[-_TAIL_LINES:] if outcome.result is None else []

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_rocm_tune.distributed.preflight_trials import DEVICE_ERRORS
 from hf_rocm_tune.doctor.check import Check
 from hf_rocm_tune.doctor.child import measure_in_child
 from hf_rocm_tune.doctor.evidence import Evidence
@@ -19,8 +20,6 @@ from hf_rocm_tune.hardware.software import TorchDevice
 
 _TAIL_LINES = 6
 _STACK_HEAD = "(most recent call first):"
-_DEVICE_ERRORS = ("RuntimeError", "AcceleratorError", "CorruptionError", "Dist")
-"""How the names of those exceptions begin that a device or its driver is the reason of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +126,7 @@ def failure(ask: Ask, outcome: Outcome, *, subject: str = "") -> Finding:
     evidence = [f"the measuring process {outcome.how}", *_printed(outcome)]
     if outcome.error.startswith("OutOfMemoryError"):
         return unknown(name, f"not enough memory is free: {outcome.error}", subject=subject, evidence=evidence)
-    if outcome.error and not outcome.error.startswith(_DEVICE_ERRORS):
+    if outcome.error and not outcome.error.startswith(DEVICE_ERRORS):
         why = f"the measuring process {outcome.how}: a bug of ours, or a broken installation"
         return unknown(name, why, subject=subject, evidence=evidence)
     if outcome.status == "timeout":

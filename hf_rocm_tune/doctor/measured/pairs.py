@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_rocm_tune.distributed.preflight_trials import PairTrial, try_pairs
-from hf_rocm_tune.doctor.finding import Finding, from_row
+from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.doctor.measured.conduct import Ask, failure
 from hf_rocm_tune.doctor.measured.words import problem_lines
 
@@ -51,6 +51,8 @@ def _finding(ask: Ask, trial: PairTrial, other: PairTrial | None) -> Finding:
         base = failure(ask, trial.outcome, subject=subject)
         if base.status == "unknown":
             return base
+        if trial.verdict == "untried":
+            return unknown("pairs", trial.reason, subject=subject, evidence=base.evidence)
         row = "pair_hung" if hung else "pair_died"
         evidence = [*base.evidence, *seen]
         return from_row("pairs", row, subject=subject, evidence=evidence, how=trial.outcome.how, **names)

@@ -121,5 +121,17 @@ TRANSFER: tuple[Measured, ...] = (
         own_child=False,
         needs_cards=2,
     ),
+    Measured(
+        name="grad_sync",
+        group="pairs",
+        about="how a run on all cards would average gradients: its own preflight, with its deadlines",
+        module="grad_sync",
+        seconds=15,
+        deadline_s=30,
+        faults=RANK_FAULTS,
+        every_card=False,
+        own_child=False,
+        needs_cards=2,
+    ),
 )
 """In the order in which they run."""

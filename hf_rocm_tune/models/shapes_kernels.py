@@ -1,0 +1,104 @@
+"""Operators on the meta device, and what they gave before: layers repeat the same operators on the same shapes.
+
+torch works out an output's shape in Python, which takes longer than all the rest of a recording. What an operator gave
+for the same arguments once, it gives again: new tensors of the same shapes, strides and dtypes. Operators that return
+or change what they were given, or whose output is not on the meta device, are run each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+#: Of each output: shape, strides and dtype of a tensor; whatever else stands for itself.
+_Outputs: TypeAlias = "tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | int | float | None, ...]"
+
+
+class Kernels:
+    """Runs operators. One instance serves all recordings of a model, which repeat each other."""
+
+    def __init__(self) -> None:
+        self._fresh: dict[Any, bool] = {}
+        self._known: dict[Any, tuple[bool, _Outputs, int]] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """What ``func`` gives for these arguments, and the operations of its matrix products."""
+        fresh = self._fresh.get(func)
+        if fresh is None:
+            fresh = self._fresh[func] = _makes_new(func)
+        key = (func, _key(args), _key(tuple(kwargs.items()))) if fresh else None
+        if key is not None and (known := self._known.get(key)) is not None:
+            alone, outputs, flops = known
+            made = [
+                torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") if isinstance(each, tuple) else each
+                for each in outputs
+            ]
+            return made[0] if alone else tuple(made), flops
+        out = func(*args, **kwargs)
+        flops = _flops(func, args, kwargs, out)
+        if key is not None and (described := _outputs(out, (args, kwargs))) is not None:
+            self._known[key] = isinstance(out, Tensor), described, flops
+        return out, flops
+
+
+def _makes_new(func: Any) -> bool:
+    """Whether an operator's schema says that it changes nothing and returns nothing that it was given."""
+    schema = func._schema
+    return not any(each.alias_info for each in (*schema.arguments, *schema.returns))
+
+
+def _key(value: Any) -> Any:
+    """A value as far as an operator on the meta device can tell; 1, 1.0 and True are three."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, tuple | list):
+        return tuple([_key(each) for each in value])
+    return type(value), value
+
+
+def _outputs(out: Any, given: object) -> _Outputs | None:
+    """A description of what an operator gave, or None where it is not new, contiguous in memory and on the meta device.
+
+    Some operators return a view although their schema does not say so.
+    """
+    outputs = out if isinstance(out, tuple) else (out,)
+    seen = {id(tensor.untyped_storage()) for tensor in tensors_in(given)}
+    found: list[Any] = []
+    for each in outputs:
+        if not isinstance(each, Tensor | int | float | None):
+            return None
+        if isinstance(each, Tensor):
+            storage = each.untyped_storage()
+            again = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+            if id(storage) in seen or not each.is_meta or again.untyped_storage().nbytes() != storage.nbytes():
+                return None
+            seen.add(id(storage))
+            found.append((each.shape, each.stride(), each.dtype))
+        else:
+            found.append(each)
+    return tuple(found)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nest of tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, tuple | list) else []
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Operations of a matrix product or of attention; 0 for whatever else."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=out))
+    if func.name() in _PRODUCTS:  # not in torch's table: rows times both sides of the weight
+        return 2 * int(args[0].numel()) * int(out.shape[-1])
+    return 0
+
+
+_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "aten::_grouped_mm"})

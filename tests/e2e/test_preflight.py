@@ -1,0 +1,124 @@
+"""Whole runs of two processes behind a preflight that is harmed: the decision holds for the run, or ends it with 4.
+
+On the CPU, where sums run over gloo; `tests/distributed/test_preflight.py` tries more faults on ranks that do no more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import TIMEOUT, CommandServer, Result
+from tests.e2e.conftest import flags, report_of
+
+FAULT = "HF_ROCM_TUNE_PREFLIGHT_FAULT"
+WRONG = "trial=ddp,kind=wrong"
+
+
+@pytest.fixture
+def argv(model_of: Callable[[str], Path], base_flags: list[str]) -> list[str]:
+    return [*base_flags, *flags(model_name_or_path=model_of("llama3"), preflight="always")]
+
+
+def two_ranks(server: CommandServer, tmp_path: Path, argv: list[str], env: Mapping[str, str]) -> list[Result]:
+    """Both ranks of a job, as a launcher without an agent (mpirun, Slurm) starts them."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        **env,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": str(tmp_path),
+        "HF_ROCM_TUNE_EXIT_FILE": str(tmp_path / "exit.json"),
+    }
+    running = [server.start(*argv, env={**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    return [each.wait() for each in running]
+
+
+def launched(command: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=TIMEOUT, env={**os.environ, **env}
+    )
+
+
+def preflight_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("hf-rocm-tune: preflight: ")]
+
+
+def error_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if re.match(r"hf-rocm-tune: (\[rank \d+\] )?error: ", line)]
+
+
+def test_a_run_goes_on_through_the_host_where_the_sums_were_wrong(
+    argv: list[str], server: CommandServer, tmp_path: Path
+) -> None:
+    results = two_ranks(server, tmp_path, argv, {FAULT: WRONG})
+    assert [result.code for result in results] == [0, 0], results[0].stderr[-3000:]
+    (line,) = preflight_lines(results[0].stdout)
+    assert "averaged through host memory" in line and "sums wrong" in line
+    assert not preflight_lines(results[1].stdout), "one rank speaks"
+    report = report_of(tmp_path / "out")
+    assert report["preflight"]["way"] == report["grad_sync"]["way"] == "host"
+    assert report["preflight"]["fault_injection"] == WRONG and "instead of" in report["preflight"]["evidence"][0]
+    assert report["gradients"]["buckets"] > 0 and report["gradients"]["mismatches"] == 0
+
+
+def test_what_the_user_insists_on_ends_the_run_before_a_model_is_loaded(
+    argv: list[str], server: CommandServer, tmp_path: Path
+) -> None:
+    results = two_ranks(server, tmp_path, [*argv, "--grad_sync", "ddp"], {FAULT: WRONG})
+    assert [result.code for result in results] == [4, 4]
+    (line,) = [line for result in results for line in error_lines(result.stderr)]
+    assert "--grad_sync ddp failed the preflight" in line and "--grad_sync host" in line
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 4
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("", 0, "averaged over the process group as it is"),
+        ("trial=ddp,kind=hang", 0, "rank 1 had not ended after"),
+        ("trial=ddp,kind=crash,rank=0", 0, "rank 0 was ended by SIGSEGV"),
+        ("trial=pairs,kind=zeros,where=cold", 0, "copies cpu -> cpu: 1 of"),
+        ("trial=ranks,kind=kill", 4, "ended while it tried the cards"),
+        ("trial=ranks,kind=stop", 4, "no decision within 35 s"),
+        ("trial=ranks,kind=absent", 4, "rank 1 of 2 did not come to the preflight within 90 s"),
+    ],
+)
+def test_the_launcher_ends_as_the_preflight_decides(
+    fault: str, code: int, words: str, argv: list[str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "hf_rocm_tune", "sft", "--num_processes", "2", *argv]
+    done = launched(command, {FAULT: fault})
+    assert done.returncode == code, done.stderr[-3000:]
+    said = preflight_lines(done.stdout) if code == 0 else error_lines(done.stderr)
+    assert len(said) == 1 and words in said[0]
+    if code == 0:
+        assert report_of(tmp_path / "out")["preflight"]["way"] == ("host" if fault else "ddp")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_plain_launchers_get_the_same_decision(launcher: str, argv: list[str], tmp_path: Path) -> None:
+    modules = {
+        "accelerate": ["accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_dual.yaml"],
+        "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--standalone"],
+    }
+    done = launched([sys.executable, "-m", *modules[launcher], "-m", "hf_rocm_tune.sft", *argv], {FAULT: WRONG})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(preflight_lines(done.stdout)) == 1
+    assert report_of(tmp_path / "out")["preflight"]["way"] == "host"

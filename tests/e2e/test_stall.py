@@ -1,0 +1,215 @@
+"""Two ranks of which one stops, hangs or dies: the job ends with code 4 and the cause, and the same command goes on.
+
+The stalls are real ones of real processes, at a step that is known; a limit of seconds stands for one of minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hf_rocm_tune import configs
+from hf_rocm_tune.integrity import manifest
+from tests import tiny
+from tests.e2e.command import TIMEOUT, CommandServer, Result
+from tests.e2e.conftest import report_of
+from tests.e2e.test_killed import Job, wait_for
+
+STEPS = 6
+LAUNCHED = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual"]
+
+
+@pytest.fixture(scope="module")
+def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Job:
+    """A run of 6 steps on two ranks that saves every second one."""
+    root = scratch / "stalled"
+    settings = {
+        "model_name_or_path": model_of("llama3"),
+        "dataset_name": tiny.write_dataset_dir(root / "data", train=16, test=4),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "max_length": 64,
+        "learning_rate": 0.01,
+        "lora_dropout": 0.2,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "disable_tqdm": True,
+    }
+    return Job(server=server, settings=settings, method="lora", whole=root / "whole")
+
+
+def run(command: list[str], tmp_path: Path, **environ: str) -> Result:
+    """A command line of a user, with a temporary directory of its own."""
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), **environ}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=2 * TIMEOUT)
+    return Result(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+def run_ranks(job: Job, output: Path, tmp_path: Path, crash: str, **settings: Any) -> list[Result]:
+    """Both ranks as a launcher starts them, which costs half the time."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"TORCHELASTIC_RUN_ID": str(tmp_path), "HF_ROCM_TUNE_EXIT_FILE": str(tmp_path / "exit.json")}
+    common |= {"HF_ROCM_TUNE_CRASH": crash}
+    argv = job.argv(output, **settings)
+    running = [job.server.start(*argv, env=common | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    return [each.wait() for each in running]
+
+
+def stall_report(output: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((output / "stall_report.json").read_text())
+    return content
+
+
+def nothing_is_left(output: Path, tmp_path: Path) -> bool:
+    """No process of this run, and no file where its ranks met."""
+    if list((tmp_path / "tmp").glob("hf-rocm-tune*")):
+        return False
+    for process in psutil.process_iter():
+        try:
+            if str(output) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                return False
+        except psutil.Error:
+            continue
+    return True
+
+
+def test_a_stopped_rank_ends_the_job_and_the_same_command_goes_on(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    crash = "kind=stop,step=4,rank=1"
+    result = run([*LAUNCHED, *job.argv(output, stall_timeout=3)], tmp_path, HF_ROCM_TUNE_CRASH=crash)
+    assert result.code == 4
+    (line,) = result.error_lines
+    assert "in step 4: rank 1 (pid " in line and "is stopped (state T)" in line and "waits for it in all_reduce" in line
+    assert "Traceback" not in result.stderr
+    assert nothing_is_left(output, tmp_path)
+    told = stall_report(output)
+    assert told["cause"] in line and str(output / "stall_report.json") in line
+    first, second = told["ranks"]
+    assert first["statement"]["stacks"][0]["frames"] and first["statement"]["collectives"]["pending"]
+    assert second["process"]["state"] == "T" and not psutil.pid_exists(second["pid"])
+    (incident,) = report_of(output)["incidents"]
+    assert (incident["kind"], incident["step"], incident["cause"]) == ("stall", 4, told["cause"])
+    assert manifest.verify(output / "checkpoint-2") == []
+    results = run_ranks(job, output, tmp_path, crash, stall_timeout=3)  # it has struck
+    assert [result.code for result in results] == [0, 0], [result.stderr[-2000:] for result in results]
+    assert results[0].stdout.count("'loss'") == STEPS - 2
+    assert nothing_is_left(output, tmp_path)
+
+
+def test_an_endless_loop_is_named_with_its_line(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    results = run_ranks(job, output, tmp_path, "kind=spin,step=5,rank=1", stall_timeout=2)
+    assert [result.code for result in results] == [4, 4], [result.stderr[-2000:] for result in results]
+    assert "Traceback" not in results[0].stderr + results[1].stderr
+    told = stall_report(output)
+    assert "is in _spin() in hf_rocm_tune/training/crash.py:" in told["cause"]
+    assert "waits for it in all_reduce" in told["cause"]
+    assert all(rank["statement"]["complete"] for rank in told["ranks"])
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 4
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.endswith("-ranks")) == []
+
+
+def test_the_death_of_a_rank_is_one_line_of_the_other(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    first, second = run_ranks(job, output, tmp_path, "kind=kill,step=3,rank=1")
+    assert (first.code, second.code) == (4, -signal.SIGKILL)
+    assert "Traceback" not in first.stderr
+    told = json.loads((tmp_path / "exit.json").read_text())
+    assert told["code"] == 4 and told["follows"], "a launcher that knows of the signal says that instead"
+    assert "rank 1 (pid " in told["message"] and "is gone without a word" in told["message"]
+    assert not (output / "stall_report.json").exists()
+
+
+def test_a_process_that_was_suspended_does_not_hang(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    running = job.server.start(*job.argv(output, stall_timeout=2), env={"HF_ROCM_TUNE_CRASH": "kind=stop,step=4"})
+    assert wait_for(running, lambda: psutil.Process(running.pid).status() == psutil.STATUS_STOPPED)
+    time.sleep(5)
+    running.kill(signal.SIGCONT)
+    result = running.wait()
+    assert result.code == 0, result.stderr[-2000:]
+
+
+@pytest.mark.long
+def test_slow_evaluations_and_saves_are_no_stall(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    slow = [sys.executable, "-m", "tests.e2e.slow_rank", "6"]
+    settings = {"stall_timeout": 3, "eval_strategy": "steps", "eval_steps": 3, "max_steps": 4}
+    result = run([*slow, *job.argv(output, **settings)], tmp_path)
+    assert result.code == 0, result.stderr[-3000:]
+    assert result.stdout.count("slow on purpose") == 4
+
+
+@pytest.mark.long
+def test_a_killed_rank_is_named_by_the_launcher_alone(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    result = run([*LAUNCHED, *job.argv(output)], tmp_path, HF_ROCM_TUNE_CRASH="kind=kill,step=3,rank=1")
+    assert result.code == 137
+    (line,) = result.error_lines
+    assert "the training process of rank 1 was ended by SIGKILL" in line
+    assert "Traceback" not in result.stderr
+    assert nothing_is_left(output, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["stop", "hang"])
+def test_supervised_it_goes_on_by_itself_to_the_same_adapter(job: Job, tmp_path: Path, kind: str) -> None:
+    command = [sys.executable, "-m", "hf_rocm_tune", "run", "--backoff_seconds", "0", "--stall_seconds", "10", "--"]
+    command += ["accelerate", "launch", "--config_file", str(configs.path("cpu_dual")), "-m", "hf_rocm_tune.sft"]
+    outputs = tmp_path / "whole", tmp_path / "out"
+    for output, crash in zip(outputs, ("", f"kind={kind},step=4,rank=1"), strict=True):
+        result = run([*command, *job.argv(output)], tmp_path, HF_ROCM_TUNE_CRASH=crash)
+        assert result.code == 0, result.stderr[-3000:]
+    whole, restarted = ((output / "adapter_model.safetensors").read_bytes() for output in outputs)
+    assert whole == restarted
+    survival = report_of(outputs[1])["survival"]
+    assert [end["code"] for end in survival["ends"]] == [4]
+    assert "rank 1 (pid " in survival["ends"][0]["message"], "the watchdog came before the supervisor"
+    assert nothing_is_left(outputs[1], tmp_path)
+
+
+@pytest.mark.long
+def test_torchrun_starts_the_group_again(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max_restarts", "1"]
+    command = [*launcher, "-m", "hf_rocm_tune.sft", *job.argv(output, stall_timeout=3)]
+    result = run(command, tmp_path, HF_ROCM_TUNE_CRASH="kind=stop,step=4,rank=0")
+    assert result.code == 0, result.stderr[-3000:]
+    assert "[rank 1] error: no progress" in result.stderr and "rank 0 (pid " in result.stderr
+    assert manifest.inspect(output).problems == []
+    assert not list((tmp_path / "tmp").glob("*-ranks"))
+
+
+@pytest.mark.long
+def test_a_job_of_two_ranks_that_was_suspended_does_not_hang(job: Job, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    (tmp_path / "tmp").mkdir()
+    command = [*LAUNCHED, *job.argv(output, stall_timeout=2, max_steps=200, save_steps=50, logging_steps=1)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
+        checkpoint = output / "checkpoint-50"
+        deadline = time.monotonic() + TIMEOUT
+        while not checkpoint.exists():
+            assert time.monotonic() < deadline and running.poll() is None
+            time.sleep(0.05)
+        ranks = psutil.Process(running.pid).children(recursive=True)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                rank.send_signal(number)
+            time.sleep(6)
+        assert running.wait(TIMEOUT) == 0, running.stderr

@@ -1,0 +1,131 @@
+"""What is fetched from a device is what lies there, whatever happens on the way; nothing wrong is handed out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_rocm_tune.errors import CorruptionError
+from hf_rocm_tune.transfer import Digest, FaultSpec, Mover, TransferSettings, digest
+
+STAGE = "activations"
+
+
+@contextmanager
+def mover_with(text: str = "", **settings: Any) -> Iterator[Mover]:
+    faults = FaultSpec.parse(text) if text else None
+    with Mover(torch.device("cpu"), settings=TransferSettings(**settings), faults=faults) as made:
+        yield made
+
+
+def fetch(mover: Mover, tensor: Tensor, name: str = "hidden") -> Tensor:
+    with mover.fetched(tensor, name=name, stage=STAGE) as fetched:
+        assert fetched.digest in (None, digest(tensor))
+        return fetched.host.clone()
+
+
+TENSORS: dict[str, Callable[[], Tensor]] = {
+    "bfloat16": lambda: torch.randn(3, 5, 7).bfloat16(),
+    "strided": lambda: torch.randn(8, 9).t()[1:5],
+    "expanded": lambda: torch.randn(1, 4).expand(6, 4),
+    "mask": lambda: torch.rand(2, 1, 5, 5) > 0.5,
+    "scalar": lambda: torch.tensor(1.5),
+    "empty": lambda: torch.empty(0, 4),
+    "larger_than_a_slot": lambda: torch.randn(3 << 20),
+}
+
+
+@pytest.mark.parametrize("kind", list(TENSORS))
+def test_arrives_bit_for_bit_in_memory_of_its_own(kind: str) -> None:
+    tensor = TENSORS[kind]()
+    with mover_with() as mover, mover.fetched(tensor, name="hidden", stage=STAGE) as fetched:
+        assert torch.equal(fetched.host, tensor)
+        assert (fetched.host.dtype, fetched.host.shape) == (tensor.dtype, tensor.shape)
+        assert not tensor.numel() or fetched.host.data_ptr() != tensor.data_ptr()
+        counted = mover.report.to_dict()[STAGE]
+    assert counted["tensors"] == 1
+    assert counted["bytes"] == counted["verified_bytes"] == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("kind", ["zero", "zero_range", "flip", "swap"])
+def test_a_fault_is_found_and_read_again(kind: str) -> None:
+    tensor = torch.randn(100, 30)
+    with mover_with(f"kind={kind},stage={STAGE},count=1") as mover:
+        assert torch.equal(fetch(mover, tensor), tensor)
+        counted = mover.report.to_dict()
+        assert mover.fault_injection() is not None and mover.fault_injection()["injected"] == 1  # type: ignore[index]
+    assert counted[STAGE]["mismatches"] == counted[STAGE]["recovered"] == 1
+    (row,) = counted["incidents"]
+    assert (row["outcome"], row["tensor"], row["rung"]) == ("recovered", "hidden", "same_copy")
+    assert row["length"] >= 1
+
+
+def test_one_that_stays_is_not_handed_out() -> None:
+    with mover_with(f"kind=flip,stage={STAGE},persist=1") as mover:
+        with pytest.raises(CorruptionError, match="'hidden' came from cpu to the host wrong"):
+            fetch(mover, torch.randn(50))
+        assert mover.report.incidents[-1]["outcome"] == "failed"
+        assert mover.report.to_dict()[STAGE]["recovered"] == 0
+
+
+def test_stop_means_the_first_mismatch() -> None:
+    stopping = mover_with(f"kind=zero,stage={STAGE},count=1", on_corruption="stop")
+    with stopping as mover, pytest.raises(CorruptionError, match="on_corruption stop"):
+        fetch(mover, torch.randn(50))
+
+
+def test_faults_of_other_stages_and_names_leave_it_alone() -> None:
+    with mover_with(f"kind=zero,stage={STAGE},tensor=backward*") as mover:
+        assert torch.equal(fetch(mover, torch.ones(9), "forward.layers.1"), torch.ones(9))
+        assert mover.report.incidents == []
+
+
+@pytest.mark.parametrize(("verify", "verified"), [("off", 0), ("sample", 1), ("full", 20)])
+def test_as_much_is_verified_as_was_asked_for(verify: str, verified: int) -> None:
+    with mover_with(verify=verify, sample_every=100) as mover:
+        for _ in range(20):
+            fetch(mover, torch.ones(4))
+        assert mover.report.to_dict()[STAGE]["verified_bytes"] == 16 * verified
+
+
+def test_threads_do_not_share_a_buffer() -> None:
+    wrong: list[int] = []
+    with mover_with() as mover:
+
+        def work(number: int) -> None:
+            tensor = torch.full((20_000,), float(number))
+            for _ in range(30):
+                with mover.fetched(tensor, name="hidden", stage=STAGE) as fetched:
+                    if not torch.equal(fetched.host, tensor):
+                        wrong.append(number)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_a_digest_of_the_device_and_one_of_the_host_are_comparable() -> None:
+    tensor = torch.randn(77)
+    with mover_with() as mover, mover.fetched(tensor, name="hidden", stage=STAGE) as fetched:
+        moved = mover.move(fetched.host, name="hidden", stage=STAGE)
+        assert isinstance(fetched.digest, Digest) and mover.digest_of(moved) == fetched.digest
+
+
+@pytest.mark.gpu
+def test_from_an_accelerator_after_the_kernels_that_write_it() -> None:
+    device = torch.device("cuda", 0)
+    with Mover(device) as mover:
+        for _ in range(20):
+            left = torch.randn(512, 512, device=device)
+            product = left @ left
+            assert torch.equal(fetch(mover, product), product.cpu())
+        assert mover.report.to_dict()[STAGE]["mismatches"] == 0
