@@ -133,6 +133,8 @@ CPU_CASES: tuple[Case, ...] = (
     _case("Llama, wide", WIDE, "full", 1, 64, True, optim="adamw_torch"),
     _case("Llama, wide", WIDE, "full", 1, 128, True, **_BF16),
     _case("Gemma 3, wide", WIDE_GEMMA3, "lora", 2, 384, True, attention="eager"),
+    _case("Llama, wide", WIDE, "lora", 3, 192, False, **_BF16, dora=True),
+    _case("Llama, wide", WIDE, "full", 2, 96, True, **_BF16, optim="adamw_8bit"),
 )
 
 

@@ -96,7 +96,7 @@ def _job(case: Case, device: str, scratch: Path) -> dict[str, Any]:
         task_type="CAUSAL_LM",
         r=asked.rank,
         lora_alpha=asked.alpha,
-        lora_dropout=asked.dropout,
+        lora_dropout=asked.adapter_dropout,
         target_modules=asked.targets if isinstance(asked.targets, str) else list(asked.targets),
         modules_to_save=list(asked.modules_to_save) or None,
         use_dora=asked.dora,

@@ -44,6 +44,10 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
         f"verification {mover.settings.verify}, on corruption {mover.settings.on_corruption}, "
         f"frozen weights looked at every {arguments.tune.sentinel_every} steps",
     ]
+    sync = arguments.grad_sync
+    if ranks > 1 and (sync.way, sync.compression) != ("ddp", "none"):
+        where = "through host memory, over gloo" if sync.way == "host" else "by DistributedDataParallel"
+        lines.append(f"gradients are averaged {where}, compression {sync.compression}")
     faults = mover.fault_injection()
     if faults is not None:
         lines.append(f"faults are injected on request: {faults}")

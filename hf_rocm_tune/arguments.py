@@ -238,7 +238,7 @@ def _resolve(
     steps: Any = values.get("gradient_accumulation_steps", _TRL_DEFAULTS["gradient_accumulation_steps"])
     met = before_meeting(ranks, accelerator, steps) if before_meeting else None  # kept until the process group is up
     preflight = met[0] if met else None
-    values |= process_group(ranks.sync(preflight.choice.way if preflight else None), values)
+    values |= process_group(ranks.sync(preflight.choice.way if preflight else None), values, os.environ)
     return Arguments(
         tune=tune,
         ranks=ranks,

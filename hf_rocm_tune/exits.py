@@ -39,12 +39,14 @@ INTERRUPTED = 130
 #: Endings that a restart cannot change: wrong input, and corruption that could not be recovered.
 FINAL_CODES = frozenset({2, 3})
 #: Endings after which a worker that torchrun restarts refuses at once: those, and being asked to end.
-_REFUSED_CODES = FINAL_CODES | {INTERRUPTED}
+REFUSED_CODES = FINAL_CODES | {INTERRUPTED}
 #: Beside the launcher's exit file: a signal asked the launcher for the end.
 ASKED_FILE = "asked"
 _TERMINATED = 128 + signal.SIGTERM
 _SECONDS_TO_END = 10.0
-"""How long a rank may go on by itself after another machine has ended the job: what it writes, it writes whole."""
+_SECONDS_TO_SAVE = 300.0
+"""How long a rank may go on by itself after another machine has ended the job, and after it was asked to end: then this
+rank saves and uploads."""
 
 _OUT_OF_MEMORY_ADVICE = (
     "lower --per_device_train_batch_size (and raise --gradient_accumulation_steps by as much), lower --max_length, "
@@ -110,7 +112,7 @@ def run_guarded(main: Callable[[], int], *, environ: Mapping[str, str] | None = 
             return 1
         ending = Ending(code=known.exit_code, message=str(known), rank=rank, follows=follows)
     _end(ending, group, environ)
-    if ending.code in _REFUSED_CODES:
+    if ending.code in REFUSED_CODES:
         machines_word.tell(asdict(ending), environ)
     return ending.code
 
@@ -118,13 +120,13 @@ def run_guarded(main: Callable[[], int], *, environ: Mapping[str, str] | None = 
 def listen_to_other_machines(environ: Mapping[str, str]) -> None:
     """End this process soon after a rank on another machine has ended the job for good. Returns at once.
 
-    The main thread has `_SECONDS_TO_END` to end by itself, as it does where a collective breaks. Where it hangs in one,
-    the process is ended from here. Imports torch on several machines.
+    The main thread has some seconds to end by itself, as it does where a collective breaks. Where it hangs in one, the
+    process is ended from here. Imports torch on several machines.
     """
 
     def hear(told: dict[str, Any]) -> None:
         ending = _adopt(told, environ)
-        threading.Event().wait(_SECONDS_TO_END)
+        threading.Event().wait(_SECONDS_TO_SAVE if ending.code == INTERRUPTED else _SECONDS_TO_END)
         os._exit(ending.code)
 
     machines_word.listen(hear, environ)
@@ -326,7 +328,7 @@ class _Group:
     def final_ending(self) -> Ending | None:
         """The ending of an earlier try after which there must be no other, or None."""
         endings = (Ending(**json.loads(path.read_text(encoding="utf-8"))) for path in self._earlier())
-        return next((ending for ending in endings if ending.code in _REFUSED_CODES), None)
+        return next((ending for ending in endings if ending.code in REFUSED_CODES), None)
 
     def last_message(self) -> str | None:
         """What the try before this one recorded."""

@@ -33,7 +33,14 @@ import yaml
 from hf_rocm_tune import configs, process, recipe_file
 from hf_rocm_tune.distributed import machines_launch
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
-from hf_rocm_tune.exits import ASKED_FILE, EXIT_FILE_VARIABLE, INTERRUPTED, PROGRAM, write_atomically
+from hf_rocm_tune.exits import (
+    ASKED_FILE,
+    EXIT_FILE_VARIABLE,
+    INTERRUPTED,
+    PROGRAM,
+    REFUSED_CODES,
+    write_atomically,
+)
 
 CONFIG_FLAG = "--accelerate_config"
 #: Names that the launcher and ``trl sft`` both have: there, as in ``trl``, they are the job's.
@@ -137,9 +144,9 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
             with _environment({**variables, EXIT_FILE_VARIABLE: str(record)}), _signals_passed_on(asked):
                 status, rank = _run(arguments)
         except TuneError:
-            if not record.exists():
+            if not _is_final(record):
                 raise
-            status, rank = 1, None  # the machines could not meet again after what is told there
+            status, rank = 1, None  # the machines could not meet again, and need not
         if status == 0:
             return 0
         told = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
@@ -163,6 +170,7 @@ def _run(arguments: Any) -> tuple[int, int | None]:
         The exit status as ``subprocess`` has it, minus n for signal n, and the rank whose it is, where there are some.
     """
     from accelerate.commands.launch import launch_command
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -182,11 +190,16 @@ def _run(arguments: Any) -> tuple[int, int | None]:
         return -int(signal.SIGINT), None
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1, None
-    except RendezvousError as error:
+    except (RendezvousError, DistError) as error:
         raise machines_launch.not_met(error, arguments) from error
     except (ValueError, ConnectionError) as error:
         raise UsageError(f"accelerate's launcher refuses: {error}") from error
     return 0, None
+
+
+def _is_final(record: Path) -> bool:
+    """Whether the job has told of an ending after which it is not started again."""
+    return record.exists() and json.loads(record.read_text(encoding="utf-8"))["code"] in REFUSED_CODES
 
 
 def _quieten() -> None:
@@ -220,9 +233,10 @@ def _config_flags(accelerate_config: str | None, extra: Sequence[str]) -> list[s
     if accelerate_config is None:
         if "config_file" in given:
             return []
-        several = "multi_gpu" in given or (_parse_launcher_flags([*extra, "-m", "job"]).num_processes or 1) > 1
+        flags = _parse_launcher_flags([*extra, "-m", "job"])
+        several = "multi_gpu" in given or (flags.num_processes or 1) > 1
         gpu = process.has_accelerator()
-        accelerate_config = _CHOICE[gpu, several]
+        accelerate_config = "multi_node" if (flags.num_machines or 1) > 1 else _CHOICE[gpu, several]
         found = "a GPU is visible" if gpu else "no GPU is visible"
         # A YAML comment on stdout: `--print_config > recipe.yaml` stays a recipe, and stderr is for errors only.
         print(

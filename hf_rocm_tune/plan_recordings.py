@@ -32,8 +32,8 @@ class Recordings:
     method: str
     lengths: tuple[int, ...]
     made: ClassVar[type[Trace]] = Trace
-    _tapes: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    _traces: dict[tuple[object, ...], Trace | None] = field(default_factory=dict)
+    _tapes: dict[tuple[str, bool, int, int], Any] = field(default_factory=dict)
+    _traces: dict[tuple[str, bool, tuple[int, int]], Trace | None] = field(default_factory=dict)
 
     @cached_property
     def sample(self) -> Sample:
@@ -95,8 +95,8 @@ class Recordings:
         Attention may change its ways between two lengths, at a window's width for example, but not twice.
         """
         length, kind = case.shape[1], (case.content, case.checkpointing)
-        for (*same, (low, high)), found in list(self._traces.items()):
-            if tuple(same) == kind and found and low < high and low <= length <= high:
+        for (content, checkpointing, (low, high)), found in list(self._traces.items()):
+            if (content, checkpointing) == kind and found and low < high and low <= length <= high:
                 yield low, high
         low, high = self._widest(case)
         if low <= length <= high:

@@ -141,6 +141,8 @@ def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str 
         raise UsageError("--load_in_8bit is not known to the planner: choose the micro-batch yourself")
     if settings.get("max_length") is None:
         raise UsageError("the planner needs --max_length: without a limit the longest row decides")
+    if settings.get("label_smoothing_factor"):
+        raise UsageError("--label_smoothing_factor builds all logits, which the planner does not count")
     lora = bool(settings.get("use_peft"))
     targets = settings.get("lora_target_modules") or ALL_LINEAR
     return PlanRequest(

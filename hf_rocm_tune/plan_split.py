@@ -78,6 +78,15 @@ def split_plan(
     """
     assert request.cards == 1, "one process"
     whole = plan_for(request, card=cards[0], config=config, grid=False, within_limit=within_limit)
+    return over_cards(whole, cards=cards, counts=counts)
+
+
+def over_cards(whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | None = None) -> SplitPlan:
+    """What `split_plan` gives, from the plan of the same question for one card, without its grid of lengths.
+
+    Raises:
+        UsageError: the counts do not fit the model, or it has too few layers.
+    """
     if counts is not None:
         from hf_rocm_tune.models.split import counts_for
 

@@ -11,6 +11,7 @@ from hf_rocm_tune.memory.plan_choice import Option
 from hf_rocm_tune.plan_job import Plan
 
 _ASSUMED = frozenset({"allocator slack", "context"})
+_DTYPES = {2: "bfloat16", 4: "float32"}
 _WIDTH = 24
 _LEAST = 0.005 * GIB  # less would be shown as 0.00
 
@@ -36,11 +37,35 @@ def as_values(plan: Plan, command: str) -> dict[str, Any]:
         "card": vars(plan.card) | {"free": plan.card.free},
         "fits": plan.choice is not None,
         "choice": _option_values(plan.nearest),
+        "settings": settings_of(plan),
         "host": {"parts": dict(host.parts), "total": host.total, "fits_gib": dict(host.fits)},
         "longest": {method: plan.longest(method) for method in plan.variants},
         "grid": [_option_values(each) for each in plan.grid],
         "command": command,
         "notes": list(plan.notes),
+    }
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """The settings for which the figures of the choice hold, by name."""
+    request, method = plan.request, plan.nearest.estimate.variant
+    found: dict[str, Any] = {}
+    if method != "full":
+        trained = max(plan.variants[method].weights.trained, key=lambda each: each.elements * each.count)
+        found = {
+            "rank": request.rank,
+            "alpha": request.alpha,
+            "dropout": request.adapter_dropout,
+            "targets": request.targets if isinstance(request.targets, str) else list(request.targets),
+            "modules_to_save": list(request.modules_to_save),
+            "dora": request.dora,
+            "adapter_dtype": _DTYPES[trained.itemsize],
+        }
+    return found | {
+        "weight_dtype": request.dtype_of(method),
+        "autocast": "bfloat16" if request.autocast else None,
+        "optimizer": request.optim,
+        "attention": request.attention,
     }
 
 
@@ -80,6 +105,12 @@ def _choice(plan: Plan) -> Iterator[str]:
         f"{case.length} tokens, {how} checkpointing, accumulation {case.accumulation}"
         f"{f', {case.cards} cards' if case.cards > 1 else ''} (effective batch {plan.request.effective_batch})"
     )
+    told = (
+        f"{name.replace('_', ' ')} {', '.join(value) if isinstance(value, list) else value}"
+        for name, value in settings_of(plan).items()
+        if value not in (None, False, [])
+    )
+    yield f"  for {'; '.join(told)}"
     if plan.choice:
         yield f"  fastest of what fits, by estimate, not by measurement: {found.speed.why()}"
 

@@ -83,17 +83,19 @@ class RanksArguments:
         return SyncSettings(way="host" if wanted == "host" else "ddp", compression=self.grad_compression)
 
 
-def process_group(sync: SyncSettings, values: Mapping[str, Any]) -> dict[str, Any]:
+def process_group(sync: SyncSettings, values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """What the way of averaging asks of TRL's settings: through the host, RCCL is not even made.
 
     Args:
         sync: as it will be.
         values: TRL's settings by name, as far as they are given.
+        environ: of this process, with ``WORLD_SIZE`` where a launcher set it: Accelerate takes a back end for the word
+            that there is a process group, and a single process has none.
 
     Raises:
         UsageError: another process group is asked for.
     """
-    if sync.way != "host":
+    if sync.way != "host" or environ.get("WORLD_SIZE", "1") == "1":
         return {}
     given = values.get("ddp_backend")
     if given not in (None, "gloo"):

@@ -48,7 +48,13 @@ def run(argv: Sequence[str]) -> int:
         print(arguments.to_yaml(), end="")
         return 0
     check_world(arguments.training.world_size, os.environ)
-    with stall.watched(arguments.ranks.stall_timeout, place=exits.meeting_place(), tell=exits.speak) as guard:
+    several = arguments.training.world_size > 1
+    with stall.watched(
+        arguments.ranks.stall_timeout,
+        place=exits.meeting_place(),
+        tell=exits.speak,
+        collective_s=arguments.training.ddp_timeout if several else None,
+    ) as guard:
         return _run(arguments, guard)
 
 

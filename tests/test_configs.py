@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -15,7 +16,17 @@ import pytest
 from hf_rocm_tune import configs
 from hf_rocm_tune.errors import UsageError
 
-NAMES = ["cpu", "cpu_dual", "dual_rx7900xt", "single_rx7900xt"]
+NAMES = [
+    "cpu",
+    "cpu_dual",
+    "cpu_dual_fsdp2",
+    "dual_rx7900xt",
+    "dual_rx7900xt_fsdp2",
+    "dual_rx7900xt_zero2",
+    "multi_node",
+    "single_rx7900xt",
+]
+PAIRS = [name for name in NAMES if "dual" in name or name == "multi_node"]
 
 # What each process of a launched job finds; rank r contributes r + 1 to the sum.
 WORKER = """
@@ -48,7 +59,7 @@ def test_accelerate_loads_the_file(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     loaded = load_config_from_file(str(configs.path(name)))
-    assert loaded.num_processes == (2 if "dual" in name else 1)
+    assert loaded.num_processes == (2 if name in PAIRS else 1)
     assert loaded.mixed_precision == "no"
 
 
@@ -57,9 +68,55 @@ def test_launcher_accepts_the_file_without_a_warning(name: str, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         arguments = launch_arguments(name)
     assert not caplog.records, "the launcher had to guess a value that the file should give"
-    assert arguments.num_processes == (2 if "dual" in name else 1)
-    assert bool(arguments.multi_gpu) == ("dual" in name)
+    assert arguments.num_processes == (2 if name in PAIRS else 1)
+    ways = {"use_fsdp": "fsdp2" in name, "use_deepspeed": "zero2" in name}
+    ways["multi_gpu"] = name in PAIRS and not any(ways.values())
+    assert {way: bool(getattr(arguments, way)) for way in ways} == ways
     assert bool(arguments.use_cpu) == (name == "cpu")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "fsdp2" in name])
+def test_what_fsdp2_is_told_passes_our_own_refusals(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    from hf_rocm_tune.training.fsdp_settings import check_plugin, is_wanted
+
+    environment = prepare_multi_gpu_env(launch_arguments(name))
+    assert is_wanted(environment)
+    for variable, value in environment.items():
+        if variable.startswith("FSDP_"):
+            monkeypatch.setenv(variable, value)
+    plugin = FullyShardedDataParallelPlugin()
+    check_plugin(plugin)
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+
+
+def test_rehearsal_of_fsdp2_shards_as_the_cards_do() -> None:
+    import yaml
+
+    cpu, cards = (yaml.safe_load(configs.path(f"{where}_fsdp2").read_text()) for where in ("cpu_dual", "dual_rx7900xt"))
+    assert cpu == cards
+
+
+def test_zero2_without_deepspeed_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_rocm_tune import launch
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name))
+    with pytest.raises(UsageError, match="needs DeepSpeed, which is not installed"):
+        launch.launch("hf_rocm_tune.sft", [], accelerate_config="dual_rx7900xt_zero2", extra=[])
+
+
+def test_zero2_moves_nothing_to_the_host_and_says_that_it_gains_nothing_for_lora() -> None:
+    arguments = launch_arguments("dual_rx7900xt_zero2")
+    assert (arguments.zero_stage, arguments.offload_optimizer_device, arguments.offload_param_device) == (
+        2,
+        "none",
+        "none",
+    )
+    text = configs.path("dual_rx7900xt_zero2").read_text()
+    assert "anything from it for LoRA" in text and "--consent_unverified" in text
 
 
 def test_single_card_leaves_the_choice_of_the_card_to_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,7 @@ def meeting() -> Iterator[str]:
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield f"127.0.0.1:{store.port}"
+    del store  # held until here
 
 
 def machine(tmp_path: Path, number: int, meeting: str = "", *, port: int = 1) -> dict[str, str]:

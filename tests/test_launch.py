@@ -240,5 +240,6 @@ def test_the_configuration_follows_the_machine(
         monkeypatch.setattr(launch.process, "has_accelerator", lambda gpu=gpu: gpu)
         chosen += [Path(launch._config_flags(None, extra)[1]).stem for extra in ([], ["--num_processes", "2"])]
     assert chosen == ["cpu", "cpu_dual", "single_rx7900xt", "dual_rx7900xt"]
+    assert Path(launch._config_flags(None, ["--num_machines", "2"])[1]).stem == "multi_node"
     assert "accelerate config cpu_dual (no GPU is visible" in capsys.readouterr().out
     assert launch._config_flags(None, ["--config_file", "mine.yaml"]) == []

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import plan_errors
 from benchmarks.plan_cases import CPU_CASES, Case, gpu_cases
 from benchmarks.plan_errors import compare
 
@@ -41,6 +42,14 @@ def test_the_prediction_is_what_a_real_step_takes(wanted: tuple[str, str, bool, 
     ]
     assert len(cases) == 1
     assert _errors(cases, "cpu") == []
+
+
+def test_a_prediction_that_is_far_off_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(case: Case, *, device: str) -> dict[str, float]:
+        return {"peak": plan_errors.predict(case, device=device).allocated * 0.85}
+
+    monkeypatch.setattr(plan_errors, "measure", measured)
+    assert len(_errors(list(CPU_CASES[:1]), "cpu")) == 1
 
 
 @pytest.mark.long

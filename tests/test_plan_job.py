@@ -15,14 +15,32 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.hardware.machine import Machine
 from hf_rocm_tune.hardware.survey import survey
 from hf_rocm_tune.hardware.sysfs_tree import as_tree
-from hf_rocm_tune.memory.plan import GIB, CardMemory
+from hf_rocm_tune.memory.plan import GIB, CardMemory, estimate
 from hf_rocm_tune.memory.plan_models import public_model
 from hf_rocm_tune.models.shapes_config import config_of
 from hf_rocm_tune.plan_card import card_memory
 from hf_rocm_tune.plan_job import Plan, largest_models, plan_for
+from hf_rocm_tune.plan_recipe import command
 from hf_rocm_tune.plan_request import PlanRequest, from_training
 from tests import tiny
 
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
+MOE = {
+    **SMALL,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 CARD = CardMemory(name="Radeon RX 7900 XT", usable=int(19.9 * GIB), desktop=GIB // 2)
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -173,6 +191,43 @@ def test_the_largest_model_is_larger_with_four_bits() -> None:
     assert names[0].billions < names[1].billions  # type: ignore[union-attr]
 
 
+def test_experts_are_planned_without_dropout_unless_it_is_asked_for() -> None:
+    asked = {"methods": ("lora",), "length": 64, "effective_batch": 1}
+    found = plan_for(PlanRequest(**asked), card=CARD, config=config_of(MOE), grid=False)
+    assert found.request.dropout == 0
+    assert any("--dropout 0" in note for note in found.notes)
+    assert "--lora_dropout 0.0" in command(found.request, found.nearest)
+    with pytest.raises(UsageError, match="lora_dropout"):
+        plan_for(PlanRequest(**asked, dropout=0.05), card=CARD, config=config_of(MOE), grid=False)
+
+
+def test_more_tokens_than_the_model_was_made_for_are_planned_only_if_asked_for() -> None:
+    config = config_of({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 256, "n_layer": 2})
+    asked = PlanRequest(methods=("lora",), length=512, effective_batch=1)
+    found = plan_for(asked, card=CARD, config=config, within_limit=True)
+    assert found.request.length == 256
+    assert any("256" in note for note in found.notes)
+    with pytest.raises(UsageError, match="made for 256 tokens, and 512 are more"):
+        plan_for(asked, card=CARD, config=config)
+
+
+def test_a_window_between_the_lengths_costs_few_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On either side of the window the step is the same for all lengths; only at the window it is not."""
+    from hf_rocm_tune.models import shapes
+
+    lengths: list[int] = []
+    record = shapes.record
+    monkeypatch.setattr(shapes, "record", lambda sample, step: (lengths.append(step.length), record(sample, step))[1])
+    fields = {**SMALL, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "sliding_window": 600}
+    found = plan_for(PlanRequest(methods=("lora",), length=512, effective_batch=1), card=CARD, config=config_of(fields))
+    assert found.longest("lora") is not None
+    assert found.scales
+    assert len(lengths) <= 16
+    for each in found.grid:
+        exact = estimate(replace(found.variants["lora"], trace=found.variants["lora"].exact), each.estimate.case, CARD)
+        assert each.estimate.allocated == pytest.approx(exact.allocated, rel=0.001)
+
+
 # ---- a question from a training job -----------------------------------------------------------------------------
 
 
@@ -195,6 +250,8 @@ def test_what_the_planner_cannot_answer_is_said() -> None:
         from_training({"load_in_8bit": True})
     with pytest.raises(UsageError, match="max_length"):
         from_training({"max_length": None})
+    with pytest.raises(UsageError, match="label_smoothing_factor"):
+        from_training({"max_length": 512, "label_smoothing_factor": 0.1})
 
 
 @pytest.mark.parametrize(
@@ -278,6 +335,8 @@ def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 def test_the_text_names_parts_grid_and_command(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = _run(capsys, "--model", str(small), "--seq", "512", "--effective_batch", "4", "--vram", "20")
     assert (code, err) == (0, "")
+    for word in ("rank 16", "targets all-linear", "adapter dtype", "optimizer adamw_torch_fused"):
+        assert word in out
     for word in ("weights", "optimizer state", "activations kept", "assumed", "host memory", "longest sequence"):
         assert word in out
     assert f"hf-rocm-tune sft --model_name_or_path {small}" in out
@@ -316,6 +375,7 @@ def test_a_recipe_is_the_planned_job(small: Path, tmp_path: Path, capsys: pytest
             length=384,
             effective_batch=6,
             rank=8,
+            dropout=0.05,
             targets=("q_proj",),
             modules_to_save=("lm_head",),
             packing=True,

@@ -33,7 +33,8 @@ class SharedBatches(BatchSamplerShard):
 
     def __init__(self, stock: BatchSamplerShard, rows: Sequence[int]) -> None:
         assert sum(rows) == stock.batch_size * stock.num_processes, (rows, stock.batch_size)
-        super().__init__(stock.batch_sampler, stock.num_processes, stock.process_index, even_batches=True)
+        # All of it, for Accelerate hangs the sampler on it afterwards, and sets the epoch there when a run goes on.
+        self.__dict__.update(vars(stock))
         self.rows = tuple(rows)
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -67,13 +67,15 @@ def settle(arguments: Any, given: Collection[str], environ: Mapping[str, str]) -
 
 
 def not_met(error: Exception, arguments: Any) -> TuneError:
-    """Ours for torch's ``RendezvousError``: what it says is about its own objects.
+    """Ours for torch's ``RendezvousError`` and ``DistError``: what they say is about their own objects.
 
     Returns:
         A StallError where starting again may help, and a TuneError where another machine has ended the job.
     """
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
+    if (arguments.num_machines or 1) < 2:
+        return StallError(f"the processes could not be joined again ({error}): start the same command again")
     where = f"{arguments.main_process_ip}:{arguments.main_process_port}"
     if isinstance(error, RendezvousClosedError):
         return TuneError("another machine has ended the job: its own line is in its terminal")
@@ -178,9 +180,14 @@ def _unless_set(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[s
 
 
 def _content(file: str | None) -> dict[str, Any]:
-    """What an accelerate configuration says; empty where it cannot be read, which accelerate complains of itself."""
+    """What an accelerate configuration says, the user's default one where none is named.
+
+    Empty where there is none, or it cannot be read, which accelerate complains of itself.
+    """
+    from accelerate.commands.config.config_args import default_config_file
+
     try:
-        found = yaml.safe_load(Path(file).read_text(encoding="utf-8")) if file else None
+        found = yaml.safe_load(Path(file or default_config_file).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
         found = None
     return found if isinstance(found, dict) else {}

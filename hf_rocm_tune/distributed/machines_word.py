@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore  # torch's annotations do not export it
 
 #: ``host:port`` of the store at which the machines of a job meet.
 MEETING_VARIABLE = "HF_ROCM_TUNE_MEETING"
@@ -82,6 +82,6 @@ def _store(environ: Mapping[str, str]) -> TCPStore | None:
     host, _, port = environ.get(MEETING_VARIABLE, "").rpartition(":")
     if not (host and port.isdecimal() and several_machines(environ)):
         return None
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore  # torch's annotations do not export it
 
     return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))

@@ -19,10 +19,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_rocm_tune.distributed.choice import P2P_VARIABLE, GradSyncChoice, SyncWay, choose, weakest
+from hf_rocm_tune.distributed.choice import P2P_VARIABLE, WAYS, GradSyncChoice, SyncWay, choose, weakest
 from hf_rocm_tune.distributed.preflight_fault import PreflightFault
 from hf_rocm_tune.distributed.preflight_meeting import Meeting, boot_of_this_machine, lives
-from hf_rocm_tune.distributed.preflight_trials import FAILED, PairTrial, ReduceTrial, try_all_reduce, try_pairs_and_host
+from hf_rocm_tune.distributed.preflight_trials import (
+    FAILED,
+    PairTrial,
+    ReduceTrial,
+    Way,
+    try_all_reduce,
+    try_at_once,
+)
 from hf_rocm_tune.errors import StallError, TuneError
 
 LIMIT_S = 30.0
@@ -216,29 +223,31 @@ class _Ladder:
         if asked == "host":
             self._sum("host")
             return choose((), self._sums, otherwise="host")
-        if self._on_cards or self._harms("pairs"):
-            self._pairs_and_host()
+        self._try_at_once()
         peers_fail = self._peers and any(trial.verdict in FAILED for trial in self._pairs)
         # Beside a card that hangs, gloo may have failed for no fault of its own; alone it has a fair trial.
-        again = bool(self._pairs) and self._sums["host"].verdict != "right"
-        if not peers_fail:
-            host_left = again or "host" not in self._sums
-            self._sum("ddp", later=self._may_disable_peers + host_left)
+        again = self._on_cards and self._sums["host"].verdict != "right"
+        if "ddp" not in self._sums and not peers_fail:
+            self._sum("ddp", later=self._may_disable_peers + again)
         if self._may_disable_peers and (peers_fail or self._failed("ddp")):
             self._sum("ddp_without_p2p", later=int(again))
-        if again or ("host" not in self._sums and self._failed("ddp")):
+        if again:
             self._sum("host")
         return choose(self._pairs, self._sums, peers=self._peers)
 
-    def _pairs_and_host(self) -> None:
-        self._pairs, self._sums["host"] = try_pairs_and_host(
+    def _try_at_once(self) -> None:
+        """On cards all but RCCL, which may hold them up when it hangs; without cards everything."""
+        ways: dict[str, Way] = {"host": "gloo"} if self._on_cards else {"ddp": "gloo", "host": "gloo"}
+        self._pairs, sums = try_at_once(
             self._devices,
-            deadline_s=self._left(later=1 + self._may_disable_peers),
+            pairs=self._on_cards or (self._fault is not None and self._fault.trial == "pairs"),
+            sums=ways,
+            deadline_s=self._left(later=1 + self._may_disable_peers if self._on_cards else 0),
             largest=self._largest,
             repeats=_REPEATS,
-            pair_fault=self._of("pairs"),
-            host_fault=self._of("host"),
+            faults={trial: self._of(trial) for trial in ("pairs", *ways)},
         )
+        self._sums.update({way: sums[way] for way in WAYS if way in sums})
 
     def _sum(self, way: SyncWay, *, later: int = 0) -> None:
         deadline_s = self._left(later=later)
@@ -260,9 +269,6 @@ class _Ladder:
 
     def _failed(self, way: SyncWay) -> bool:
         return way in self._sums and self._sums[way].verdict in FAILED
-
-    def _harms(self, trial: str) -> bool:
-        return self._fault is not None and self._fault.trial == trial
 
     def _of(self, trial: str) -> dict[str, Any] | None:
         return None if self._fault is None else self._fault.of(trial)

@@ -166,39 +166,53 @@ def try_pairs(
     return trials
 
 
-def try_pairs_and_host(
+def try_at_once(
     devices: Sequence[Mapping[str, Any]],
     *,
+    pairs: bool,
+    sums: Mapping[str, Way],
     deadline_s: float,
     largest: int = _LARGEST,
     repeats: int = 5,
-    pair_fault: Mapping[str, str] | None = None,
-    host_fault: Mapping[str, Any] | None = None,
-) -> tuple[list[PairTrial], ReduceTrial]:
-    """Copy between every ordered pair and sum over gloo, all at the same time.
+    faults: Mapping[str, Mapping[str, Any] | None] | None = None,
+) -> tuple[list[PairTrial], dict[str, ReduceTrial]]:
+    """Copy between every ordered pair and sum over all ranks, all at the same time.
 
-    Neither disturbs the other where it is right; what hangs on a card may hold up the other, so a failure of the sums
-    beside a failed pair is to be tried again alone.
+    Trials do not disturb each other where they are right. What hangs on a card may hold up the others on it, so what
+    fails beside a failed pair is to be tried again alone.
 
     Args:
         devices: see `try_pairs`.
+        pairs: whether copies are tried.
+        sums: ways to sum, by a name each.
         deadline_s: seconds for all of it, the imports included.
         largest: bytes of the largest copy and sum.
         repeats: of the copy of 1 MiB and of the sum of 25 MiB.
-        pair_fault, host_fault: see ``preflight_pairs`` and `try_all_reduce`.
+        faults: by the name of a sum, or ``pairs``; see `try_all_reduce` and ``preflight_pairs``.
+
+    Returns:
+        The trials of the pairs, and those of the sums by their names.
     """
-    pairs = list(itertools.permutations(devices, 2))
-    environ = _threads()
-    copies = [_pair_task(*pair, largest=largest, repeats=repeats, environ=environ, fault=pair_fault) for pair in pairs]
-    with _rank_tasks(
-        devices, "gloo", deadline_s=deadline_s, largest=largest, repeats=repeats, environ=None, fault=host_fault
-    ) as sums:
-        *copied, summed = run_groups([*([copy] for copy in copies), sums], deadline_s=deadline_s)
+    harmed = faults or {}
+    couples = list(itertools.permutations(devices, 2)) if pairs else []
+    common: dict[str, Any] = {"largest": largest, "repeats": repeats}
+    copies = [_pair_task(*pair, **common, environ=_threads(), fault=harmed.get("pairs")) for pair in couples]
+    with contextlib.ExitStack() as stack:
+        groups = [[copy] for copy in copies]
+        for name, way in sums.items():
+            tasks = _rank_tasks(devices, way, deadline_s=deadline_s, **common, environ=None, fault=harmed.get(name))
+            groups.append(stack.enter_context(tasks))
+        outcomes = run_groups(groups, deadline_s=deadline_s)
+    copied, summed = outcomes[: len(copies)], outcomes[len(copies) :]
     trials = [
         PairTrial(source=source["device"], destination=destination["device"], outcome=outcome)
-        for (source, destination), [outcome] in zip(pairs, copied, strict=True)
+        for (source, destination), [outcome] in zip(couples, copied, strict=True)
     ]
-    return trials, ReduceTrial(way="gloo", outcomes=tuple(summed))
+    reduced = {
+        name: ReduceTrial(way=way, outcomes=tuple(outcome))
+        for (name, way), outcome in zip(sums.items(), summed, strict=True)
+    }
+    return trials, reduced
 
 
 def try_all_reduce(

@@ -175,7 +175,7 @@ class Watchdog:
         try:
             self._on_suspicion()
             ranks = self._collect(look)
-            mute = [rank for rank in ranks if rank.statement is None]
+            mute = [rank for rank in ranks if rank.statement is None or not rank.statement["complete"]]
             cause = explain(ranks, elsewhere=self._elsewhere)
             silent_s = round(self._silence.seconds, 1)
             report = {

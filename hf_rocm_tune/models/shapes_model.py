@@ -198,6 +198,8 @@ def _meta_model(config: Any, method: Method) -> Any:
         with torch.device("meta"), no_init_weights(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = make(config, dtype=getattr(torch, method.dtype), **wish)
+            if hasattr(model, "tie_weights"):
+                model.tie_weights()  # part of the initialisation, which costs seconds and is left out
     except FOREIGN_ERRORS as error:
         raise UsageError(f"{name} cannot be planned: {first_line(error)}") from error
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -206,13 +208,17 @@ def _meta_model(config: Any, method: Method) -> Any:
     return model
 
 
+#: Settings that count layers; those of a decoder alone, or of layers with several sublayers, have their own.
+_COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers")
+
+
 def _find_layers(model: nn.Module, text: Any) -> tuple[nn.ModuleList, str]:
     """The stack of decoder layers: the largest list of as many modules as the configuration has layers.
 
     Returns:
         The stack, and the name of the setting that counts its layers.
     """
-    keys = {text.attribute_map.get(key, key): getattr(text, key, 0) for key in ("num_hidden_layers", "decoder_layers")}
+    keys = {text.attribute_map.get(key, key): getattr(text, key, 0) for key in _COUNTS}
     found = [
         (each, key)
         for each in model.modules()
@@ -238,7 +244,10 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) 
     }
     derived = _derived_lists(text, len(layers))
     indices = {key for key, value in per_layer.items() if list(value) == list(range(len(layers)))}
-    kinds = [_kind(layer, [repr(value[i]) for key, value in per_layer.items() if key not in indices]) for i, layer in enumerate(layers)]
+    kinds = [
+        _kind(layer, [repr(value[i]) for key, value in per_layer.items() if key not in indices])
+        for i, layer in enumerate(layers)
+    ]
     last = len(layers) - 1
     kept = [0]
     stands_for = {0: 0}

@@ -44,6 +44,7 @@ class Hops:
         self._mover = mover
         self._places = _Places(mover)
         self._carried: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._in_forward = False
 
     def install(self, backbone: nn.Module, layers: nn.ModuleList) -> list[RemovableHandle]:
         """Puts the hooks on a model whose layers are placed.
@@ -71,11 +72,13 @@ class Hops:
         """A forward pass begins, whatever became of the one before."""
         del module, arguments
         self._carried.clear()
+        self._in_forward = True
 
     def _come_home(self, module: nn.Module, arguments: Any, output: Any) -> Any:
         del module, arguments
         home = self._all_to(0, output, "output")
         self._carried.clear()
+        self._in_forward = False
         return home
 
     def _bring_home(self, name: str) -> Callable[..., Any]:
@@ -104,13 +107,15 @@ class Hops:
         if here is None or here == card:
             return tensor
         key = (id(tensor), card)
-        if key not in self._carried:
-            way = Way(self._mover, source=here, target=card, name=name)
-            moved = _Hop.apply(tensor, way) if tensor.requires_grad else way.forward(tensor)
+        if key in self._carried:
+            return self._carried[key][1]
+        way = Way(self._mover, source=here, target=card, name=name)
+        moved: Tensor = _Hop.apply(tensor, way) if tensor.requires_grad else way.forward(tensor)
+        self._places.remember(moved, card)
+        if self._in_forward:  # and not in a recomputation, after which nobody would let go of it
             # The first of the two is held, so that no other tensor gets its identity meanwhile.
             self._carried[key] = (tensor, moved)
-            self._places.remember(moved, card)
-        return self._carried[key][1]
+        return moved
 
 
 class Way:

@@ -19,6 +19,7 @@ _STAGES = {
     "batches": "batches",
     "adapter": "adapter weights",
     "optimizer": "optimizer state",
+    "activations": "activations between the cards of a split model",
 }
 # Section: what it is called, the counter of what was looked at, and what one of those is.
 _CHECKS = {

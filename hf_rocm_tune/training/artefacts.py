@@ -25,6 +25,8 @@ _BESIDE = frozenset(
         "training_log.json",
         "loss.png",
         "survival.jsonl",
+        "stall_report.txt",
+        "stall_report.json",
         "_crashes.json",
         "_step_down.json",
         "config.json",

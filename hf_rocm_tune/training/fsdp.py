@@ -10,7 +10,7 @@ What upstream does over the path between cards without a check, and what is done
     norm over all gradients                      added up over gloo
     gathering the whole model for each save      only what is trained and the optimizer's state, over gloo, compared
 
-Checkpoints have the form of a single process: they can be resumed from with any number of ranks, with or without FSDP2.
+Checkpoints have the form of a single process: they are the same with any number of ranks, with or without FSDP2.
 
 Not covered: shortages of memory (the step is not done again), comparison of replicas (a shard has none).
 """
@@ -53,7 +53,7 @@ class ShardsMixin(_Base):
         whole_state: brings together what is saved; None without FSDP2.
 
     Raises:
-        UsageError: FSDP2 is asked for in a way that cannot be verified.
+        UsageError: FSDP2 is asked for in a way that cannot work, or not be verified.
         SeamError: FSDP was asked for, and accelerate has not made it.
     """
 
@@ -66,10 +66,12 @@ class ShardsMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         """As upstream, which knows no FSDP on the CPU: there the ranks are called ranks of accelerators."""
         wanted = is_wanted(os.environ)
+        if wanted and self.args.world_size < 2:
+            raise UsageError("FSDP2 shards over two or more processes, and there is one: give --num_processes 2")
         if wanted and self.args.device.type == "cpu":
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         super().create_accelerator_and_postprocess()
-        if wanted != bool(self.is_fsdp_enabled):
+        if wanted and not self.is_fsdp_enabled:
             raise SeamError("FSDP was asked for and accelerate has not made it: use the version in pyproject.toml")
         if self.is_fsdp_enabled:
             check_plugin(self.accelerator.state.fsdp_plugin)
@@ -87,6 +89,7 @@ class ShardsMixin(_Base):
         if is_sharded(model):
             return
         _require_rows(model, self.args.world_size)
+        _require_storage(model, self.accelerator.state.fsdp_plugin)
         begun = time.perf_counter()
         _reduce_as_trained(self.accelerator.state.fsdp_plugin, model)
         shard(model, self.accelerator, self.mover)
@@ -145,6 +148,18 @@ def _require_rows(model: nn.Module, ranks: int) -> None:
             raise UsageError(
                 f"FSDP2: {name} has {each.shape[0]} rows, too few for {ranks} ranks: give a larger --lora_r, or train "
                 "without FSDP2"
+            )
+
+
+def _require_storage(model: nn.Module, plugin: Any) -> None:
+    """Refuse 4-bit weights that FSDP2 would convert: they are bytes in the dress of floats."""
+    computed = getattr(plugin.mixed_precision_policy, "param_dtype", None)
+    for name, each in model.named_parameters():
+        packed = getattr(each, "quant_state", None) is not None and each.is_floating_point()
+        if packed and computed is not None and each.dtype != computed:
+            raise UsageError(
+                f"FSDP2 converts what it gathers to {computed}, and {name}, packed into {each.dtype}, would be "
+                f"destroyed: use bnb_4bit_quant_storage={computed}"
             )
 
 

@@ -8,7 +8,7 @@ when the checkpoint is in place.
 With several ranks one small all-reduce a step, over gloo on the host, makes all of them save and stop at the same one.
 
 Not covered: a step that never ends (a device that hangs): no handler of Python runs while a call into a library does
-not return, so only SIGKILL ends that, which the supervisor sends.
+not return. The stall watchdog (`stall`) ends that, and the supervisor.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ class RanksMixin(_Base):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if distributed:
             self._sentinel.check_replicas(tensors_of(self.model), "after DistributedDataParallel")
+        if self.args.world_size > 1:
             settings = replace(self._grad_sync, powersgd_after=max(2, -(-max_steps // 10)))
             self._gradient_check = watch(self.model_wrapped, self.mover, self._gradient_check, settings)
         return prepared

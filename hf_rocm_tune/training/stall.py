@@ -2,7 +2,7 @@
 
 The signs of life are those that the supervisor is told (`supervised`), with the same phases. A training step is held to
 what the last ones took; what has no such measure (the first steps, in which kernels are compiled, a new pass over the
-data, an evaluation, a save) gets longer. A supervisor's own limits come after these, because it cannot know the cause.
+data, an evaluation, a save) gets longer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from hf_rocm_tune.distributed.watchdog import Look, Stall, Watchdog, briefly
 from hf_rocm_tune.distributed.watchdog_board import Board
 from hf_rocm_tune.distributed.watchdog_lost import is_lost_peer, lost_peer
+from hf_rocm_tune.distributed.watchdog_text import render
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.supervised import Patience, Phase, hold_on, patience
@@ -31,12 +32,14 @@ from hf_rocm_tune.training.supervised import Patience, Phase, hold_on, patience
 if TYPE_CHECKING:
     from hf_rocm_tune.training.mixin import VerifiedTransferMixin
 
-REPORT_FILE = "stall_report.json"
+REPORT_FILES = ("stall_report.txt", "stall_report.json")
+"""For people, and for programs."""
 
 _FLOOR_SECONDS, _FACTOR = 300.0, 10.0
 _PATIENT, _START = 4.0, 24.0
 """Times the floor: for what is not measured, and before the training, where nothing tells of progress."""
-_BEFORE_THE_SUPERVISOR = 0.8
+_BEFORE_OTHERS = 0.8
+"""The supervisor, and the library of the collectives, end a job as well, and cannot know the cause."""
 _MEASURED, _ENOUGH = 50, 3
 _REPORT_SECONDS, _EVIDENCE_SECONDS, _TELL_SECONDS = 5.0, 10.0, 5.0
 
@@ -60,12 +63,14 @@ class Limits:
     most_s: float = float("inf")
 
     @classmethod
-    def of(cls, setting: str, supervisor: Patience | None) -> Limits | None:
+    def of(cls, setting: str, supervisor: Patience | None, *, collective_s: float | None = None) -> Limits | None:
         """The limits for a value of ``--stall_timeout``; None where the user wants none.
 
         Args:
             setting: ``auto``, or the seconds that a training step may take, 0 for no limit.
             supervisor: how long it waits itself.
+            collective_s: how long a collective may take, until its library gives up without a cause; None where there
+                are none.
 
         Raises:
             UsageError: the setting is neither.
@@ -74,10 +79,10 @@ class Limits:
         if seconds == 0:
             return None
         floor, factor = (_FLOOR_SECONDS, _FACTOR) if seconds is None else (seconds, 0.0)
-        start, most = _START * floor, float("inf")
+        start, most = _START * floor, _BEFORE_OTHERS * (collective_s or float("inf"))
         if supervisor is not None:
-            most = _BEFORE_THE_SUPERVISOR * supervisor.stall_seconds or most
-            start = min(start, _BEFORE_THE_SUPERVISOR * supervisor.start_seconds or start)
+            most = min(most, _BEFORE_OTHERS * supervisor.stall_seconds or most)
+            start = min(start, _BEFORE_OTHERS * supervisor.start_seconds or start)
         return cls(floor_s=floor, factor=factor, patient_s=_PATIENT * floor, start_s=start, most_s=most)
 
     @property
@@ -223,9 +228,10 @@ class StallGuard:
     def _leave_evidence(self, stall: Stall) -> None:
         # Before the run owns its directory nothing is written there.
         directory = self._directory or Path(tempfile.mkdtemp(prefix="hf-rocm-tune-stall-"))
-        file = directory / REPORT_FILE
-        written = briefly(lambda: _write(file, stall), _REPORT_SECONDS) and file.exists()
-        kept = f"stacks and states of all ranks are in {file}" if written else f"{file} could not be written"
+        text, data = (directory / name for name in REPORT_FILES)
+        content = {text: render(stall.report), data: json.dumps(stall.report, indent=1) + "\n"}
+        written = briefly(lambda: _write(content), _REPORT_SECONDS) and text.exists()
+        kept = f"stacks and states of all ranks are in {text}" if written else f"{text} could not be written"
         error = StallError(
             f"no progress for {stall.silent_s:.0f} s {stall.where}: {stall.cause}; {kept}. The checkpoints already "
             "written are intact: start the same command again to continue from the newest one"
@@ -261,6 +267,7 @@ def watched(
     *,
     place: Path | None,
     tell: Callable[[TuneError], None],
+    collective_s: float | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[StallGuard]:
     """Within the block the job is watched, and a lost connection to another rank is one line.
@@ -269,13 +276,14 @@ def watched(
         setting: of ``--stall_timeout``.
         place: a directory that the ranks of this job on this machine have in common; None for a process alone.
         tell: see `StallGuard`.
+        collective_s: see `Limits.of`.
         environ: as launchers filled it.
 
     Raises:
         PeerLostError: another rank has gone.
         UsageError: the setting is wrong, or the place is somebody else's.
     """
-    limits = Limits.of(setting, patience(environ))
+    limits = Limits.of(setting, patience(environ), collective_s=collective_s)
     board = Board(place, rank=int(environ.get("RANK", "0"))) if place is not None else None
     guard = StallGuard(limits, board, tell, environ)
     try:
@@ -300,13 +308,14 @@ def _lost_peer_in(error: BaseException) -> BaseException | None:
     return during if during is not None and is_lost_peer(during) else None
 
 
-def _write(file: Path, stall: Stall) -> None:
-    temporary = file.with_name(f".{file.name}")
-    try:
-        temporary.write_text(json.dumps(stall.report, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(file)
-    except OSError:
-        file.unlink(missing_ok=True)  # an earlier one is not this stall's
+def _write(content: Mapping[Path, str]) -> None:
+    for file, text in content.items():
+        temporary = file.with_name(f"_{file.name}")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(file)
+        except OSError:
+            file.unlink(missing_ok=True)  # an earlier one is not this stall's
 
 
 def _elsewhere(environ: Mapping[str, str]) -> int:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler, skip_first_batches
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderShard,
+    SeedableRandomSampler,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from hf_rocm_tune.data.batch_shares import SharedBatches, share_batches
@@ -55,6 +62,40 @@ def test_a_sampler_with_a_random_state_is_read_once_an_epoch() -> None:
     shard = BatchSamplerShard(BatchSampler(Counting(range(24), generator=generator), 4, False), 2, 0)
     list(SharedBatches(shard, (6, 2)))
     assert Counting.reads == 1
+
+
+def prepared(rank: int, *, shares: tuple[int, ...] | None) -> Any:
+    """A shuffled loader as a trainer gets it from Accelerate, for one of two ranks."""
+    torch.manual_seed(5)
+    plain = DataLoader(list(range(24)), batch_size=4, shuffle=True)
+    done = prepare_data_loader(
+        plain,
+        num_processes=2,
+        process_index=rank,
+        put_on_device=False,
+        rng_types=[],
+        use_seedable_sampler=True,
+        data_seed=5,
+    )
+    if shares is not None:
+        share_batches(done, shares)
+    return done
+
+
+def rows_seen(loaders: Sequence[Any]) -> list[list[int]]:
+    """For each micro-step of an epoch the rows of all ranks."""
+    return [[*chain(*(batch.tolist() for batch in step))] for step in zip(*loaders, strict=True)]
+
+
+def test_epochs_and_a_continued_run_see_the_rows_of_an_even_split() -> None:
+    even, uneven = ([prepared(rank, shares=shares) for rank in (0, 1)] for shares in (None, (6, 2)))
+    epochs = [rows_seen(even) for _ in range(3)]
+    assert epochs[0] != epochs[1] and [rows_seen(uneven) for _ in range(3)] == epochs
+    for epoch in range(3):
+        continued = [skip_first_batches(prepared(rank, shares=(6, 2)), 1) for rank in (0, 1)]
+        for each in continued:
+            each.set_epoch(epoch)
+        assert rows_seen(continued) == epochs[epoch][1:]
 
 
 def loader(shard: BatchSamplerShard, rows: int) -> DataLoaderShard:

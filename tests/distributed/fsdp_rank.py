@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,9 +64,7 @@ CASES: dict[str, Case] = {
     "tied": Case(arch="qwen3", after="whole"),
     "bf16": Case(dtype=torch.bfloat16, steps=10),
     "one shard changes": Case(fault="kind=after,stage=weights,tensor=*embed_tokens*,count=1", steps=0),
-    "one shard changes, stop": Case(
-        fault="kind=after,stage=weights,tensor=*embed_tokens*,count=1", steps=0, stop=True
-    ),
+    "one shard changes, stop": Case(fault="kind=after,stage=weights,tensor=*embed_tokens*,count=1", steps=0, stop=True),
     "one shard always changes": Case(fault="kind=after,stage=weights,tensor=*embed_tokens*", steps=0),
     "ranks read other bytes": Case(spoil=True, steps=0),
     "transfers zeroed": Case(fault="kind=zero,stage=weights,rate=0.3", steps=0),
@@ -184,6 +183,9 @@ AFTER: dict[str, Callable[..., dict[str, Any]]] = {"whole": _whole, "memory": _m
 def main(rank: int, store: str, folder: str) -> None:
     """Runs every case."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # PEFT 0.21 asks for a property that transformers 5.23 has renamed, as in `process.prepare_process`.
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

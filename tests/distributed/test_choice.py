@@ -114,16 +114,16 @@ def scripted(
     tried: list[str] = []
     left = {over: list(each) for over, each in verdicts.items()}
 
-    def both(devices: Any, **_: Any) -> tuple[list[PairTrial], ReduceTrial]:
+    def at_once(devices: Any, *, sums: Mapping[str, str], **_: Any) -> tuple[list[PairTrial], dict[str, ReduceTrial]]:
         tried.append("pairs")
-        return [pair(one) for one in pairs], one_sum(devices, "gloo")
+        return [pair(one) for one in pairs], {name: one_sum(devices, way) for name, way in sums.items()}
 
     def one_sum(devices: Any, way: str, *, deadline_s: float = 1.0, **_: Any) -> ReduceTrial:
         assert deadline_s > 0
         tried.append(way)
         return ReduceTrial(way=way, outcomes=(outcome(left[way].pop(0)),))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(preflight, "try_pairs_and_host", both)
+    monkeypatch.setattr(preflight, "try_at_once", at_once)
     monkeypatch.setattr(preflight, "try_all_reduce", one_sum)
     return tried
 
@@ -189,7 +189,8 @@ def test_one_rank_has_no_pair_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_trial_begins_that_could_not_end_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     told = scripted(monkeypatch, ["right"], {"gloo": ["right"], "rccl": ["right"]})
-    monkeypatch.setattr(preflight, "try_pairs_and_host", lambda *_, **__: ([pair("hung")], sums("host", "right")))
+    first = ([pair("hung")], {"host": sums("host", "right")})
+    monkeypatch.setattr(preflight, "try_at_once", lambda *_, **__: first)
     assert try_machine(CARDS, environ={}, limit_s=3.0).way == "host" and told == []
 
 

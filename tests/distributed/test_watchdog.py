@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from hf_rocm_tune.distributed.watchdog_text import render
+
 LIMIT = 0.6
 TIMEOUT = 60.0
 
@@ -100,6 +102,9 @@ def test_a_stopped_rank_is_named_and_ended(ranks: Ranks) -> None:
     told = {each["rank"]: each for each in found["ranks"]}
     assert told[0]["statement"]["stacks"] and told[1]["statement"] is None
     assert told[1]["process"]["state"] == "T" and told[1]["where"].startswith("in step")
+    page = render(found)
+    assert found["cause"] in page and "MainThread (most recent call last):" in page
+    assert "main thread: state T" in page and "it did not answer" in page
     assert not ranks.place.exists()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.hardware.child import Outcome, Task, run, run_together
+from hf_rocm_tune.hardware.child import Outcome, Task, run, run_groups, run_together
 from hf_rocm_tune.hardware.child_main import ENDINGS
 from tests.doctor.together import together
 
@@ -193,6 +193,15 @@ def test_those_that_wait_for_a_dead_one_are_ended_soon() -> None:
     outcomes = run_together([waits, dies, done], deadline_s=600, grace_s=1)
     assert time.monotonic() - began < 30
     assert [outcome.status for outcome in outcomes] == ["timeout", "died", "done"]
+
+
+def test_what_ends_one_group_does_not_end_another() -> None:
+    waits = Task(module=MODULE, request={"act": "slow", "seconds": 600})
+    dies = Task(module=MODULE, request={"act": "slow", "fault": {"kind": "kill"}})
+    outlives = Task(module=MODULE, request={"act": "slow", "seconds": 6, "say": "done"})
+    (waited, died), (lived,) = run_groups([[waits, dies], [outlives]], deadline_s=LATE, grace_s=0.2)
+    assert (waited.status, died.status, lived.status) == ("timeout", "died", "done")
+    assert waited.seconds < lived.seconds
 
 
 @pytest.mark.parametrize("full", ["disc", "table of processes"])

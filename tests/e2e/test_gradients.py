@@ -72,7 +72,7 @@ def _environments(output: Path, faults: tuple[str, str]) -> list[dict[str, str]]
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": str(output),
+        "TORCHELASTIC_RUN_ID": f"{output} {port}",  # each launch is a job of its own, not a restart of the one before
         "HF_ROCM_TUNE_EXIT_FILE": str(output.with_suffix(".exit.json")),
     }
     return [

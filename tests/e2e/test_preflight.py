@@ -19,6 +19,7 @@ import pytest
 
 from tests.e2e.command import TIMEOUT, CommandServer, Result
 from tests.e2e.conftest import flags, report_of
+from tests.notebooks.test_notebook_launcher import LAUNCH
 
 FAULT = "HF_ROCM_TUNE_PREFLIGHT_FAULT"
 WRONG = "trial=ddp,kind=wrong"
@@ -112,13 +113,16 @@ def test_the_launcher_ends_as_the_preflight_decides(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun", "notebook"])
 def test_plain_launchers_get_the_same_decision(launcher: str, argv: list[str], tmp_path: Path) -> None:
-    modules = {
-        "accelerate": ["accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_dual.yaml"],
-        "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--standalone"],
+    script = tmp_path / "launch.py"
+    script.write_text(LAUNCH)
+    commands = {
+        "accelerate": ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_dual.yaml"],
+        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"],
     }
-    done = launched([sys.executable, "-m", *modules[launcher], "-m", "hf_rocm_tune.sft", *argv], {FAULT: WRONG})
+    command = [*commands[launcher], "-m", "hf_rocm_tune.sft", *argv] if launcher in commands else []
+    done = launched([sys.executable, *(command or [str(script), json.dumps(argv)])], {FAULT: WRONG})
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(preflight_lines(done.stdout)) == 1
     assert report_of(tmp_path / "out")["preflight"]["way"] == "host"

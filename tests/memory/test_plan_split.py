@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,12 @@ import pytest
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.memory.plan import GIB, CardMemory
 from hf_rocm_tune.memory.plan_split import best_cut, even_counts
+from hf_rocm_tune.plan_job import Plan, plan_for
 from hf_rocm_tune.plan_request import PlanRequest
-from hf_rocm_tune.plan_split import SplitPlan, split_plan
+from hf_rocm_tune.plan_split import SplitPlan, over_cards, split_plan
 
 MIB = 1 << 20
+Planned = Callable[..., SplitPlan]
 
 
 def card(mib: float) -> CardMemory:
@@ -40,10 +43,19 @@ def config() -> Any:
     )
 
 
-def planned(config: Any, *mib: float, **more: Any) -> SplitPlan:
-    counts = more.pop("counts", None)
-    wanted = {"methods": ("lora",), "length": 256, "effective_batch": 4, "micro_batch": 2, "checkpointing": True}
-    return split_plan(PlanRequest(**(wanted | more)), cards=[card(each) for each in mib], counts=counts, config=config)
+@pytest.fixture(scope="module")
+def planned(config: Any) -> Callable[..., SplitPlan]:
+    """Plans for cards of so many MiB; each question is recorded once."""
+    wholes: dict[str, Plan] = {}
+
+    def plan(*mib: float, counts: tuple[int, ...] | None = None, **more: Any) -> SplitPlan:
+        usual = {"methods": ("lora",), "length": 256, "effective_batch": 4, "micro_batch": 2, "checkpointing": True}
+        request = PlanRequest(**(usual | more))
+        if str(request) not in wholes:
+            wholes[str(request)] = plan_for(request, card=card(9000), config=config, grid=False)
+        return over_cards(wholes[str(request)], cards=[card(each) for each in mib], counts=counts)
+
+    return plan
 
 
 def test_shared_out_in_proportion_and_never_nothing() -> None:
@@ -58,9 +70,9 @@ def test_shared_out_in_proportion_and_never_nothing() -> None:
     assert even_counts(30, [10, 20]) == (10, 20)
 
 
-@pytest.mark.parametrize(("method", "checkpointing"), [("lora", True), ("qlora", True), ("full", False)])
-def test_all_cards_together_hold_what_one_would(config: Any, method: str, checkpointing: bool) -> None:
-    found = planned(config, 9000, 9000, counts=(4, 6), methods=(method,), checkpointing=checkpointing)
+@pytest.mark.parametrize(("method", "checkpointing"), [("qlora", True), ("full", False)])
+def test_all_cards_together_hold_what_one_would(planned: Planned, method: str, checkpointing: bool) -> None:
+    found = planned(9000, 9000, counts=(4, 6), methods=(method,), checkpointing=checkpointing)
     whole, parts = found.option.estimate, found.estimates
     for name in ("weights", "quantisation constants", "adapters"):
         assert sum(each.parts[name] for each in parts) == pytest.approx(whole.parts[name])
@@ -73,8 +85,8 @@ def test_all_cards_together_hold_what_one_would(config: Any, method: str, checkp
     assert kept <= whole.parts["activations kept"] + copies
 
 
-def test_embeddings_head_and_loss_are_on_the_first_card(config: Any) -> None:
-    even = planned(config, 9000, 9000, counts=(5, 5))
+def test_embeddings_head_and_loss_are_on_the_first_card(planned: Planned) -> None:
+    even = planned(9000, 9000, counts=(5, 5))
     first, second = (each.parts["weights"] for each in even.estimates)
     embeddings = 2 * 32000 * 2048 * 2  # input and output, bfloat16
     assert first - second == pytest.approx(embeddings, rel=0.01)
@@ -113,36 +125,36 @@ def test_the_cut_is_the_one_that_leaves_the_fullest_card_most(cards: int) -> Non
         assert found.least_spare >= best - 0.35 * (cards - 2)  # with two cards the best; else near it
 
 
-def test_more_memory_on_a_card_takes_more_layers(config: Any) -> None:
-    even, uneven = planned(config, 1300, 1300), planned(config, 1300, 2000)
+def test_more_memory_on_a_card_takes_more_layers(planned: Planned) -> None:
+    even, uneven = planned(1300, 1300), planned(1300, 2000)
     assert uneven.counts[1] > even.counts[1]
     assert even.cut.fits and uneven.cut.least_spare > even.cut.least_spare
 
 
-def test_layers_of_a_card_change_nothing_for_the_others(config: Any) -> None:
-    two = planned(config, 9000, 9000, counts=(3, 7))
-    three = planned(config, 9000, 9000, 9000, counts=(3, 4, 3))
+def test_layers_of_a_card_change_nothing_for_the_others(planned: Planned) -> None:
+    two = planned(9000, 9000, counts=(3, 7))
+    three = planned(9000, 9000, 9000, counts=(3, 4, 3))
     assert two.estimates[0].parts == three.estimates[0].parts
 
 
-def test_what_does_not_fit_says_by_how_much(config: Any) -> None:
-    found = planned(config, 4, 4)
+def test_what_does_not_fit_says_by_how_much(planned: Planned) -> None:
+    found = planned(4, 4)
     assert not found.cut.fits and found.cut.least_spare < 0
 
 
-def test_the_fastest_that_fits_every_card_is_chosen(config: Any) -> None:
-    roomy = planned(config, 40000, 40000, micro_batch=None, checkpointing=None)
+def test_the_fastest_that_fits_every_card_is_chosen(planned: Planned) -> None:
+    roomy = planned(40000, 40000, micro_batch=None, checkpointing=None)
     assert roomy.option.estimate.case == replace(roomy.option.estimate.case, micro_batch=4, checkpointing=False)
-    tight = planned(config, 1200, 1200, micro_batch=None, checkpointing=None)
+    tight = planned(1200, 1200, micro_batch=None, checkpointing=None)
     assert tight.cut.fits
     assert tight.option.speed.tokens_per_second < roomy.option.speed.tokens_per_second
 
 
-def test_more_cards_than_layers_are_refused(config: Any) -> None:
+def test_more_cards_than_layers_are_refused(planned: Planned) -> None:
     with pytest.raises(UsageError, match="10 layers cannot be shared out over 11 cards"):
-        planned(config, *[9000] * 11)
+        planned(*[9000] * 11)
     with pytest.raises(UsageError, match="does not fit a model of 10 layers"):
-        planned(config, 9000, 9000, counts=(10,))
+        planned(9000, 9000, counts=(10,))
 
 
 def test_a_14b_in_bfloat16_needs_two_cards_of_20_gib_and_fits_them() -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from hf_rocm_tune import notebook
+from hf_rocm_tune.integrity import manifest
 from tests import tiny
 from tests.e2e.conftest import flags, report_of
 
@@ -48,9 +51,10 @@ def test_what_is_launched_can_be_pickled_and_found_again() -> None:
 def test_a_job_that_fails_raises_with_its_code(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(notebook.TrainingFailed) as caught:
         notebook.train(["--config", "no-such-recipe"])
-    assert caught.value.exit_code == 2
+    assert caught.value.exit_code == 2 and "exit code 2" in str(caught.value)
     assert "no-such-recipe" in capsys.readouterr().err
-    assert pickle.loads(pickle.dumps(caught.value)).exit_code == 2
+    sent = pickle.loads(pickle.dumps(caught.value))  # from a spawned process to the notebook's
+    assert (type(sent), sent.exit_code, str(sent)) == (notebook.TrainingFailed, 2, str(caught.value))
 
 
 def test_two_spawned_processes_train_verified_and_catch_a_wrong_average(tmp_path: Path) -> None:
@@ -77,3 +81,42 @@ def test_wrong_input_is_one_line_of_ours_and_a_failure(tmp_path: Path) -> None:
     assert done.returncode != 0
     ours = [line.replace("[rank 1] ", "") for line in done.stderr.splitlines() if line.startswith("hf-rocm-tune: ")]
     assert ours == ["hf-rocm-tune: error: unknown flag --learning_rat; did you mean --learning_rate?"]
+    assert "exit code 2" in done.stderr, "what the cell raises says it too"
+
+
+@pytest.mark.long
+def test_ctrl_c_in_the_notebook_saves_a_checkpoint_and_ends_all_processes(tmp_path: Path) -> None:
+    """The interrupt button sends SIGINT to the kernel's process group, as a terminal does."""
+    argv = flags(
+        model_name_or_path=tiny.build("llama3", tmp_path / "models"),
+        dataset_name=tiny.write_dataset_dir(tmp_path / "data", train=16, test=4),
+        output_dir=tmp_path / "out",
+        max_steps=100000,
+        per_device_train_batch_size=2,
+        max_length=64,
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    (tmp_path / "launch.py").write_text(LAUNCH)
+    with (tmp_path / "said").open("w") as said_to:
+        kernel = subprocess.Popen(
+            [sys.executable, str(tmp_path / "launch.py"), json.dumps(argv)],
+            stdout=said_to,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_ROCM_TUNE_SPLIT": "1"},
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while "'loss'" not in (tmp_path / "said").read_text():
+            assert time.monotonic() < deadline and kernel.poll() is None, (tmp_path / "said").read_text()[-3000:]
+            time.sleep(0.1)
+        os.killpg(kernel.pid, signal.SIGINT)
+        assert kernel.wait(240) != 0
+    finally:
+        if kernel.poll() is None:
+            os.killpg(kernel.pid, signal.SIGKILL)
+    said = (tmp_path / "said").read_text()
+    assert said.count("interrupted: stopped by Ctrl-C, checkpoint-") == 1, said[-3000:]
+    (saved,) = (tmp_path / "out").glob("checkpoint-*")
+    assert manifest.verify(saved) == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +23,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 from trl import SFTConfig, SFTTrainer
 
 from hf_rocm_tune import VerifiedTransferMixin
-from hf_rocm_tune.errors import OutOfMemoryError, UsageError
-from hf_rocm_tune.training.oom_faults import VARIABLE, StepFaultSpec
-from hf_rocm_tune.training.oom_state import STATE_FILE, read_divisor, write_divisor
-from hf_rocm_tune.training.oom_window import RandomState
+from hf_rocm_tune.errors import OutOfMemoryError
+from hf_rocm_tune.training.oom_faults import VARIABLE
 from tests import tiny
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
@@ -222,17 +219,6 @@ def test_what_is_done_again_starts_from_the_same_random_state(make: Make) -> Non
     assert len(drawn) == WINDOW + 1 + 2 * WINDOW  # a step, the try that failed, the step in halves
 
 
-def test_a_random_state_is_put_back_whole() -> None:
-    def draw() -> tuple[Any, ...]:
-        return random.random(), numpy.random.rand(3).tolist(), torch.rand(3).tolist()
-
-    before = RandomState(torch.device("cpu"))
-    first = draw()
-    assert draw() != first
-    before.restore()
-    assert draw() == first
-
-
 def test_the_memory_of_the_try_that_failed_is_given_back_before_the_next(make: Make) -> None:
     import weakref
 
@@ -360,48 +346,6 @@ def test_a_restart_cuts_from_the_start_and_ends_like_the_undisturbed_run(make: M
     expected = adapter(clean)
     for name, weight in adapter(second).items():
         torch.testing.assert_close(weight, expected[name], rtol=2e-2, atol=2e-4)
-
-
-def test_what_a_run_has_learned_is_not_another_run_s(tmp_path: Path) -> None:
-    write_divisor(tmp_path, run_id="run-1", batch_size=4, divisor=2)
-    assert read_divisor(tmp_path, run_id="run-1", batch_size=4, resumed=True) == 2
-    assert read_divisor(tmp_path, run_id="run-1", batch_size=4, resumed=False) == 2  # died before its first checkpoint
-    assert read_divisor(tmp_path, run_id="run-2", batch_size=4, resumed=True) == 1
-    assert read_divisor(tmp_path, run_id="run-1", batch_size=2, resumed=True) == 1
-    write_divisor(tmp_path, run_id="", batch_size=4, divisor=8)
-    assert read_divisor(tmp_path, run_id="", batch_size=4, resumed=True) == 8  # a trainer of the user's own
-    assert read_divisor(tmp_path, run_id="", batch_size=4, resumed=False) == 1
-    body = {"run_id": "run-1", "batch_size": 4}
-    for nonsense in ("", "{", "[]", json.dumps(body), json.dumps({**body, "divisor": "many"}), "\udcff"):
-        (tmp_path / STATE_FILE).write_text(nonsense, errors="surrogateescape")
-        assert read_divisor(tmp_path, run_id="run-1", batch_size=4, resumed=True) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("kind=ooom", "one of oom nan"),
-        ("rate=1", "'kind' is missing"),
-        ("kind=oom,rate=2", "from 0 to 1"),
-        ("kind=oom,rows=-1", "from 0 on"),
-        ("kind=oom,rows=two", "expected a number"),
-        ("kind=oom,where=left", "forward backward"),
-        ("kind=oom,first=0", "from 1 on"),
-        ("kind=oom,count=0", "from 1 on"),
-        ("kind=oom,kind=nan", "given twice"),
-        ("kind=oom;rate=1", "one of oom nan"),
-        ("oom", "valid keys"),
-    ],
-)
-def test_a_fault_that_is_not_understood_is_refused(text: str, named: str) -> None:
-    with pytest.raises(UsageError, match=VARIABLE) as caught:
-        StepFaultSpec.parse(text)
-    assert named in str(caught.value)
-
-
-def test_no_fault_is_asked_for_by_an_empty_variable() -> None:
-    assert StepFaultSpec.from_environment({}) is StepFaultSpec.from_environment({VARIABLE: " "}) is None
-    assert os.environ.get(VARIABLE, "") == ""
 
 
 @pytest.mark.gpu

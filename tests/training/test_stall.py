@@ -143,6 +143,8 @@ def test_the_supervisor_comes_after_the_watchdog() -> None:
         assert run.limit < 50
         run.steps(9, 40.0)
         assert run.limit < 50
+    alone = Limits.of("auto", None, collective_s=1800)
+    assert alone is not None and alone.most_s == 1440, "before RCCL gives up by itself"
     never = Limits.of("auto", Patience(start_seconds=0.0, stall_seconds=0.0))
     assert never is not None and (never.start_s, never.most_s) == (7200, float("inf"))
 
@@ -254,4 +256,5 @@ def test_before_the_run_owns_its_directory_the_report_goes_to_the_temporary_one(
     assert done.stderr.startswith("hf-rocm-tune: error: no progress for ") and done.stderr.count("\n") == 1
     assert "in <module>" not in done.stderr and "main() in <string>" in done.stderr
     (file,) = tmp_path.glob("hf-rocm-tune-stall-*/stall_report.json")
-    assert str(file) in done.stderr and json.loads(file.read_text())["ranks"][0]["statement"]["stacks"]
+    assert str(file.with_suffix(".txt")) in done.stderr and file.with_suffix(".txt").exists()
+    assert json.loads(file.read_text())["ranks"][0]["statement"]["stacks"]

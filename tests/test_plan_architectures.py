@@ -1,0 +1,73 @@
+"""Every architecture of transformers that has a causal language model is planned, or refused in one line that is known.
+
+The configurations are the default ones of transformers; ``benchmarks/plan_architectures.py`` tells how long each takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from benchmarks.plan_architectures import architectures, walk
+
+#: Why it cannot be planned, in words of the refusal.
+REFUSED = {
+    "big_bird": "scatter()",
+    "blt": "no stack",
+    "cohere_compass_text": "full_attention",
+    "dbrx": "rope_theta",
+    "deepseek_v4": "does not run without data",
+    "falcon_h1": "incompatible with Mamba",
+    "falcon_mamba": "incompatible with Mamba",
+    "gemma3n": "timm",
+    "gemma3n_text": "operations",
+    "gemma4_assistant": "no default configuration",
+    "gemma4_unified_assistant": "layer types",
+    "git": "does not run without data",
+    "hrm_text": "no stack",
+    "jamba": "operations",
+    "jetmoe": "does not run without data",
+    "llama4": "does not run without data",
+    "llama4_text": "does not run without data",
+    "mamba": "incompatible with Mamba",
+    "mamba2": "incompatible with Mamba",
+    "mllama": "does not run without data",
+}
+SAMPLE = (
+    "bert",  # learned positions: fewer tokens than the usual length
+    "blenderbot",  # counts the layers of its decoder apart
+    "codegen",  # biases, which a first step of 4-bit layers casts
+    "emu3",  # a language model alone, of a configuration that describes more
+    "gemma3_text",  # a window between the lengths
+    "jamba",  # loops over the tokens
+    "lfm2",  # numbers its layers
+    "mamba",
+    "olmoe",  # experts, which PEFT adapts without dropout only
+)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+def _surprises(model_types: Iterable[str]) -> list[str]:
+    """What was refused and should not, or the other way round, or in other words than expected."""
+    found = []
+    for row in walk(list(model_types)):
+        expected, refusal = REFUSED.get(row["model_type"]), row.get("refused")
+        one_line = refusal is None or len(refusal.splitlines()) == 1
+        if not one_line or (expected is None) != (refusal is None) or (refusal and (expected or "") not in refusal):
+            found.append(f"{row['model_type']}: expected {expected}, got {refusal}")
+    return found
+
+
+def test_a_sample_of_architectures_is_planned_or_refused() -> None:
+    assert _surprises(SAMPLE) == []
+
+
+@pytest.mark.long
+def test_all_architectures_are_planned_or_refused() -> None:
+    assert _surprises(architectures()) == []
+    assert set(REFUSED) <= set(architectures())
