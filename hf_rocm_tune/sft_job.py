@@ -150,9 +150,7 @@ def _fitted(job: Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> re
     return replace(facts, auto_fit=chosen)
 
 
-def _plan(
-    arguments: Arguments, asked: dict[str, Any], *, going_back: bool = False, restarted: bool = False
-) -> Plan:
+def _plan(arguments: Arguments, asked: dict[str, Any], *, going_back: bool = False, restarted: bool = False) -> Plan:
     """What to do in the output directory: rank 0 decides, all ranks hear it."""
     return on_main_process(
         lambda: prepare_output_dir(

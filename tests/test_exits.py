@@ -264,7 +264,7 @@ def test_a_rank_that_hangs_is_ended_by_what_another_machine_says(tmp_path: Path,
     try:
         assert hangs.stdout is not None and hangs.stdout.readline() == "waits\n"
         exits.run_guarded(raising(errors.CorruptionError("bytes are wrong")), environ=machine(tmp_path, 1, meeting))
-        _, said = hangs.communicate(timeout=60)
+        _, said = hangs.communicate(timeout=180)
     finally:
         hangs.kill()  # does nothing to one that has ended
     assert hangs.returncode == 3

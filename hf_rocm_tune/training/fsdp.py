@@ -58,7 +58,6 @@ class ShardsMixin(_Base):
     """
 
     mover: Mover
-    _gradient_check: Any
     shard_seconds: float = 0.0
     whole_state: WholeState | None = None
     _traffic: Traffic | None = None
@@ -99,7 +98,7 @@ class ShardsMixin(_Base):
             return
         sharded = {name for name, each in model.named_parameters() if isinstance(each, DTensor)}
         compare_replicas(((n, each) for n, each in tensors_of(model) if n not in sharded), "after sharding")
-        self._traffic = self._gradient_check = Traffic(model, fsdp_modules(model), self.mover)
+        self._traffic = Traffic(model, fsdp_modules(model), self.mover)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)

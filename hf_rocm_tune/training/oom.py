@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import Trainer as _Base
 
+    from hf_rocm_tune.distributed.fsdp_traffic import Traffic
     from hf_rocm_tune.distributed.gradients import GradientCheck
 else:
     _Base = object
@@ -47,7 +48,7 @@ class StepDownMixin(_Base):
         OutOfMemoryError: from `train`, when a micro-batch that cannot be made smaller does not fit.
     """
 
-    _gradient_check: GradientCheck | None  # the ranks have it
+    _gradient_check: GradientCheck | Traffic | None  # the ranks have it
     _step_down: StepDown | None = None
 
     def __init__(self, *arguments: Any, on_oom: Literal["step_down", "stop"] = "step_down", **keywords: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune import upstream
+from hf_rocm_tune.distributed.fsdp_traffic import Traffic
 from hf_rocm_tune.distributed.gradients import GradientCheck, watch
 from hf_rocm_tune.distributed.sync_settings import Compression, SyncSettings, Way
 from hf_rocm_tune.models.placement import tensors_of
@@ -40,7 +41,8 @@ class RanksMixin(_Base):
 
     mover: Mover
     _sentinel: SentinelCallback
-    _gradient_check: GradientCheck | None = None
+    _gradient_check: GradientCheck | Traffic | None = None
+    _traffic: Traffic | None = None  # FSDP2's, where that averages
 
     def __init__(
         self, *arguments: Any, grad_sync: Way = "ddp", grad_compression: Compression = "none", **keywords: Any
@@ -70,5 +72,6 @@ class RanksMixin(_Base):
             self._sentinel.check_replicas(tensors_of(self.model), "after DistributedDataParallel")
         if self.args.world_size > 1:
             settings = replace(self._grad_sync, powersgd_after=max(2, -(-max_steps // 10)))
-            self._gradient_check = watch(self.model_wrapped, self.mover, self._gradient_check, settings)
+            earlier = self._gradient_check if isinstance(self._gradient_check, GradientCheck) else None
+            self._gradient_check = watch(self.model_wrapped, self.mover, earlier, settings) or self._traffic
         return prepared

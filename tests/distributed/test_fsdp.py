@@ -32,7 +32,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Outcom
         )
         for rank in (0, 1)
     ]
-    ended = [rank.communicate(timeout=600) for rank in ranks]
+    try:
+        ended = [rank.communicate(timeout=600) for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.communicate()
     assert [rank.returncode for rank in ranks] == [0, 0], [error[-2000:] for _, error in ended]
     rows = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in ended]
     return [{row["case"]: row for row in one} for one in rows]

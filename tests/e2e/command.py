@@ -129,7 +129,7 @@ class CommandServer:
         """Ends the zygote."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
         self._process.stdout.close()
 
     def _read(self) -> dict[str, Any]:

@@ -101,6 +101,8 @@ def test_the_trajectory_is_that_of_one_process_with_twice_the_batch(outputs: tup
         assert theirs["num_tokens"] == ours["num_tokens"]
 
 
+# PEFT 0.21 asks for a property that transformers 5.23 has renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_the_adapter_is_a_plain_one_that_peft_loads(
     outputs: tuple[Path, Path], model_of: Callable[[str], Path]
 ) -> None:
@@ -140,7 +142,7 @@ def test_a_checkpoint_has_the_form_of_a_single_process(outputs: tuple[Path, Path
     optimizers = [torch.load(each / "optimizer.pt", weights_only=True) for each in (one, two)]
     shapes = [{key: value["exp_avg"].shape for key, value in each["state"].items()} for each in optimizers]
     assert shapes[0] == shapes[1]
-    assert json.loads((two / "integrity.json").read_text())["compared"] is True
+    assert json.loads((two / "integrity.json").read_text())["extra"] == {"compared": True}
 
 
 # ---- the full matrix --------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -
 
 def supervise(job: Job, output: Path, *, flags: tuple[str, ...] = (), **environ: str) -> Result:
     """`hf-rocm-tune run -- python -m hf_rocm_tune.sft ...`; without the launcher a start costs half the time."""
-    patience = ["--backoff_seconds", "0", "--stall_seconds", "8", "--grace_seconds", "1", *flags]
+    patience = ["--backoff_seconds", "0", "--stall_seconds", "10", "--grace_seconds", "1", *flags]
     command = [sys.executable, "-m", "hf_rocm_tune", "run", *patience, "--"]
     command += [sys.executable, "-m", "hf_rocm_tune.sft", *job.argv(output)]
     done = subprocess.run(

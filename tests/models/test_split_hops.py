@@ -9,11 +9,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -144,6 +146,24 @@ def test_each_tensor_crosses_once_also_where_layers_are_recomputed(
         "backward.layers.2.0.to0",
         "backward.layers.3.output.to1",
     ]
+
+
+def test_a_model_that_recomputes_whole_modules_itself_computes_the_same(model_of: Callable[[str], Any]) -> None:
+    """What is recomputed is then carried again, the same way each time."""
+    right = step(model_of("llama3"))
+    model = model_of("llama3")
+    stock = type(model.model.layers[2]).__call__
+
+    def recomputed(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(partial(stock, self, **keywords), *arguments, use_reentrant=False)
+
+    for layer in model.model.layers:
+        layer.__class__ = type(type(layer).__name__, (type(layer),), {"__call__": recomputed})
+    with split(model, 2, 2) as mover:
+        assert_same(step(model), right)
+        once = carried(mover)["tensors"]
+        assert_same(step(model), right)
+        assert carried(mover)["tensors"] == 2 * once
 
 
 def test_router_logits_come_home_with_their_gradients(model_of: Callable[[str], Any]) -> None:
