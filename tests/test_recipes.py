@@ -16,7 +16,14 @@ from hf_rocm_tune import arguments, cli, recipe_file, recipes
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.recipes.validate import validate
 
-NAMES = ["llama_1b_lora", "llama_3b_lora", "qwen_14b_lora_split", "qwen_14b_qlora", "qwen_8b_lora_dual", "qwen_8b_qlora"]
+NAMES = [
+    "llama_1b_lora",
+    "llama_3b_lora",
+    "qwen_14b_lora_split",
+    "qwen_14b_qlora",
+    "qwen_8b_lora_dual",
+    "qwen_8b_qlora",
+]
 Run = Callable[..., tuple[int, str, str]]
 
 
