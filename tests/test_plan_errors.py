@@ -15,7 +15,6 @@ SAMPLE = (
     ("Llama", "qlora", True, "bfloat16+autocast"),
     ("Llama", "full", True, "float32, accumulation 2, adamw_torch"),
     ("Qwen3-MoE", "full", True, "float32"),
-    ("Llama, wide", "lora", True, "bfloat16+autocast"),
 )
 
 

@@ -52,7 +52,11 @@ def execute(workplace: Path, language: str, block: str) -> subprocess.CompletedP
 
 
 @pytest.mark.parametrize(
-    ("kind", "language", "block"), BLOCKS, ids=[f"{n}-{b[0] or 'run'}" for n, b in enumerate(BLOCKS)]
+    ("kind", "language", "block"),
+    [
+        pytest.param(*block, id=f"{n}-{block[0] or 'run'}", marks=[] if n in (0, 2, 4) else pytest.mark.long)
+        for n, block in enumerate(BLOCKS)
+    ],
 )
 def test_block_runs(workplace: Path, kind: str, language: str, block: str) -> None:
     done = execute(workplace, language, block)

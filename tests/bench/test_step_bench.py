@@ -17,6 +17,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.long
 def test_sides_train_the_same_and_verify_what_they_say() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hf_rocm_tune", "bench", "step", *FLAGS],

@@ -79,6 +79,7 @@ def test_the_same_recipe_gives_the_same_bytes(made: assets.Assets, tmp_path: Pat
         assert (again.model.parent / name).read_bytes() == (made.model.parent / name).read_bytes(), name
 
 
+@pytest.mark.long
 def test_finished_assets_are_used_again_and_another_recipe_replaces_them(tmp_path: Path) -> None:
     folder = tmp_path / "assets"
     bare = assets.Recipe(hidden=64, layers=1, steps=0)

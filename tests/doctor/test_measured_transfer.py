@@ -75,7 +75,8 @@ def test_a_sound_machine_passes_in_a_child(name: str, passed: dict[str, list[Fin
 
 
 # A long form is the same module with other sizes; of blas there is no short one.
-SHORT = [one.name for one in MEASURED.values() if not one.full or one.name == "blas"]
+# grad_sync decides, and a trial that gives no result is part of that: see tests/distributed/test_choice.py.
+SHORT = [one.name for one in MEASURED.values() if (not one.full or one.name == "blas") and one.name != "grad_sync"]
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,8 @@ def ended() -> dict[tuple[str, str], list[Finding]]:
 def test_a_child_that_gives_no_result_is_a_finding(
     name: str, kind: str, ended: dict[tuple[str, str], list[Finding]]
 ) -> None:
+    if (name, kind) == ("all_reduce", "hang"):
+        pytest.skip("within a second it is still importing, which proves nothing: see test_measured_pairs.py")
     findings = ended[name, kind]
     assert findings[0].row == "fault_on_purpose" and len(findings) > 1
     for finding in findings[1:]:

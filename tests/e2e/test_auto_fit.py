@@ -141,6 +141,7 @@ def test_a_probe_turns_checkpointing_on_where_only_that_helps(job: Job, tmp_path
     assert_same(tmp_path / "out", job.given(tmp_path / "given", 4, 1, True))
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_keeps_its_choice_whatever_is_free_by_then(job: Job, tmp_path: Path) -> None:
     asked = {"auto_fit": "probe", "effective_batch": 8}
     killed = job.run(
@@ -171,6 +172,7 @@ def test_without_a_card_nothing_is_chosen_and_the_effective_batch_stands(job: Jo
     assert report_of(tmp_path / "out")["auto_fit"] is None
 
 
+@pytest.mark.long
 def test_ranks_take_the_same_way_though_only_one_is_out_of_memory(job: Job, tmp_path: Path) -> None:
     output = tmp_path / "out"
     asked = flags(output_dir=output, auto_fit="probe", auto_fit_gib=PLENTY, effective_batch=8)

@@ -27,7 +27,6 @@ NAMES = [
     "04_transfers_and_drill",
     "05_push_to_the_hub",
 ]
-ALWAYS = "01"
 TIMEOUT = 600.0
 
 
@@ -68,9 +67,8 @@ def test_all_are_there(script: ModuleType) -> None:
     assert script.names() == NAMES
 
 
-@pytest.mark.parametrize(
-    "name", [name if name.startswith(ALWAYS) else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.long
 def test_runs_from_top_to_bottom(name: str, checkout: Path, within: Path, tmp_path: Path, script: ModuleType) -> None:
     command = [sys.executable, "scripts/notebooks.py", name, "--to", str(tmp_path), "--within", str(within)]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False, timeout=TIMEOUT)
