@@ -119,6 +119,7 @@ def test_an_ending_for_good_on_one_machine_is_that_of_both(two: Two, how: str, c
     assert len(list(two.place.glob(f"{how}-*"))) == len(list(two.place.glob("waits-*"))) == 1, "nothing was tried again"
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_is_started_again_on_both(two: Two) -> None:
     """The healthy one is ended by its own agent, which must not count as a wish of the user's."""
     two.start("waits", "dies", max_restarts=1)

@@ -18,6 +18,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.long
 def test_all_ways_are_measured_and_right() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hf_rocm_tune", "bench", "comm", *FLAGS],

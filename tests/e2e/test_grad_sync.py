@@ -126,6 +126,7 @@ def test_faults_on_the_way_to_the_host_and_back_leave_no_trace_in_the_adapter(jo
     assert report_of(plain)["grad_sync"]["way"] == "ddp"
 
 
+@pytest.mark.long
 def test_a_fault_that_stays_stops_all_ranks_with_one_line_and_goes_on_over_the_other_way(
     job: Job, tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_stopped_rank_ends_the_job_and_the_same_command_goes_on(job: Job, tmp_
     assert nothing_is_left(output, tmp_path)
 
 
+@pytest.mark.long
 def test_an_endless_loop_is_named_with_its_line(job: Job, tmp_path: Path) -> None:
     output = tmp_path / "out"
     results = run_ranks(job, output, tmp_path, "kind=spin,step=5,rank=1", stall_timeout=2)

@@ -1,6 +1,6 @@
 """However the work is shared out, the training is the same: losses, gradient norms and adapter over 50 steps.
 
-Two of the cells here, beside the samples in the tests of each way; all of them in long mode. What differs between ways
+One of the cells here, beside the samples in the tests of each way; all of them in long mode. What differs between ways
 is the order of float sums, how far a batch is padded, and the dtype in which adapters of a 4-bit model are averaged.
 
 ``HF_ROCM_TUNE_TRAJECTORIES=FILE`` keeps what was seen, a JSON object a line; see ``benchmarks/results``.
@@ -57,7 +57,7 @@ def trained(server: CommandServer, model_of: Callable[[str], Path], scratch: Pat
     return Trained(server, model_of, scratch / "trajectories")
 
 
-SAMPLE = {("lora, accumulation 2, packed", "ddp"), ("qlora, accumulation 1, padded", "host")}
+SAMPLE = {("lora, accumulation 2, packed", "ddp")}
 CELLS = [
     pytest.param(
         case,
