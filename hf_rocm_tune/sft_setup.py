@@ -147,6 +147,11 @@ def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
 
 
 def make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
+    """Loads the model, verified, and builds its trainer with everything that watches a run; collective.
+
+    Returns:
+        The trainer, ready to train, and what its report will say of the loading.
+    """
     training, tune = job.arguments.training, job.arguments.tune
     set_seed(training.seed)  # as TRL does before it loads a model
     # A model that is to be sharded stays on the host: each card gets its own rows, when the trainer is built.

@@ -5,8 +5,7 @@ that it was checked with. :func:`resolve` finds it or raises :class:`~hf_rocm_tu
 upstream has moved is an error with a clear line, never a transfer that silently goes unverified.
 
 Seams that are *methods of* ``transformers.Trainer`` are overridden in the mixin and stand here only to be checked;
-those marked ``patched`` are replaced in place, for as long as a :func:`replaced` block lasts or for good
-(:func:`replace_for_good`).
+those marked ``patched`` are replaced, for the length of a :func:`replaced` block or by :func:`replace_for_good`.
 """
 
 from __future__ import annotations
