@@ -15,8 +15,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hf_rocm_tune.endings import PROGRAM
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,23 +23,15 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from hf_rocm_tune.distributed import machines_word
+from hf_rocm_tune.endings import EXIT_FILE_VARIABLE, INTERRUPTED, REFUSED_CODES, Ending, Group, number
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError
 
-PROGRAM = "hf-rocm-tune"
-#: Names the file in which a launcher wants to find ``{"code": int, "message": str}``; with ``"follows": true`` it was
-#: not printed, because the launcher may know better, see `Ending`.
-EXIT_FILE_VARIABLE = "HF_ROCM_TUNE_EXIT_FILE"
-INTERRUPTED = 130
-#: Endings that a restart cannot change: wrong input, and corruption that could not be recovered.
-FINAL_CODES = frozenset({2, 3})
-#: Endings after which a worker that torchrun restarts refuses at once: those, and being asked to end.
-REFUSED_CODES = FINAL_CODES | {INTERRUPTED}
 #: Beside the launcher's exit file: a signal asked the launcher for the end.
 ASKED_FILE = "asked"
 _TERMINATED = 128 + signal.SIGTERM
@@ -52,29 +44,6 @@ _OUT_OF_MEMORY_ADVICE = (
     "lower --per_device_train_batch_size (and raise --gradient_accumulation_steps by as much), lower --max_length, "
     "or add --load_in_4bit"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """How a process ended.
-
-    Args:
-        code: its exit code.
-        message: one line that says what is wrong, what was found and what to do.
-        rank: the global rank of the process.
-        follows: it only follows from another rank's end; a launcher that knows of that one tells it instead.
-    """
-
-    code: int
-    message: str
-    rank: int = 0
-    follows: bool = False
-
-    def line(self) -> str:
-        """The line for the terminal; it names the rank where that is not the first."""
-        who = f"[rank {self.rank}] " if self.rank else ""
-        kind = "interrupted" if self.code == INTERRUPTED else "error"
-        return f"{PROGRAM}: {who}{kind}: {self.message}"
 
 
 def run_guarded(main: Callable[[], int], *, environ: Mapping[str, str] | None = None) -> int:
@@ -90,12 +59,14 @@ def run_guarded(main: Callable[[], int], *, environ: Mapping[str, str] | None = 
         is printed because it is our bug.
     """
     environ = os.environ if environ is None else environ
-    group = _Group.of(environ)
+    group = Group.of(environ)
     if group is not None:
         group.arrive()
         if (earlier := group.final_ending()) is not None:
             return earlier.code  # its line was printed then
-    rank = _number(environ, "RANK", 0)
+        if group.is_again() and (told := machines_word.heard(environ)) is not None:
+            return _adopt(told, environ).code
+    rank = number(environ, "RANK")
     try:
         return main()
     except KeyboardInterrupt as stop:
@@ -137,27 +108,27 @@ def is_restart(environ: Mapping[str, str]) -> bool:
 
     Its own count does not tell: an agent that starts its ranks again because of another machine does not count that.
     """
-    group = _Group.of(environ)
+    group = Group.of(environ)
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0") or (group is not None and group.is_again())
 
 
 def last_ending(environ: Mapping[str, str]) -> str | None:
     """What the last try of this group said when it ended, where it could; see `is_restart`."""
-    group = _Group.of(environ)
+    group = Group.of(environ)
     return group.last_message() if group else None
 
 
 def speak(error: TuneError, *, environ: Mapping[str, str] | None = None) -> None:
     """Print and record an error as the ending of this process, which the caller ends itself: see the watchdog."""
     environ = os.environ if environ is None else environ
-    ending = Ending(code=error.exit_code, message=str(error), rank=_number(environ, "RANK", 0))
-    _end(ending, _Group.of(environ), environ)
+    ending = Ending(code=error.exit_code, message=str(error), rank=number(environ, "RANK"))
+    _end(ending, Group.of(environ), environ)
 
 
 def meeting_place(environ: Mapping[str, str] | None = None) -> Path | None:
     """A directory, not made yet, that this try's ranks of one machine have in common and nobody else; None for a
     process that was started alone."""
-    group = _Group.of(os.environ if environ is None else environ)
+    group = Group.of(os.environ if environ is None else environ)
     return group.meeting_place() if group else None
 
 
@@ -215,7 +186,7 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _end(ending: Ending, group: _Group | None, environ: Mapping[str, str]) -> None:
+def _end(ending: Ending, group: Group | None, environ: Mapping[str, str]) -> None:
     """Print and record an ending, unless another rank of the group has spoken already."""
     if group is not None and not group.claim(ending):
         return
@@ -227,7 +198,7 @@ def _end(ending: Ending, group: _Group | None, environ: Mapping[str, str]) -> No
         write_atomically(Path(wanted), json.dumps(told))
 
 
-def _follows_from_a_peer(error: Exception, group: _Group | None, environ: Mapping[str, str]) -> bool:
+def _follows_from_a_peer(error: Exception, group: Group | None, environ: Mapping[str, str]) -> bool:
     """Whether ``error`` is only the broken connection to a rank that has ended and said why.
 
     The communication back ends raise ``RuntimeError`` or a subclass for a peer that is gone.
@@ -246,7 +217,7 @@ def _adopt(told: Mapping[str, Any], environ: Mapping[str, str]) -> Ending:
     """Make the ending of a rank on another machine that of the group here."""
     where = f"rank {told['rank']} on {told['host']}"
     ending = Ending(code=int(told["code"]), message=f"{where} ended the job: {told['message']}")
-    _end(ending, _Group.of(environ), environ)
+    _end(ending, Group.of(environ), environ)
     return ending
 
 
@@ -254,115 +225,3 @@ def _is_the_agents(environ: Mapping[str, str]) -> bool:
     """Whether a SIGTERM came from torch's agent: this process has one, and nobody asked the launcher above it."""
     asked = Path(environ.get(EXIT_FILE_VARIABLE, os.devnull)).with_name(ASKED_FILE)
     return "TORCHELASTIC_RESTART_COUNT" in environ and not asked.exists()
-
-
-_MARK = ".try"
-
-
-class _Group:
-    """The ranks that one launcher started on this machine, and the record of how they ended.
-
-    One file for each try (torchrun restarts a group): the file appears complete or not at all. It stands beside the
-    file that our launcher asks for, so that two launches by one process do not meet, else in the temporary directory.
-    A try is known by the agent's count and the port of its ranks: either alone may stay what it was. On several
-    machines each try leaves an empty file as well, see `is_restart`.
-    """
-
-    def __init__(self, *, directory: Path, key: str, attempt: str, on_several_machines: bool) -> None:
-        self._directory = directory
-        self._key = key
-        self._attempt = attempt
-        self._on_several_machines = on_several_machines
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> _Group | None:
-        """The group of this process, or None for a process that was started alone."""
-        if "TORCHELASTIC_RUN_ID" not in environ and _number(environ, "WORLD_SIZE", 1) < 2:
-            return None
-        run = "".join(c if c.isalnum() else "_" for c in environ.get("TORCHELASTIC_RUN_ID", "mpi"))
-        parent = os.getppid()
-        # A process id comes back after some time; with the parent's start time the key never does.
-        key = f"{PROGRAM}-{os.getuid()}-{run}-{parent}-{_start_time(parent)}"
-        wanted = environ.get(EXIT_FILE_VARIABLE)
-        directory = Path(wanted).parent if wanted else Path(tempfile.gettempdir())
-        count = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
-        return cls(
-            directory=directory,
-            key=key,
-            attempt=f"{count}.{_number(environ, 'MASTER_PORT', 0)}",
-            on_several_machines=machines_word.several_machines(environ),
-        )
-
-    def arrive(self) -> None:
-        """Leave a mark of this try."""
-        if self._on_several_machines:
-            self._mark(self._attempt).touch()
-
-    def is_again(self) -> bool:
-        """Whether there was an earlier try, by its mark."""
-        marks = set(self._directory.glob(f"{self._key}-*{_MARK}"))
-        return any(_is_ours(mark) for mark in marks - {self._mark(self._attempt)})
-
-    def _mark(self, attempt: str) -> Path:
-        return self._directory / f"{self._key}-{attempt}{_MARK}"
-
-    def claim(self, ending: Ending) -> bool:
-        """Record ``ending`` as the group's; False when another rank of this try was first."""
-        path = self._path()
-        descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}-", dir=self._directory)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(asdict(ending), file)
-            os.link(temporary, path)
-        except FileExistsError:
-            # A file of another user cannot be our group's: the line is rather printed twice than not at all.
-            return not _is_ours(path)
-        finally:
-            os.unlink(temporary)
-        return True
-
-    def spoken(self) -> bool:
-        """Whether a rank of this try has recorded its ending."""
-        return _is_ours(self._path())
-
-    def final_ending(self) -> Ending | None:
-        """The ending of an earlier try after which there must be no other, or None."""
-        endings = (Ending(**json.loads(path.read_text(encoding="utf-8"))) for path in self._earlier())
-        return next((ending for ending in endings if ending.code in REFUSED_CODES), None)
-
-    def last_message(self) -> str | None:
-        """What the try before this one recorded."""
-        newest = max(self._earlier(), key=lambda path: path.stat().st_mtime_ns, default=None)
-        return str(json.loads(newest.read_text(encoding="utf-8"))["message"]) if newest else None
-
-    def _earlier(self) -> list[Path]:
-        return [path for path in self._directory.glob(f"{self._key}-*.json") if path != self._path() and _is_ours(path)]
-
-    def meeting_place(self) -> Path:
-        """See the function of this name."""
-        return self._directory / f"{self._key}-{self._attempt}-ranks"
-
-    def _path(self) -> Path:
-        return self._directory / f"{self._key}-{self._attempt}.json"
-
-
-def _number(environ: Mapping[str, str], name: str, default: int) -> int:
-    """A number from the environment; what is none is refused by the entry point, in its own words."""
-    text = environ.get(name, "")
-    return int(text) if text.isdecimal() else default
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.getuid()
-    except FileNotFoundError:
-        return False
-
-
-def _start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot (``/proc/PID/stat`` field 22); "0" where that is not told."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "0"
-    return stat.rpartition(")")[2].split()[19]

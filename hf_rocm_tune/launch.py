@@ -32,15 +32,9 @@ import yaml
 
 from hf_rocm_tune import configs, process, recipe_file
 from hf_rocm_tune.distributed import machines_launch
+from hf_rocm_tune.endings import EXIT_FILE_VARIABLE, INTERRUPTED, PROGRAM, REFUSED_CODES
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
-from hf_rocm_tune.exits import (
-    ASKED_FILE,
-    EXIT_FILE_VARIABLE,
-    INTERRUPTED,
-    PROGRAM,
-    REFUSED_CODES,
-    write_atomically,
-)
+from hf_rocm_tune.exits import ASKED_FILE, write_atomically
 
 CONFIG_FLAG = "--accelerate_config"
 #: Names that the launcher and ``trl sft`` both have: there, as in ``trl``, they are the job's.

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_rocm_tune import errors, exits
+from hf_rocm_tune import endings, errors, exits
 from hf_rocm_tune.distributed import machines_word
 
 
@@ -87,7 +88,7 @@ def test_device_out_of_memory_is_known_by_type_and_advised(capsys: pytest.Captur
 
 def test_the_launcher_finds_code_and_message(tmp_path: Path) -> None:
     file = tmp_path / "exit.json"
-    exits.run_guarded(raising(errors.UsageError("no model")), environ={exits.EXIT_FILE_VARIABLE: str(file)})
+    exits.run_guarded(raising(errors.UsageError("no model")), environ={endings.EXIT_FILE_VARIABLE: str(file)})
     assert json.loads(file.read_text()) == {"code": 2, "message": "no model"}
     assert [each.name for each in tmp_path.iterdir()] == ["exit.json"]
 
@@ -144,6 +145,39 @@ def test_a_record_of_another_launcher_does_not_silence_this_one(tmp_path: Path) 
         assert (done.returncode, done.stderr) == (2, "hf-rocm-tune: error: said\n")
 
 
+def test_an_earlier_job_from_the_same_shell_neither_silences_nor_refuses_the_next(tmp_path: Path) -> None:
+    """Ranks that are started by hand, with the same port each time: no agent starts one again, so each job is new."""
+    code = (
+        "import sys, time; from pathlib import Path; from hf_rocm_tune import errors, exits\n"
+        "go = Path(sys.argv[1])\n"
+        "def main():\n"
+        "    Path(f'{go}-{sys.argv[3]}').touch()\n"
+        "    while not go.exists(): time.sleep(0.01)\n"
+        "    if sys.argv[2]: raise errors.UsageError(sys.argv[2])\n"
+        "    return 0\n"
+        "sys.exit(exits.run_guarded(main))\n"
+    )
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TMPDIR": str(tmp_path)}
+    for number, wrong in enumerate(("first", "second", "")):
+        go = tmp_path / f"go-{number}"
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(go), wrong, rank],
+                env={**os.environ, **common, "RANK": rank},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in "01"
+        ]
+        deadline = time.monotonic() + 60
+        while not all(Path(f"{go}-{rank}").exists() for rank in "01") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        go.touch()
+        said = [process.communicate(timeout=60)[1] for process in running]
+        assert {process.returncode for process in running} == {2 if wrong else 0}
+        assert [line.rpartition(" ")[2] for line in "".join(said).splitlines()] == ([wrong] if wrong else [])
+
+
 def test_importing_it_imports_no_torch() -> None:
     modules = "hf_rocm_tune.exits, hf_rocm_tune.recipe_file, hf_rocm_tune.launch"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
@@ -170,7 +204,7 @@ def machine(tmp_path: Path, number: int, meeting: str = "", *, port: int = 1) ->
     return group(rank=number) | {
         "GROUP_WORLD_SIZE": "2",
         "MASTER_PORT": str(port),
-        exits.EXIT_FILE_VARIABLE: str(directory / "exit.json"),
+        endings.EXIT_FILE_VARIABLE: str(directory / "exit.json"),
         **({machines_word.MEETING_VARIABLE: meeting} if meeting else {}),
     }
 
@@ -186,7 +220,7 @@ def test_sigterm_of_the_agent_says_nothing_and_keeps_no_restart_away(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch's agent ends the ranks that are left so, before it starts all of them again."""
-    environ = group() | {exits.EXIT_FILE_VARIABLE: str(tmp_path / "exit.json")}
+    environ = group() | {endings.EXIT_FILE_VARIABLE: str(tmp_path / "exit.json")}
     assert exits.run_guarded(terminated, environ=environ) == 143
     assert (capsys.readouterr().err, list(tmp_path.iterdir())) == ("", [])
     assert exits.run_guarded(lambda: 0, environ=environ | {"TORCHELASTIC_RESTART_COUNT": "1"}) == 0
@@ -195,7 +229,7 @@ def test_sigterm_of_the_agent_says_nothing_and_keeps_no_restart_away(
 def test_sigterm_that_the_launcher_was_sent_is_an_interruption(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    environ = group() | {exits.EXIT_FILE_VARIABLE: str(tmp_path / "exit.json")}
+    environ = group() | {endings.EXIT_FILE_VARIABLE: str(tmp_path / "exit.json")}
     (tmp_path / exits.ASKED_FILE).touch()
     assert exits.run_guarded(terminated, environ=environ) == 130
     assert "stopped by SIGTERM" in capsys.readouterr().err
@@ -225,8 +259,20 @@ def test_a_final_ending_is_heard_on_the_other_machines(
     assert exits.run_guarded(raising(RuntimeError("Connection closed by peer")), environ=here) == 1
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and f"rank 1 on {os.uname().nodename} ended the job: the reason" in printed
-    assert json.loads(Path(here[exits.EXIT_FILE_VARIABLE]).read_text())["code"] == kind.exit_code
+    assert json.loads(Path(here[endings.EXIT_FILE_VARIABLE]).read_text())["code"] == kind.exit_code
     assert exits.run_guarded(lambda: 0, environ=machine(tmp_path, 0, meeting, port=2)) == kind.exit_code
+
+
+def test_a_rank_that_is_started_again_before_it_has_heard_refuses_at_once(
+    tmp_path: Path, meeting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exits.run_guarded(terminated, environ=machine(tmp_path, 0, meeting)) == 143
+    assert exits.run_guarded(raising(errors.UsageError("the reason")), environ=machine(tmp_path, 1, meeting)) == 2
+    capsys.readouterr()
+    ran: list[int] = []
+    again = machine(tmp_path, 0, meeting, port=2)
+    assert exits.run_guarded(lambda: ran.append(1) or 0, environ=again) == 2 and not ran
+    assert f"rank 1 on {os.uname().nodename} ended the job: the reason" in capsys.readouterr().err
 
 
 def test_an_ending_after_which_all_start_again_is_not_passed_on(

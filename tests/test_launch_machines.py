@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.two_ranks import free_port
 
 #: Each machine's job has a word of its own; every try of it leaves a file.
 STUB = """
@@ -59,9 +60,7 @@ class Two:
         self.place = place
         for name, text in (("stub_job.py", STUB), ("driver.py", DRIVER)):
             (place / name).write_text(textwrap.dedent(text))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         self.running: list[subprocess.Popen[str]] = []
 
     def start(self, *hows: str, max_restarts: int = 2) -> None:

@@ -11,9 +11,10 @@ the machines hear nothing of each other's endings. Not covered either: machine 0
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
-import sys
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 MEETING_VARIABLE = "HF_ROCM_TUNE_MEETING"
 
 LOOK_SECONDS = 2.0
-_CONNECT_SECONDS = 5
+_CONNECT_SECONDS = 5.0
+_TELL_SECONDS = 20.0
 _KEY = "hf_rocm_tune/ending"
 
 
@@ -39,7 +41,7 @@ def several_machines(environ: Mapping[str, str]) -> bool:
 def tell(ending: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     """Put an ending into the store, unless one is there; nothing where there is no store."""
     with suppress(RuntimeError):  # of torch's store: it is gone, and with it whoever would have listened
-        if (store := _store(environ)) is not None:
+        if (store := _store(environ, timeout_s=_TELL_SECONDS)) is not None:
             store.compare_set(_KEY, "", json.dumps({**ending, "host": os.uname().nodename}))
 
 
@@ -57,18 +59,32 @@ def listen(hear: Callable[[dict[str, Any]], None], environ: Mapping[str, str]) -
     Imports torch, so call it where torch has been imported.
     """
     if MEETING_VARIABLE in environ and several_machines(environ):
-        threading.Thread(target=_listen, args=(hear, dict(environ)), name="endings", daemon=True).start()
+        over = threading.Event()
+        thread = threading.Thread(target=_listen, args=(hear, dict(environ), over), name="endings", daemon=True)
+        thread.start()
+        atexit.register(_end, thread, over)
 
 
-def _listen(hear: Callable[[dict[str, Any]], None], environ: Mapping[str, str]) -> None:
-    pause = threading.Event()
-    with suppress(RuntimeError):
-        store = _store(environ)
-        while store is not None and not sys.is_finalizing():
-            if (ending := _look(store)) is not None:
-                hear(ending)
-                return
-            pause.wait(LOOK_SECONDS)
+def _end(thread: threading.Thread, over: threading.Event) -> None:
+    """A thread that comes out of torch's store while the interpreter is taken down aborts the process."""
+    if not over.is_set():
+        over.set()
+        thread.join(_CONNECT_SECONDS + 1)
+
+
+def _listen(hear: Callable[[dict[str, Any]], None], environ: Mapping[str, str], over: threading.Event) -> None:
+    store = None
+    while not over.is_set():
+        try:
+            store = store or _store(environ)
+            ending = _look(store) if store is not None else None
+        except RuntimeError:  # of torch's store: machine 0 is too busy to answer, or gone
+            store = ending = None
+        if ending is not None:
+            over.set()
+            hear(ending)
+            return
+        over.wait(LOOK_SECONDS)
 
 
 def _look(store: TCPStore) -> dict[str, Any] | None:
@@ -78,10 +94,14 @@ def _look(store: TCPStore) -> dict[str, Any] | None:
     return found
 
 
-def _store(environ: Mapping[str, str]) -> TCPStore | None:
+def _store(environ: Mapping[str, str], *, timeout_s: float = _CONNECT_SECONDS) -> TCPStore | None:
     host, _, port = environ.get(MEETING_VARIABLE, "").rpartition(":")
     if not (host and port.isdecimal() and several_machines(environ)):
         return None
+    try:  # torch's store tries for all of its time where nobody listens any more
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError:
+        return None
     from torch._C._distributed_c10d import TCPStore  # torch's annotations do not export it
 
-    return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
+    return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))

@@ -19,6 +19,7 @@ from typing import Any
 from hf_rocm_tune.errors import StallError
 
 _POLL_SECONDS = 0.05
+_END_SECONDS = 5.0
 _PREFIX = "hf_rocm_tune_preflight"
 _DEFAULT_PORT = "29500"  # Accelerate's, for launchers that set none
 
@@ -94,6 +95,8 @@ class Meeting:
             if why := gone():
                 raise StallError(why) from None
             raise
+        finally:
+            listening.end()
         if listening.error is not None:
             raise StallError(
                 gone()
@@ -117,7 +120,7 @@ class _Listening:
         self.missing = list(keys)
         self.heard: list[dict[str, Any]] = []
         self.error: Exception | None = None
-        self._store, self._keys = store, keys
+        self._store, self._keys, self._over = store, keys, False
         self._thread = threading.Thread(target=self._listen, name="preflight", daemon=True)
         self._thread.start()
 
@@ -126,13 +129,20 @@ class _Listening:
         self._thread.join(seconds)
         return self._thread.is_alive()
 
+    def end(self) -> None:
+        """Listen no more. It waits for the thread: one that comes out of torch's store while the interpreter is taken
+        down aborts the process. One that hangs in it, because its host is stopped, never comes out."""
+        self._over = True
+        self._thread.join(_END_SECONDS)
+
     def _listen(self) -> None:
         try:
-            while self.missing:
+            while self.missing and not self._over:
                 self.missing = [key for key in self.missing if not self._store.check([key])]
                 if self.missing:
                     time.sleep(_POLL_SECONDS)
-            self.heard = [json.loads(self._store.get(key)) for key in self._keys]
+            if not self.missing:
+                self.heard = [json.loads(self._store.get(key)) for key in self._keys]
         except Exception as error:  # torch's DistNetworkError: who hosts the store is gone; the other thread tells
             self.error = error
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from hf_rocm_tune.endings import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM
 from hf_rocm_tune.errors import StallError
-from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM
 from hf_rocm_tune.hardware.resets import core_dumps
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.supervisor.child import Child
@@ -147,8 +147,7 @@ class _Supervision:
         watch.look()
         if watch.begun is not None and known is None:
             self._begun = watch.begun
-            if watch.begun.leads:
-                self._ledger.belongs_to(watch.begun)
+            self._ledger.belongs_to(watch.begun)
             start = len(self._deaths) + 1
             self._ledger.add("start", start=start, resumed_from=watch.begun.resumed_from or "the start")
 

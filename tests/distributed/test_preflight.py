@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ import pytest
 from hf_rocm_tune.distributed.preflight import LIMIT_S
 from hf_rocm_tune.distributed.preflight_fault import VARIABLE
 from tests.doctor.together import together
+from tests.two_ranks import free_port
 
 PATIENCE_S = 240.0  # for the process that is looked at, its imports included
 # Of trials that end by themselves: a busy machine takes longer than the real limit to import torch, which is "untried".
@@ -41,9 +41,7 @@ def ranks(
         stays: ranks that never end, and are killed afterwards.
         settings: of ``preflight_rank``.
     """
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = {"WORLD_SIZE": str(len(machines)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), VARIABLE: fault}
     command = [sys.executable, "-m", "tests.distributed.preflight_rank", json.dumps(settings)]
     answers: Answers = {}

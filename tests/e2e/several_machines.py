@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.command import Result
+from tests.two_ranks import free_port
 
 
 @dataclass(kw_only=True)
@@ -54,7 +54,7 @@ class Machines:
     root: Path
     address: str = "127.0.0.1"
     within: tuple[Sequence[str], Sequence[str]] = ((), ())
-    port: int = field(default_factory=lambda: _free_port())
+    port: int = field(default_factory=free_port)
     started: list[Started] = field(default_factory=list)
 
     def start(
@@ -138,9 +138,3 @@ def _ip(*words: str) -> bool:
         return subprocess.run(["ip", *words], capture_output=True, check=False, timeout=30).returncode == 0
     except FileNotFoundError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

@@ -7,9 +7,7 @@ the order of float sums and how far a batch is padded.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from safetensors.torch import load_file
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, losses_of, report_of
+from tests.two_ranks import environments
 
 STEPS = 8
 ROWS = 24  # three batches an epoch; what Accelerate does where they do not come out is tests/data/test_batch_shares.py
@@ -42,11 +41,8 @@ def shared(model_of: Callable[[str], Path], scratch: Path) -> list[str]:
 
 def ranks(server: CommandServer, argv: list[str], **env: str) -> list[Result]:
     """Both ranks of a job, to their ends."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {**env, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    running = [server.start(*argv, env={**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    exit_file = Path(argv[argv.index("--output_dir") + 1]).with_suffix(".exit.json")
+    running = [server.start(*argv, env=each) for each in environments(exit_file, **env)]
     return [each.wait() for each in running]
 
 
@@ -54,8 +50,8 @@ def test_shares_of_three_to_one_train_like_one_process(shared: list[str], server
     one, two = scratch / "whole-batch", scratch / "three-to-one"
     whole = server.start(*shared, *flags(per_device_train_batch_size=8, output_dir=one))
     argv = [*shared, *flags(per_device_train_batch_size=4, output_dir=two, batch_shares="3:1")]
-    for result in (*ranks(server, argv), whole.wait()):
-        assert result.code == 0, result.stderr[-3000:]
+    ended = [*ranks(server, argv), whole.wait()]
+    assert [each.code for each in ended] == [0, 0, 0], [each.stderr[-3000:] for each in ended]
     assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-5)
     assert len(losses_of(two)) == STEPS
     state = {out: json.loads((out / f"checkpoint-{STEPS}" / "trainer_state.json").read_text()) for out in (one, two)}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, report_of
 from tests.hardware.trees import XT, Built
+from tests.two_ranks import environments
 
 ROCM = {
     "torch": "2.13.0+rocm7.2",
@@ -152,13 +151,8 @@ def test_a_driver_that_does_not_answer_holds_no_run_up(run: Run) -> None:
 def test_two_ranks_look_once_and_each_speaks_of_its_card(
     server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path
 ) -> None:
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    world["TORCHELASTIC_RUN_ID"] = str(tmp_path / "out")
     given = [*base_flags, *flags(model_name_or_path=model_of("llama3"))]
-    ranks = [server.start(*given, env={**world, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    ranks = [server.start(*given, env=each) for each in environments(tmp_path / "exit.json")]
     results = [rank.wait() for rank in ranks]
     assert [result.code for result in results] == [0, 0], results[0].stderr[-2000:] + results[1].stderr[-2000:]
     report = report_of(tmp_path / "out")

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,6 +25,7 @@ from safetensors.torch import load_file
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result
 from tests.e2e.conftest import flags, losses_of, report_of
+from tests.two_ranks import environments
 
 BATCH, STEPS = 2, 50
 QLORA = {"load_in_4bit": True, "bnb_4bit_quant_storage": "float32"}
@@ -57,19 +56,7 @@ def launched(config: str, *argv: str, env: dict[str, str] | None = None) -> subp
 
 def ranks(server: CommandServer, tmp_path: Path, *argv: str, env: dict[str, str]) -> tuple[Result, Result]:
     """Two ranks of one job, as a launcher starts them, but forked: it is quicker."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": str(tmp_path),
-        "HF_ROCM_TUNE_EXIT_FILE": str(tmp_path / "exit.json"),
-        **env,
-    }
-    running = [server.start(*argv, env={**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    running = [server.start(*argv, env=each) for each in environments(tmp_path / "exit.json", **env)]
     first, second = (each.wait() for each in running)
     return first, second
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from safetensors.torch import load_file
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, losses_of, report_of
+from tests.two_ranks import environments
 
 STEPS = 5
 ADAPTER = "adapter_model.safetensors"
@@ -38,7 +37,10 @@ class Job:
     ) -> list[Result]:
         """Runs both ranks, each with its own faults; the second with the fault of a step."""
         argv = [*self.argv, *flags(output_dir=output, **changed)]
-        running = [self.server.start(*argv, env=each) for each in _environments(output, faults, step_fault)]
+        each = [{"HF_ROCM_TUNE_FAULT": fault} for fault in faults]
+        each[1]["HF_ROCM_TUNE_STEP_FAULT"] = step_fault
+        ranks = environments(output.with_suffix(".exit.json"), each)
+        running = [self.server.start(*argv, env=each) for each in ranks]
         return [each.wait() for each in running]
 
     def done(self, output: Path, *more: object, **changed: object) -> Path:
@@ -72,29 +74,6 @@ def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -
         disable_tqdm=True,
     )
     return Job(server=server, argv=argv, root=root)
-
-
-def _environments(output: Path, faults: tuple[str, str], step_fault: str) -> list[dict[str, str]]:
-    """What a launcher would put into the environment of two ranks."""
-    output.mkdir(parents=True, exist_ok=True)
-    record = output.with_suffix(".exit.json")
-    record.unlink(missing_ok=True)  # every launcher makes a new one
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": f"{output} {port}",
-        "HF_ROCM_TUNE_EXIT_FILE": str(record),
-    }
-    first, second = (
-        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "HF_ROCM_TUNE_FAULT": fault}
-        for rank, fault in enumerate(faults)
-    )
-    return [first, {**second, "HF_ROCM_TUNE_STEP_FAULT": step_fault}]
 
 
 def _assert_same(output: Path, plain: Path) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from hf_rocm_tune.integrity import manifest
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result
 from tests.e2e.conftest import flags, losses_of, report_of
+from tests.two_ranks import environments
 
 STEPS = 5
 ADAPTER = "adapter_model.safetensors"
@@ -34,7 +33,8 @@ class Job:
     def run(self, output: Path, faults: tuple[str, str] = ("", ""), **changed: object) -> list[Result]:
         """Runs both ranks, each with its own faults."""
         argv = [*self.argv, *flags(output_dir=output, **changed)]
-        running = [self.server.start(*argv, env=each) for each in _environments(output, faults)]
+        ranks = environments(output.with_suffix(".exit.json"), [{"HF_ROCM_TUNE_FAULT": fault} for fault in faults])
+        running = [self.server.start(*argv, env=each) for each in ranks]
         return [each.wait() for each in running]
 
 
@@ -59,26 +59,6 @@ def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -
     made = Job(server=server, argv=argv, clean=root / "clean")
     _assert_done(made.run(made.clean))
     return made
-
-
-def _environments(output: Path, faults: tuple[str, str]) -> list[dict[str, str]]:
-    """What a launcher would put into the environment of two ranks."""
-    output.mkdir(parents=True, exist_ok=True)
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": f"{output} {port}",  # each launch is a job of its own, not a restart of the one before
-        "HF_ROCM_TUNE_EXIT_FILE": str(output.with_suffix(".exit.json")),
-    }
-    return [
-        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "HF_ROCM_TUNE_FAULT": fault}
-        for rank, fault in enumerate(faults)
-    ]
 
 
 def _assert_done(results: list[Result]) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from hf_rocm_tune.integrity import manifest
 from tests import tiny
 from tests.e2e.command import CommandServer, Result, Running
 from tests.e2e.test_killed import Job, assert_same_result, wait_for
+from tests.two_ranks import environments
 
 STEPS = 9
 SIGNALS = [(signal.SIGINT, "Ctrl-C"), pytest.param(signal.SIGTERM, "SIGTERM", marks=pytest.mark.long)]
@@ -177,15 +176,10 @@ def test_a_step_that_is_left_out_computes_nothing_and_the_rest_is_trained(job: J
 
 def test_two_ranks_stop_at_the_same_step_whichever_was_asked(job: Job, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    common |= {"TORCHELASTIC_RUN_ID": str(tmp_path), "HF_ROCM_TUNE_EXIT_FILE": str(tmp_path / "exit.json")}
-    ranks = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    exit_file = tmp_path / "exit.json"
 
     def start() -> list[Running]:
-        return [job.server.start(*job.argv(output), env=env) for env in ranks]
+        return [job.server.start(*job.argv(output), env=env) for env in environments(exit_file)]
 
     first, second = start()
     assert after_step(first, 2)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from hf_rocm_tune.training.oom_faults import VARIABLE
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result
 from tests.e2e.conftest import flags, report_of
+from tests.two_ranks import environments
 
 STEPS = 5
 COMPARED = ("loss", "grad_norm", "learning_rate", "num_tokens", "epoch")
@@ -84,21 +83,7 @@ def _environments(output: Path, faults: tuple[str, ...]) -> list[dict[str, str]]
     """What a launcher would put into the environment of each rank; nothing for a process on its own."""
     if len(faults) == 1:
         return [{VARIABLE: faults[0]}]
-    output.mkdir(parents=True, exist_ok=True)
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        "WORLD_SIZE": str(len(faults)),
-        "LOCAL_WORLD_SIZE": str(len(faults)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": str(output),
-        "HF_ROCM_TUNE_EXIT_FILE": str(output.with_suffix(".exit.json")),
-    }
-    return [
-        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), VARIABLE: fault} for rank, fault in enumerate(faults)
-    ]
+    return environments(output.with_suffix(".exit.json"), [{VARIABLE: fault} for fault in faults])
 
 
 def assert_done(results: list[Result]) -> None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ import pytest
 from tests.e2e.command import TIMEOUT, CommandServer, Result
 from tests.e2e.conftest import flags, report_of
 from tests.notebooks.test_notebook_launcher import LAUNCH
+from tests.two_ranks import environments
 
 FAULT = "HF_ROCM_TUNE_PREFLIGHT_FAULT"
 WRONG = "trial=ddp,kind=wrong"
@@ -31,21 +30,9 @@ def argv(model_of: Callable[[str], Path], base_flags: list[str]) -> list[str]:
 
 
 def two_ranks(server: CommandServer, tmp_path: Path, argv: list[str], env: Mapping[str, str]) -> list[Result]:
-    """Both ranks of a job, as a launcher without an agent (mpirun, Slurm) starts them."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        **env,
-        "PREFLIGHT_LIMIT": "180",  # a busy machine takes longer than the real limit to import torch
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": str(tmp_path),
-        "HF_ROCM_TUNE_EXIT_FILE": str(tmp_path / "exit.json"),
-    }
-    running = [server.start(*argv, env={**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    """Both ranks of a job, to their ends."""
+    limit = {"PREFLIGHT_LIMIT": "180"}  # a busy machine takes longer than the real limit to import torch
+    running = [server.start(*argv, env=each) for each in environments(tmp_path / "exit.json", **{**env, **limit})]
     return [each.wait() for each in running]
 
 

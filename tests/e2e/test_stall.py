@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result
 from tests.e2e.conftest import report_of
 from tests.e2e.test_killed import Job, wait_for
+from tests.two_ranks import environments
 
 STEPS = 6
 LAUNCHED = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual"]
@@ -60,14 +59,9 @@ def run(command: list[str], tmp_path: Path, **environ: str) -> Result:
 
 def run_ranks(job: Job, output: Path, tmp_path: Path, crash: str, **settings: Any) -> list[Result]:
     """Both ranks as a launcher starts them, which costs half the time."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    common |= {"TORCHELASTIC_RUN_ID": str(tmp_path), "HF_ROCM_TUNE_EXIT_FILE": str(tmp_path / "exit.json")}
-    common |= {"HF_ROCM_TUNE_CRASH": crash}
     argv = job.argv(output, **settings)
-    running = [job.server.start(*argv, env=common | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    ranks = environments(tmp_path / "exit.json", HF_ROCM_TUNE_CRASH=crash)
+    running = [job.server.start(*argv, env=each) for each in ranks]
     return [each.wait() for each in running]
 
 

@@ -13,11 +13,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,6 +25,7 @@ from safetensors.torch import load_file
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer
 from tests.e2e.conftest import flags, report_of
+from tests.two_ranks import environments
 
 BATCH, ROWS, EVAL_ROWS = 2, 48, 9
 TOLERANCE = 1e-5
@@ -102,21 +101,9 @@ def test_the_report_covers_and_compares_both_ranks(outputs: tuple[Path, Path]) -
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> tuple[dict[str, str], dict[str, str]]:
+def ranks(tmp_path: Path) -> list[dict[str, str]]:
     """What a launcher would put into the environment of two ranks."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": str(tmp_path),
-        "HF_ROCM_TUNE_EXIT_FILE": str(tmp_path / "exit.json"),
-    }
-    first, second = ({**common, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1"))
-    return first, second
+    return environments(tmp_path / "exit.json")
 
 
 def _error_lines(texts: Iterable[str]) -> list[str]:
@@ -134,7 +121,7 @@ def _assert_stopped_for_unequal_ranks(codes: list[int], lines: list[str], tmp_pa
 
 
 def test_a_weight_that_changed_on_one_rank_stops_both(
-    shared: list[str], server: CommandServer, ranks: tuple[dict[str, str], dict[str, str]], tmp_path: Path
+    shared: list[str], server: CommandServer, ranks: list[dict[str, str]], tmp_path: Path
 ) -> None:
     harmed = "layers.1.mlp.up_proj"
     fault = {"HF_ROCM_TUNE_FAULT": f"kind=after,stage=weights,tensor=*{harmed}.weight,count=1"}
@@ -147,7 +134,7 @@ def test_a_weight_that_changed_on_one_rank_stops_both(
 
 
 def test_frozen_weights_are_not_broadcast_at_start(
-    shared: list[str], ranks: tuple[dict[str, str], dict[str, str]], tmp_path: Path
+    shared: list[str], ranks: list[dict[str, str]], tmp_path: Path
 ) -> None:
     """Were they, rank 1's changed copy would be overwritten, and this run would end as if nothing had happened."""
     argv = [*shared, *flags(per_device_train_batch_size=BATCH, output_dir=tmp_path / "out")]

@@ -8,9 +8,7 @@ epoch, since at the end of an epoch two processes may repeat a row.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from safetensors.torch import load_file
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags
+from tests.two_ranks import environments
 
 STEPS = 50
 
@@ -152,17 +151,7 @@ def rows(folder: Path) -> Path:
 def _together(server: CommandServer, argv: list[str], way: Way, output: Path) -> list[Result]:
     if way.ranks == 1:
         return [server.run(*argv, env=way.env)]
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {
-        "WORLD_SIZE": str(way.ranks),
-        "LOCAL_WORLD_SIZE": str(way.ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": str(output),
-    }
-    ranks = [{**world, **way.env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(way.ranks)]
+    ranks = environments(output.with_suffix(".exit.json"), [way.env] * way.ranks)
     return [each.wait() for each in [server.start(*argv, env=rank) for rank in ranks]]
 
 

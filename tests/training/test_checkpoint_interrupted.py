@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import clean_leftovers
 from tests.training.savers import Make, VerifiedPlain, names
+from tests.two_ranks import free_port
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -128,9 +128,7 @@ def _counting(call: Callable[..., Any], calls: list[int], die_at: int) -> Callab
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_two_ranks_save_together_and_survive_a_full_disk_on_either(model_path: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     children = []
     for rank in range(2):
         child = os.fork()  # an import of everything takes longer than the test

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.two_ranks import free_port
 
 TIMEOUT = 120.0
 Outcomes = list[dict[str, dict[str, Any]]]
@@ -20,10 +20,7 @@ Outcomes = list[dict[str, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def outcomes(checkout: Path) -> Outcomes:
     """What each rank reports, by case. A rank that waits for ever fails all tests here."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.training.oom_rank"],
