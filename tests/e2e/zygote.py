@@ -2,7 +2,8 @@
 
 Importing torch, transformers and trl costs over five seconds a process. The zygote pays that once; every command then
 runs in a forked process of its own: own environment, directory, standard streams, exit code, and it can be killed.
-The zygote itself never runs a tensor operation, so no OpenMP thread exists when it forks.
+The zygote itself never runs a tensor operation, so no OpenMP thread exists when it forks. What it has imported is kept
+from the garbage collector (``gc.freeze``): a collection in a child would copy every page of it.
 
 It reads one JSON request a line from standard input and answers one JSON line:
 
@@ -12,6 +13,7 @@ It reads one JSON request a line from standard input and answers one JSON line:
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -84,13 +86,18 @@ def main() -> None:
     """Imports everything, says so, and serves requests until standard input closes."""
     import bitsandbytes  # noqa: F401
     import datasets  # noqa: F401
-    import matplotlib.backends.backend_agg  # noqa: F401
-    import peft  # noqa: F401
+    import matplotlib.backends.backend_agg
+    import matplotlib.pyplot  # noqa: F401
+    import peft.tuners.lora.bnb  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
     import trl.trainer.sft_trainer  # noqa: F401
 
-    import hf_rocm_tune.sft
+    import hf_rocm_tune.publish.plots_draw
+    import hf_rocm_tune.sft_job
     import hf_rocm_tune.training.trainers  # noqa: F401
 
+    gc.collect()
+    gc.freeze()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
