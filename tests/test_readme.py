@@ -54,7 +54,7 @@ def execute(workplace: Path, language: str, block: str) -> subprocess.CompletedP
 @pytest.mark.parametrize(
     ("kind", "language", "block"),
     [
-        pytest.param(*block, id=f"{n}-{block[0] or 'run'}", marks=[] if n in (0, 2, 4) else pytest.mark.long)
+        pytest.param(*block, id=f"{n}-{block[0] or 'run'}", marks=[] if n in (0, 4) else pytest.mark.long)
         for n, block in enumerate(BLOCKS)
     ],
 )

@@ -73,6 +73,7 @@ def test_both_sides_load_and_only_ours_verifies(model: Path, load_in_4bit: bool)
         assert stock["logits"] == ours["logits"]
 
 
+@pytest.mark.long
 def test_the_command_compares_both_sides_and_removes_its_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

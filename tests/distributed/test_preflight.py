@@ -65,8 +65,6 @@ FAULTS: dict[str, dict[str, Any]] = {
     "refused": {"fault": "trial=ddp,kind=zeros,rank=0", "asked": "ddp", **AMPLE},
     "kill": {"fault": "trial=ranks,kind=kill"},
     "absent": {"fault": "trial=ranks,kind=absent", "stays": frozenset({1}), "meet_s": 4},
-    "stop": {"fault": "trial=ranks,kind=stop", "stays": frozenset({0}), "limit_s": 1},
-    "two machines": {"fault": "trial=ddp,kind=wrong", "machines": (0, 0, 1), **AMPLE},
 }
 LONG_FAULTS: dict[str, dict[str, Any]] = {
     "hang": {"fault": "trial=ddp,kind=hang"},
@@ -77,6 +75,8 @@ LONG_FAULTS: dict[str, dict[str, Any]] = {
     "pair of zeros": {"fault": "trial=pairs,kind=zeros,where=cold"},
     "pair that hangs": {"fault": "trial=pairs,kind=hang"},
     "gloo": {"fault": "trial=host,kind=crash", "asked": "host"},
+    "stop": {"fault": "trial=ranks,kind=stop", "stays": frozenset({0}), "limit_s": 1},
+    "two machines": {"fault": "trial=ddp,kind=wrong", "machines": (0, 0, 1), **AMPLE},
 }
 
 
@@ -130,14 +130,16 @@ def test_a_rank_that_never_joins_is_named(ended: dict[str, Answers]) -> None:
     assert said["exit"] == 4 and "rank 1 of 2 did not come to the preflight within 4 s" in said["message"]
 
 
-def test_a_rank_that_is_stopped_while_it_tries_holds_nobody_up_for_ever(ended: dict[str, Answers]) -> None:
-    said = ended["stop"][1]
+@pytest.mark.long
+def test_a_rank_that_is_stopped_while_it_tries_holds_nobody_up_for_ever(ended_long: dict[str, Answers]) -> None:
+    said = ended_long["stop"][1]
     assert said["exit"] == 4 and "rank 0" in said["message"] and "no decision within 6 s" in said["message"]
 
 
-def test_the_weakest_machine_decides_for_a_machine_that_has_nothing_to_try(ended: dict[str, Answers]) -> None:
-    said = agreed(ended["two machines"])
-    assert (said["exit"], said["way"], len(ended["two machines"])) == (0, "host", 3)
+@pytest.mark.long
+def test_the_weakest_machine_decides_for_a_machine_that_has_nothing_to_try(ended_long: dict[str, Answers]) -> None:
+    said = agreed(ended_long["two machines"])
+    assert (said["exit"], said["way"], len(ended_long["two machines"])) == (0, "host", 3)
     assert sorted(said["machines"].values()) == ["ddp", "host"]
     assert "(from rank 0)" in said["reason"]
 

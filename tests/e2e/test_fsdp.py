@@ -5,8 +5,8 @@ Tolerances. LoRA in float32 differs in the order of float sums: losses within 1e
 QLoRA averages gradients in bfloat16, which one process does not: it is compared with two processes under DDP, which do,
 and whose norms are sums in bfloat16: losses within 1e-3.
 
-The full matrix is `long`: QLoRA, accumulation with packing, a tied head with evaluation, a run that is killed, and
-injected faults.
+The full matrix is `long`: QLoRA, accumulation with packing, a tied head with evaluation, a run that is killed and goes
+on (through the real launcher and its configuration), and injected faults.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ def rows_of(output: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def outputs(shared: list[str], server: CommandServer, scratch: Path) -> tuple[Path, Path]:
-    """Output directories of one process with batch 2B, and of two with FSDP2 and batch B through the real launcher."""
+    """Output directories of one process with batch 2B, and of two with FSDP2 and batch B."""
     one, two = scratch / "fsdp-one", scratch / "fsdp-two"
     save = flags(save_steps=25)
-    done = launched("cpu_dual_fsdp2", *shared, *save, *flags(per_device_train_batch_size=BATCH, output_dir=two))
-    assert done.returncode == 0, done.stderr[-3000:]
+    argv = [*shared, *save, *flags(per_device_train_batch_size=BATCH, output_dir=two)]
+    for done in ranks(server, scratch / "fsdp-job", *argv, env=FSDP2):
+        assert done.code == 0, done.stderr[-3000:]
     result = server.run(*shared, *save, *flags(per_device_train_batch_size=2 * BATCH, output_dir=one))
     assert result.code == 0, result.stderr[-3000:]
     return one, two

@@ -96,6 +96,7 @@ def test_clipping_does_not_pass_for_a_wrong_average_nor_hide_one(job: Job, tmp_p
     _assert_recovered(harmed, plain, mismatches=2)
 
 
+@pytest.mark.long
 def test_through_the_launcher_an_average_that_is_wrong_alike_on_both_ranks_is_made_again(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

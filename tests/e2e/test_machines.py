@@ -1,7 +1,8 @@
 """Several machines, and restarts: the job goes on by itself and ends with the adapter of an undisturbed run, bit for
 bit; what cannot be mended by a restart ends it on every machine, with the cause in one line.
 
-The machines are launchers on this one, see `several_machines`. Not covered: a real network, and cards.
+The machines are launchers on this one, see `several_machines`. Not covered: a real network, and cards. All of it is
+`long`; a sample in which the jobs import no training library is `tests/test_launch_machines.py`.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def checkpointed(output: Path, step: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_rank_killed_on_the_second_machine_is_started_again(
     settings: list[str], whole: Path, machines: Machines, tmp_path: Path
 ) -> None:

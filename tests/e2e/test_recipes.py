@@ -68,6 +68,7 @@ def test_a_fault_that_stays_ends_the_run_with_code_3(
     assert not (tmp_path / "out" / ADAPTER).exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DUAL)
 def test_two_processes_catch_a_wrong_average_of_gradients(
     name: str, small: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

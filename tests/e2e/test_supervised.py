@@ -65,6 +65,7 @@ def ends(output: Path) -> list[dict[str, Any]]:
     return [entry for entry in journal.entries(output, run_id) if entry["event"] == "end"]
 
 
+@pytest.mark.long
 def test_killed_at_a_random_step_and_then_hung_it_ends_with_the_same_adapter(job: Job, tmp_path: Path) -> None:
     output, step = tmp_path / "out", random.Random(11).randint(1, 5)
     crashes = f"kind=kill,step={step};kind=hang,step=7"

@@ -1,7 +1,8 @@
 """However the work is shared out, the training is the same: losses, gradient norms and adapter over 50 steps.
 
-One of the cells here, beside the samples in the tests of each way; all of them in long mode. What differs between ways
-is the order of float sums, how far a batch is padded, and the dtype in which adapters of a 4-bit model are averaged.
+All of it is `long`; a sample of each way is in its own tests (`test_two_processes`, `test_fsdp`, `test_split`). What
+differs between ways is the order of float sums, how far a batch is padded, and the dtype in which adapters of a 4-bit
+model are averaged.
 
 ``HF_ROCM_TUNE_TRAJECTORIES=FILE`` keeps what was seen, a JSON object a line; see ``benchmarks/results``.
 """
@@ -57,19 +58,10 @@ def trained(server: CommandServer, model_of: Callable[[str], Path], scratch: Pat
     return Trained(server, model_of, scratch / "trajectories")
 
 
-SAMPLE = {("lora, accumulation 2, packed", "ddp")}
-CELLS = [
-    pytest.param(
-        case,
-        name,
-        marks=[] if (str(case), name) in SAMPLE else pytest.mark.long,
-        id=f"{case}, {name}".replace(" ", "-"),
-    )
-    for case in CASES
-    for name in WAYS
-]
+CELLS = [pytest.param(case, name, id=f"{case}, {name}".replace(" ", "-")) for case in CASES for name in WAYS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "name"), CELLS)
 def test_the_way_does_not_change_the_training(trained: Trained, case: Case, name: str) -> None:
     reference = trained.reference(case)
