@@ -18,8 +18,10 @@
 set -euo pipefail
 
 # By address: a node's name may mean a loopback address on the node itself.
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname -I | awk '{print $1; exit}')
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+read -r first <<<"$nodes"
+addresses=$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname -I)
+read -r address _ <<<"$addresses"
 # Two jobs of one user on one node must not meet.
 port=$((20000 + SLURM_JOB_ID % 10000))
 

@@ -18,7 +18,7 @@ from hf_rocm_tune.distributed import machines_launch
 
 # `srun` with a node list answers for that node; without one it starts the step on every node.
 STAND_INS = {
-    "scontrol": 'printf "node-a\\nnode-b\\n"',
+    "scontrol": "echo node-a; sleep 0.2; echo node-b",  # as it does where there are many: the end comes later
     "hostname": 'echo "10.1.1.5 172.17.0.1 "',
     "srun": """
         while [[ $1 == --* ]]; do [[ $1 == --nodelist=* ]] && one=$1; shift; done
