@@ -49,7 +49,8 @@ def rocm_wheels() -> dict[str, str]:
     found = {}
     for distribution in metadata.distributions():
         try:
-            name, version = distribution.metadata["Name"], distribution.version
+            told = distribution.metadata  # each access parses the file
+            name, version = told["Name"], told["Version"]
         except (OSError, ValueError, KeyError):
             continue
         plain = re.sub(r"[-_.]+", "-", name).lower() if isinstance(name, str) else ""

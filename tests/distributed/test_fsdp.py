@@ -39,7 +39,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Outcom
             if rank.poll() is None:
                 rank.kill()
                 rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], [error[-2000:] for _, error in ended]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(error[-2000:] for _, error in ended)
     rows = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in ended]
     return [{row["case"]: row for row in one} for one in rows]
 
