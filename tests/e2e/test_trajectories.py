@@ -3,7 +3,7 @@
 A sample in which every two settings meet is in the normal suite, the full matrix is `long`. What differs between ways
 is the order of float sums, how far a batch is padded, and the dtype in which adapters of a 4-bit model are averaged.
 
-``HF_ROCM_TUNE_TRAJECTORIES=FILE`` keeps what was seen, a JSON object a line; see ``benchmarks/results``.
+``KEEP_TRAJECTORIES=FILE`` keeps what was seen, a JSON object a line; see ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_the_way_does_not_change_the_training(trained: Trained, case: Case, name
     reference = trained.reference(case)
     assert reference.losses[0] - reference.losses[-1] > 0.1  # a frozen trajectory would agree as well
     away = trained.way(case, name).away_from(reference)
-    if file := os.environ.get("HF_ROCM_TUNE_TRAJECTORIES"):
+    if file := os.environ.get("KEEP_TRAJECTORIES"):
         with open(file, "a", encoding="utf-8") as kept:
             kept.write(json.dumps({"case": str(case), "way": name, "steps": len(reference.losses), **away}) + "\n")
     assert all(away[what] <= limit for what, limit in TOLERANCES[case.method].items()), away
