@@ -198,6 +198,11 @@ def _recorded(
     for method in request.methods:
         recordings = Recordings(config, request, method, lengths)
         try:
+            if long := next((name for name, each in found.items() if each.takes_long and each.loops), None):
+                raise UsageError(
+                    f"not planned beside {long}, because it takes long to record a step of this model; "
+                    f"--method {method} plans it"
+                )
             recordings.weights()
             found[method] = recordings
         except UsageError as error:

@@ -67,6 +67,12 @@ def test_a_sample_of_architectures_is_planned_or_refused() -> None:
     assert _surprises(SAMPLE) == []
 
 
+def test_a_model_whose_steps_take_long_to_record_is_planned_for_one_method() -> None:
+    (row,) = walk(["bailing_hybrid"])
+    assert row["methods"] == ["lora"]
+    assert any("--method qlora plans it" in note for note in row["notes"])
+
+
 @pytest.mark.long
 def test_all_architectures_are_planned_or_refused() -> None:
     assert _surprises(architectures()) == []
