@@ -54,6 +54,8 @@ def architectures() -> dict[str, str]:
 
 def plan_one(model_type: str) -> dict[str, Any]:
     """Plans one architecture as ``hf-rocm-tune plan`` would without further flags, its text included."""
+    from huggingface_hub.errors import StrictDataclassError
+
     from hf_rocm_tune.models.shapes_config import config_of
     from hf_rocm_tune.models.shapes_model import FOREIGN_ERRORS
     from hf_rocm_tune.plan_job import plan_for
@@ -65,7 +67,7 @@ def plan_one(model_type: str) -> dict[str, Any]:
     try:
         config = config_of({"model_type": model_type, **FIELDS.get(model_type, {})})
         config.architectures = [name]
-    except FOREIGN_ERRORS as error:
+    except (*FOREIGN_ERRORS, StrictDataclassError) as error:
         return row | {"refused": f"no default configuration: {str(error).splitlines()[0]}", "seconds": 0.0}
     try:
         plan = plan_for(PlanRequest(), card=CARD, config=config, within_limit=True)

@@ -4,7 +4,8 @@ Sources: torch 2.13 ``optim/adam.py`` (states in the parameter's dtype; the fore
 more copy of the parameters while it steps; the loop of the CPU three of one parameter; the fused form none);
 bitsandbytes 0.50.2 ``optim/optimizer.py`` (8-bit states with a float32 constant for 256 elements; tensors below 4096
 elements keep float32; 32-bit states are float32 whatever the parameter; paged states live in managed memory, which the
-driver moves between host and card).
+driver moves between host and card) and ``backends/cpu/ops.py`` (there an 8-bit step works on float32 copies of one
+parameter, its gradient and its states, and two of what it writes; measured with AdamW).
 
 Not covered: other optimizers. How paged states behave on RDNA3 was not tried; they are counted as host memory.
 """
@@ -50,6 +51,7 @@ class Optimizer:
         paged: kept in managed memory.
         copies: of all trained parameters that a step takes while it runs.
         copies_of_one: of the largest of them instead, where they are stepped one by one.
+        floats_of_one: the same in float32, whatever the parameter.
     """
 
     states: int
@@ -57,6 +59,7 @@ class Optimizer:
     paged: bool = False
     copies: float = 0.0
     copies_of_one: float = 0.0
+    floats_of_one: int = 0
 
     def kept(self, trained: Iterable[Trained]) -> int:
         """Bytes of state, wherever it lives."""
@@ -64,9 +67,11 @@ class Optimizer:
 
     def taken(self, trained: Iterable[Trained]) -> float:
         """Bytes that a step takes on the card while it runs."""
-        sizes = [(tensor.nbytes, tensor.elements * tensor.itemsize) for tensor in trained]
-        largest = max((one for _, one in sizes), default=0)
-        return self.copies * sum(all_of_them for all_of_them, _ in sizes) + self.copies_of_one * largest
+        tensors = tuple(trained)
+        largest = max((tensor.elements * tensor.itemsize for tensor in tensors), default=0)
+        floats = max((4 * tensor.elements for tensor in tensors), default=0)
+        of_one = self.copies_of_one * largest + self.floats_of_one * floats
+        return self.copies * sum(tensor.nbytes for tensor in tensors) + of_one
 
     def _state(self, tensor: Trained) -> int:
         if self.bits == 0:
@@ -95,7 +100,7 @@ def optimizer(name: str, *, on_cpu: bool = False) -> Optimizer:
 
     Args:
         name: as ``--optim`` has it.
-        on_cpu: there torch steps one parameter after the other.
+        on_cpu: there torch and bitsandbytes step one parameter after the other.
 
     Raises:
         UsageError: its memory is not known here.
@@ -103,4 +108,8 @@ def optimizer(name: str, *, on_cpu: bool = False) -> Optimizer:
     if name not in OPTIMIZERS:
         raise UsageError(f"--optim {name} is not known to the planner; it knows {', '.join(OPTIMIZERS)}")
     found = OPTIMIZERS[name]
-    return replace(found, copies=0.0, copies_of_one=3 * found.copies) if on_cpu else found
+    if not on_cpu:
+        return found
+    return replace(
+        found, copies=0.0, copies_of_one=3 * found.copies, floats_of_one=found.states + 4 if found.bits == 8 else 0
+    )
