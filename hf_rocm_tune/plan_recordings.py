@@ -171,7 +171,7 @@ class Recordings:
         )
 
 
-#: Allocations and releases of a step. Few layers of Llama have 1,600, of Qwen3-Next 8,500, of Kimi-Linear 18,000.
-_MANY_EVENTS = 12_000
+#: Allocations and releases of a step. Few layers of Llama have 1,600, of Gemma 3 2,800, of Qwen3-Next 8,500.
+_MANY_EVENTS = 5_000
 #: What is recorded first, to see whether and how this model can be recorded.
 _PROBE = Case(micro_batch=2, length=2, checkpointing=False)

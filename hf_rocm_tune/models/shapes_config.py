@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.shapes_model import FOREIGN_ERRORS, first_line
+from hf_rocm_tune.models.shapes_model import FOREIGN_ERRORS, first_line, text_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ def config_of(fields: Mapping[str, Any]) -> Any:
 
 def longest_position(config: Any) -> int | None:
     """Tokens that a model was made for, where its configuration says so."""
-    text = config.get_text_config()
+    text = text_config(config)
     return next((value for key in _POSITIONS if isinstance(value := getattr(text, key, None), int) and value > 0), None)
 
 

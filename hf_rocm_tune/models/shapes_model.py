@@ -165,7 +165,7 @@ def build(config: Any, method: Method, *, keep: str = "few") -> Sample:
             be told, or refuses the method.
     """
     base = _meta_model(copy.deepcopy(config), method)
-    text = base.config.get_text_config(decoder=True)
+    text = text_config(base.config, decoder=True)
     layers, count = _find_layers(base, text)
     counted = count if keep == "few" else None
     layer_of = tuple(range(len(layers))) if keep == "all" else _keep_one_of_each_kind(layers, text, counted)
@@ -183,6 +183,14 @@ def build(config: Any, method: Method, *, keep: str = "few") -> Sample:
     return Sample(model=model, base=base, layers=layers, layer_of=layer_of, config=text, notes=tuple(notes))
 
 
+def text_config(config: Any, *, decoder: bool = False) -> Any:
+    """The part of a configuration that describes the language model; all of it where that is told apart by nothing."""
+    for only_decoder in (decoder or None, True):  # False would mean the encoder's
+        with suppress(ValueError):  # of several, as in a model that encodes texts and decodes something else
+            return config.get_text_config(decoder=only_decoder)
+    return config
+
+
 def _meta_model(config: Any, method: Method) -> Any:
     import transformers
     from transformers.initialization import no_init_weights
@@ -190,7 +198,7 @@ def _meta_model(config: Any, method: Method) -> Any:
     name = (config.architectures or ["?"])[0]
     architecture = getattr(transformers, name, None) or transformers.AutoModelForCausalLM
     make = getattr(architecture, "_from_config", None) or architecture.from_config
-    part = config.get_text_config()
+    part = text_config(config)
     if part is not config and isinstance(part, getattr(architecture, "config_class", None) or ()):
         config = part  # a language model alone, of a configuration that describes more
     wish = {} if method.attention == "sdpa" else {"attn_implementation": method.attention}

@@ -84,7 +84,7 @@ class _Log:
 
 
 #: A step of more operations is not recorded: it would take many seconds.
-MOST_OPERATIONS = 45_000
+MOST_OPERATIONS = 20_000
 
 
 class TooManyOperations(UsageError):
