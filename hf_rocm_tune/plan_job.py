@@ -180,7 +180,8 @@ def _recordings(
     """
     found, refused = _recorded(config, request, lengths)
     remarks: list[str] = []
-    if not found and request.dropout is None and request.methods != ("full",):
+    refuses_dropout = any("dropout" in str(reason) for reason in refused.values())
+    if not found and request.dropout is None and refuses_dropout:
         request = replace(request, dropout=0.0)
         found, refused = _recorded(config, request, lengths)
         remarks.append("without dropout, because PEFT refuses it for these adapters: --dropout 0")
@@ -192,7 +193,9 @@ def _recordings(
 def _recorded(
     config: Any, request: PlanRequest, lengths: tuple[int, ...]
 ) -> tuple[dict[str, Recordings], dict[str, UsageError]]:
-    """By method, what can be recorded, and why something cannot be."""
+    """By method, what can be recorded, and why something cannot be; no further one where the steps are too long."""
+    from hf_rocm_tune.models.shapes_record import TooManyOperations
+
     found: dict[str, Recordings] = {}
     refused: dict[str, UsageError] = {}
     for method in request.methods:
@@ -205,6 +208,9 @@ def _recorded(
                 )
             recordings.weights()
             found[method] = recordings
+        except TooManyOperations as error:
+            refused[method] = error
+            break
         except UsageError as error:
             refused[method] = error
     return found, refused
