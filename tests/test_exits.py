@@ -11,12 +11,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from hf_rocm_tune import endings, errors, exits
 from hf_rocm_tune.distributed import machines_word
+from tests.two_ranks import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -273,6 +275,24 @@ def test_a_rank_that_is_started_again_before_it_has_heard_refuses_at_once(
     again = machine(tmp_path, 0, meeting, port=2)
     assert exits.run_guarded(lambda: ran.append(1) or 0, environ=again) == 2 and not ran
     assert f"rank 1 on {os.uname().nodename} ended the job: the reason" in capsys.readouterr().err
+
+
+def test_who_listens_before_machine_0_answers_hears_of_an_ending_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import TCPStore
+
+    monkeypatch.setattr(machines_word, "LOOK_SECONDS", 0.1)
+    port = free_port()
+    here = machine(tmp_path, 0, f"127.0.0.1:{port}")
+    heard: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    machines_word.listen(heard.put, here)
+    time.sleep(0.5)
+    assert heard.empty()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    assert exits.run_guarded(raising(errors.UsageError("late")), environ=here | {"RANK": "1"}) == 2
+    assert heard.get(timeout=30)["message"] == "late"
+    del store  # held until here
 
 
 def test_an_ending_after_which_all_start_again_is_not_passed_on(

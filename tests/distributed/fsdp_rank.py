@@ -199,8 +199,8 @@ def main(rank: int, store: str, folder: str) -> None:
         print(json.dumps({"case": name, **_run(accelerator, Path(folder), case)}), flush=True)
     dist.destroy_process_group()
     sys.stdout.flush()
-    # FSDP keeps gloo's threads beyond the group, and once in about a hundred times this process was aborted while the
-    # interpreter was taken down. How a real run ends is for the tests of real runs.
+    # FSDP keeps gloo's threads beyond the group, and this process was seen to be aborted, once, while the interpreter
+    # was taken down. How a real run ends is for the tests of real runs.
     os._exit(0)
 
 
