@@ -152,8 +152,10 @@ def doctor(argv: Sequence[str]) -> int:
 def plan(argv: Sequence[str]) -> int:
     """what a training job takes of the card, and the fastest way that fits; no weights, no GPU"""
     from hf_rocm_tune.plan_command import main as plan_job
+    from hf_rocm_tune.short_process import short_process
 
-    return plan_job(argv)
+    with short_process():
+        return plan_job(argv)
 
 
 def demo(argv: Sequence[str]) -> int:

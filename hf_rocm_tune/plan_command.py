@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
         check_recipe(wanted.emit, replace=wanted.force)
     request = _request(wanted)
     process.prepare_process(os.environ)  # or libraries remark on this machine's lack of a GPU while they are imported
+    process.check_bitsandbytes()  # PEFT imports it
     card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib)
     if wanted.largest:
         return _largest(request, card, as_json=wanted.json)

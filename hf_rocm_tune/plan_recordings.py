@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.memory.plan import Case, Weights
+from hf_rocm_tune.memory.plan_growth import told_apart
 from hf_rocm_tune.memory.plan_trace import Trace
 from hf_rocm_tune.plan_request import PlanRequest
 
@@ -73,9 +74,11 @@ class Recordings:
     @cached_property
     def loops(self) -> bool:
         """Whether the step does other things at each length, as loops over pieces of the sequence do."""
-        near = (3 * self.request.length // 4, self.request.length)
-        widest = not self.takes_long and self._scaled(_PROBE, self._widest(_PROBE))
-        return not (widest or self._scaled(_PROBE, near))
+        length = self.request.length
+        near = (3 * length // 4, length)
+        wide = [self._widest(_PROBE), (self.lengths[0], length), (length, self.lengths[-1])]
+        pairs = [near] if self.takes_long else [*wide, near]
+        return not any(self._scaled(_PROBE, (low, high)) for low, high in pairs if low < high)
 
     @property
     def takes_long(self) -> bool:
@@ -126,14 +129,28 @@ class Recordings:
     def _scaled(self, case: Case, lengths: tuple[int, int]) -> Trace | None:
         """The step between two lengths, or None where it does other things at each."""
         key = (case.content, case.checkpointing, lengths)
-        if key not in self._traces:
-            batches = (2, 3) if case.content == "padded" else (1, 1)
+        batches = _batches(case, lengths)
+        if key not in self._traces and (batches is None or self._differ(case, lengths)):
+            self._traces[key] = None
+        if batches is not None and key not in self._traces:
             first, second = (self._tape(self.sample, case, *shape) for shape in zip(batches, lengths, strict=True))
             try:
                 self._traces[key] = self.made(first, second, self.sample.layer_of)
             except ValueError:
                 self._traces[key] = None
         return self._traces[key]
+
+    def _differ(self, case: Case, lengths: tuple[int, int]) -> bool:
+        """Whether what is recorded already tells that the step does other things at each of two lengths.
+
+        What it does depends on the length alone, not on the batch size.
+        """
+        kind = (case.content, case.checkpointing)
+        low, high = (
+            next((tape for key, tape in self._tapes.items() if (key[:2], key[3]) == (kind, length)), None)
+            for length in lengths
+        )
+        return bool(low and high and low.events != high.events)
 
     def _tape(self, sample: Sample, case: Case, batch: int, length: int) -> Any:
         from hf_rocm_tune.models.shapes import Step, record
@@ -169,6 +186,13 @@ class Recordings:
             rslora=request.rslora,
             attention=request.attention,
         )
+
+
+def _batches(case: Case, lengths: tuple[int, int]) -> tuple[int, int] | None:
+    """Batch sizes that tell, with two lengths, how each storage grows; None where no batch sizes would."""
+    pairs = [(2, 3), (2, 4), (2, 6)] if case.content == "padded" else [(1, 1)]
+    low, high = lengths
+    return next((pair for pair in pairs if told_apart((pair[0], low), (pair[1], high))), None)
 
 
 #: Allocations and releases of a step. Few layers of Llama have 1,600, of Gemma 3 2,800, of Qwen3-Next 8,500.

@@ -51,6 +51,26 @@ class TapeLike(Protocol):
 
 #: Powers of batch and length with which a storage can grow.
 _POWERS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
+#: Two ways to grow are told apart from two recordings where their sizes would differ by more than this factor.
+_APART = 1.1
+
+
+def told_apart(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    """Whether the sizes at two shapes (batch, length) tell how a storage grows.
+
+    They do not where twice the length is as much more as half again the batch, for example: from 2 x 1024 to 3 x 1536
+    whatever grows with the tokens grows as the square of the length does. A batch or a length that is the same in both
+    is not asked for.
+    """
+    powers = {(i * (first[0] != second[0]), j * (first[1] != second[1])) for i, j in _POWERS}
+    growths = np.sort(_growths(first, second, sorted(powers)))
+    return bool(np.diff(growths).min(initial=np.inf) > np.log(_APART))
+
+
+def _growths(first: tuple[int, int], second: tuple[int, int], powers: Sequence[tuple[int, int]]) -> Floats:
+    """For each pair of powers the logarithm of the factor between two shapes (batch, length)."""
+    batch, length = (np.log(after / before) for before, after in zip(first, second, strict=True))
+    return np.array([i * batch + j * length for i, j in powers])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +99,7 @@ class Growth:
         sizes, others = (np.array(tape.sizes, dtype=np.float64) for tape in (first, second))
         known = (sizes > 0) & (others > 0)
         ratios = np.log(np.where(known, others, 1.0)) - np.log(np.where(known, sizes, 1.0))
-        growths = np.array(
-            [i * np.log(second.batch / first.batch) + j * np.log(second.length / first.length) for i, j in _POWERS]
-        )
+        growths = _growths((first.batch, first.length), (second.batch, second.length), _POWERS)
         nearest = np.abs(ratios[:, None] - growths[None, :]).argmin(axis=1)
         batch_power, length_power = np.array(_POWERS, dtype=np.float64)[nearest].T
         before = first.batch**batch_power * first.length**length_power
@@ -90,7 +108,7 @@ class Growth:
         slope = np.where(grows, (others - sizes) / np.where(grows, after - before, 1.0), 0.0)
         tile = np.zeros_like(sizes)
         marked = list(first.tiles)
-        tile[marked] = sizes[marked] / min(first.batch * first.length, first.tile_tokens)
+        tile[marked] = np.maximum(*(_a_token(tape)[marked] for tape in (first, second)))
         return cls(
             fixed=sizes - slope * before,
             slope=slope,
@@ -110,6 +128,11 @@ class Growth:
         tiled = self.tile * min(batch * length, self.tile_tokens)
         found: Floats = np.maximum(np.where(self.tile > 0, tiled, grown), 0.0)
         return found
+
+
+def _a_token(tape: TapeLike) -> Floats:
+    """Bytes a token of each storage, were it a tile; slightly less where the last token of a sequence has no part."""
+    return np.array(tape.sizes, dtype=np.float64) / min(tape.batch * tape.length, tape.tile_tokens)
 
 
 class Counts:

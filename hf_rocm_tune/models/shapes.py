@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.shapes_device import DeviceMode, autocast_flags, workspaces
@@ -54,11 +54,12 @@ def record(sample: Sample, step: Step) -> Tape:
         TooManyOperations: it takes too long.
         UsageError: this model does not run without data, so it cannot be planned.
     """
-    existing = [*sample.model.parameters(), *sample.model.buffers()]
-    recorder = Recorder(existing, workspaces(step.platform), sample.kernels)
+    parameters = list(sample.model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    recorder = Recorder([*parameters, *sample.model.buffers()], workspaces(step.platform), sample.kernels)
     mode = DeviceMode(platform=step.platform, autocast=step.autocast, content_is_plain=step.content == "plain")
     _set_checkpointing(sample, mode if step.checkpointing else None)
-    hooks = _watch(sample, recorder)
+    hooks = _watch(sample, trained, recorder)
     try:
         with warnings.catch_warnings(), torch.enable_grad(), autocast_flags(step.platform, step.autocast), recorder:
             warnings.simplefilter("ignore")
@@ -79,7 +80,7 @@ def record(sample: Sample, step: Step) -> Tape:
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter in sample.model.parameters():
+        for parameter in trained:
             parameter.grad = None
 
 
@@ -112,7 +113,7 @@ def _of_all_layers(sample: Sample, logits: tuple[Tensor, ...]) -> list[Tensor]:
     return [by_layer[i] for i in sample.layer_of if i in by_layer]
 
 
-def _watch(sample: Sample, recorder: Recorder) -> list[Any]:
+def _watch(sample: Sample, trained: list[nn.Parameter], recorder: Recorder) -> list[Any]:
     """Begins a segment at each layer's boundary, in both directions."""
     last = len(sample.layers) - 1
     hooks = []
@@ -141,9 +142,8 @@ def _watch(sample: Sample, recorder: Recorder) -> list[Any]:
     for position, layer in enumerate(sample.layers):
         hooks.append(layer.register_forward_pre_hook(before(position), with_kwargs=True))
         hooks.append(layer.register_forward_hook(after(position)))
-    for parameter in sample.model.parameters():
-        if parameter.requires_grad:
-            hooks.append(parameter.register_post_accumulate_grad_hook(lambda each: recorder.landed(each.grad)))
+    for parameter in trained:
+        hooks.append(parameter.register_post_accumulate_grad_hook(lambda each: recorder.landed(each.grad)))
     return hooks
 
 

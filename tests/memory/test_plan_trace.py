@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hf_rocm_tune.memory.plan_growth import Growth
+from hf_rocm_tune.memory.plan_growth import Growth, told_apart
 from hf_rocm_tune.memory.plan_trace import Trace
 from tests.memory.tapes import LAYER_OF, STEP, Tape, written_down
 
@@ -76,19 +76,39 @@ def _single(nbytes: int, batch: int, length: int, tiles: bool = False) -> Tape:
 @given(
     factor=st.integers(1, 10**6),
     powers=st.tuples(st.integers(0, 1), st.integers(0, 2)),
-    length=st.sampled_from([64, 512, 1024, 4096]),
-    stretch=st.sampled_from([2, 4]),
+    length=st.integers(2, 8192),
+    longer=st.integers(1, 8192),
+    more=st.sampled_from([3, 4, 6]),
     asked=st.tuples(st.integers(1, 64), st.integers(1, 20000)),
 )
-def test_growth_of_a_product_is_met_exactly(
-    factor: int, powers: tuple[int, int], length: int, stretch: int, asked: tuple[int, int]
+def test_growth_of_a_product_is_met_exactly_wherever_it_can_be_told(
+    factor: int, powers: tuple[int, int], length: int, longer: int, more: int, asked: tuple[int, int]
 ) -> None:
     def size(batch: int, tokens: int) -> int:
         return factor * batch ** powers[0] * tokens ** powers[1]
 
-    shapes = ((2, length), (3, stretch * length))
+    shapes = ((2, length), (more, length + longer))
+    assume(told_apart(*shapes))
     growth = Growth.fit(*(_single(size(*shape), *shape) for shape in shapes))
     assert growth.at(*asked)[0] == pytest.approx(size(*asked), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ((2, 1024), (3, 2048), True),
+        ((2, 1024), (3, 1536), False),  # tokens grow as the square of the length
+        ((2, 1000), (3, 1225), False),  # the square of the length grows as the batch
+        ((2, 1024), (3, 1500), False),  # nearly so
+        ((2, 1024), (4, 1536), True),
+        ((2, 1024), (3, 1040), False),  # hardly anything grows
+        ((1, 1024), (1, 2048), True),
+        ((2, 1024), (3, 1024), True),
+        ((1, 1024), (1, 1024), True),
+    ],
+)
+def test_two_shapes_tell_how_sizes_grow_or_do_not(first: tuple[int, int], second: tuple[int, int], told: bool) -> None:
+    assert told_apart(first, second) is told
 
 
 @given(width=st.integers(1, 4096), batch=st.integers(1, 32), length=st.integers(512, 16384))
