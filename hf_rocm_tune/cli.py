@@ -152,9 +152,9 @@ def doctor(argv: Sequence[str]) -> int:
 def plan(argv: Sequence[str]) -> int:
     """what a training job takes of the card, and the fastest way that fits; no weights, no GPU"""
     from hf_rocm_tune.plan_command import main as plan_job
-    from hf_rocm_tune.short_process import short_process
+    from hf_rocm_tune.quick_start import uncollected, uncompiled
 
-    with short_process():
+    with uncollected(), uncompiled():
         return plan_job(argv)
 
 
@@ -302,9 +302,11 @@ def _with_model(
 
     def prepare() -> None:
         from hf_rocm_tune.process import check_bitsandbytes, prepare_process
+        from hf_rocm_tune.quick_start import uncollected
 
-        prepare_process(os.environ)
-        check_bitsandbytes()
+        with uncollected():
+            prepare_process(os.environ)
+            check_bitsandbytes()
 
     with sigterm_as_interrupt() if sigterm_interrupts else nullcontext():
         code: int = command.run(wanted, prepare)

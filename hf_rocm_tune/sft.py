@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from hf_rocm_tune import environ, process, recipe_file, split_start
 from hf_rocm_tune.exits import listen_to_other_machines, run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.quick_start import uncollected
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +36,11 @@ def _start(argv: list[str]) -> int:
     if os.environ != before:
         environ.announce(environ.apply(os.environ))  # the policy looked at the environment without the recipe's part
     split_start.show_all_cards(argv, os.environ)
-    process.prepare_process(os.environ)
-    listen_to_other_machines(os.environ)
-    process.check_bitsandbytes()
-    from hf_rocm_tune import sft_job
+    with uncollected():
+        process.prepare_process(os.environ)
+        listen_to_other_machines(os.environ)
+        process.check_bitsandbytes()
+        from hf_rocm_tune import sft_job
 
     return sft_job.run(argv)
 

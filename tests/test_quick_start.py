@@ -1,0 +1,81 @@
+"""Commands start and end without the garbage collector, and planning without torch's compiler; nothing else changes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_rocm_tune.quick_start import uncompiled
+
+_OURSELVES = """
+import gc, sys
+from hf_rocm_tune.quick_start import uncollected
+if sys.argv[1] == "loaded":
+    import torch
+if sys.argv[1] == "disabled":
+    gc.disable()
+try:
+    with uncollected():
+        print(gc.isenabled())
+        import torch
+        raise ZeroDivisionError
+except ZeroDivisionError:
+    print(gc.isenabled(), gc.get_freeze_count() > 100_000)
+"""
+_COMMAND = """
+import gc, sys
+from hf_rocm_tune.cli import main
+code = main(sys.argv[1:])
+print("compiler", "torch._inductor.compile_fx" in sys.modules, "frozen", gc.get_freeze_count() > 100_000)
+sys.exit(code)
+"""
+
+
+def _python(code: str, *words: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", code, *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=environ)
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [("alone", "False\nTrue True"), ("loaded", "True\nTrue False"), ("disabled", "False\nFalse False")],
+)
+def test_the_collector_rests_in_a_process_of_our_own_only(case: str, told: str) -> None:
+    done = _python(_OURSELVES, case)
+    assert done.stdout.strip() == told, done.stderr
+
+
+@pytest.mark.parametrize("before", [None, "0", "1"])
+def test_the_compiler_is_as_it_was_afterwards(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", before)
+
+    @uncompiled()
+    def fail() -> None:
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert os.environ.get("TORCHDYNAMO_DISABLE") == before
+
+
+def test_planning_loads_no_compiler_and_collects_nothing_at_its_end() -> None:
+    words = ["plan", "--model", "meta-llama/Llama-3.2-1B", "--seq", "64", "--vram", "20", "--desktop_gib", "0"]
+    done = _python(_COMMAND, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "compiler False frozen True"
+
+
+def test_a_broken_bitsandbytes_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "bitsandbytes.py").write_text("raise OSError('libbitsandbytes.so: cannot open')\n")
+    paths = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    done = _python(_COMMAND, "plan", "--model", "meta-llama/Llama-3.2-1B", environ={**os.environ, "PYTHONPATH": paths})
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert all(word in done.stderr for word in ("bitsandbytes", "install", "libbitsandbytes.so"))
