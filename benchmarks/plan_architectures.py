@@ -1,9 +1,10 @@
 """Plans each architecture of transformers that has a causal language model, in its default configuration.
 
 Prints one line for each: what was planned and how long it took, or why it was refused; as the last line one JSON
-object. Seconds are processor time of the planning alone; ``start_seconds`` is that of the imports, once a process.
+object. Each is a whole command, ``hf-rocm-tune plan --model DIRECTORY --gpu rx7900xt``, and seconds are those on the
+clock from its start to its end; with ``--in_process`` they are processor time of the planning alone.
 
-    python benchmarks/plan_architectures.py [--only TEXT] [--json FILE]
+    python benchmarks/plan_architectures.py [--only TEXT] [--in_process] [--json FILE]
 
 A default configuration is that of the class in transformers. Where it cannot be built (an expert count that is None,
 for example), the fields that a real checkpoint gives are added here.
@@ -16,10 +17,12 @@ import importlib
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from hf_rocm_tune.plan_request import PlanRequest  # noqa: E402
 
 CARD = CardMemory(name="Radeon RX 7900 XT", usable=int(19.9 * GIB))
 IMPORTS = ("hf_rocm_tune.plan_job", "torch", "transformers.modeling_utils", "peft", "bitsandbytes", "torch._dynamo")
+LIMIT = 8.0  # seconds
 #: What a real checkpoint says and the default configuration leaves out.
 FIELDS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408},
@@ -52,24 +56,34 @@ def architectures() -> dict[str, str]:
     return {kind: name if isinstance(name, str) else name[0] for kind, name in NAMES.items()}
 
 
-def plan_one(model_type: str) -> dict[str, Any]:
-    """Plans one architecture as ``hf-rocm-tune plan`` would without further flags, its text included."""
+def default_config(model_type: str) -> Any:
+    """The default configuration of an architecture.
+
+    Raises:
+        UsageError: it has none.
+    """
     from huggingface_hub.errors import StrictDataclassError
 
     from hf_rocm_tune.models.shapes_config import config_of
     from hf_rocm_tune.models.shapes_model import FOREIGN_ERRORS
+
+    try:
+        config = config_of({"model_type": model_type, **FIELDS.get(model_type, {})})
+    except (*FOREIGN_ERRORS, StrictDataclassError) as error:
+        raise UsageError(f"no default configuration: {str(error).splitlines()[0]}") from error
+    config.architectures = [architectures()[model_type]]
+    return config
+
+
+def plan_one(model_type: str) -> dict[str, Any]:
+    """Plans one architecture in this process as the command would without further flags, its text included."""
     from hf_rocm_tune.plan_job import plan_for
     from hf_rocm_tune.plan_text import as_text
 
-    name = architectures()[model_type]
-    row: dict[str, Any] = {"model_type": model_type, "architecture": name}
+    row: dict[str, Any] = {"model_type": model_type, "architecture": architectures()[model_type]}
     started = time.process_time()
     try:
-        config = config_of({"model_type": model_type, **FIELDS.get(model_type, {})})
-        config.architectures = [name]
-    except (*FOREIGN_ERRORS, StrictDataclassError) as error:
-        return row | {"refused": f"no default configuration: {str(error).splitlines()[0]}", "seconds": 0.0}
-    try:
+        config = default_config(model_type)
         plan = plan_for(PlanRequest(), card=CARD, config=config, within_limit=True)
         as_text(plan, "")
     except UsageError as error:
@@ -78,42 +92,59 @@ def plan_one(model_type: str) -> dict[str, Any]:
     return row | {"methods": list(plan.variants), "layers": plan.layers, "notes": list(plan.notes), "seconds": seconds}
 
 
-def walk(model_types: Sequence[str]) -> Iterator[dict[str, Any]]:
+def command_one(model_type: str) -> dict[str, Any]:
+    """Plans one architecture with the command itself."""
+    row: dict[str, Any] = {"model_type": model_type, "architecture": architectures()[model_type]}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            default_config(model_type).save_pretrained(folder)
+        except UsageError as error:
+            return row | {"refused": str(error), "seconds": 0.0}
+        line = [sys.executable, "-m", "hf_rocm_tune", "plan", "--model", folder, "--gpu", "rx7900xt", "--json"]
+        started = time.perf_counter()
+        done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
+        seconds = time.perf_counter() - started
+    if done.returncode == UsageError.exit_code:
+        return row | {"refused": done.stderr.strip(), "seconds": seconds}
+    if not done.stdout:
+        raise RuntimeError(f"{model_type}: code {done.returncode}: {done.stderr}")
+    plan = json.loads(done.stdout)
+    methods = sorted({option["method"] for option in plan["grid"]})
+    return row | {"methods": methods, "layers": plan["layers"], "notes": plan["notes"], "seconds": seconds}
+
+
+def walk(model_types: Sequence[str], plan: Callable[[str], dict[str, Any]] = plan_one) -> Iterator[dict[str, Any]]:
     """One row for each."""
     for model_type in model_types:
-        row = plan_one(model_type)
+        row = plan(model_type)
         told = f"refused: {row['refused']}" if "refused" in row else f"{', '.join(row['methods'])}; {row['notes']}"
         print(f"{model_type:<28} {row['seconds']:>6.2f} s  {told}", flush=True)
         yield row
-
-
-def start_seconds() -> float:
-    """Processor time of a process that imports what planning needs."""
-    before = os.times()
-    subprocess.run([sys.executable, "-c", f"import {', '.join(IMPORTS)}"], check=True, cwd=ROOT, capture_output=True)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
 
 
 def main() -> None:
     """Walks all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="model types that contain this")
+    parser.add_argument("--in_process", action="store_true", help="time the planning alone, without the start")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     process.prepare_process(os.environ)
-    start = start_seconds()
-    for name in IMPORTS:  # not part of the first architecture's time
+    for name in IMPORTS if wanted.in_process else ():  # not part of the first architecture's time
         importlib.import_module(name)
-    rows = list(walk([each for each in architectures() if wanted.only in each]))
+    chosen = [each for each in architectures() if wanted.only in each]
+    rows = list(walk(chosen, plan_one if wanted.in_process else command_one))
+    seconds = [row["seconds"] for row in rows]
     result = {
         "benchmark": "plan_architectures",
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: metadata.version(name) for name in ("torch", "transformers", "peft", "bitsandbytes")},
-        "start_seconds": start,
+        "timed": "planning alone, processor time" if wanted.in_process else "whole commands, on the clock",
         "planned": sum("refused" not in row for row in rows),
         "refused": sum("refused" in row for row in rows),
-        "slower_than_8_seconds": [row["model_type"] for row in rows if row["seconds"] + start > 8],
+        "median_seconds": statistics.median(seconds),
+        "most_seconds": max(seconds),
+        "slower_than_8_seconds": [row["model_type"] for row in rows if row["seconds"] > LIMIT],
         "rows": rows,
     }
     if wanted.json:

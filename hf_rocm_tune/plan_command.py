@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_rocm_tune import process
+from hf_rocm_tune import plan_beside, process
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
 from hf_rocm_tune.memory.plan import GIB, CardMemory
 from hf_rocm_tune.memory.plan_optimizers import OPTIMIZERS
@@ -49,10 +49,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -> int:
+    from hf_rocm_tune.models.shapes_config import quiet
     from hf_rocm_tune.plan_job import plan_for
     from hf_rocm_tune.plan_text import as_text, as_values
 
-    plan = plan_for(request, card=card, within_limit=wanted.length is None)
+    with quiet():  # of kernels that would be faster, for example
+        plan = plan_for(request, card=card, within_limit=wanted.length is None, at_once=plan_beside.worthwhile())
     request = plan.request
     line = command(request, plan.nearest, wanted.dataset_name)
     print(json.dumps(as_values(plan, line)) if wanted.json else as_text(plan, line))

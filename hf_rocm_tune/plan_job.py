@@ -9,8 +9,8 @@ on the meta device when a case first asks for them, a few of them at two lengths
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_rocm_tune.errors import UsageError
@@ -19,7 +19,8 @@ from hf_rocm_tune.memory.plan_choice import LENGTH_STEP, Option, fastest, longes
 from hf_rocm_tune.memory.plan_host import Host, host
 from hf_rocm_tune.memory.plan_models import PUBLIC_MODELS, public_model
 from hf_rocm_tune.memory.plan_optimizers import optimizer
-from hf_rocm_tune.plan_recordings import Recordings
+from hf_rocm_tune.plan_beside import at_once
+from hf_rocm_tune.plan_recordings import Kept, Recordings
 from hf_rocm_tune.plan_request import PlanRequest
 
 #: Longer sequences are not considered when the configuration sets no limit.
@@ -42,6 +43,7 @@ class Plan:
         limit: tokens that the model was made for, or None.
         scales: whether the step is known at other lengths than the wanted one.
         notes: what a reader should know.
+        found_longest: by method, what ``longest`` has said already.
     """
 
     request: PlanRequest
@@ -55,6 +57,7 @@ class Plan:
     limit: int | None
     scales: bool
     notes: tuple[str, ...]
+    found_longest: dict[str, int | None] = field(default_factory=dict)
 
     @property
     def nearest(self) -> Option:
@@ -72,6 +75,11 @@ class Plan:
         The last step is recorded at that very length, because attention may change its ways on the road to it. None
         also where the step does not scale, and each length would have to be recorded.
         """
+        if method not in self.found_longest:
+            self.found_longest[method] = self._find_longest(method)
+        return self.found_longest[method]
+
+    def _find_longest(self, method: str) -> int | None:
         variant = self.variants[method]
         if not self.scales or sum(variant.weights.parts.values()) > self.card.free:
             return None
@@ -95,7 +103,13 @@ class Plan:
 
 
 def plan_for(
-    request: PlanRequest, *, card: CardMemory, config: Any = None, grid: bool = True, within_limit: bool = False
+    request: PlanRequest,
+    *,
+    card: CardMemory,
+    config: Any = None,
+    grid: bool = True,
+    within_limit: bool = False,
+    at_once: bool = False,
 ) -> Plan:
     """Plans a training job.
 
@@ -105,6 +119,7 @@ def plan_for(
         config: the model's configuration where it is at hand; else ``request.model`` is asked for it.
         grid: consider half and twice the length as well; auto-fit does not need them.
         within_limit: where the model was made for fewer tokens than wanted, plan for those.
+        at_once: record several methods at once, in forked processes; see ``plan_beside.worthwhile``.
 
     Returns:
         The plan. Its ``choice`` is the fastest case by estimate that fits, for the wanted effective batch exactly. Its
@@ -120,100 +135,137 @@ def plan_for(
     from hf_rocm_tune.models.shapes_config import longest_position
 
     limit = longest_position(config)
+    question = _Question(card=card, config=config, limit=limit, grid=grid, at_once=at_once)
     if limit is None or request.length <= limit:
-        return _answer(request, card, config, limit=limit, grid=grid, notes=notes)
+        return question.answer(request, notes)
     if within_limit:
         notes.append(f"the model was made for {limit} tokens, so they are planned, not {request.length}")
-        return _answer(replace(request, length=limit), card, config, limit=limit, grid=grid, notes=notes)
+        return question.answer(replace(request, length=limit), notes)
     notes.append(f"the model was made for {limit} tokens; {request.length} are more")
     try:
-        return _answer(request, card, config, limit=limit, grid=grid, notes=notes)
+        return question.answer(request, notes)
     except UsageError as error:
         raise UsageError(f"{error}; it was made for {limit} tokens, and {request.length} are more") from error
 
 
-def _answer(
-    request: PlanRequest, card: CardMemory, config: Any, *, limit: int | None, grid: bool, notes: list[str]
-) -> Plan:
-    lengths = _lengths(request, limit) if grid else (request.length,)
-    request, recordings, remarks = _recordings(config, request, lengths)
-    notes += remarks
-    if loops := any(each.loops for each in recordings.values()):
-        lengths = (request.length,)
-        notes.append("its step does other things at each length: only the wanted one was planned")
-    variants = {
-        method: Variant(
-            name=method,
-            weights=each.weights(),
-            trace=each,
-            exact=each.exact,
-            optimizer=optimizer(request.optim, on_cpu=request.platform == "cpu"),
-            can_checkpoint=each.can_checkpoint,
+@dataclass(frozen=True, kw_only=True)
+class _Alone:
+    """What the plan of one method has found that serves that of several."""
+
+    kept: Kept
+    longest: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """What stays the same whichever methods are asked for; the fields are those of `plan_for`."""
+
+    card: CardMemory
+    config: Any
+    limit: int | None
+    grid: bool
+    at_once: bool
+
+    def answer(self, request: PlanRequest, notes: list[str]) -> Plan:
+        known = self._known(request) if self.at_once and len(request.methods) > 1 else {}
+        lengths = _lengths(request, self.limit) if self.grid else (request.length,)
+        request, recordings, remarks = self._recordings(request, lengths, known)
+        notes = notes + remarks
+        if loops := any(each.loops for each in recordings.values()):
+            lengths = (request.length,)
+            notes.append("its step does other things at each length: only the wanted one was planned")
+        variants = {
+            method: Variant(
+                name=method,
+                weights=each.weights(),
+                trace=each,
+                exact=each.exact,
+                optimizer=optimizer(request.optim, on_cpu=request.platform == "cpu"),
+                can_checkpoint=each.facts.can_checkpoint,
+            )
+            for method, each in recordings.items()
+        }
+        options = tuple(_options(request, self.card, variants, lengths))
+        facts = [each.facts for each in recordings.values()]
+        return Plan(
+            request=request,
+            architecture=facts[0].architecture,
+            parameters=next(iter(variants.values())).weights.parameters,
+            layers=len(facts[0].layer_of),
+            card=self.card,
+            grid=options,
+            choice=fastest(each for each in options if each.estimate.case.length == request.length),
+            variants=variants,
+            limit=self.limit,
+            scales=not loops,
+            notes=(*notes, *dict.fromkeys(note for each in facts for note in each.notes)),
+            found_longest={} if loops else {m: each.longest for m, each in known.items() if isinstance(each, _Alone)},
         )
-        for method, each in recordings.items()
-    }
-    options = tuple(_options(request, card, variants, lengths))
-    samples = [each.sample for each in recordings.values()]
-    notes += dict.fromkeys(note for sample in samples for note in sample.notes)
-    return Plan(
-        request=request,
-        architecture=type(samples[0].base).__name__,
-        parameters=next(iter(variants.values())).weights.parameters,
-        layers=len(samples[0].layer_of),
-        card=card,
-        grid=options,
-        choice=fastest(each for each in options if each.estimate.case.length == request.length),
-        variants=variants,
-        limit=limit,
-        scales=not loops,
-        notes=tuple(notes),
-    )
 
+    def _known(self, request: PlanRequest) -> dict[str, _Alone | UsageError]:
+        """By method, what was recorded for a plan of it alone, or why the first could not be; all at once."""
 
-def _recordings(
-    config: Any, request: PlanRequest, lengths: tuple[int, ...]
-) -> tuple[PlanRequest, dict[str, Recordings], list[str]]:
-    """The question with its dropout settled, what can be recorded, by method, and why something cannot be.
+        def alone(method: str) -> _Alone | UsageError:
+            try:
+                plan = replace(self, at_once=False).answer(replace(request, methods=(method,)), [])
+            except UsageError as error:
+                if method == request.methods[0]:
+                    return error
+                raise  # it may be for being in another process, so it is tried here
+            recordings = plan.variants[method].trace
+            assert isinstance(recordings, Recordings)
+            return _Alone(kept=recordings.kept(), longest=plan.longest(method))
 
-    Raises:
-        UsageError: nothing can be recorded.
-    """
-    found, refused = _recorded(config, request, lengths)
-    remarks: list[str] = []
-    refuses_dropout = any("dropout" in str(reason) for reason in refused.values())
-    if not found and request.dropout is None and refuses_dropout:
-        request = replace(request, dropout=0.0)
-        found, refused = _recorded(config, request, lengths)
-        remarks.append("without dropout, because PEFT refuses it for these adapters: --dropout 0")
-    if not found:
-        raise next(iter(refused.values()))
-    return request, found, remarks + [f"{method}: {reason}" for method, reason in refused.items()]
+        return at_once(alone, request.methods)
 
+    def _recordings(
+        self, request: PlanRequest, lengths: tuple[int, ...], known: Mapping[str, _Alone | UsageError]
+    ) -> tuple[PlanRequest, dict[str, Recordings], list[str]]:
+        """The question with its dropout settled, what can be recorded, by method, and why something cannot be.
 
-def _recorded(
-    config: Any, request: PlanRequest, lengths: tuple[int, ...]
-) -> tuple[dict[str, Recordings], dict[str, UsageError]]:
-    """By method, what can be recorded, and why something cannot be; no further one where the steps are too long."""
-    from hf_rocm_tune.models.shapes_record import TooManyOperations
+        Raises:
+            UsageError: nothing can be recorded.
+        """
+        found, refused = self._recorded(request, lengths, known)
+        remarks: list[str] = []
+        refuses_dropout = any("dropout" in str(reason) for reason in refused.values())
+        if not found and request.dropout is None and refuses_dropout:
+            request = replace(request, dropout=0.0)
+            found, refused = self._recorded(request, lengths, known)
+            remarks.append("without dropout, because PEFT refuses it for these adapters: --dropout 0")
+        if not found:
+            raise next(iter(refused.values()))
+        return request, found, remarks + [f"{method}: {reason}" for method, reason in refused.items()]
 
-    found: dict[str, Recordings] = {}
-    refused: dict[str, UsageError] = {}
-    for method in request.methods:
-        recordings = Recordings(config, request, method, lengths)
-        try:
-            if long := next((name for name, each in found.items() if each.takes_long and each.loops), None):
-                raise UsageError(
-                    f"not planned beside {long}, because it takes long to record a step of this model; "
-                    f"--method {method} plans it"
-                )
-            recordings.weights()
-            found[method] = recordings
-        except TooManyOperations as error:
-            refused[method] = error
-            break
-        except UsageError as error:
-            refused[method] = error
-    return found, refused
+    def _recorded(
+        self, request: PlanRequest, lengths: tuple[int, ...], known: Mapping[str, _Alone | UsageError]
+    ) -> tuple[dict[str, Recordings], dict[str, UsageError]]:
+        """By method, what can be recorded, and why something cannot be; no further one where the steps are too long."""
+        from hf_rocm_tune.models.shapes_record import TooManyOperations
+
+        found: dict[str, Recordings] = {}
+        refused: dict[str, UsageError] = {}
+        for method in request.methods:
+            recordings = Recordings(self.config, request, method, lengths)
+            try:
+                earlier = known.get(method)
+                if isinstance(earlier, UsageError):
+                    raise earlier
+                if earlier is not None:
+                    recordings.adopt(earlier.kept)
+                elif long := next((name for name, each in found.items() if each.takes_long and each.loops), None):
+                    raise UsageError(
+                        f"not planned beside {long}, because it takes long to record a step of this model; "
+                        f"--method {method} plans it"
+                    )
+                recordings.weights()
+                found[method] = recordings
+            except TooManyOperations as error:
+                refused[method] = error
+                break
+            except UsageError as error:
+                refused[method] = error
+        return found, refused
 
 
 def largest_models(request: PlanRequest, *, card: CardMemory) -> dict[str, str | None]:

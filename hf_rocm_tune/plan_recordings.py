@@ -14,7 +14,38 @@ from hf_rocm_tune.memory.plan_trace import Trace
 from hf_rocm_tune.plan_request import PlanRequest
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.models.shapes_model import Method, Sample
+    from hf_rocm_tune.models.shapes_model import Method, Sample, Weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a plan needs to know of a model besides its steps.
+
+    Args:
+        architecture: name of the model's class.
+        weights: of the recorded layers and of what is outside them.
+        layer_of: for each layer of the model, its stand-in among the recorded ones.
+        notes: what a reader of the plan should know.
+        can_checkpoint: whether transformers can recompute this model's layers.
+        events: allocations and releases of its first recorded step.
+    """
+
+    architecture: str
+    weights: tuple[Weight, ...]
+    layer_of: tuple[int, ...]
+    notes: tuple[str, ...]
+    can_checkpoint: bool
+    events: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What recordings have found so far, for others of the same model, perhaps in another process."""
+
+    method: Method
+    facts: Facts
+    tapes: dict[tuple[str, bool, int, int], Any]
+    traces: dict[tuple[str, bool, tuple[int, int]], Trace | None]
 
 
 @dataclass
@@ -51,25 +82,43 @@ class Recordings:
                 refusal = error
                 continue
             try:
-                self._events_of_first = len(self._tape(found, _PROBE, 2, self.lengths[0]).events)
+                # A first step may do what later ones do not: cast biases for good, fill caches. So it is not kept.
+                self._events_of_first = len(self._record(found, _PROBE, 2, self.lengths[0]).events)
                 return found
             except TooManyOperations:
                 raise
             except UsageError as error:
                 refusal = error
-            finally:
-                self._tapes.clear()  # a first step may do what later ones do not: cast biases for good, fill caches
         assert refusal is not None, "there is a way to keep layers"
         raise refusal
 
+    @cached_property
+    def facts(self) -> Facts:
+        """What is known of the model; asks for no sample where others have found that already."""
+        sample = self.sample
+        return Facts(
+            architecture=type(sample.base).__name__,
+            weights=tuple(sample.weights()),
+            layer_of=sample.layer_of,
+            notes=sample.notes,
+            can_checkpoint=bool(sample.base.supports_gradient_checkpointing),
+            events=self._events_of_first,
+        )
+
+    def kept(self) -> Kept:
+        """What has been found so far."""
+        return Kept(method=self._method(), facts=self.facts, tapes=dict(self._tapes), traces=dict(self._traces))
+
+    def adopt(self, kept: Kept) -> None:
+        """Takes over what others have found, if they asked for the same."""
+        if kept.method == self._method():
+            self.facts = kept.facts
+            self._tapes.update(kept.tapes)
+            self._traces.update(kept.traces)
+
     def weights(self) -> Weights:
         """Totals of the whole model."""
-        return Weights.total(self.sample.weights(), self.sample.layer_of)
-
-    @property
-    def can_checkpoint(self) -> bool:
-        """Whether transformers can recompute this model's layers."""
-        return bool(self.sample.base.supports_gradient_checkpointing)
+        return Weights.total(self.facts.weights, self.facts.layer_of)
 
     @cached_property
     def loops(self) -> bool:
@@ -83,8 +132,7 @@ class Recordings:
     @property
     def takes_long(self) -> bool:
         """Whether a step has so many operations that to record it takes a second rather than a tenth."""
-        assert self.sample
-        return self._events_of_first > _MANY_EVENTS
+        return self.facts.events > _MANY_EVENTS
 
     def __call__(self, case: Case) -> Trace:
         """The step of a case, scaled to its batch and length where that can be; else recorded at its own length."""
@@ -133,9 +181,9 @@ class Recordings:
         if key not in self._traces and (batches is None or self._differ(case, lengths)):
             self._traces[key] = None
         if batches is not None and key not in self._traces:
-            first, second = (self._tape(self.sample, case, *shape) for shape in zip(batches, lengths, strict=True))
+            first, second = (self._tape(case, *shape) for shape in zip(batches, lengths, strict=True))
             try:
-                self._traces[key] = self.made(first, second, self.sample.layer_of)
+                self._traces[key] = self.made(first, second, self.facts.layer_of)
             except ValueError:
                 self._traces[key] = None
         return self._traces[key]
@@ -152,7 +200,13 @@ class Recordings:
         )
         return bool(low and high and low.events != high.events)
 
-    def _tape(self, sample: Sample, case: Case, batch: int, length: int) -> Any:
+    def _tape(self, case: Case, batch: int, length: int) -> Any:
+        key = (case.content, case.checkpointing, batch, length)
+        if key not in self._tapes:
+            self._tapes[key] = self._record(self.sample, case, batch, length)
+        return self._tapes[key]
+
+    def _record(self, sample: Sample, case: Case, batch: int, length: int) -> Any:
         from hf_rocm_tune.models.shapes import Step, record
 
         step = Step(
@@ -163,10 +217,7 @@ class Recordings:
             platform=self.request.platform,
             autocast=self.request.autocast,
         )
-        key = (case.content, case.checkpointing, batch, length)
-        if key not in self._tapes:
-            self._tapes[key] = record(sample, step)
-        return self._tapes[key]
+        return record(sample, step)
 
     def _method(self) -> Method:
         from hf_rocm_tune.models.shapes_model import Method

@@ -19,7 +19,7 @@ from hf_rocm_tune.memory.plan_choice import NEAR, Option
 from hf_rocm_tune.memory.plan_split import Counts, Cut, LayersTrace, best_cut
 from hf_rocm_tune.memory.plan_trace import Trace
 from hf_rocm_tune.plan_job import Plan, plan_for
-from hf_rocm_tune.plan_recordings import Recordings
+from hf_rocm_tune.plan_recordings import Facts, Recordings
 from hf_rocm_tune.plan_request import PlanRequest
 
 if TYPE_CHECKING:
@@ -159,9 +159,14 @@ class _FirstCard(Recordings):
 
     @cached_property
     def sample(self) -> Sample:
-        """The same recorded layers, standing for fewer."""
-        sample = self.whole.sample
-        return replace(sample, layer_of=sample.layer_of[self.layers])
+        """The same recorded layers."""
+        return self.whole.sample
+
+    @cached_property
+    def facts(self) -> Facts:
+        """They stand for fewer."""
+        facts = self.whole.facts
+        return replace(facts, layer_of=facts.layer_of[self.layers])
 
 
 class _OtherCard(_FirstCard):
@@ -171,4 +176,4 @@ class _OtherCard(_FirstCard):
 
     def weights(self) -> Weights:
         """Totals of these layers."""
-        return Weights.total((each for each in self.sample.weights() if each.layer >= 0), self.sample.layer_of)
+        return Weights.total((each for each in self.facts.weights if each.layer >= 0), self.facts.layer_of)

@@ -46,6 +46,7 @@ def test_states_of_torch_have_the_parameters_dtype(name: str, dtype: torch.dtype
 
 def test_states_of_8_bits() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
+    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()  # without what a training before has told it
     real = _stepped(bitsandbytes.optim.AdamW8bit(_parameters(torch.float32)))
     kept = optimizer("adamw_8bit").kept(_trained(torch.float32))
     assert kept == _state_bytes(real)
