@@ -1,10 +1,11 @@
 """Tokens a second: the choice of ``--auto_fit plan`` beside the defaults of ``trl sft`` at the same effective batch.
 
 Both are whole processes with the same model, data and settings, interleaved, after one uncounted run of each. TRL's
-defaults are a micro-batch of 8 with activations recomputed. The clock runs from the first logged step to the last.
+defaults are a micro-batch of 8 with activations recomputed. Each row has ``--tokens`` tokens: with rows of a few words
+a step is spent on starting operations, whatever it recomputes. The clock runs from the first logged step to the last.
 Prints a table and, as the last line, one JSON object.
 
-    python benchmarks/auto_fit.py [--steps 12] [--runs 5] [--gib 16] [--json FILE]
+    python benchmarks/auto_fit.py [--steps 12] [--runs 5] [--tokens 256] [--gib 16] [--json FILE]
 
 On a CPU the time is that of a CPU, where a step waits for arithmetic more and for memory less than on a card; the
 budget is then the figure of ``--gib``, which is no card's memory. It says what recomputation costs there, nothing about
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import platform
@@ -32,7 +34,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hf_rocm_tune.demo.assets import Assets, Recipe, prepare  # noqa: E402
+from hf_rocm_tune.demo import corpus  # noqa: E402
+from hf_rocm_tune.demo.assets import Recipe, prepare  # noqa: E402
 
 TRL_MICRO_BATCH = 8
 SIDES = {"auto_fit": "hf_rocm_tune.sft", "trl": "trl.scripts.sft"}
@@ -43,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=256, help="of each row")
     parser.add_argument("--gib", type=float, default=16.0, help="GiB to fit into where there is no card")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=12)
@@ -51,9 +55,10 @@ def main() -> None:
     samples: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as scratch:
         assets = prepare(Path(scratch) / "assets", recipe=Recipe(hidden=wanted.hidden, layers=wanted.layers, steps=0))
+        rows = _write_rows(Path(scratch) / "rows", wanted)
         for run in range(wanted.runs + 1):
             for side in SIDES if run % 2 else reversed(SIDES):
-                sample = _measure(side, assets, Path(scratch) / f"{side}-{run}", wanted)
+                sample = _measure(side, assets.model, rows, Path(scratch) / f"{side}-{run}", wanted)
                 print(f"run {run} {side}: {sample['tokens_per_second']:.0f} tokens a second", file=sys.stderr)
                 if run:  # the first of each only warms the caches
                     samples[side].append(sample)
@@ -65,13 +70,27 @@ def main() -> None:
     print(text)
 
 
-def _measure(side: str, assets: Assets, output: Path, wanted: argparse.Namespace) -> dict[str, Any]:
+def _write_rows(folder: Path, wanted: argparse.Namespace) -> Path:
+    """Texts from the demo's corpus, each long enough to be cut at the wanted number of tokens."""
+    pairs = corpus.read_pairs()
+    texts = (f"{pair.question}\n{pair.answer}\n\n" for pair in itertools.cycle(pairs))
+    folder.mkdir()
+    with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
+        for _ in range(TRL_MICRO_BATCH * wanted.steps):
+            text = ""
+            while len(text) < 8 * wanted.tokens:  # a token of this tokenizer has 4 characters or so
+                text += next(texts)
+            file.write(json.dumps({"text": text}) + "\n")
+    return folder
+
+
+def _measure(side: str, model: Path, rows: Path, output: Path, wanted: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        "model_name_or_path": assets.model,
-        "dataset_name": assets.data,
+        "model_name_or_path": model,
+        "dataset_name": rows,
         "output_dir": output,
         "max_steps": wanted.steps,
-        "max_length": 256,
+        "max_length": wanted.tokens,
         "logging_steps": 1,
         "eval_strategy": "no",
         "save_strategy": "no",
