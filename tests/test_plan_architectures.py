@@ -22,7 +22,6 @@ REFUSED = {
     "falcon_h1": "incompatible with Mamba",
     "falcon_mamba": "incompatible with Mamba",
     "gemma3n": "timm",
-    "gemma3n_text": "operations",
     "gemma4_assistant": "no default configuration",
     "gemma4_unified_assistant": "layer types",
     "git": "does not run without data",
@@ -61,6 +60,7 @@ SAMPLE = (
     "codegen",  # biases, which a first step of 4-bit layers casts
     "emu3",  # a language model alone, of a configuration that describes more
     "gemma3_text",  # a window between the lengths
+    "gemma3n_text",  # layers that use the keys and values of others
     "jamba",  # loops over the tokens
     "lfm2",  # numbers its layers
     "mamba",

@@ -62,9 +62,11 @@ def _key(value: Any) -> Any:
 def _outputs(out: Any, given: object) -> _Outputs | None:
     """A description of what an operator gave, or None where it is not new, contiguous in memory and on the meta device.
 
-    Some operators return a view although their schema does not say so.
+    Some operators return a view although their schema does not say so. A number alone tells of a tensor's content.
     """
     outputs = out if isinstance(out, tuple) else (out,)
+    if not tensors_in(outputs):
+        return None
     seen = {id(tensor.untyped_storage()) for tensor in tensors_in(given)}
     found: list[Any] = []
     for each in outputs:

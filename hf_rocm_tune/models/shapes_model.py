@@ -252,10 +252,8 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) 
     }
     derived = _derived_lists(text, len(layers))
     indices = {key for key, value in per_layer.items() if list(value) == list(range(len(layers)))}
-    kinds = [
-        _kind(layer, [repr(value[i]) for key, value in per_layer.items() if key not in indices])
-        for i, layer in enumerate(layers)
-    ]
+    settings = [value for key, value in (per_layer | derived).items() if key not in indices]
+    kinds = [_kind(layer, [repr(value[i]) for value in settings]) for i, layer in enumerate(layers)]
     last = len(layers) - 1
     kept = [0]
     stands_for = {0: 0}

@@ -80,3 +80,11 @@ def test_what_is_on_a_real_device_is_computed() -> None:
     for value in (1.0, 2.0):
         out, _ = kernels.run(aten.neg.default, (torch.tensor([value]),), {})
         assert out.tolist() == [-value]
+
+
+def test_a_number_is_of_the_content_and_never_remembered() -> None:
+    kernels = Kernels()
+    for content in (True, True, False, True):
+        tensor = torch.tensor([content])
+        assert kernels.run(torch.ops.aten._is_all_true.default, (tensor,), {})[0].item() is content
+        assert kernels.run(torch.ops.aten.equal.default, (tensor, torch.tensor([True])), {})[0] is content
