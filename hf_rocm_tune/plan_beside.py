@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
+from hf_rocm_tune.process import has_accelerator
+
 T = TypeVar("T")
 
 
 def worthwhile() -> bool:
-    """Whether a second process has a core to run on, and this process can be forked.
+    """Whether a second process has a core to run on, and this process can be forked. Imports torch.
 
-    A process that uses a GPU, or has ever taken a gradient there, cannot.
+    Where torch sees a GPU it cannot: the runtime of HIP or CUDA does not survive that, and autograd starts a thread for
+    each GPU, whatever it is asked for.
     """
-    torch = sys.modules.get("torch")
-    return len(os.sched_getaffinity(0)) > 1 and not (torch is not None and torch.cuda.is_initialized())
+    return len(os.sched_getaffinity(0)) > 1 and not has_accelerator()
 
 
 def at_once(work: Callable[[str], T], names: Sequence[str]) -> dict[str, T]:

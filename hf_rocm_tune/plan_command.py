@@ -60,7 +60,9 @@ def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) ->
     print(json.dumps(as_values(plan, line)) if wanted.json else as_text(plan, line))
     if plan.choice is None:
         missing = -plan.nearest.estimate.spare / GIB
-        raise OutOfMemoryError(f"nothing fits: {missing:.1f} GiB are missing at the least. {_advice(request)}")
+        raise OutOfMemoryError(
+            f"nothing fits: {missing:.1f} GiB are missing at the least. {_advice(request, plan.notes)}"
+        )
     if wanted.emit is not None:
         write_recipe(wanted.emit, request, plan.choice, dataset=wanted.dataset_name, replace=wanted.force)
         if not wanted.json:
@@ -68,11 +70,11 @@ def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) ->
     return 0
 
 
-def _advice(request: PlanRequest) -> str:
+def _advice(request: PlanRequest, notes: Sequence[str]) -> str:
     ways = []
     if request.methods == ("full",) and request.dtype is None:
         ways.append("--dtype bfloat16")
-    if "qlora" not in request.methods:
+    if "qlora" not in request.methods or any("--method qlora" in note for note in notes):
         ways.append("--method qlora")
     if request.length > 512:
         ways.append("a shorter --seq")

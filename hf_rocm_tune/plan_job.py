@@ -171,9 +171,9 @@ class _Question:
         lengths = _lengths(request, self.limit) if self.grid else (request.length,)
         request, recordings, remarks = self._recordings(request, lengths, known)
         notes = notes + remarks
-        if loops := any(each.loops for each in recordings.values()):
+        if fixed := any(each.fixed_length for each in recordings.values()):
             lengths = (request.length,)
-            notes.append("its step does other things at each length: only the wanted one was planned")
+            notes.append("its step does other things at each length, or is long: only the wanted length was planned")
         variants = {
             method: Variant(
                 name=method,
@@ -197,21 +197,19 @@ class _Question:
             choice=fastest(each for each in options if each.estimate.case.length == request.length),
             variants=variants,
             limit=self.limit,
-            scales=not loops,
+            scales=not fixed,
             notes=(*notes, *dict.fromkeys(note for each in facts for note in each.notes)),
-            found_longest={} if loops else {m: each.longest for m, each in known.items() if isinstance(each, _Alone)},
+            found_longest={} if fixed else {m: each.longest for m, each in known.items() if isinstance(each, _Alone)},
         )
 
     def _known(self, request: PlanRequest) -> dict[str, _Alone | UsageError]:
-        """By method, what was recorded for a plan of it alone, or why the first could not be; all at once."""
+        """By method, what was recorded for a plan of it alone, or why that could not be; all at once."""
 
         def alone(method: str) -> _Alone | UsageError:
             try:
                 plan = replace(self, at_once=False).answer(replace(request, methods=(method,)), [])
             except UsageError as error:
-                if method == request.methods[0]:
-                    return error
-                raise  # it may be for being in another process, so it is tried here
+                return error
             recordings = plan.variants[method].trace
             assert isinstance(recordings, Recordings)
             return _Alone(kept=recordings.kept(), longest=plan.longest(method))
@@ -253,7 +251,9 @@ class _Question:
                     raise earlier
                 if earlier is not None:
                     recordings.adopt(earlier.kept)
-                elif long := next((name for name, each in found.items() if each.takes_long and each.loops), None):
+                elif long := next(
+                    (name for name, each in found.items() if each.takes_long and each.fixed_length), None
+                ):
                     raise UsageError(
                         f"not planned beside {long}, because it takes long to record a step of this model; "
                         f"--method {method} plans it"

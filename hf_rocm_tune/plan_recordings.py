@@ -121,8 +121,13 @@ class Recordings:
         return Weights.total(self.facts.weights, self.facts.layer_of)
 
     @cached_property
-    def loops(self) -> bool:
-        """Whether the step does other things at each length, as loops over pieces of the sequence do."""
+    def fixed_length(self) -> bool:
+        """Whether the step is known at each length for itself only.
+
+        It does other things at each, as loops over pieces of the sequence do, or to record it twice takes too long.
+        """
+        if self.facts.events > _MOST_EVENTS:
+            return True
         length = self.request.length
         near = (3 * length // 4, length)
         wide = [self._widest(_PROBE), (self.lengths[0], length), (length, self.lengths[-1])]
@@ -136,7 +141,7 @@ class Recordings:
 
     def __call__(self, case: Case) -> Trace:
         """The step of a case, scaled to its batch and length where that can be; else recorded at its own length."""
-        if not self.loops:
+        if not self.fixed_length:
             for lengths in self._around(case):
                 if found := self._scaled(case, lengths):
                     return found
@@ -246,7 +251,9 @@ def _batches(case: Case, lengths: tuple[int, int]) -> tuple[int, int] | None:
     return next((pair for pair in pairs if told_apart((pair[0], low), (pair[1], high))), None)
 
 
-#: Allocations and releases of a step. Few layers of Llama have 1,600, of Gemma 3 2,800, of Qwen3-Next 8,500.
+#: Allocations and releases of a step. Few layers of Llama have 1,600, of Gemma 3 2,800, of Qwen3-Next 8,500, of
+#: Gemma 3n 14,000.
 _MANY_EVENTS = 5_000
+_MOST_EVENTS = 10_000
 #: What is recorded first, to see whether and how this model can be recorded.
 _PROBE = Case(micro_batch=2, length=2, checkpointing=False)

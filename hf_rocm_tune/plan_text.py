@@ -19,7 +19,9 @@ _LEAST = 0.005 * GIB  # less would be shown as 0.00
 def as_text(plan: Plan, command: str) -> str:
     """The plan for a reader: the choice by parts, the grid, the command line."""
     lines = [*_head(plan), "", *_choice(plan), "", *_parts(plan), "", *_host(plan), "", *_grid(plan)]
-    lines += ["", *_longest(plan), "", "command:", f"  {command}"]
+    if plan.scales:
+        lines += ["", _longest(plan)]
+    lines += ["", "command:", f"  {command}"]
     if plan.notes:
         lines += ["", *(f"note: {note}" for note in plan.notes)]
     return "\n".join(lines)
@@ -184,9 +186,7 @@ def _cell(option: Option, plan: Plan) -> str:
     return value if option.fits else f"[{value}]"
 
 
-def _longest(plan: Plan) -> Iterator[str]:
-    if not plan.scales:
-        return
+def _longest(plan: Plan) -> str:
     found = {method: plan.longest(method) for method in plan.variants}
     told = ", ".join(f"{method} {length or 'none'}" for method, length in found.items())
-    yield f"longest sequence that fits, micro-batch 1 with checkpointing: {told}"
+    return f"longest sequence that fits, micro-batch 1 with checkpointing: {told}"

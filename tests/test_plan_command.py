@@ -128,6 +128,20 @@ def test_what_does_not_fit_is_told_with_the_nearest(small: Path, capsys: pytest.
     assert "--dtype bfloat16" in err
 
 
+def test_a_method_that_was_left_out_for_time_is_advised(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_rocm_tune.plan_beside.worthwhile", lambda: False)
+    monkeypatch.setattr("hf_rocm_tune.plan_recordings._MANY_EVENTS", 10)
+    monkeypatch.setattr("hf_rocm_tune.plan_recordings._MOST_EVENTS", 10)
+    code, out, err = _run(capsys, "--model", str(small), "--vram", "2", "--seq", "512", "--json")
+    found = json.loads(out)
+    assert code == 5
+    assert "Try --method qlora" in err
+    assert {(row["method"], row["length"]) for row in found["grid"]} == {("lora", 512)}
+    assert found["longest"] == {"lora": None}
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -41,7 +41,7 @@ def _cases(lengths: tuple[int, ...] = LENGTHS) -> list[Case]:
 def test_a_window_changes_no_case_but_its_own(window: int | None) -> None:
     """Wherever a window's width lies among the lengths: what was told from a bad pair of them was half, or less."""
     recordings = _recordings(window)
-    assert not recordings.loops
+    assert not recordings.fixed_length
     for case in [*_cases(), *_cases((192, 200, 320))]:
         scaled, itself = (made(case).peak(*case.shape) for made in (recordings, recordings.exact))
         assert scaled.total == pytest.approx(itself.total, rel=0.01), case

@@ -21,15 +21,16 @@ class Kernels:
     """Runs operators. One instance serves all recordings of a model, which repeat each other."""
 
     def __init__(self) -> None:
-        self._fresh: dict[Any, bool] = {}
+        self._operators: dict[Any, tuple[bool, bool]] = {}
         self._known: dict[Any, tuple[bool, _Outputs, int]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
         """What ``func`` gives for these arguments, and the operations of its matrix products."""
-        fresh = self._fresh.get(func)
-        if fresh is None:
-            fresh = self._fresh[func] = _makes_new(func)
-        key = (func, _key(args), _key(tuple(kwargs.items()))) if fresh else None
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._operators[func] = _makes_new(func), _is_counted(func)
+        fresh, counted = operator
+        key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else ()) if fresh else None
         if key is not None and (known := self._known.get(key)) is not None:
             alone, outputs, flops = known
             made = [
@@ -38,7 +39,7 @@ class Kernels:
             ]
             return made[0] if alone else tuple(made), flops
         out = func(*args, **kwargs)
-        flops = _flops(func, args, kwargs, out)
+        flops = _flops(func, args, kwargs, out) if counted else 0
         if key is not None and (described := _outputs(out, (args, kwargs))) is not None:
             self._known[key] = isinstance(out, Tensor), described, flops
         return out, flops
@@ -53,10 +54,14 @@ def _makes_new(func: Any) -> bool:
 def _key(value: Any) -> Any:
     """A value as far as an operator on the meta device can tell; 1, 1.0 and True are three."""
     if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device.type
-    if isinstance(value, tuple | list):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    kind = type(value)
+    if kind in _SEQUENCES:
         return tuple([_key(each) for each in value])
-    return type(value), value
+    return kind, value
+
+
+_SEQUENCES = frozenset({tuple, list})
 
 
 def _outputs(out: Any, given: object) -> _Outputs | None:
@@ -93,14 +98,18 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, tuple | list) else []
 
 
+def _is_counted(func: Any) -> bool:
+    """Whether operations of it are counted: those of products and of attention."""
+    return func._overloadpacket in flop_registry or func.name() in _PRODUCTS
+
+
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Operations of a matrix product or of attention; 0 for whatever else."""
+    """Operations of a matrix product or of attention."""
     count = flop_registry.get(func._overloadpacket)
     if count is not None:
         return int(count(*args, **kwargs, out_val=out))
-    if func.name() in _PRODUCTS:  # not in torch's table: rows times both sides of the weight
-        return 2 * int(args[0].numel()) * int(out.shape[-1])
-    return 0
+    return 2 * int(args[0].numel()) * int(out.shape[-1])  # rows times both sides of the weight
 
 
+#: Products that are not in torch's table.
 _PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "aten::_grouped_mm"})

@@ -151,6 +151,11 @@ class Recorder(TorchDispatchMode):
             tile_tokens=tile_tokens,
         )
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch's own switch: nothing is compiled here, and its guard around each operator costs a twentieth."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -165,7 +170,7 @@ class Recorder(TorchDispatchMode):
         own = self._workspaces.get(func)
         workspace = self._new(own(*args, **kwargs)) if own is not None else None
         out, flops = self._kernels.run(func, args, kwargs)
-        if sum(self._enter(tensor) for tensor in tensors_in(out)):
+        if self._enter(out) if isinstance(out, Tensor) else sum([self._enter(tensor) for tensor in tensors_in(out)]):
             segment = self._log.segments[-1]
             segment.launches += 1
             segment.flops += flops
