@@ -71,16 +71,16 @@ class Recordings:
     @cached_property
     def sample(self) -> Sample:
         """The model with few layers; with all of them, which takes longer, where it needs to know how many it has."""
-        from hf_rocm_tune.models.shapes_model import KEEPS, KindsFollowFromNumber, build
+        from hf_rocm_tune.models.shapes_model import KEEPS, build
         from hf_rocm_tune.models.shapes_record import TooManyOperations
 
         refusal: UsageError | None = None
+        tried = ""
         for keep in KEEPS:
-            try:
-                found = build(self.config, self._method(), keep=keep)
-            except KindsFollowFromNumber as error:
-                refusal = error
+            if keep == tried:
                 continue
+            found = build(self.config, self._method(), keep=keep)
+            tried = found.keep
             try:
                 # A first step may do what later ones do not: cast biases for good, fill caches. So it is not kept.
                 self._events_of_first = len(self._record(found, _PROBE, 2, self.lengths[0]).events)

@@ -100,6 +100,7 @@ class Sample:
         layer_of: for each layer of the real model, the position of its stand-in among ``layers``.
         config: the text configuration.
         notes: what a reader of the plan should know.
+        keep: one of ``KEEPS``: how its layers were kept.
         kernels: what its recordings have in common.
     """
 
@@ -109,6 +110,7 @@ class Sample:
     layer_of: tuple[int, ...]
     config: Any
     notes: tuple[str, ...]
+    keep: str
     kernels: Kernels = field(default_factory=Kernels, repr=False)
 
     def weights(self) -> Iterator[Weight]:
@@ -142,12 +144,8 @@ class Sample:
             yield Weight(group="buffer", layer=layer, elements=0, nbytes=nbytes, itemsize=0, trained=False)
 
 
-class KindsFollowFromNumber(UsageError):
-    """With fewer layers this model would have others; another way to keep them may do."""
-
-
 #: Ways to keep layers, to be tried in this order: few, and the configuration counts those; few, and it counts as before
-#: (for models that give each layer a slice of something); all.
+#: (for models that give each layer a slice of something, or whose kinds follow from the number); all.
 KEEPS = ("few", "few_counted_as_all", "all")
 
 
@@ -157,18 +155,19 @@ def build(config: Any, method: Method, *, keep: str = "few") -> Sample:
     Args:
         config: a transformers configuration; it is not changed.
         method: how it is to be trained.
-        keep: one of ``KEEPS``.
+        keep: one of ``KEEPS``; the second where the first does not do.
 
     Raises:
-        KindsFollowFromNumber: this way of keeping layers does not do.
         UsageError: this architecture is no causal language model of transformers, has no stack of layers that could
             be told, or refuses the method.
     """
     base = _meta_model(copy.deepcopy(config), method)
     text = text_config(base.config, decoder=True)
     layers, count = _find_layers(base, text)
-    counted = count if keep == "few" else None
-    layer_of = tuple(range(len(layers))) if keep == "all" else _keep_one_of_each_kind(layers, text, counted)
+    layer_of = tuple(range(len(layers)))
+    if keep != "all":
+        layer_of, counted = _keep_one_of_each_kind(layers, text, count if keep == "few" else None)
+        keep = keep if counted else "few_counted_as_all"
     notes = []
     if method.attention == "sdpa" and text._attn_implementation == "eager":
         notes.append("this architecture has no SDPA attention: memory grows with the square of the sequence")
@@ -180,7 +179,7 @@ def build(config: Any, method: Method, *, keep: str = "few") -> Sample:
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
     model.train()
-    return Sample(model=model, base=base, layers=layers, layer_of=layer_of, config=text, notes=tuple(notes))
+    return Sample(model=model, base=base, layers=layers, layer_of=layer_of, config=text, notes=tuple(notes), keep=keep)
 
 
 def text_config(config: Any, *, decoder: bool = False) -> Any:
@@ -239,13 +238,17 @@ def _find_layers(model: nn.Module, text: Any) -> tuple[nn.ModuleList, str]:
     return max(found, key=lambda pair: sum(parameter.numel() for parameter in pair[0].parameters()))
 
 
-def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) -> tuple[int, ...]:
-    """Leaves the first layer, the last and one of each kind between them; says which stands for which.
+def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) -> tuple[tuple[int, ...], bool]:
+    """Leaves the first layer, the last and one of each kind between them.
 
     Args:
         layers: the stack, which is changed.
         text: the configuration; what it says of each layer is changed too.
-        count: name of its setting that counts the layers, or None where that stays.
+        count: name of its setting that counts the layers, or None where that stays. It stays too where the kinds of
+            this model's layers follow from their number.
+
+    Returns:
+        Which layer stands for which, and whether the configuration counts the layers that are left.
     """
     per_layer = {
         key: value for key, value in vars(text).items() if isinstance(value, list | tuple) and len(value) == len(layers)
@@ -265,22 +268,23 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) 
     if last:
         kept.append(last)
         stands_for[last] = last
+    fewer = {
+        key: type(value)(range(len(kept)) if key in indices else (value[i] for i in kept))
+        for key, value in per_layer.items()
+    }
+    counting = copy.copy(text)
+    vars(counting).update(fewer, **({count: len(kept)} if count else {}))
+    same = {key: type(value)(value[i] for i in kept) for key, value in derived.items()}
+    counted = bool(count) and _derived_lists(counting, len(kept)) == same
+    vars(text).update(vars(counting) if counted else fewer)
     modules = [layers[i] for i in kept]
     layers._modules.clear()
     layers.extend(modules)
-    for key, value in per_layer.items():
-        vars(text)[key] = type(value)(range(len(kept)) if key in indices else (value[i] for i in kept))
-    if count:
-        vars(text)[count] = len(kept)
-    if count and _derived_lists(text, len(kept)) != {
-        key: type(value)(value[i] for i in kept) for key, value in derived.items()
-    }:
-        raise KindsFollowFromNumber("the kinds of this model's layers follow from their number")
     for position, layer in enumerate(layers):
         for module in layer.modules():
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = position
-    return tuple(kept.index(stands_for[i]) for i in range(last + 1))
+    return tuple(kept.index(stands_for[i]) for i in range(last + 1)), counted
 
 
 def _derived_lists(text: Any, count: int) -> dict[str, Any]:
