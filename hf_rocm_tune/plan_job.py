@@ -167,6 +167,7 @@ class _Question:
     at_once: bool
 
     def answer(self, request: PlanRequest, notes: list[str]) -> Plan:
+        """The plan of these methods, with the notes so far; raises as `plan_for` does."""
         known = self._known(request) if self.at_once and len(request.methods) > 1 else {}
         lengths = _lengths(request, self.limit) if self.grid else (request.length,)
         request, recordings, remarks = self._recordings(request, lengths, known)

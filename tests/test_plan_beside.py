@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from hf_rocm_tune import cli, plan_beside, plan_job
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.memory.plan import GIB, CardMemory
 from hf_rocm_tune.models.shapes_config import config_of
@@ -22,26 +23,10 @@ from hf_rocm_tune.plan_job import Plan, plan_for
 from hf_rocm_tune.plan_recordings import Kept, Recordings
 from hf_rocm_tune.plan_request import PlanRequest
 from hf_rocm_tune.plan_text import as_values
+from tests.small_models import EXPERTS, SMALL
 
 CARD = CardMemory(name="Radeon RX 7900 XT", usable=int(19.9 * GIB), desktop=GIB // 2)
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-}
 WINDOWS = {**SMALL, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "sliding_window": 600}
-EXPERTS = {
-    **SMALL,
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
 LLAMA = {**SMALL, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 REQUEST = PlanRequest(length=512, effective_batch=4)
 
@@ -175,21 +160,28 @@ def test_one_core_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not worthwhile()
 
 
+_PLAN = ("plan", "--model", "meta-llama/Llama-3.2-1B", "--seq", "256", "--json")
+
+
 def test_the_command_on_one_core_says_the_same() -> None:
-    line = [
-        sys.executable,
-        "-m",
-        "hf_rocm_tune",
-        "plan",
-        "--model",
-        "meta-llama/Llama-3.2-1B",
-        "--seq",
-        "256",
-        "--json",
-    ]
     core = min(os.sched_getaffinity(0))
     outputs = [
-        subprocess.run(each, capture_output=True, text=True, timeout=120, check=True).stdout
-        for each in (line, ["taskset", "-c", str(core), *line])
+        subprocess.run(
+            [sys.executable, "-c", f"{before}; from hf_rocm_tune.cli import main; main()", *_PLAN],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for before in ("pass", f"import os; os.sched_setaffinity(0, {{{core}}})")
     ]
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[1] != ""
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_the_command_records_at_once_where_that_is_worthwhile(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Sequence[str]] = []
+    monkeypatch.setattr(plan_beside, "worthwhile", lambda: several)
+    monkeypatch.setattr(plan_job, "at_once", lambda work, names: (started.append(names), at_once(work, names))[1])
+    assert cli.main(_PLAN) == 0
+    assert started == ([("lora", "qlora")] if several else [])

@@ -21,24 +21,8 @@ from hf_rocm_tune.plan_job import Plan, largest_models, plan_for
 from hf_rocm_tune.plan_recipe import command
 from hf_rocm_tune.plan_request import PlanRequest, from_training
 from tests import tiny
+from tests.small_models import EXPERTS, SMALL
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-}
-MOE = {
-    **SMALL,
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
 CARD = CardMemory(name="Radeon RX 7900 XT", usable=int(19.9 * GIB), desktop=GIB // 2)
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -191,12 +175,12 @@ def test_the_largest_model_is_larger_with_four_bits() -> None:
 
 def test_experts_are_planned_without_dropout_unless_it_is_asked_for() -> None:
     asked = {"methods": ("lora",), "length": 64, "effective_batch": 1}
-    found = plan_for(PlanRequest(**asked), card=CARD, config=config_of(MOE), grid=False)
+    found = plan_for(PlanRequest(**asked), card=CARD, config=config_of(EXPERTS), grid=False)
     assert found.request.dropout == 0
     assert any("--dropout 0" in note for note in found.notes)
     assert "--lora_dropout 0.0" in command(found.request, found.nearest)
     with pytest.raises(UsageError, match="lora_dropout"):
-        plan_for(PlanRequest(**asked, dropout=0.05), card=CARD, config=config_of(MOE), grid=False)
+        plan_for(PlanRequest(**asked, dropout=0.05), card=CARD, config=config_of(EXPERTS), grid=False)
 
 
 def test_more_tokens_than_the_model_was_made_for_are_planned_only_if_asked_for() -> None:

@@ -26,6 +26,11 @@ try:
 except ZeroDivisionError:
     print(gc.isenabled(), gc.get_freeze_count() > 100_000)
 """
+_TRAINING = """
+import gc
+from hf_rocm_tune.sft import main
+print(main(["--print_config"]), gc.isenabled(), gc.get_freeze_count() > 100_000)
+"""
 _COMMAND = """
 import gc, sys
 from hf_rocm_tune.cli import main
@@ -70,6 +75,11 @@ def test_planning_loads_no_compiler_and_collects_nothing_at_its_end() -> None:
     done = _python(_COMMAND, *words)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "compiler False frozen True"
+
+
+def test_training_begins_with_its_imports_set_aside_and_collects_from_then_on() -> None:
+    done = _python(_TRAINING)
+    assert done.stdout.splitlines()[-1] == "2 True True", done.stderr
 
 
 def test_a_broken_bitsandbytes_is_one_line(tmp_path: Path) -> None:

@@ -95,11 +95,17 @@ class Growth:
 
         The powers are those whose ratio is nearest to that of the two sizes. With them both sizes are met exactly, also
         where a storage is a token or a few shorter than the sequence.
+
+        Raises:
+            ValueError: the two shapes do not tell; see `told_apart`.
         """
+        shapes = (first.batch, first.length), (second.batch, second.length)
+        if not told_apart(*shapes):
+            raise ValueError(f"two recordings, {shapes[0]} and {shapes[1]}, that do not tell how sizes grow")
         sizes, others = (np.array(tape.sizes, dtype=np.float64) for tape in (first, second))
         known = (sizes > 0) & (others > 0)
         ratios = np.log(np.where(known, others, 1.0)) - np.log(np.where(known, sizes, 1.0))
-        growths = _growths((first.batch, first.length), (second.batch, second.length), _POWERS)
+        growths = _growths(*shapes, _POWERS)
         nearest = np.abs(ratios[:, None] - growths[None, :]).argmin(axis=1)
         batch_power, length_power = np.array(_POWERS, dtype=np.float64)[nearest].T
         before = first.batch**batch_power * first.length**length_power

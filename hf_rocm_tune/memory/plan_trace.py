@@ -73,7 +73,7 @@ class Trace:
         layer_of: for each layer of the real model, its stand-in among the recorded layers.
 
     Raises:
-        ValueError: the recordings differ in more than sizes, so the step cannot be scaled.
+        ValueError: the recordings differ in more than sizes or do not tell how those grow: the step cannot be scaled.
     """
 
     def __init__(self, first: TapeLike, second: TapeLike, layer_of: Sequence[int]) -> None:

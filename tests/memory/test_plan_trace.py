@@ -109,6 +109,9 @@ def test_growth_of_a_product_is_met_exactly_wherever_it_can_be_told(
 )
 def test_two_shapes_tell_how_sizes_grow_or_do_not(first: tuple[int, int], second: tuple[int, int], told: bool) -> None:
     assert told_apart(first, second) is told
+    if not told:
+        with pytest.raises(ValueError, match="do not tell"):
+            Growth.fit(_single(8, *first), _single(16, *second))
 
 
 @given(width=st.integers(1, 4096), batch=st.integers(1, 32), length=st.integers(512, 16384))
