@@ -3,12 +3,13 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+GPU_ARGS ?=
 VENV := .venv/bin/python
 # Two workers, a file each at a time: session fixtures (models, a server of forked commands) are built once a worker.
 WORKERS := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint format wheel clean
+.PHONY: help setup demo test test-long gpu lint format wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,6 +25,10 @@ test: lint ## lint, type check, and every test that fits into 15 minutes on two 
 
 test-long: lint ## the same, with the full matrices
 	@$(VENV) -m pytest $(WORKERS) -m "long or not long" $(PYTEST_ARGS)
+
+# Not after `setup`: it takes the torch that is there. GPU_ARGS="--wheels DIRECTORY" brings what that Python lacks.
+gpu: ## what only a card can show, in ten minutes; results to benchmarks/results
+	@$(if $(wildcard $(VENV)),$(VENV),$(PYTHON)) scripts/gpu.py $(GPU_ARGS)
 
 lint: setup ## ruff and mypy
 	@$(VENV) -m ruff check .

@@ -35,7 +35,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.plan_cases import CPU_CASES, Case, gpu_cases  # noqa: E402
+from benchmarks.plan_cases import CPU_CASES, SIMULATED_CASES, Case, gpu_cases  # noqa: E402
 from hf_rocm_tune.memory.plan import GIB, CardMemory, Estimate  # noqa: E402
 from hf_rocm_tune.plan_request import PlanRequest  # noqa: E402
 
@@ -303,11 +303,13 @@ def main() -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument("--only", default="", help="cases whose model's name contains this")
+    parser.add_argument("--simulated", action="store_true", help="the cases of the simulated card of the tests")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     if wanted.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    cases = [case for case in (CPU_CASES if wanted.device == "cpu" else gpu_cases()) if wanted.only in case.name]
+    cases = CPU_CASES if wanted.device == "cpu" else SIMULATED_CASES if wanted.simulated else tuple(gpu_cases())
+    cases = [case for case in cases if wanted.only in case.name]
     rows = compare(cases, device=wanted.device)
     errors = [abs(row["error_percent"]) for row in rows if row["error_percent"] is not None]
     device = torch.cuda.get_device_name() if wanted.device == "cuda" else platform.processor() or platform.machine()

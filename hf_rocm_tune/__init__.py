@@ -10,8 +10,9 @@ Variables: HF_ROCM_TUNE_SPLIT=1 leaves all discrete cards visible to one process
 and errors only.
 """
 
-from __future__ import annotations
+from hf_rocm_tune import safe_path  # noqa: F401 - before any other, also that of __future__: see there
 
+# isort: split
 import importlib
 import os
 import sys

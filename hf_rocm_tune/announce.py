@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from hf_rocm_tune.models.adapter import trainable_parameters
+from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.training.report import RunFacts, describe_device
 
 if TYPE_CHECKING:
@@ -20,14 +21,14 @@ def say(*lines: str) -> None:
     """Prints lines on rank 0."""
     if int(os.environ.get("RANK", "0")) == 0:
         for line in lines:
-            print(PREFIX + line, flush=True)
+            print(PREFIX + one_line(line), flush=True)
 
 
 def say_of_this_rank(*lines: str) -> None:
     """Prints lines on whichever rank has them: what a rank says of its own card no other rank knows."""
     rank = f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     for line in lines:
-        print(f"{PREFIX}{rank}{line}", flush=True)
+        print(f"{PREFIX}{rank}{one_line(line)}", flush=True)
 
 
 def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:

@@ -31,6 +31,7 @@ from hf_rocm_tune.distributed.preflight_meeting import Meeting
 from hf_rocm_tune.distributed.sync_settings import SyncSettings
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.ranks_arguments import RanksArguments, process_group
+from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
 from hf_rocm_tune.tune_arguments import TuneArguments
 
 
@@ -63,12 +64,12 @@ class Arguments:
         return self.ranks.sync(self.preflight.choice.way if self.preflight else None)
 
     def resolved(self) -> dict[str, object]:
-        """Every setting by name, as plain JSON values. Access tokens are left out."""
+        """Every setting by name, as plain JSON values. Secrets are left out, nested ones too."""
         flat: dict[str, object] = {}
         for part in (self.tune, self.ranks, self.script, self.model, self.mixture, self.training):
             for each in dataclasses.fields(part):
-                if each.init and each.name not in _SECRETS:
-                    flat[each.name] = _plain(getattr(part, each.name))
+                if each.init and not is_secret_name(each.name):
+                    flat[each.name] = without_secrets(_plain(getattr(part, each.name)))
         return flat
 
     def to_yaml(self) -> str:
@@ -77,7 +78,7 @@ class Arguments:
         ``print_config`` is left out, or the recipe would only print itself.
         """
         settings = {name: value for name, value in self.resolved().items() if name != "print_config"}
-        return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(redact_json(settings), sort_keys=False, allow_unicode=True)
 
 
 BeforeMeeting = Callable[[RanksArguments, bool, int], tuple[Preflight, Meeting] | None]
@@ -160,7 +161,6 @@ class _Parser(HfArgumentParser):
 
 _OUR_TYPES = (TuneArguments, RanksArguments)
 _TRL_TYPES = (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
-_SECRETS = frozenset({"hub_token", "push_to_hub_token"})
 _UNSET = object()
 _OWNERS = {each.name: owner for owner in (*_OUR_TYPES, *_TRL_TYPES) for each in dataclasses.fields(owner) if each.init}
 _TRL_DEFAULTS = {

@@ -57,12 +57,13 @@ class Fit:
     settled: bool = True
 
 
-def fit(arguments: Arguments, recorded: Mapping[str, Any] | None, *, say: Say) -> Fit | None:
+def fit(arguments: Arguments, recorded: Mapping[str, Any] | None, *, libraries: int, say: Say) -> Fit | None:
     """Chooses before the model is loaded, and puts the choice into the arguments. Collective.
 
     Args:
         arguments: of the job; the three settings change, and nothing else.
         recorded: the choice in ``run.json`` where this run has begun before.
+        libraries: bytes that libraries of this process hold of the card already.
         say: takes lines for the user.
 
     Returns:
@@ -88,7 +89,7 @@ def fit(arguments: Arguments, recorded: Mapping[str, Any] | None, *, say: Say) -
         found = Fit(choice=Choice.from_record(recorded, wanted))
         say(f"auto-fit: {found.choice.describe()}, as this run has begun (run.json)")
     else:
-        budget = _budget(training.device, tune.auto_fit_gib)
+        budget = _budget(training.device, tune.auto_fit_gib, libraries)
         if budget is None:
             _without_card(training, wanted, say)
             return None
@@ -152,7 +153,7 @@ def _is_on(variable: str) -> bool:
     return bool(str_to_bool(os.environ.get(variable) or "false"))
 
 
-def _budget(device: torch.device, gib: float | None) -> int | None:
+def _budget(device: torch.device, gib: float | None, libraries: int) -> int | None:
     """Bytes for torch's allocator on the rank that has least; None without a card and without a figure. Collective.
 
     Free memory of a host is no card's, so on a CPU only the user's figure counts.
@@ -162,8 +163,8 @@ def _budget(device: torch.device, gib: float | None) -> int | None:
         bounds.append(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     if not bounds:
         return None
-    # The driver has this process's context by now, but not the kernels and workspaces that a step will load.
-    still_to_come = CONTEXT_BYTES if device.type == "cuda" else 0
+    # Kernels and workspaces that a step will load, beside those that are there.
+    still_to_come = max(0, CONTEXT_BYTES - libraries) if device.type == "cuda" else 0
     return -highest([still_to_come - min(bounds)])[0]
 
 

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code (see ``errors``).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return run_guarded(lambda: _dispatch(arguments))
+    return run_guarded(lambda: _dispatch(arguments), argv=arguments, process_ends=argv is None)
 
 
 def sft(argv: Sequence[str]) -> int:

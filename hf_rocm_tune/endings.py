@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hf_rocm_tune.distributed import machines_word
+from hf_rocm_tune.redaction import one_line
 
 PROGRAM = "hf-rocm-tune"
 INTERRUPTED = 130
@@ -29,7 +29,6 @@ EXIT_FILE_VARIABLE = "HF_ROCM_TUNE_EXIT_FILE"
 FINAL_CODES = frozenset({2, 3})
 #: Endings after which a worker that torchrun restarts refuses at once: those, and being asked to end.
 REFUSED_CODES = FINAL_CODES | {INTERRUPTED}
-_MARK = ".try"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Ending:
         """The line for the terminal; it names the rank where that is not the first."""
         who = f"[rank {self.rank}] " if self.rank else ""
         kind = "interrupted" if self.code == INTERRUPTED else "error"
-        return f"{PROGRAM}: {who}{kind}: {self.message}"
+        return f"{PROGRAM}: {who}{kind}: {one_line(self.message)}"
 
 
 class Group:
@@ -60,17 +59,13 @@ class Group:
 
     One file for each try (torchrun restarts a group): the file appears complete or not at all. It stands beside the
     file that our launcher asks for, so that two launches by one process do not meet, else in the temporary directory.
-    A try is known by the agent's count and the port of its ranks: either alone may stay what it was. On several
-    machines each try leaves an empty file as well, see `is_restart`.
+    A try is known by the agent's count and the port of its ranks: either alone may stay what it was.
     """
 
-    def __init__(
-        self, *, directory: Path, key: str, attempt: str, on_several_machines: bool, newer_than_ns: int
-    ) -> None:
+    def __init__(self, *, directory: Path, key: str, attempt: str, newer_than_ns: int) -> None:
         self._directory = directory
         self._key = key
         self._attempt = attempt
-        self._on_several_machines = on_several_machines
         self._newer_than_ns = newer_than_ns
 
     @classmethod
@@ -89,22 +84,8 @@ class Group:
             directory=directory,
             key=key,
             attempt=f"{count}.{number(environ, 'MASTER_PORT')}",
-            on_several_machines=machines_word.several_machines(environ),
             newer_than_ns=0 if "TORCHELASTIC_RUN_ID" in environ else _own_start_ns(),
         )
-
-    def arrive(self) -> None:
-        """Leave a mark of this try."""
-        if self._on_several_machines:
-            self._mark(self._attempt).touch()
-
-    def is_again(self) -> bool:
-        """Whether there was an earlier try, by its mark."""
-        marks = set(self._directory.glob(f"{self._key}-*{_MARK}"))
-        return any(self._counts(mark) for mark in marks - {self._mark(self._attempt)})
-
-    def _mark(self, attempt: str) -> Path:
-        return self._directory / f"{self._key}-{attempt}{_MARK}"
 
     def claim(self, ending: Ending) -> bool:
         """Record ``ending`` as the group's; False when another rank of this try was first."""

@@ -18,6 +18,17 @@ at one boundary (the entry point), with ``from``, so nothing is lost for a bug r
 
 from __future__ import annotations
 
+import re
+import sys
+
+RUNTIME_OUT_OF_MEMORY = 2
+"""``cudaErrorMemoryAllocation`` and ``hipErrorOutOfMemory``."""
+# What a device says that has no memory left where torch's allocator was not the one to be asked: calls to the driver
+# (deepmd-kit#3857), and libraries that allocate for themselves (pytorch#128601, TheRock#1708). Not here:
+# CUBLAS_STATUS_NOT_INITIALIZED, which more often is an index out of range (lm-evaluation-harness#1689), and a failure
+# within RCCL, after which its communicator is of no use.
+_SHORTAGE = re.compile(r"(?:CUDA|HIP)(?: driver)? error: out of memory|(?:BLAS|DNN|SOLVER)\w*_STATUS_ALLOC_FAILED")
+
 
 class TuneError(Exception):
     """Base of every error that this package raises on purpose.
@@ -90,3 +101,19 @@ class Interrupted(TuneError):
 
 class SeamError(TuneError):
     """A private place of an upstream library, on which verification depends, is not where it was."""
+
+
+def device_shortage(error: BaseException) -> str | None:
+    """The first sentence of an error that says that a device has no memory left; None for every other error.
+
+    torch raises ``OutOfMemoryError`` where its own allocator finds none, ``AcceleratorError`` with the runtime's code
+    where a call to the runtime does, and a plain ``RuntimeError`` where a library does. Imports no torch.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, RuntimeError):  # where it was not imported, it raised nothing
+        return None
+    text = str(error)
+    coded = isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) == RUNTIME_OUT_OF_MEMORY
+    if not (coded or isinstance(error, torch.OutOfMemoryError) or _SHORTAGE.search(text)):
+        return None
+    return re.split(r"\. |\n", text.strip(), maxsplit=1)[0].rstrip(".") or "out of device memory"

@@ -3,14 +3,15 @@
 ``run_guarded`` is the only place that turns an exception into an exit code. A group of ranks prints one line, not one
 a rank: the first rank to record its ending in the temporary directory speaks for the group. The same record makes a
 worker that torchrun restarts after wrong input (2) or corruption (3) refuse at once, because it would fail again, and
-so after an interruption (130), because nobody asked for it to go on. Ranks on other machines hear of such an ending
-through the store at which the machines meet (`machines_word`), and print the line there once.
+so after an interruption (130), because nobody asked for it to go on.
 
-SIGTERM ends a run like Ctrl-C does, with 130: one code says that the run was asked to end and that the same command
-goes on from where it is. (A shell would say 143 for a process that SIGTERM killed; nothing was killed here.) But
-torch's agent sends SIGTERM as well, to the ranks that are left when one has died, before it starts the group again.
-A rank that hears it before it trains cannot tell by the signal; our launcher leaves a file when it was asked itself.
-Without that file the rank ends with 143, and neither speaks for the group nor keeps it from going on.
+SIGTERM and SIGHUP end a run like Ctrl-C does, with 130: one code says that the run was asked to end and that the same
+command goes on from where it is. (A shell would say 143 for a process that SIGTERM killed; nothing was killed here.)
+But torch's agent sends SIGTERM as well, to the ranks that are left when one has died, before it starts the group
+again. A rank that hears it before it trains cannot tell by the signal; our launcher leaves a file when it was asked
+itself. Without that file the rank ends with 143, and neither speaks for the group nor keeps it from going on.
+
+A signal that comes when the job is complete changes nothing any more, see `complete`.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from hf_rocm_tune.distributed import machines_word
-from hf_rocm_tune.endings import EXIT_FILE_VARIABLE, INTERRUPTED, REFUSED_CODES, Ending, Group, number
-from hf_rocm_tune.errors import OutOfMemoryError, TuneError
+from hf_rocm_tune import redaction
+from hf_rocm_tune.endings import EXIT_FILE_VARIABLE, INTERRUPTED, Ending, Group, number
+from hf_rocm_tune.errors import OutOfMemoryError, TuneError, device_shortage
+from hf_rocm_tune.training.supervised import leave_terminal
 
 #: Beside the launcher's exit file: a signal asked the launcher for the end.
 ASKED_FILE = "asked"
 _TERMINATED = 128 + signal.SIGTERM
-_SECONDS_TO_END = 10.0
-_SECONDS_TO_SAVE = 300.0
-"""How long a rank may go on by itself after another machine has ended the job, and after it was asked to end: then this
-rank saves and uploads."""
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_process_ends = False
+"""Whether this process does nothing after the entry point that `run_guarded` runs."""
 
 _OUT_OF_MEMORY_ADVICE = (
     "lower --per_device_train_batch_size (and raise --gradient_accumulation_steps by as much), lower --max_length, "
@@ -46,29 +47,40 @@ _OUT_OF_MEMORY_ADVICE = (
 )
 
 
-def run_guarded(main: Callable[[], int], *, environ: Mapping[str, str] | None = None) -> int:
+def run_guarded(
+    main: Callable[[], int],
+    *,
+    argv: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    process_ends: bool = False,
+) -> int:
     """Run an entry point and turn what it raises into an exit code.
 
     Args:
         main: the entry point; what it returns is the exit code.
+        argv: its command line, whose secrets are not to be printed.
         environ: the environment that torchrun and the launcher filled; ``os.environ`` unless given.
+        process_ends: the caller ends the process with the code; see `complete`.
 
     Returns:
         The code of ``main``; a ``TuneError``'s own code, after one line on stderr; 130 for Ctrl-C and, within
-        `sigterm_as_interrupt`, SIGTERM; 143 for a SIGTERM of torch's agent; 1 for any other exception, whose traceback
-        is printed because it is our bug.
+        `sigterm_as_interrupt`, SIGTERM and SIGHUP; 143 for a SIGTERM of torch's agent; 1 for any other exception, whose
+        traceback is printed because it is our bug.
     """
+    global _process_ends
+    _process_ends = process_ends
     environ = os.environ if environ is None else environ
+    redaction.remember({name: value for name, value in environ.items() if not value.startswith("/")})
+    redaction.remember_arguments(argv)
     group = Group.of(environ)
-    if group is not None:
-        group.arrive()
-        if (earlier := group.final_ending()) is not None:
-            return earlier.code  # its line was printed then
-        if group.is_again() and (told := machines_word.heard(environ)) is not None:
-            return _adopt(told, environ).code
+    if group is not None and (earlier := group.final_ending()) is not None:
+        return earlier.code  # its line was printed then
     rank = number(environ, "RANK")
     try:
-        return main()
+        code = main()
+        if code == 0:
+            _ignore_signals()
+        return code
     except KeyboardInterrupt as stop:
         if isinstance(stop, _Terminated) and _is_the_agents(environ):
             return _TERMINATED
@@ -76,40 +88,37 @@ def run_guarded(main: Callable[[], int], *, environ: Mapping[str, str] | None = 
     except Exception as error:
         known = as_tune_error(error)
         follows = getattr(known, "follows", False)
-        if (known is None or follows) and _follows_from_a_peer(error, group, environ):
+        if (known is None or follows) and _follows_from_a_peer(error, group):
             return 1
         if known is None:
-            sys.excepthook(type(error), error, error.__traceback__)
+            lines = "".join(traceback.format_exception(error))
+            print(redaction.redact(lines), file=sys.stderr, end="", flush=True)
             return 1
         ending = Ending(code=known.exit_code, message=str(known), rank=rank, follows=follows)
     _end(ending, group, environ)
-    if ending.code in REFUSED_CODES:
-        machines_word.tell(asdict(ending), environ)
     return ending.code
 
 
-def listen_to_other_machines(environ: Mapping[str, str]) -> None:
-    """End this process soon after a rank on another machine has ended the job for good. Returns at once.
+def complete(environ: Mapping[str, str] | None = None) -> None:
+    """All that the job was to leave is in place: a signal that comes now does not make it an interrupted one.
 
-    The main thread has some seconds to end by itself, as it does where a collective breaks. Where it hangs in one, the
-    process is ended from here. Imports torch on several machines.
+    Who launched this process learns it from the record, and the process ignores the signals until it has ended.
     """
+    environ = os.environ if environ is None else environ
+    _ignore_signals()
+    if (wanted := environ.get(EXIT_FILE_VARIABLE)) and number(environ, "RANK") == 0:
+        write_atomically(Path(wanted), json.dumps({"code": 0, "message": "done"}))
 
-    def hear(told: dict[str, Any]) -> None:
-        ending = _adopt(told, environ)
-        threading.Event().wait(_SECONDS_TO_SAVE if ending.code == INTERRUPTED else _SECONDS_TO_END)
-        os._exit(ending.code)
 
-    machines_word.listen(hear, environ)
+def _ignore_signals() -> None:
+    if _process_ends and threading.current_thread() is threading.main_thread():
+        for ending in _ENDING_SIGNALS:
+            signal.signal(ending, signal.SIG_IGN)
 
 
 def is_restart(environ: Mapping[str, str]) -> bool:
-    """Whether torch's agent has started this group before.
-
-    Its own count does not tell: an agent that starts its ranks again because of another machine does not count that.
-    """
-    group = Group.of(environ)
-    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0") or (group is not None and group.is_again())
+    """Whether torch's agent has started this group before."""
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
 
 
 def last_ending(environ: Mapping[str, str]) -> str | None:
@@ -134,45 +143,45 @@ def meeting_place(environ: Mapping[str, str] | None = None) -> Path | None:
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Within the block SIGTERM raises ``KeyboardInterrupt``, where it would have killed the process.
+    """Within the block SIGTERM and SIGHUP raise ``KeyboardInterrupt``, where they would have killed the process.
 
     The trainer replaces this while it trains, so that a checkpoint is written. It does nothing outside the main thread
-    and where somebody else has set a handler.
+    and to a signal that somebody else handles or ignores (``nohup``).
     """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _interrupt)
+    taken = []
+    if threading.current_thread() is threading.main_thread():
+        taken = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    for one in taken:
+        signal.signal(one, _interrupt)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is _interrupt:  # not ignored since, see `training.stall`
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for one in taken:
+            if signal.getsignal(one) is _interrupt:  # not ignored since, see `complete` and `training.stall`
+                signal.signal(one, signal.SIG_DFL)
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM."""
+    """SIGTERM, which torch's agent sends too."""
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    raise _Terminated(f"stopped by {signal.Signals(number).name}")
+    said = f"stopped by {signal.Signals(number).name}"
+    if number == signal.SIGHUP:
+        leave_terminal()
+        raise KeyboardInterrupt(said)
+    raise _Terminated(said)
 
 
 _interrupt.ends_the_process = True  # type: ignore[attr-defined]  # so the trainer may take its place
 
 
 def as_tune_error(error: BaseException) -> TuneError | None:
-    """The error of ours that ``error`` is or stands for, or None where it is nobody's but our bug.
-
-    A device that is out of memory is recognised by type, never by the text of a message.
-    """
+    """The error of ours that ``error`` is or stands for, or None where it is nobody's but our bug."""
     if isinstance(error, TuneError):
         return error
-    torch = sys.modules.get("torch")  # never imported here: where it was not imported, it raised nothing
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        first_sentence = str(error).strip().split(". ")[0].rstrip(".") or "out of device memory"
-        mapped = OutOfMemoryError(f"{first_sentence}; {_OUT_OF_MEMORY_ADVICE}")
+    if (said := device_shortage(error)) is not None:
+        mapped = OutOfMemoryError(f"{said}; {_OUT_OF_MEMORY_ADVICE}")
         mapped.__cause__ = error
         return mapped
     return None
@@ -194,31 +203,20 @@ def _end(ending: Ending, group: Group | None, environ: Mapping[str, str]) -> Non
     if not (wanted and ending.follows):
         print(ending.line(), file=sys.stderr, flush=True)
     if wanted:
-        told = {"code": ending.code, "message": ending.message} | ({"follows": True} if ending.follows else {})
+        told = {"code": ending.code, "message": redaction.one_line(ending.message)} | (
+            {"follows": True} if ending.follows else {}
+        )
         write_atomically(Path(wanted), json.dumps(told))
 
 
-def _follows_from_a_peer(error: Exception, group: Group | None, environ: Mapping[str, str]) -> bool:
+def _follows_from_a_peer(error: Exception, group: Group | None) -> bool:
     """Whether ``error`` is only the broken connection to a rank that has ended and said why.
 
     The communication back ends raise ``RuntimeError`` or a subclass for a peer that is gone.
     """
     if group is None or not isinstance(error, RuntimeError | TuneError):
         return False
-    if group.spoken():
-        return True
-    told = machines_word.heard(environ)
-    if told is not None:
-        _adopt(told, environ)
-    return told is not None
-
-
-def _adopt(told: Mapping[str, Any], environ: Mapping[str, str]) -> Ending:
-    """Make the ending of a rank on another machine that of the group here."""
-    where = f"rank {told['rank']} on {told['host']}"
-    ending = Ending(code=int(told["code"]), message=f"{where} ended the job: {told['message']}")
-    _end(ending, Group.of(environ), environ)
-    return ending
+    return group.spoken()
 
 
 def _is_the_agents(environ: Mapping[str, str]) -> bool:

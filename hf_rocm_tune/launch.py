@@ -3,11 +3,11 @@
 The launcher runs in this process (as in ``trl``). What it adds to a failure, a traceback of its own and exit code 1,
 is replaced by what our processes recorded (``exits``): they have printed their line, and their code is returned.
 
-Signals: SIGINT and SIGTERM are passed on to the training processes once, and waited for without a limit, because they
-write a checkpoint first. torch's elastic agent would kill them 30 seconds later (torch 2.13, ``launcher/api.py``), so
-these two are taken from it. A process that shares this one's process group has a terminal's Ctrl-C already. Not
-covered: ``kill -INT`` of only this process in a terminal's foreground job looks like Ctrl-C and is not passed on to
-such a process; ``kill`` (SIGTERM) is.
+Signals: SIGINT, SIGTERM and SIGHUP are passed on to the training processes once, and waited for without a limit,
+because they write a checkpoint first. torch's elastic agent would kill them 30 seconds later (torch 2.13,
+``launcher/api.py``), so these are taken from it. A process that shares this one's process group has a terminal's
+Ctrl-C already. Not covered: ``kill -INT`` of only this process in a terminal's foreground job looks like Ctrl-C and
+is not passed on to such a process; ``kill`` (SIGTERM) is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,17 +31,20 @@ from typing import Any, NoReturn
 import yaml
 
 from hf_rocm_tune import configs, process, recipe_file
-from hf_rocm_tune.distributed import machines_launch
 from hf_rocm_tune.endings import EXIT_FILE_VARIABLE, INTERRUPTED, PROGRAM, REFUSED_CODES
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
-from hf_rocm_tune.exits import ASKED_FILE, write_atomically
+from hf_rocm_tune.exits import ASKED_FILE, complete, write_atomically
+from hf_rocm_tune.redaction import one_line
+from hf_rocm_tune.training.supervised import leave_terminal
 
 CONFIG_FLAG = "--accelerate_config"
 #: Names that the launcher and ``trl sft`` both have: there, as in ``trl``, they are the job's.
 SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
 _NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _NEVER_SEVERAL = ("NO", "MULTI_CPU")
-_ENDED_BY_REQUEST = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGTERM)
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDED_BY_REQUEST = frozenset({*(-number for number in _PASSED_ON), *(128 + number for number in _PASSED_ON)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,22 +131,27 @@ def _refuse_lost_processes(arguments: Any) -> None:
 def _launch(arguments: Any, argv: Sequence[str]) -> int:
     """Run a job and give its code. A launcher above this one (the supervisor) is told what the job told us."""
     _quieten()
-    arguments.signals_to_handle = "SIGHUP,SIGQUIT"  # read by torch's agent; accelerate has no flag for it
+    arguments.signals_to_handle = "SIGQUIT"  # read by torch's agent; accelerate has no flag for it
     given = {_name(argument) for argument in argv if argument.startswith("--")}
-    variables = machines_launch.settle(arguments, given, os.environ)
     above = os.environ.get(EXIT_FILE_VARIABLE)
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as directory:
+        variables = _meeting(arguments, given, Path(directory))
         record, asked = Path(directory) / "exit.json", Path(directory) / ASKED_FILE
         try:
             with _environment({**variables, EXIT_FILE_VARIABLE: str(record)}), _signals_passed_on(asked):
                 status, rank = _run(arguments)
+                if status == 0:
+                    complete()
         except TuneError:
             if not _is_final(record):
                 raise
-            status, rank = 1, None  # the machines could not meet again, and need not
-        if status == 0:
-            return 0
+            status, rank = 1, None  # the processes could not meet again, and need not
         told = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
+        done = told is not None and told["code"] == 0
+        if status == 0 or (done and asked.exists() and status in _ENDED_BY_REQUEST):
+            complete()
+            return 0
+        told = None if done else told
         if told is None and asked.exists() and status in _ENDED_BY_REQUEST:
             print(f"{PROGRAM}: interrupted: it had not begun to train", file=sys.stderr, flush=True)
             return INTERRUPTED
@@ -151,7 +159,7 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
     if told is None or (follows and status != told["code"]):
         return _unrecorded(status, rank)
     if follows:  # and nobody here knows what it follows from
-        print(f"{PROGRAM}: error: {told['message']}", file=sys.stderr, flush=True)
+        print(f"{PROGRAM}: error: {one_line(told['message'])}", file=sys.stderr, flush=True)
     if above:
         write_atomically(Path(above), json.dumps(told))
     return int(told["code"])
@@ -185,10 +193,57 @@ def _run(arguments: Any) -> tuple[int, int | None]:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1, None
     except (RendezvousError, DistError) as error:
-        raise machines_launch.not_met(error, arguments) from error
+        raise StallError(f"the processes could not meet ({error}): start the same command again") from error
     except (ValueError, ConnectionError) as error:
         raise UsageError(f"accelerate's launcher refuses: {error}") from error
     return 0, None
+
+
+def _meeting(arguments: Any, given: Collection[str], directory: Path) -> dict[str, str]:
+    """Have the processes of one machine meet through a file, which opens no port; variables for them.
+
+    torch's own store listens on every interface, and what is sent to its agent's is unpickled. The ranks' own store is
+    at a free port of the loopback interface, see `process.prepare_process`. Every try has a store of its own: in one
+    that lives over several, a new try meets the addresses of the last (pytorch#135712).
+
+    Args:
+        arguments: the launcher's flags, as its own parser gives them; changed in place.
+        given: names of the flags that are on the command line.
+        directory: of this launch, which nobody else may read.
+
+    Raises:
+        UsageError: restarts are asked for, and there is one process.
+    """
+    file = _content(arguments.config_file)
+    if (arguments.num_machines or file.get("num_machines") or 1) > 1:
+        return {}
+    if (arguments.num_processes or file.get("num_processes") or 1) < 2:
+        if arguments.max_restarts:
+            raise UsageError(
+                "--max_restarts starts groups of processes again, and this job has one: leave it out and put "
+                "`hf-rocm-tune run --` in front of the command"
+            )
+        return {}
+    if "rdzv_backend" in given:
+        return {}
+    arguments.rdzv_backend, arguments.rdzv_conf = "c10d", "store_type=file"
+    arguments.rdzv_endpoint = str(directory / "rendezvous")
+    arguments.local_addr, arguments.main_process_port = "127.0.0.1", 0
+    return {} if _OWN_STORE in os.environ else {_OWN_STORE: "1"}
+
+
+def _content(file: str | None) -> dict[str, Any]:
+    """What an accelerate configuration says, the user's default one where none is named.
+
+    Empty where there is none, or it cannot be read, which accelerate complains of itself.
+    """
+    from accelerate.commands.config.config_args import default_config_file
+
+    try:
+        found = yaml.safe_load(Path(file or default_config_file).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        found = None
+    return found if isinstance(found, dict) else {}
 
 
 def _is_final(record: Path) -> bool:
@@ -313,7 +368,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_passed_on(asked: Path) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM to the children instead of dying before them; ``asked`` is made first."""
+    """Pass `_PASSED_ON` to the children instead of dying before them; ``asked`` is made first."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python gives signals to the main thread only
         return
@@ -321,6 +376,8 @@ def _signals_passed_on(asked: Path) -> Iterator[None]:
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         asked.touch()
+        if number == signal.SIGHUP:
+            leave_terminal()
         children = psutil.Process().children()
         if not children:
             raise SystemExit(128 + number)
@@ -330,12 +387,15 @@ def _signals_passed_on(asked: Path) -> Iterator[None]:
                 if not (from_terminal and os.getpgid(child.pid) == os.getpgrp()):
                     child.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # nohup
+    numbers = [number for number in _PASSED_ON if number != signal.SIGHUP or hung_up]
+    before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is pass_on:  # not ignored since: the job may be complete
+                signal.signal(number, handler)
 
 
 def _is_foreground_job() -> bool:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import socket
 import warnings
 from collections.abc import Mapping, MutableMapping
 
 from hf_rocm_tune.errors import UsageError
 
 _SET_BY_LAUNCHERS = ("RANK", "LOCAL_RANK", "MASTER_ADDR")
+_LOOPBACK = "127.0.0.1"
+_hosted: list[object] = []
+"""The store of this job's ranks, where this process hosts it: it lives as long as somebody holds it."""
 
 
 def has_accelerator() -> bool:
@@ -42,12 +46,64 @@ def prepare_process(environ: MutableMapping[str, str]) -> None:
     """
     _check_launch(environ)
     _check_deepspeed(environ)
+    _listen_on_loopback_only(environ)
     if not has_accelerator():
         environ["ACCELERATE_USE_CPU"] = "true"
         # bitsandbytes logs at import that an optional Hub kernel for CPUs is missing; nobody asked for it here.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # PEFT 0.21 asks for a property that transformers 5.23 has renamed; nothing that a user could change.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+
+
+def several_machines(environ: Mapping[str, str]) -> bool:
+    """Whether ranks of this job run on other machines, by what launchers say."""
+    world = environ.get("WORLD_SIZE", "1")
+    return environ.get("LOCAL_WORLD_SIZE", world) != world or environ.get("GROUP_WORLD_SIZE", "1") != "1"
+
+
+def _listen_on_loopback_only(environ: MutableMapping[str, str]) -> None:
+    """Where all ranks are on this machine, nothing that they open is reached from another.
+
+    torch's TCP store listens on every interface, whatever address it is given (torch 2.13; pytorch#173909). A server
+    that is there already, on the port of the ranks, is the one that torch uses in this process (``multi_tenant``).
+    Gloo and RCCL listen on the interface that they are told; what the user has set is kept.
+    """
+    if environ.get("WORLD_SIZE", "1") == "1" or several_machines(environ):
+        return
+    import psutil
+
+    interfaces = psutil.net_if_addrs().items()
+    name = next((name for name, found in interfaces if any(each.address == _LOOPBACK for each in found)), None)
+    if name is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if environ["RANK"] == "0" and not hosted and environ["MASTER_ADDR"] in (_LOOPBACK, "localhost"):
+        _host_store(int(environ.get("MASTER_PORT", "29500")))
+
+
+def _host_store(port: int) -> None:
+    from torch._C._distributed_c10d import TCPStore  # torch's annotations do not export it
+
+    listening = socket.socket()
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((_LOOPBACK, port))
+        listening.listen()
+    except OSError:  # it is taken: torch says so itself
+        listening.close()
+        return
+    taken_over = listening.detach()
+    _hosted.append(
+        TCPStore(
+            _LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=taken_over,
+        )
+    )
 
 
 def _check_launch(environ: Mapping[str, str]) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 import yaml
 
 from hf_rocm_tune import recipes
+from hf_rocm_tune.environ import covers
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.redaction import one_line, remember
 
 FLAG = "--config"
 
@@ -28,7 +30,7 @@ class Recipe:
     Args:
         path: the file.
         values: flag names without dashes and their YAML values, not yet checked.
-        env: environment variables.
+        env: environment variables, of those that the policy (`environ`) has a row on.
     """
 
     path: Path
@@ -36,9 +38,13 @@ class Recipe:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def apply_environment(self, environ: MutableMapping[str, str]) -> None:
-        """Put ``env`` into ``environ``; a variable that is set there already is kept."""
+        """Put ``env`` into ``environ``, and say so on stdout; a variable that is set there already is kept."""
         for name, value in self.env.items():
-            environ.setdefault(name, value)
+            if name not in environ:
+                environ[name] = value
+                if environ.get("RANK", "0") == "0":
+                    # As a YAML comment, so that `--print_config > recipe.yaml` stays a recipe.
+                    print(f"# hf-rocm-tune: {one_line(f'recipe {self.path} sets {name}={value}')}", flush=True)
 
 
 def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
@@ -91,7 +97,8 @@ def read_recipe(path: str | Path) -> Recipe:
         path: of the file, or the name of one that ships with the package (`find_recipe`).
 
     Raises:
-        UsageError: it is missing or unreadable, is not YAML (with the line), is not a mapping, or gives a key twice.
+        UsageError: it is missing or unreadable, is not YAML (with the line), is not a mapping, gives a key twice, or
+            sets a variable that is not a recipe's to set.
     """
     path = find_recipe(path)
     try:
@@ -112,6 +119,12 @@ def read_recipe(path: str | Path) -> Recipe:
     env = content.pop("env", None) or {}
     if not isinstance(env, dict) or any(isinstance(v, dict | list) or v is None for v in env.values()):
         raise UsageError(f"recipe {path}: `env` must map variable names to plain values, got {env!r}")
+    if foreign := [str(name) for name in env if not covers(str(name))]:
+        raise UsageError(
+            f"recipe {path}: `env` may set what `hf-rocm-tune env` knows of ROCm, RCCL and torch, "
+            f"not {', '.join(foreign)}: take them out, or set them in your shell"
+        )
+    remember(content)
     return Recipe(
         path=path,
         values={str(key): value for key, value in content.items()},

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_rocm_tune import environ, process, recipe_file, split_start
-from hf_rocm_tune.exits import listen_to_other_machines, run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.quick_start import uncollected
 
 
@@ -23,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 done, 2 wrong input, 3 corruption that could not be recovered, 4 stall, 5 out of memory,
-        130 interrupted by Ctrl-C or SIGTERM; 1 for a bug of ours, with its traceback.
+        130 interrupted by Ctrl-C, SIGTERM or SIGHUP; 1 for a bug of ours, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return run_guarded(lambda: _start(arguments))
+    return run_guarded(lambda: _start(arguments), argv=arguments, process_ends=argv is None)
 
 
 @sigterm_as_interrupt()
@@ -38,7 +38,6 @@ def _start(argv: list[str]) -> int:
     split_start.show_all_cards(argv, os.environ)
     with uncollected():
         process.prepare_process(os.environ)
-        listen_to_other_machines(os.environ)
         process.check_bitsandbytes()
         from hf_rocm_tune import sft_job
 

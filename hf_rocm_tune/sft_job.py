@@ -14,17 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune import announce, auto_fit, exits, machine_findings, ranks_start
+from hf_rocm_tune import announce, auto_fit, exits, machine_findings, ranks_start, upstream
 from hf_rocm_tune import arguments as command_line
 from hf_rocm_tune.arguments import Arguments
 from hf_rocm_tune.cards import Cards
-from hf_rocm_tune.distributed import machines
-from hf_rocm_tune.distributed.agree import on_main_process
+from hf_rocm_tune.distributed.agree import highest, on_main_process
 from hf_rocm_tune.errors import MemoryFaultError
 from hf_rocm_tune.models.placement import release_memory
-from hf_rocm_tune.process import check_world
+from hf_rocm_tune.process import check_world, several_machines
 from hf_rocm_tune.sft_setup import Job, make_trainer, open_publisher, prepare
-from hf_rocm_tune.training import report, stall
+from hf_rocm_tune.training import report, seam_probe, stall
+from hf_rocm_tune.training.oom_shortage import explain_native_exits
 from hf_rocm_tune.training.run import Plan, prepare_output_dir
 from hf_rocm_tune.training.stall import StallGuard
 from hf_rocm_tune.training.supervised import tell_begun
@@ -48,7 +48,16 @@ def run(argv: Sequence[str]) -> int:
         print(arguments.to_yaml(), end="")
         return 0
     check_world(arguments.training.world_size, os.environ)
+    if newer := upstream.untested():
+        on_main_process(lambda: seam_probe.require(newer, announce.say))
+    explain_native_exits(exits.speak)
     several = arguments.training.world_size > 1
+    if several_machines(os.environ):
+        announce.say(
+            "several machines: torch, gloo and RCCL listen on all interfaces, unencrypted, and who reaches their ports "
+            f"can run code as you: let no other host reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} and "
+            "the ports that the system gives out (/proc/sys/net/ipv4/ip_local_port_range)"
+        )
     with stall.watched(
         arguments.ranks.stall_timeout,
         place=exits.meeting_place(),
@@ -60,10 +69,15 @@ def run(argv: Sequence[str]) -> int:
 
 def _run(arguments: Arguments, guard: StallGuard) -> int:
     asked = {**arguments.resolved(), "world_size": arguments.training.world_size}
-    machines.require_same(report.versions(), asked)
-    restarted = machines.any_rank(exits.is_restart(os.environ))
+    restarted = bool(highest([int(exits.is_restart(os.environ))])[0])
     plan = _plan(arguments, asked, restarted=restarted)
-    machines.require_shared(plan.directory)
+    with closing(plan):
+        return _with_directory(arguments, asked, plan, guard, restarted=restarted)
+
+
+def _with_directory(
+    arguments: Arguments, asked: dict[str, Any], plan: Plan, guard: StallGuard, *, restarted: bool
+) -> int:
     for note in plan.notes:
         announce.say(note)
     if restarted:
@@ -77,20 +91,22 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
             publisher.result(plan.directory)  # its push may have failed; what is there is not sent again
         return 0
     job = prepare(arguments, asked, plan, publisher, guard)
-    machines.require_same_rows(job.data.train, "train")
-    machines.require_same_rows(job.data.eval, "evaluation")
     announce.say(*announce.settings(arguments, job.data.description, job.mover))
     job.findings = machine_findings.look(doctor=arguments.tune.doctor == "quick", say=announce.say_of_this_rank)
-    with job.mover, closing(publisher) if publisher else nullcontext():
-        _complete(job)
-        if publisher is not None:
-            publisher.result(plan.directory)
+    try:
+        with job.mover, closing(publisher) if publisher else nullcontext():
+            _complete(job)
+            if publisher is not None:
+                publisher.result(plan.directory)
+            exits.complete()
+    finally:
+        job.plan.close()  # after a way back it is another one
     release_memory()  # suspected, not proven: a process group held in a cycle can abort the interpreter at its end
     return 0
 
 
 def _complete(job: Job) -> None:
-    """Trains to the end. Where frozen weights changed in memory, they are loaded again and the run goes back.
+    """Trains to the end. Where memory changed what was right, everything is loaded again and the run goes back.
 
     Each way back loads every weight anew, verified, and continues from the newest checkpoint: all checkpoints were
     written after a look at every frozen weight. With several ranks the job ends instead, and starting it again does the
@@ -102,11 +118,11 @@ def _complete(job: Job) -> None:
         if fault is None:
             return
         release_memory()
-        job.plan.lock.release()
+        job.plan.close()
         job.plan = _plan(job.arguments, job.asked, going_back=True)
         where = job.plan.checkpoint.name if job.plan.checkpoint else "the start"
         announce.say(f"{fault}", f"all weights are loaded again and the run goes back to {where}")
-        job.mover.report.settle_incidents("frozen", "recovered")
+        job.mover.report.settle_incidents(("frozen", "trained", "batches"), "recovered")
 
 
 def _attempt(job: Job, *, may_go_back: bool) -> str | None:
@@ -131,6 +147,8 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
     try:
         with trainer.stop_requests.installed():  # the save of the result is not torn by a Ctrl-C either
             _train(job, trainer, facts, cards)
+            if not job.arguments.training.push_to_hub:
+                exits.complete()
     except BaseException as error:
         report.write_partial(trainer, facts, error)  # the evidence, whatever it was
         cards.leave_log(error)

@@ -6,7 +6,7 @@ Whatever can be refused without loading the model is refused by `prepare`; nothi
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,10 @@ from hf_rocm_tune.data.mixture import load_mixture
 from hf_rocm_tune.data.sources import Splits, load_source
 from hf_rocm_tune.distributed.agree import on_main_process
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.memory.libraries import warm_up
 from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
+from hf_rocm_tune.models.split_loading import device_map
 from hf_rocm_tune.publish import hub_during as publishing
 from hf_rocm_tune.publish.hub_during import Publisher
 from hf_rocm_tune.publish.privacy import local_paths
@@ -114,8 +116,9 @@ def prepare(
     tokenizer = load_tokenizer(source, training.chat_template_path)
     _check_formats(arguments, data, tokenizer)
     mover = make_mover(arguments, source, say=announce.say)
+    libraries = _warm_up(mover, source)
     batch_rows = _batch_rows(arguments)
-    fit = auto_fit.fit(arguments, plan.record.auto_fit, say=announce.say)
+    fit = auto_fit.fit(arguments, plan.record.auto_fit, libraries=libraries, say=announce.say)
     telemetry = of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
     return Job(
         arguments=arguments,
@@ -131,6 +134,15 @@ def prepare(
         guard=guard,
         batch_rows=batch_rows,
     )
+
+
+def _warm_up(mover: Mover, source: ModelSource) -> int:
+    """Libraries take their memory of each card while there is some, and how much; see `memory.libraries`."""
+    quantised = source.quantization
+    bits = None if quantised is None else 4 if quantised.load_in_4bit else 8
+    taken = sum(warm_up(device, bits=bits) for device in sorted(set(device_map(mover).values()), key=str))
+    mover.report.count("memory", libraries_bytes=taken)
+    return taken
 
 
 def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
@@ -157,7 +169,7 @@ def make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
     # A model that is to be sharded stays on the host: each card gets its own rows, when the trainer is built.
     on_host = is_wanted(os.environ) and job.source.quantization is None
     model, seconds = load_model(job.source, job.mover, on_host=on_host)
-    records = on_main_process(lambda: attest_files(job.source))
+    records = on_main_process(lambda: attest_files(job.source, job.mover))
     peft_config = get_peft_config(job.arguments.model)
     if peft_config is not None:
         peft_config.target_modules = target_names(peft_config.target_modules)
@@ -186,6 +198,7 @@ def make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
             grad_sync=job.arguments.grad_sync.way,
             grad_compression=job.arguments.grad_sync.compression,
         )
+    job.arguments = replace(job.arguments, training=trainer.args)  # a copy, with what is changed while it is built
     count_in_logs(trainer)
     if job.telemetry is not None:
         attach(trainer, job.telemetry)

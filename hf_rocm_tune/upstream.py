@@ -1,17 +1,24 @@
-"""The private places of upstream libraries on which verification depends, in one table.
+"""The private places of upstream libraries on which verification depends.
 
-Each :class:`Seam` names one function or method, the parameters that we rely on, why we stand there, and the version
-that it was checked with. :func:`resolve` finds it or raises :class:`~hf_rocm_tune.errors.SeamError`: a seam that
-upstream has moved is an error with a clear line, never a transfer that silently goes unverified.
+A place that upstream has moved is a :class:`~hf_rocm_tune.errors.SeamError` with a clear line, never a transfer that
+silently goes unverified.
 
-Seams that are *methods of* ``transformers.Trainer`` are overridden in the mixin and stand here only to be checked;
-those marked ``patched`` are replaced, for the length of a :func:`replaced` block or by :func:`replace_for_good`.
+- Methods of trainers that our classes override are marked there with ``@override``, and :func:`check_overrides`
+  compares them with the classes behind them: a marked method that overrides nothing, or other parameters, is an error.
+- What is not a trainer's stands in the table: each :class:`Seam` names one function or method, the parameters that we
+  rely on, why we stand there, and the version that it was checked with. Those marked ``patched`` are replaced, for the
+  length of a :func:`replaced` block or by :func:`replace_for_good`.
+
+Names and parameters do not tell whether upstream still calls a place: with libraries that are newer than :data:`TESTED`
+`training.seam_probe` tries that.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,11 +51,21 @@ class Seam:
     patched: bool = False
 
 
+TESTED = {
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "accelerate": "1.15.0",
+    "peft": "0.21.2",
+    "trl": "1.16.0",
+    "bitsandbytes": "0.50.2",
+}
+"""The version of each library with which all seams were read and tried."""
+
 _TRAINER = "transformers.trainer"
 _LOADING = "transformers.core_model_loading"
-_TRANSFORMERS = "transformers 5.23.0"
-_ACCELERATE = "accelerate 1.15.0"
-_TORCH = "torch 2.13.0"
+_TRANSFORMERS = f"transformers {TESTED['transformers']}"
+_ACCELERATE = f"accelerate {TESTED['accelerate']}"
+_TORCH = f"torch {TESTED['torch']}"
 _FSDP = "accelerate.utils.fsdp_utils"
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
@@ -67,7 +84,16 @@ SEAMS: tuple[Seam, ...] = (
         module="transformers.modeling_utils",
         attribute="convert_and_load_state_dict_in_model",
         parameters=("model", "state_dict", "load_config"),
-        why="says which checkpoint tensor is which, and which parameters were filled from the checkpoint",
+        why="says which checkpoint tensor is which",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
+        name="set_weight",
+        module=_LOADING,
+        attribute="set_param_for_module",
+        parameters=("model", "target_name", "param_value"),
+        why="every weight is set here once it is cast, fused or quantised: it gets its digest at this moment",
         checked=_TRANSFORMERS,
         patched=True,
     ),
@@ -87,15 +113,6 @@ SEAMS: tuple[Seam, ...] = (
         parameters=("model", "hf_quantizer", "device_map"),
         why="puts hooks on a model of several devices that copy activations between them unverified",
         checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="adapter_device",
-        module="peft.tuners.tuners_utils",
-        attribute="BaseTunerLayer._move_adapter_to_device_of_base_layer",
-        parameters=("self", "adapter_name", "device"),
-        why="PEFT moves fresh adapter weights to the device of their base layer here",
-        checked="peft 0.21.2",
         patched=True,
     ),
     Seam(
@@ -133,116 +150,12 @@ SEAMS: tuple[Seam, ...] = (
         checked=_ACCELERATE,
     ),
     Seam(
-        name="get_dataloader",
-        module=_TRAINER,
-        attribute="Trainer._get_dataloader",
-        parameters=("self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"),
-        why="every loader of training, evaluation and prediction is made here",
-        checked=_TRANSFORMERS,
-    ),
-    Seam(
-        name="prepare_inputs",
-        module=_TRAINER,
-        attribute="Trainer._prepare_inputs",
-        parameters=("self", "inputs"),
-        why="the last guard: nothing reaches forward without a verdict",
-        checked=_TRANSFORMERS,
-    ),
-    Seam(
-        name="accumulation_window",
-        module=_TRAINER,
-        attribute="Trainer.get_batch_samples",
-        parameters=("self", "epoch_iterator", "num_batches", "device"),
-        why="reads a whole accumulation window: how many of its batches are on their way at once is decided here",
-        checked=_TRANSFORMERS,
-    ),
-    Seam(
-        name="count_items",
-        module=_TRAINER,
-        attribute="Trainer._get_num_items_in_batch",
-        parameters=("self", "batch_samples", "device"),
-        why="counts labels before the first forward of an accumulation window: must count the host source",
-        checked=_TRANSFORMERS,
-    ),
-    Seam(
-        name="move_model",
-        module=_TRAINER,
-        attribute="Trainer._move_model_to_device",
-        parameters=("self", "model", "device"),
-        why="moves the whole model",
-        checked=_TRANSFORMERS,
-    ),
-    Seam(
-        name="training_step",
-        module=_TRAINER,
-        attribute="Trainer.training_step",
-        parameters=("self", "model", "inputs", "num_items_in_batch"),
-        why="runs out of memory, and is done again; averaged gradients are compared when it returns, not clipped yet",
-        checked=_TRANSFORMERS,
-    ),
-    Seam(
-        name="compute_loss",
-        module=_TRAINER,
-        attribute="Trainer.compute_loss",
-        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
-        why="the loss of a part of a micro-batch is weighed here, where upstream takes a mean",
-        checked=_TRANSFORMERS,
-    ),
-    Seam(
-        name="grad_norm",
-        module=_TRAINER,
-        attribute="Trainer._get_grad_norm",
-        parameters=("self", "model", "grad_norm"),
-        why="the last place before the optimizer at which a step that is not finite can be left out",
-        checked=_TRANSFORMERS,
-    ),
-    Seam(
         name="gather",
         module="accelerate.accelerator",
         attribute="Accelerator.gather",
         parameters=("self", "tensor"),
         why="trainers gather metrics in a micro-step: no rank may wait there for one that is out of memory",
         checked=_ACCELERATE,
-    ),
-    Seam(
-        name="prepare_training",
-        module=_TRAINER,
-        attribute="Trainer._prepare_for_training",
-        parameters=("self", "max_steps", "train_dataloader", "resume_from_checkpoint"),
-        why="wraps the model in DistributedDataParallel, which broadcasts from rank 0",
-        checked=_TRANSFORMERS,
-    ),
-    Seam(
-        name="save_checkpoint",
-        module=_TRAINER,
-        attribute="Trainer._save_checkpoint",
-        parameters=("self", "model", "trial"),
-        why="writes in place, pushes and rotates: replaced by save, verify, rename, push, rotate",
-        checked=_TRANSFORMERS,
-    ),
-    Seam(
-        name="best_metric",
-        module=_TRAINER,
-        attribute="Trainer._determine_best_metric",
-        parameters=("self", "metrics", "trial"),
-        why='with save_strategy="best" it alone decides about a save, and would drop one that a signal asks for',
-        checked=_TRANSFORMERS,
-    ),
-    Seam(
-        name="load_checkpoint",
-        module=_TRAINER,
-        attribute="Trainer._load_from_checkpoint",
-        parameters=("self", "resume_from_checkpoint", "model"),
-        why="reads adapter weights back on resume",
-        checked=_TRANSFORMERS,
-    ),
-    Seam(
-        name="load_optimizer",
-        module=_TRAINER,
-        attribute="Trainer._load_optimizer_and_scheduler",
-        parameters=("self", "checkpoint"),
-        why="reads optimizer state back on resume",
-        checked=_TRANSFORMERS,
     ),
     Seam(
         name="fsdp2_prepare",
@@ -299,7 +212,7 @@ SEAMS: tuple[Seam, ...] = (
         attribute="DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
         parameters=("module", "params_and_buffers_to_ignore"),
         why="keeps frozen weights out of the start-up broadcast",
-        checked="torch 2.13.0",
+        checked=_TORCH,
     ),
     Seam(
         name="ddp_post_forward",
@@ -307,7 +220,7 @@ SEAMS: tuple[Seam, ...] = (
         attribute="DistributedDataParallel._post_forward",
         parameters=("self", "output"),
         why="makes the next backward average gradients: it computes nothing, after all ranks have computed theirs",
-        checked="torch 2.13.0",
+        checked=_TORCH,
     ),
 )
 
@@ -352,6 +265,54 @@ def check_all() -> None:
     """
     for row in SEAMS:
         resolve(row.name)
+
+
+def check_overrides(trainer: type) -> None:
+    """Compares the methods that our classes override with those that they override.
+
+    Args:
+        trainer: a class with ours and upstream's among its bases.
+
+    Raises:
+        SeamError: upstream has no such method any more, or another parameter in a place on which we rely.
+    """
+    for ours, name, theirs in overrides(trainer):
+        where = f"{ours.__name__}.{name}"
+        if not theirs:
+            raise SeamError(_moved(where, "the method that it overrides is not there"))
+        wanted, found = (_parameters(vars(owner)[name]) for owner in (ours, theirs[-1]))
+        if found[: len(wanted)] != wanted:
+            raise SeamError(_moved(where, f"{theirs[-1].__name__} has the parameters {found}, expected {wanted} first"))
+
+
+def overrides(trainer: type) -> Iterator[tuple[type, str, list[type]]]:
+    """(class of ours, method marked with ``@override``, classes behind it that define it), of a trainer's bases."""
+    package = __name__.partition(".")[0]
+    bases = [(base, base.__module__.partition(".")[0] == package) for base in trainer.__mro__]
+    for place, (base, is_ours) in enumerate(bases):
+        for name, method in vars(base).items() if is_ours else ():
+            if getattr(method, "__override__", False):
+                yield base, name, [other for other, own in bases[place:] if not own and name in vars(other)]
+
+
+def untested() -> list[str]:
+    """Installed libraries that are newer than what the seams were tried with, such as "peft 0.22.0"."""
+    installed = {name: importlib.metadata.version(name) for name in TESTED}
+    return [f"{name} {version}" for name, version in installed.items() if _numbers(version) > _numbers(TESTED[name])]
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def _parameters(method: Callable[..., Any]) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    return tuple(name for name, each in inspect.signature(method).parameters.items() if each.kind in kinds)
+
+
+def _moved(where: str, what: str) -> str:
+    known = ", ".join(f"{name} {version}" for name, version in TESTED.items())
+    return f"cannot verify: upstream moved what {where} stands in front of: {what}. Checked with {known}: install these"
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def main() -> int:
     scene = story[min(number, len(story) - 1)]
     heard: list[int] = []
     if scene["end"] in ("wait", "hang"):
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(
                 each, lambda n, _: (heard.append(n), (place / "heard").write_text(repr(list(map(int, heard)))))
             )

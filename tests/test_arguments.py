@@ -235,16 +235,17 @@ def test_recipe_values_have_the_types_of_the_flags(base: list[str], tmp_path: Pa
     assert found.mixture.datasets[0].split == "train[:5]"
 
 
-def test_recipe_environment_yields_to_the_users(
-    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_recipe_environment_yields_to_the_users_and_is_told(
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RECIPE_KEPT", "mine")
-    monkeypatch.setenv("RECIPE_NEW", "")
-    monkeypatch.delenv("RECIPE_NEW")
+    monkeypatch.setenv("NCCL_DEBUG", "mine")
+    monkeypatch.setenv("NCCL_ALGO", "")
+    monkeypatch.delenv("NCCL_ALGO")
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("env: {RECIPE_KEPT: 1, RECIPE_NEW: 2}\n")
+    recipe.write_text("env: {NCCL_DEBUG: INFO, NCCL_ALGO: Ring}\n")
     read(*base, "--config", str(recipe))
-    assert (os.environ["RECIPE_KEPT"], os.environ["RECIPE_NEW"]) == ("mine", "2")
+    assert (os.environ["NCCL_DEBUG"], os.environ["NCCL_ALGO"]) == ("mine", "Ring")
+    assert capsys.readouterr().out == f"# hf-rocm-tune: recipe {recipe} sets NCCL_ALGO=Ring\n"
 
 
 @pytest.mark.parametrize(("size", "rows"), [("0.25", 0.25), ("1", 1), ("200", 200), ("none", None)])
@@ -306,6 +307,7 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
         ("- seed\n", ["mapping", "list"]),
         ("", ["mapping", "empty"]),
         ("env: [1]\n", ["env"]),
+        ("env: {LD_PRELOAD: x.so, NCCL_DEBUG: INFO, HF_ENDPOINT: x}\n", ["not LD_PRELOAD, HF_ENDPOINT"]),
         ("num_processes: 2\n", ["num_processes", "launcher"]),
         ("datasets:\n  - {pth: one}\n", ["pth"]),
     ],

@@ -11,14 +11,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
 
 import pytest
 
 from hf_rocm_tune import endings, errors, exits
-from hf_rocm_tune.distributed import machines_word
-from tests.two_ranks import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -186,29 +182,7 @@ def test_importing_it_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# ---- restarts and other machines ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def meeting() -> Iterator[str]:
-    """``host:port`` of a store like that of machine 0's agent."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield f"127.0.0.1:{store.port}"
-    del store  # held until here
-
-
-def machine(tmp_path: Path, number: int, meeting: str = "", *, port: int = 1) -> dict[str, str]:
-    """The environment of the only rank of a machine; each machine has a launcher with a directory of its own."""
-    directory = tmp_path / f"machine-{number}"
-    directory.mkdir(exist_ok=True)
-    return group(rank=number) | {
-        "GROUP_WORLD_SIZE": "2",
-        "MASTER_PORT": str(port),
-        endings.EXIT_FILE_VARIABLE: str(directory / "exit.json"),
-        **({machines_word.MEETING_VARIABLE: meeting} if meeting else {}),
-    }
+# ---- restarts -------------------------------------------------------------------------------------------------------
 
 
 def terminated() -> int:
@@ -236,102 +210,3 @@ def test_sigterm_that_the_launcher_was_sent_is_an_interruption(
     assert exits.run_guarded(terminated, environ=environ) == 130
     assert "stopped by SIGTERM" in capsys.readouterr().err
     assert exits.run_guarded(lambda: 0, environ=environ | {"TORCHELASTIC_RESTART_COUNT": "1"}) == 130
-
-
-def test_a_restart_that_the_agent_does_not_count_is_one(tmp_path: Path) -> None:
-    """Its ranks are started again because of another machine: count 0 as before, but another port."""
-    first, second = machine(tmp_path, 0), machine(tmp_path, 0, port=2)
-    assert exits.run_guarded(raising(errors.StallError("a peer is gone. Start again")), environ=first) == 4
-    assert not exits.is_restart(first)
-    seen: list[Any] = []
-    assert exits.run_guarded(lambda: seen.append(exits.is_restart(second)) or 0, environ=second) == 0
-    assert (seen, exits.last_ending(second)) == ([True], "a peer is gone. Start again")
-    assert exits.run_guarded(raising(errors.CorruptionError("final")), environ=second) == 3
-    assert exits.run_guarded(lambda: 0, environ=machine(tmp_path, 0, port=3)) == 3
-
-
-@pytest.mark.parametrize("kind", [errors.UsageError, errors.CorruptionError, errors.Interrupted])
-def test_a_final_ending_is_heard_on_the_other_machines(
-    kind: type[errors.TuneError], tmp_path: Path, meeting: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """There the rank sees a broken connection, says why, and is not started again."""
-    assert exits.run_guarded(raising(kind("the reason")), environ=machine(tmp_path, 1, meeting)) == kind.exit_code
-    capsys.readouterr()
-    here = machine(tmp_path, 0, meeting)
-    assert exits.run_guarded(raising(RuntimeError("Connection closed by peer")), environ=here) == 1
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1 and f"rank 1 on {os.uname().nodename} ended the job: the reason" in printed
-    assert json.loads(Path(here[endings.EXIT_FILE_VARIABLE]).read_text())["code"] == kind.exit_code
-    assert exits.run_guarded(lambda: 0, environ=machine(tmp_path, 0, meeting, port=2)) == kind.exit_code
-
-
-def test_a_rank_that_is_started_again_before_it_has_heard_refuses_at_once(
-    tmp_path: Path, meeting: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exits.run_guarded(terminated, environ=machine(tmp_path, 0, meeting)) == 143
-    assert exits.run_guarded(raising(errors.UsageError("the reason")), environ=machine(tmp_path, 1, meeting)) == 2
-    capsys.readouterr()
-    ran: list[int] = []
-    again = machine(tmp_path, 0, meeting, port=2)
-    assert exits.run_guarded(lambda: ran.append(1) or 0, environ=again) == 2 and not ran
-    assert f"rank 1 on {os.uname().nodename} ended the job: the reason" in capsys.readouterr().err
-
-
-def test_who_listens_before_machine_0_answers_hears_of_an_ending_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch.distributed import TCPStore
-
-    monkeypatch.setattr(machines_word, "LOOK_SECONDS", 0.1)
-    port = free_port()
-    here = machine(tmp_path, 0, f"127.0.0.1:{port}")
-    heard: SimpleQueue[dict[str, Any]] = SimpleQueue()
-    machines_word.listen(heard.put, here)
-    time.sleep(0.5)
-    assert heard.empty()
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    assert exits.run_guarded(raising(errors.UsageError("late")), environ=here | {"RANK": "1"}) == 2
-    assert heard.get(timeout=30)["message"] == "late"
-    del store  # held until here
-
-
-def test_an_ending_after_which_all_start_again_is_not_passed_on(
-    tmp_path: Path, meeting: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exits.run_guarded(raising(errors.StallError("stuck")), environ=machine(tmp_path, 1, meeting)) == 4
-    broken = raising(RuntimeError("Connection closed by peer"))
-    assert exits.run_guarded(broken, environ=machine(tmp_path, 0, meeting)) == 1
-    assert "ended the job" not in capsys.readouterr().err
-
-
-def test_a_store_that_is_gone_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gone = machine(tmp_path, 1, "127.0.0.1:9")
-    assert exits.run_guarded(raising(errors.UsageError("no model")), environ=gone) == 2
-    assert capsys.readouterr().err == "hf-rocm-tune: [rank 1] error: no model\n"
-
-
-def test_a_rank_that_hangs_is_ended_by_what_another_machine_says(tmp_path: Path, meeting: str) -> None:
-    code = (
-        "import os, sys, threading; from hf_rocm_tune import exits\n"
-        "exits._SECONDS_TO_END = 0.2\n"
-        "def main():\n"
-        "    exits.listen_to_other_machines(os.environ)\n"
-        "    print('waits', flush=True)\n"
-        "    threading.Event().wait()\n"
-        "sys.exit(exits.run_guarded(main))\n"
-    )
-    hangs = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=os.environ | machine(tmp_path, 0, meeting),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert hangs.stdout is not None and hangs.stdout.readline() == "waits\n"
-        exits.run_guarded(raising(errors.CorruptionError("bytes are wrong")), environ=machine(tmp_path, 1, meeting))
-        _, said = hangs.communicate(timeout=180)
-    finally:
-        hangs.kill()  # does nothing to one that has ended
-    assert hangs.returncode == 3
-    assert said.count("\n") == 1 and "ended the job: bytes are wrong" in said

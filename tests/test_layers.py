@@ -26,7 +26,7 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 
 # From low to high. A module that is not named is an entry point.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "version"}),
+    frozenset({"errors", "version", "redaction"}),
     frozenset({"environ", "configs", "upstream"}),
     frozenset({"hardware"}),
     frozenset({"transfer"}),
@@ -38,10 +38,10 @@ ROOT = ENTRY + 1  # cli, __main__ and the package itself, whose lazy names point
 
 HUGGING_FACE = frozenset({"transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "huggingface_hub"})
 NO_HUGGING_FACE = frozenset(
-    {"errors", "version", "environ", "configs", "upstream", "hardware", "transfer", "integrity", "memory"}
+    {"errors", "version", "redaction", "environ", "configs", "upstream", "hardware", "transfer", "integrity", "memory"}
 )
 NO_TORCH = re.compile(
-    r"(errors|version|configs|environ|memory\.plan|hardware\.\w*sysfs\w*)(\.\w+)*|cli|__main__|__init__"
+    r"(errors|version|redaction|configs|environ|memory\.plan|hardware\.\w*sysfs\w*)(\.\w+)*|cli|__main__|__init__"
 )
 
 DEVICE_NAME = re.compile(r"(^|_)(device|cuda|gpu)(s?$|_)|^dev$")

@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODEL = "meta-llama/Llama-3.2-1B-Instruct"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "two_cards.md", ROOT / "accelerate_configs" / "README.md"]
 PROSE = "\n".join(page.read_text() for page in PAGES)
-OTHERS = {"stall_seconds"}  # of `hf-rocm-tune run`
+OTHERS = {"stall_seconds", "public"}  # of `hf-rocm-tune run` and `push`
 BLOCKS = re.findall(r"<!-- run(?:: (\w+))? -->\n```(bash|python)\n(.*?)```", README, flags=re.DOTALL)
 
 

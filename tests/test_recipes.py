@@ -177,8 +177,8 @@ def test_validate_without_a_gpu_leaves_out_what_needs_one(
 
 
 def test_validate_warns_of_a_harmful_variable(written: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "A_VARIABLE_OF_MINE"):
+    for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # so that what the recipe sets is taken back after the test
         monkeypatch.delenv(name)
-    found = validate(written(env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "A_VARIABLE_OF_MINE": "2"}))
+    found = validate(written(env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "2"}))
     assert [line.split(":")[0] for line in found.warnings] == ["PYTORCH_NO_CUDA_MEMORY_CACHING"]

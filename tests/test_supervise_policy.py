@@ -13,8 +13,10 @@ from hf_rocm_tune.supervisor.settings import Settings
 SETTINGS = Settings()
 
 
-def death(step: int = 6, phase: str | None = "step", *, checkpoint: int = 4, resumed_at: int = 4) -> Death:
-    return Death(how="ended", code=1, phase=phase, step=step, resumed_at=resumed_at, checkpoint=checkpoint)  # type: ignore[arg-type]
+def death(
+    step: int = 6, phase: str | None = "step", *, checkpoint: int = 4, resumed_at: int = 4, code: int = 137
+) -> Death:
+    return Death(how="ended", code=code, phase=phase, step=step, resumed_at=resumed_at, checkpoint=checkpoint)  # type: ignore[arg-type]
 
 
 def decisions(deaths: list[Death], settings: Settings = SETTINGS) -> list[Decision]:
@@ -34,6 +36,12 @@ def test_the_second_death_in_a_step_leaves_it_out_and_the_fourth_gives_up() -> N
     assert [each.skip for each in made] == [None, 7, None, None]
     assert "in step 7" in made[1].reason and "left out" in made[1].reason
     assert "4 times in step 7, although it is left out" in made[3].reason
+
+
+def test_an_exception_at_the_start_is_tried_once_more_and_not_again() -> None:
+    made = decisions([death(phase="start"), *[death(phase="start", code=1)] * 9])
+    assert [each.action for each in made] == ["restart", "restart", "stop"]
+    assert [each.action for each in decisions([death(phase="save", code=1)] * 9)] == ["restart"] * 3 + ["stop"]
 
 
 @pytest.mark.parametrize("phase", ["evaluate", "save", "end", "start", None])

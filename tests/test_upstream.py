@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from contextlib import suppress
+import os
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import SeamError
+from hf_rocm_tune.training import seam_probe
+from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
 from hf_rocm_tune.upstream import SEAMS, Seam
 
 every_seam = pytest.mark.parametrize("row", SEAMS, ids=lambda row: row.name)
@@ -89,7 +93,53 @@ def test_a_library_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert SEAMS[0].module in refusal()
 
 
-def test_a_trainer_is_not_even_made_without_its_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+# ---- what our trainer overrides -----------------------------------------------------------------------------
+
+OVERRIDES = [(ours, name, theirs[-1]) for ours, name, theirs in upstream.overrides(VerifiedSFTTrainer)]
+
+
+def named_parameters(ours: type, name: str) -> list[str]:
+    """Parameters beside ``self`` that an override of ours names."""
+    each = list(inspect.signature(vars(ours)[name]).parameters.values())[1:]
+    return [one.name for one in each if one.kind is one.POSITIONAL_OR_KEYWORD]
+
+
+def test_whatever_hides_a_name_of_upstream_s_is_marked_as_an_override() -> None:
+    """Found by comparing the classes, so that no list has to be kept."""
+    bases = VerifiedSFTTrainer.__mro__
+    ours = [base for base in bases if base.__module__.startswith("hf_rocm_tune")]
+    theirs = {name for base in bases if base not in (*ours, object) for name in vars(base) if not name.startswith("__")}
+    marked = {(base, name) for base, name, _ in OVERRIDES}
+    assert {(base, name) for base in ours for name in vars(base) if name in theirs} == marked
+    assert {"_load_best_model", "_save_rng_state", "_get_output_dir"} <= {name for _, name in marked}
+
+
+def test_the_installed_versions_are_the_tested_ones() -> None:
+    upstream.check_overrides(VerifiedSFTTrainer)
+    assert upstream.untested() == []
+
+
+@pytest.mark.parametrize("name", sorted({name for _, name, _ in OVERRIDES}))
+def test_an_override_of_what_upstream_has_renamed_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for base in VerifiedSFTTrainer.__mro__:
+        if not base.__module__.startswith("hf_rocm_tune") and name in vars(base):
+            monkeypatch.delattr(base, name)
+    with pytest.raises(SeamError, match=rf"{name} stands in front of: the method that it overrides is not there"):
+        upstream.check_overrides(VerifiedSFTTrainer)
+
+
+@pytest.mark.parametrize("name", sorted({name for ours, name, _ in OVERRIDES if named_parameters(ours, name)}))
+def test_an_override_of_what_has_other_parameters_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = next(root for _, each, root in OVERRIDES if each == name)
+
+    def other(self: Any, something_new: Any) -> None: ...
+
+    monkeypatch.setattr(root, name, other)
+    with pytest.raises(SeamError, match=rf"{name} stands in front of: {root.__name__} has the parameters"):
+        upstream.check_overrides(VerifiedSFTTrainer)
+
+
+def test_a_trainer_is_not_even_made_without_what_it_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Trainer
 
     from hf_rocm_tune import VerifiedTransferMixin
@@ -97,10 +147,43 @@ def test_a_trainer_is_not_even_made_without_its_seams(monkeypatch: pytest.Monkey
     class Verified(VerifiedTransferMixin, Trainer):
         """As a user would define it."""
 
-    monkeypatch.delattr("transformers.trainer.Trainer._prepare_inputs")
-    with pytest.raises(SeamError, match="_prepare_inputs"):
+    monkeypatch.delattr(Trainer, "_load_best_model")
+    with pytest.raises(SeamError, match="_load_best_model"):
         Verified()
 
+
+# ---- newer libraries ----------------------------------------------------------------------------------------
+
+RENAMED_WITHIN = """
+import transformers.trainer as moved
+trainer = moved.Trainer
+trainer._load_rng_elsewhere, code = trainer._load_rng_state, trainer._run_epoch.__code__
+names = tuple("_load_rng_elsewhere" if name == "_load_rng_state" else name for name in code.co_names)
+trainer._run_epoch.__code__ = code.replace(co_names=names)
+"""
+
+
+@pytest.mark.parametrize("harm", [RENAMED_WITHIN, pytest.param("", marks=pytest.mark.long)], ids=["moved", "as tested"])
+def test_newer_libraries_are_tried_in_a_tiny_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    """A method that is there as before, and is no longer called, is found."""
+    newer = tmp_path / "transformers-99.1.0.dist-info"
+    newer.mkdir()
+    (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.1.0\n")
+    (tmp_path / "sitecustomize.py").write_text(harm)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(upstream.__file__).parents[1])]))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert upstream.untested() == ["transformers 99.1.0"]
+    upstream.check_overrides(VerifiedSFTTrainer)
+    said: list[str] = []
+    refused = pytest.raises(SeamError, match="upstream no longer calls _load_rng_state; install torch")
+    with refused if harm else nullcontext():
+        seam_probe.require(upstream.untested(), said.append)
+    assert len(said) == 1 and said[0].startswith("transformers 99.1.0: newer than what was tested (torch ")
+
+
+# ---- what is replaced ---------------------------------------------------------------------------------------
 
 PATCHED = [row for row in SEAMS if row.patched]
 

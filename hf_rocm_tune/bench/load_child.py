@@ -20,7 +20,7 @@ from trl.trainer import utils as trl_utils
 
 from hf_rocm_tune.bench.load_spec import LoadSpec
 from hf_rocm_tune.bench.memory import PeakMemory
-from hf_rocm_tune.errors import OutOfMemoryError, TuneError
+from hf_rocm_tune.errors import OutOfMemoryError, TuneError, device_shortage
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.placement import coverage
 from hf_rocm_tune.transfer import Mover, TransferSettings, digest
@@ -120,9 +120,11 @@ def main(spec_file: str, answer_file: str) -> int:
         answer = measure(spec)
     except TuneError as error:
         code, answer = error.exit_code, {"error": str(error), "exit_code": error.exit_code}
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if (said := device_shortage(error)) is None:
+            raise
         code = OutOfMemoryError.exit_code
-        answer = {"error": f"{str(error).split('. ')[0]}; give a smaller --scale", "exit_code": code}
+        answer = {"error": f"{said}; give a smaller --scale", "exit_code": code}
     Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
     return code
 

@@ -17,6 +17,8 @@ and must come before any use.
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import cache
@@ -55,6 +57,7 @@ def verify_loader(loader: DataLoader[Any], prefetch: Prefetch) -> DataLoader[Any
     if _PREFETCH in vars(loader):
         return loader
     upstream.replace_for_good("skip_first_batches", _skip_first_batches)
+    _share_memory_with_workers()
     if isinstance(loader, DataLoaderDispatcher):
         if loader.state.num_processes > 1 and prefetch.mover.settings.verify == "full":
             raise UsageError(
@@ -113,6 +116,15 @@ def _feeding(stock: Any) -> Any:
 
     Feeding.__name__ = f"Verified{stock.__name__}"
     return Feeding
+
+
+@cache
+def _share_memory_with_workers() -> None:
+    """What a worker inherits is none of its garbage collector's business: a collection would copy every page of it.
+
+    Done in the worker, not before the fork, where it would keep this process from freeing what it has today.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _feed(loader: Any, prefetch: Prefetch) -> Any:

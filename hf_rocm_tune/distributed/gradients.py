@@ -36,7 +36,7 @@ from hf_rocm_tune.distributed.evidence import Verdict, judge, pack, unpack
 from hf_rocm_tune.distributed.host_sync import HostAveraging
 from hf_rocm_tune.distributed.projections import MAGNITUDE, rounding_bound
 from hf_rocm_tune.distributed.sync_settings import SyncSettings
-from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
+from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError, device_shortage
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.host_group import host_group
 
@@ -128,7 +128,9 @@ class GradientCheck:
         wire = self._averaging.wire(bucket.buffer().dtype)
         try:
             record = Bucket.before_averaging(bucket, number=number, wire=wire, copied=self._copies)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if device_shortage(error) is None:
+                raise
             self._short_of_memory = True  # the other ranks wait for this average: it is made, and `collect` refuses it
             return None
         self._pending.append(record)
@@ -216,7 +218,9 @@ class GradientCheck:
         failure = self._through_host.failure(bucket.number)
         try:
             self._through_host.check()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if device_shortage(error) is None:
+                raise
             failure = "there was no memory for the one made again"
         if failure is None:
             bucket.write(self._harmed(average, bucket, attempt=1))

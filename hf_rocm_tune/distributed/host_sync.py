@@ -39,6 +39,7 @@ from hf_rocm_tune.transfer.fetch import Fetched, Fetcher
 from hf_rocm_tune.transfer.host_group import averages_group
 
 STAGE = "buckets"
+_LANES = ("gradients-average", "gradients-return")
 _ALIGNMENT = 256
 
 
@@ -94,7 +95,7 @@ class HostAveraging:
         self._mover, self._settings = mover, settings
         averages_group()  # made here, on every rank: not in the middle of a step
         self._fetcher: Fetcher | None = None
-        self._lanes: tuple[_Lane, _Lane] | None = None
+        self._lanes: tuple[_Lane, ...] | None = None
         self._stream: Any = None
         self._failures: dict[int, str] = {}
         self._error: BaseException | None = None
@@ -153,7 +154,7 @@ class HostAveraging:
         if self._lanes is None or self._fetcher is None:
             self._fetcher = self._mover.another_fetcher()
             self._stream = torch.cuda.Stream(device=local.device) if local.is_cuda else None
-            self._lanes = (_Lane("gradients-average"), _Lane("gradients-return"))
+            self._lanes = tuple(_Lane(name, local.device) for name in _LANES)
         step = self._fetcher.slot_bytes // _ALIGNMENT * _ALIGNMENT // local.element_size()
         starts = range(0, local.numel(), step)
         average = _Average(
@@ -234,9 +235,9 @@ class HostAveraging:
 class _Lane:
     """A thread that does one thing after the other. It ends with the object, and does not keep the interpreter."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: torch.device) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True).start()
+        threading.Thread(target=_work, args=(self._tasks, device), name=name, daemon=True).start()
         weakref.finalize(self, self._tasks.put, None)
 
     def put(self, task: Callable[[], None]) -> None:
@@ -244,7 +245,9 @@ class _Lane:
         self._tasks.put(task)
 
 
-def _work(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+def _work(tasks: SimpleQueue[Callable[[], None] | None], device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a new thread is on card 0, and would make a context there
     while (task := tasks.get()) is not None:
         task()
         del task  # it holds gradients

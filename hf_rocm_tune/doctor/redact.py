@@ -31,6 +31,7 @@ from hf_rocm_tune.environ.policy import POLICY
 from hf_rocm_tune.hardware.cards import CARDS
 from hf_rocm_tune.hardware.software import PACKAGES, Software, TorchDevice
 from hf_rocm_tune.hardware.sysfs_recording import Recording
+from hf_rocm_tune.redaction import redact
 
 # Names that say nothing about anybody, and that stand in files of every machine.
 _PUBLIC = frozenset(
@@ -51,9 +52,6 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\bGPU-[0-9a-fA-F]{8,32}\b"), "GPU-0000000000000000"),
     # Ids of containers and digests; nothing that a check reads is as long.
     (re.compile(r"\b[0-9a-fA-F]{32,}\b"), "0" * 32),
-    (re.compile(r"\b(?:hf|sk|gh[opsu]|glpat|xox[abp]|AKIA|wandb)[_-]?[A-Za-z0-9_-]{16,}"), "REDACTED"),
-    (re.compile(r"(?i)\b(\w*(?:token|passw(?:or)?d|secret|api_?key|credential)\w*\s*[=:]\s*)[^\s,;&]+"), r"\1REDACTED"),
-    (re.compile(r"//[^/\s:@]+:[^/\s@]+@"), "//REDACTED@"),
     (re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"), "user@host"),
     (re.compile(r"(?m)^((?:unique_id|serial_number|serial)\b\s*:?\s*)\S+"), r"\g<1>0"),
 )
@@ -144,6 +142,7 @@ def scrub_text(text: str, identity: Identity) -> str:
     for home in identity.homes:
         if home not in ("/", "/root", "/tmp"):
             text = re.sub(rf"{re.escape(home)}(?=/|\b|$)", "/home/user", text)
+    text = redact(text)
     for form, instead in _FORMS:
         text = form.sub(instead, text)
     for names, instead in ((identity.users, "user"), (identity.hosts, "host")):

@@ -8,7 +8,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from hf_rocm_tune.environ.decide import DECISIONS, Decision, apply, evaluate, known_facts, remember, too_late
+from hf_rocm_tune.environ.decide import DECISIONS, Decision, apply, covers, evaluate, known_facts, remember, too_late
 from hf_rocm_tune.environ.facts import MachineFacts, read_facts
 from hf_rocm_tune.environ.show import announce, explain, exports, to_json
 
@@ -18,6 +18,7 @@ __all__ = [
     "MachineFacts",
     "announce",
     "apply",
+    "covers",
     "evaluate",
     "explain",
     "exports",

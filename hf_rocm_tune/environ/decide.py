@@ -107,6 +107,11 @@ def _stem(pattern: str, name: str) -> str | None:
     return name[len(head) : len(name) - len(tail)] if fits else None
 
 
+def covers(name: str) -> bool:
+    """Whether the policy has a row on a variable."""
+    return any(_stem(pattern, name) is not None for row in POLICY for pattern in row.variables)
+
+
 def _matches(row: Row, environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Variable, value and replacement name for each thing in ``environ`` that a row speaks of."""
     if row.together is not None:

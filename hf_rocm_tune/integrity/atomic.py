@@ -14,10 +14,12 @@ cannot be seen from here (the run's lock file keeps them apart).
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -117,6 +119,50 @@ def write_text_atomic(path: Path, text: str) -> None:
         staging.unlink(missing_ok=True)
         raise
     flush(path.parent)
+
+
+def open_in_place(path: Path, flags: int) -> int:
+    """Open a file of a run that is written in place, and make it where it is not there; nothing is truncated.
+
+    Args:
+        path: of the file.
+        flags: as of `os.open`, without O_CREAT.
+
+    Returns:
+        Its descriptor, not inherited by other programs.
+
+    Raises:
+        OSError: as the operating system gave it; or ``path`` is a link, has another name by a hard link, or is no plain
+            file: what is written would then be in a file that is not the run's.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _not_plain(path) from error
+        raise
+    details = os.fstat(descriptor)
+    if not stat.S_ISREG(details.st_mode) or details.st_nlink > 1:
+        os.close(descriptor)
+        raise _not_plain(path)
+    return descriptor
+
+
+def _not_plain(path: Path) -> OSError:
+    return OSError(errno.ELOOP, f"{path.name} is a link or no plain file, so it is not the run's: move it away")
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a plain file, or of one that a link names; never waits, as reading a pipe would.
+
+    Raises:
+        OSError: as the operating system gave it, or it is no plain file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, f"{path.name} is no plain file")
+        return file.read()
 
 
 def clean_leftovers(parent: Path) -> list[str]:

@@ -1,10 +1,10 @@
 """``integrity.json``: which files belong to a checkpoint or a finished run, their sizes and SHA-256 digests.
 
-``write`` takes each digest from the file as it lies on disk: the file is flushed (fsync), dropped from the page cache
-where the system allows it (posix_fadvise), and read again. On a local disk that read comes from the device and shows
-that the device accepted and returns these bytes now. It does not show that they lie on the medium (a drive may answer
-from its own cache), nor anything on a file system that ignores the advice (tmpfs, some network mounts), and it says
-nothing about what the bytes *should* be: that comparison with the live tensors is `training.readback`.
+Each digest is taken of the file as it lies on disk: it is flushed (fsync), dropped from the page cache where the system
+allows it (posix_fadvise), and read again. On a local disk that read comes from the device and shows that the device
+accepted and returns these bytes now. It does not show that they lie on the medium (a drive may answer from its own
+cache), nor anything on a file system that ignores the advice (tmpfs, some network mounts), and it says nothing about
+what the bytes *should* be: that comparison is `training.readback`, with the bytes of the same reading (`read_once`).
 
 ``verify`` never raises on what it finds: a manifest is input like any other and may hold anything.
 """
@@ -16,12 +16,13 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-from hf_rocm_tune.integrity.atomic import flush, write_text_atomic
+from hf_rocm_tune.integrity.atomic import write_text_atomic
 
 MANIFEST_NAME = "integrity.json"
 SCHEMA = 1
@@ -90,6 +91,7 @@ def write(
     step: int,
     status: Status,
     files: Iterable[str] | None = None,
+    entries: Mapping[str, FileEntry] | None = None,
     tensors: Mapping[str, str] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Manifest:
@@ -97,17 +99,19 @@ def write(
 
     Args:
         files: names relative to ``directory``; without them, every regular file below it.
+        entries: of those among them that were read already; they are not read again.
 
     Raises:
         OSError: a file cannot be read, or the manifest cannot be written. An older manifest is still there.
     """
-    names = sorted(set(files)) if files is not None else [n for n in _walk(directory) if n != MANIFEST_NAME]
+    names = sorted(set(files)) if files is not None else list_files(directory)
+    known = entries or {}
     manifest = Manifest(
         run_id=run_id,
         step=step,
         status=status,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        files={name: _digest_from_device(directory / name) for name in names},
+        files={name: known.get(name) or entry_of(directory / name) for name in names},
         tensors=dict(tensors or {}),
         extra=dict(extra or {}),
     )
@@ -136,9 +140,14 @@ def inspect(directory: Path) -> Inspection:
     manifest = read(directory)
     if isinstance(manifest, Problem):
         return Inspection(problems=[manifest], unlisted=[], manifest=None)
-    problems = [found for name, entry in manifest.files.items() if (found := _check(directory, name, entry))]
-    unlisted = [name for name in _walk(directory) if name not in manifest.files and name != MANIFEST_NAME]
+    problems = compare(directory, manifest.files)
+    unlisted = [name for name in list_files(directory) if name not in manifest.files]
     return Inspection(problems=problems, unlisted=unlisted, manifest=manifest)
+
+
+def compare(directory: Path, entries: Mapping[str, FileEntry]) -> list[Problem]:
+    """What is wrong with these files, by their names relative to ``directory``."""
+    return [found for name, entry in entries.items() if (found := _check(directory, name, entry))]
 
 
 def verify(directory: Path) -> list[Problem]:
@@ -169,39 +178,55 @@ def _check(directory: Path, name: str, entry: FileEntry) -> Problem | None:
     return None
 
 
-def _walk(directory: Path) -> Iterator[str]:
-    """Names of the plain files below ``directory``, relative, sorted within each folder."""
-    for folder, folders, files in os.walk(directory):
-        folders.sort()
-        for name in sorted(files):
-            path = Path(folder, name)
-            if path.is_file():
-                yield path.relative_to(directory).as_posix()
+def list_files(directory: Path) -> list[str]:
+    """Names of the plain files below ``directory`` but its manifest, relative, in the order of folders and names."""
+    found = sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+    return [path.as_posix() for path in found if path.as_posix() != MANIFEST_NAME]
 
 
-def _digest_from_device(path: Path) -> FileEntry:
-    flush(path)
+def entry_of(path: Path) -> FileEntry:
+    """Size and SHA-256 of a file as it lies on disk."""
     drop_from_cache(path)
     return _digest(path)
 
 
-def drop_from_cache(path: Path) -> None:
-    """Ask the system to forget its cached pages of a flushed file, so that the next read comes from the device."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    descriptor = os.open(path, os.O_RDONLY)
+@contextmanager
+def read_once(path: Path) -> Iterator[tuple[Path, FileEntry]]:
+    """One reading of a file as it lies on disk, for as much host memory as it is long.
+
+    Yields:
+        A path, for the length of the block, to the very bytes that were read, in memory of this process; and their size
+        and SHA-256. What happens to the file meanwhile changes neither.
+    """
+    drop_from_cache(path)
+    descriptor = os.memfd_create(path.name[:200], os.MFD_CLOEXEC)
     try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        with open(descriptor, "wb", closefd=False) as copy:
+            entry = _digest(path, copy)
+        yield Path(f"/proc/self/fd/{descriptor}"), entry
     finally:
         os.close(descriptor)
 
 
-def _digest(path: Path) -> FileEntry:
+def drop_from_cache(path: Path) -> None:
+    """Flush a file and have the system forget its cached pages, so that the next read comes from the device."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path, copy: BinaryIO | None = None) -> FileEntry:
     digest, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             size += len(chunk)
+            if copy is not None:
+                copy.write(chunk)
     return FileEntry(bytes=size, sha256=digest.hexdigest())
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.transfer import digest
+from hf_rocm_tune.transfer import QueuedDigests
 from hf_rocm_tune.transfer.host_group import host_group
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return 0
-    mine = {name: digest(tensor).hex() for name, tensor in tensors}
+    rows = list(tensors)
+    digests = QueuedDigests([tensor.detach() for _, tensor in rows]).result()
+    mine = {name: found.hex() for (name, _), found in zip(rows, digests, strict=True)}
     everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine, group=host_group())
     first = everyone[0] or {}

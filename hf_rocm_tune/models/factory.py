@@ -13,7 +13,7 @@ from hf_rocm_tune.models.file_records import FileRecords, check_files, default_m
 from hf_rocm_tune.models.files import check_model_directory, hub_snapshot
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.placement import place
-from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, require_bitsandbytes, verify_tables
+from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, require_bitsandbytes
 from hf_rocm_tune.models.split_loading import device_map, tell_of_devices, without_dispatch
 from hf_rocm_tune.models.template import check_chat_template
 
@@ -122,20 +122,24 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
         return model, time.perf_counter() - started
     tell_of_devices(model, mover)
     place(model, mover)
-    verify_tables(model)
     keep_trainable_on_cpu(model)
     return model, time.perf_counter() - started
 
 
-def attest_files(source: ModelSource) -> FileRecords:
-    """Compares the weight files of a model with what was recorded of them; after loading, when they are all there.
+def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
+    """Compares the weight files of a model with what was recorded of them, and what was loaded with the files.
+
+    Args:
+        source: that was loaded: its files are all there now.
+        mover: through which it was loaded.
 
     Raises:
         UsageError: a file is damaged on this disk.
+        CorruptionError: what was loaded is not what the file holds.
     """
     directory = Path(source.name).expanduser() if source.is_local else hub_snapshot(source.name, source.revision)
     files = sorted(directory.glob("*.safetensors")) if directory is not None else []
-    return check_files(files, default_memory())
+    return check_files(files, default_memory(), mover.loaded)
 
 
 def load_tokenizer(source: ModelSource, chat_template_path: str | None = None) -> PreTrainedTokenizerBase:

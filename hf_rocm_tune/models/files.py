@@ -96,6 +96,11 @@ def _shard_names(index: Path) -> list[str]:
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) and name for name in names):
         raise UsageError(f"model file {index}: has no weight_map of tensor to file name: download or copy it again")
+    outside = sorted({str(name) for name in names if Path(str(name)).name != name})
+    if outside:
+        raise UsageError(
+            f"model file {index}: names {outside[0]!r}, which is not a file beside it: do not use this model"
+        )
     return sorted(set(names))
 
 

@@ -24,6 +24,7 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.casts import cast_verified
 from hf_rocm_tune.models.placement import mark_loaded
+from hf_rocm_tune.transfer import redirected
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,32 +51,10 @@ def verified_loading(mover: Mover) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(upstream.replaced("materialize_weight", lambda stock: _materialize(stock, mover, names)))
         stack.enter_context(upstream.replaced("load_state_dict", lambda stock: _load_state_dict(stock, mover, names)))
+        stack.enter_context(upstream.replaced("set_weight", lambda stock: _set_weight(stock, mover)))
         stack.enter_context(upstream.replaced("missing_keys", _initialise_on_host))
+        stack.enter_context(redirected(mover, stage="weights"))  # what quantisation moves by itself
         yield
-
-
-@contextmanager
-def host_adapters() -> Iterator[None]:
-    """Within the block PEFT leaves fresh adapter weights on the host, from where the mover takes them.
-
-    Adapters whose initialisation computes with the base weights (DoRA, PiSSA, OLoRA ...) must be on its device: use
-    :func:`initialised_on_device` to tell them, and do not enter this block for them.
-    """
-
-    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def keep_on_host(self: Any, adapter_name: str, device: torch.device | None = None) -> None:
-            del device
-            stock(self, adapter_name, device=torch.device("cpu"))
-
-        return keep_on_host
-
-    with upstream.replaced("adapter_device", make):
-        yield
-
-
-def initialised_on_device(peft_config: Any) -> bool:
-    """Whether this adapter's initial values are computed from the base weights, on their device."""
-    return rewrites_base(peft_config) or bool(getattr(peft_config, "use_dora", False))
 
 
 def rewrites_base(peft_config: Any) -> bool:
@@ -104,17 +83,24 @@ def _load_state_dict(stock: Callable[..., Any], mover: Mover, names: Names) -> C
         shards = (load_config.sharded_metadata or {}).get("weight_map", {})
         whole = load_config.pretrained_model_name_or_path
         names.update((id(value), (key, f"{whole}/{shards.get(key, SINGLE)}")) for key, value in state_dict.items())
-        expected = set(model.state_dict())
         try:
             result = stock(model, state_dict, load_config, *rest, **more)
         finally:
             names.clear()  # ids are only meaningful while the checkpoint's slices live
-        info = result[0]
-        _refuse_other_shapes(info.mismatched_keys, ignored=load_config.ignore_mismatched_sizes)
-        mark_loaded(model, expected - info.missing_and_mismatched(), mover)
+        _refuse_other_shapes(result[0].mismatched_keys, ignored=load_config.ignore_mismatched_sizes)
         return result
 
     return load
+
+
+def _set_weight(stock: Callable[..., Any], mover: Mover) -> Callable[..., Any]:
+    """What was cast, fused or quantised gets its digest as soon as it is there, before anything else is loaded."""
+
+    def set_weight(model: PreTrainedModel, target_name: str, param_value: Any, *rest: Any, **more: Any) -> None:
+        stock(model, target_name, param_value, *rest, **more)
+        mark_loaded(model, target_name, mover)
+
+    return set_weight
 
 
 def _refuse_other_shapes(mismatched: Iterable[tuple[str, Any, Any]], *, ignored: bool) -> None:

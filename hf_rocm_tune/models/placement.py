@@ -7,19 +7,28 @@ quantisation state of 4-bit and 8-bit weights. Coverage, placement and the senti
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from hf_rocm_tune.models.shards import local, reshard
+from hf_rocm_tune.transfer import digest
+from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from hf_rocm_tune.transfer import Mover
+    from hf_rocm_tune.transfer import Digest, Mover
 
+MOVED = "equal to its source on arrival"
 QUANTISED = "quantised on the device from a verified tensor"
 CONVERTED = "fused or split on the device from verified tensors"
 
@@ -32,11 +41,21 @@ class Coverage:
         verified_bytes: bytes that were transferred and verified, or computed on the device from such.
         device_bytes: all bytes of parameters, buffers and quantisation state.
         unverified: name and reason of each tensor that makes the difference.
+        verified_by: of the verified bytes, how many by what.
     """
 
     verified_bytes: int
     device_bytes: int
     unverified: list[dict[str, str]] = field(default_factory=list)
+    verified_by: dict[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: Coverage) -> Coverage:
+        return Coverage(
+            verified_bytes=self.verified_bytes + other.verified_bytes,
+            device_bytes=self.device_bytes + other.device_bytes,
+            unverified=[*self.unverified, *other.unverified],
+            verified_by=dict(Counter(self.verified_by) + Counter(other.verified_by)),
+        )
 
     @property
     def complete(self) -> bool:
@@ -51,14 +70,30 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         Dotted name and tensor: parameters, then buffers, then ``<weight>.quant_state.*`` (bitsandbytes 4-bit) and
         ``<weight>.CB``/``SCB`` (8-bit).
     """
+    return ((name, tensor) for name, tensor, _ in findable_tensors_of(model))
+
+
+def findable_tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
+    """As `tensors_of`, and for each a function that finds it again without a walk over the model.
+
+    The function raises AttributeError where there is no such tensor any more.
+    """
     reshard(model)
     seen: set[int] = set()
-    for name, each in _named(model):
-        tensor = local(each)
-        key = id(tensor.untyped_storage())
+    for name, module, path in _places(model):
+        find = partial(_find, module, path)
+        tensor = find()
+        key = tensor.untyped_storage()._cdata
         if key not in seen:
             seen.add(key)
-            yield name, tensor
+            yield name, tensor, find
+
+
+def _find(module: nn.Module, path: str) -> Tensor:
+    tensor: Tensor | None = attrgetter(path)(module)
+    if tensor is None:  # bitsandbytes hands an 8-bit weight's state over to its layer at the first forward
+        tensor = attrgetter(f"state.{path.rpartition('.')[2]}")(module)
+    return local(tensor)
 
 
 def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
@@ -92,44 +127,110 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def mark_loaded(model: nn.Module, names: Iterable[str], mover: Mover) -> None:
-    """Tells the mover which tensors of the model were computed from verified checkpoint tensors.
+def mark_loaded(model: nn.Module, name: str, mover: Mover) -> None:
+    """Tells the mover of a weight that was computed from verified checkpoint tensors, and of its quantisation state.
 
     Args:
-        model: after loading.
-        names: state-dict names that the checkpoint filled.
+        model: that is being loaded; the weight has just been set.
+        name: its state-dict name.
         mover: through which the checkpoint's tensors came.
     """
-    filled = set(names)
-    for name, tensor in _named(model):
-        quantised = ".quant_state." in name or name.endswith((".CB", ".SCB"))
-        owner = name.split(".quant_state.")[0] if quantised else name
-        owner = owner.removesuffix(".CB").removesuffix(".SCB") if quantised else owner
-        known = owner in filled or f"{owner}.weight" in filled
-        if known and tensor.device.type == mover.device.type and mover.provenance(tensor) is None:
-            is_packed = quantised or hasattr(tensor, "quant_state") or hasattr(tensor, "CB")
+    path, _, key = name.rpartition(".")
+    for found, tensor in _named(model.get_submodule(path)):
+        if found != key and not found.startswith(f"{key}."):
+            continue
+        if found.endswith(".code") and mover.device.type != "cpu":
+            continue  # tables are made on the host: they crossed, so the mover knows them or they went round it
+        if tensor.device.type == mover.device.type and mover.provenance(tensor) is None:
+            is_packed = found != key or hasattr(tensor, "quant_state") or hasattr(tensor, "CB")
             mover.mark_derived(tensor, QUANTISED if is_packed else CONVERTED)
 
 
-def mark_initialised(model: nn.Module, mover: Mover) -> None:
-    """Marks trainable tensors whose first values the device computed from verified base weights (DoRA, PiSSA ...)."""
-    for _, parameter in model.named_parameters():
-        on_device = parameter.device.type == mover.device.type
-        if parameter.requires_grad and on_device and mover.provenance(parameter) is None:
-            mover.mark_derived(parameter, "initialised on the device from verified weights")
+def mark_computed(model: nn.Module, mover: Mover) -> None:
+    """Marks what the device computed while `redirected` was in force: nothing unverified could have come to it.
+
+    DoRA's magnitudes, PiSSA's factors, copies for ``modules_to_save``, embeddings that a chat template resized. What
+    was on the device before the block must have a provenance already (`models.attest`); where that is unverified, so
+    is what was computed. Where the device is the host nothing is marked: there what is new is host memory, which
+    `place` digests.
+
+    Raises:
+        CorruptionError: a copy for ``modules_to_save`` is not what it was copied from.
+    """
+    if mover.device.type == "cpu":
+        return
+    for name, original, copied in _saved_copies(model):
+        if mover.provenance(copied) is None and digest(original.to(copied.dtype)) != digest(copied):
+            raise CorruptionError(
+                f"the device copied {name} wrongly for modules_to_save: arithmetic or memory of the card, not a "
+                "transfer. Nothing of it was used; run hf-rocm-tune drill --full"
+            )
+    tensors = [tensor for _, tensor in tensors_of(model) if tensor.device.type == mover.device.type]
+    tainted = any(mover.provenance(tensor) == "unverified" for tensor in tensors)
+    for tensor in tensors:
+        if mover.provenance(tensor) is not None:
+            continue
+        if tainted:
+            mover.mark_unverified(tensor, "computed on the device, where not all weights were verified")
+        else:
+            mover.mark_derived(tensor, "computed on the device from verified tensors")
 
 
-def mark_rewritten(model: nn.Module, mover: Mover) -> None:
-    """Marks base weights that the adapter's initialisation may have rewritten on the device, some of them in place.
+def _saved_copies(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What PEFT deep-copied on the device: name, original and copy."""
+    for name, module in model.named_modules():
+        copies = getattr(module, "modules_to_save", None)
+        if not isinstance(copies, nn.ModuleDict):  # the PeftModel has a set of names there
+            continue
+        originals = dict(module.original_module.named_parameters())
+        for copied in copies.values():
+            for part, tensor in copied.named_parameters():
+                yield f"{name}.{part}", originals[part], tensor
+
+
+def digests_before(model: nn.Module, mover: Mover) -> dict[str, Digest]:
+    """What weights hold before an adapter is computed from them and rewrites them, by their names in the files.
+
+    Raises:
+        MemoryFaultError: one no longer holds what was loaded.
+    """
+    found: dict[str, Digest] = {}
+    for name, tensor in tensors_of(model):
+        data = storage_bytes(tensor)
+        found[file_name(name)] = now = digest(data)
+        if mover.was_verified(tensor) and mover.digest_of(data) not in (None, now):
+            raise MemoryFaultError(
+                f"frozen weights changed in memory (before the adapter is computed from them): {name}",
+                "Nothing was trained: start the same command again",
+            )
+    return found
+
+
+def mark_rewritten(model: nn.Module, before: Mapping[str, Digest], mover: Mover) -> None:
+    """Marks base weights that the adapter's initialisation has rewritten, some of them in place.
 
     PiSSA, OLoRA, LoftQ and their like take the adapter's product out of the weight below it: the digest with which that
-    weight arrived is no longer right. Exactly the weights below adapters are marked.
+    weight arrived is no longer right. Exactly the weights that have changed are marked, and the report names them.
+
+    Args:
+        model: with the adapter.
+        before: see :func:`digests_before`.
+        mover: that knows their digests.
     """
-    for module in model.modules():
-        base = getattr(module, "base_layer", None)
-        weight = getattr(base, "weight", None)
-        if isinstance(weight, torch.Tensor) and mover.was_verified(weight):
-            mover.mark_derived(weight, "rewritten on the device by the adapter's initialisation")
+    reason = "rewritten by the adapter's initialisation"
+    for name, tensor in tensors_of(model) if before else ():
+        now = digest(data := storage_bytes(tensor))
+        if tensor.requires_grad or before.get(file_name(name), now) == now:
+            continue
+        mover.report.rebaselined(name, reason)
+        if mover.digest_of(data) != now and (mover.was_verified(tensor) or tensor.device.type != "cpu"):
+            mover.mark_derived(tensor, reason)  # what is new on the host is digested by `place`
+
+
+def file_name(name: str) -> str:
+    """A tensor's name without what PEFT adds to it."""
+    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
 
 
 def coverage(model: nn.Module, mover: Mover) -> Coverage:
@@ -140,16 +241,18 @@ def coverage(model: nn.Module, mover: Mover) -> Coverage:
     """
     verified = total = 0
     unverified: list[dict[str, str]] = []
+    verified_by: Counter[str] = Counter()
     for name, tensor in tensors_of(model):
         size = tensor.numel() * tensor.element_size()
         total += size
         origin = mover.provenance(tensor)
         if origin in {"transferred", "derived"} or size == 0:
             verified += size
+            verified_by[mover.reason(tensor) or MOVED] += size
         else:
             reason = mover.reason(tensor) or "came to the device by another way than the mover"
             unverified.append({"tensor": name, "reason": reason})
-    return Coverage(verified_bytes=verified, device_bytes=total, unverified=unverified)
+    return Coverage(verified_bytes=verified, device_bytes=total, unverified=unverified, verified_by=dict(verified_by))
 
 
 def _on_host_unknown(tensor: Tensor, mover: Mover) -> bool:
@@ -157,26 +260,34 @@ def _on_host_unknown(tensor: Tensor, mover: Mover) -> bool:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-    modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        state = getattr(parameter, "quant_state", None)
-        if state is None and name.endswith(".weight"):  # a sharded 4-bit weight has left it to its layer
-            state = getattr(modules[name.removesuffix(".weight")], "quant_state", None)
-        if state is not None:
-            yield from _quant_state(f"{name}.quant_state", state)
-        for attribute in ("CB", "SCB"):
-            value = getattr(parameter, attribute, None)
-            if isinstance(value, torch.Tensor):
-                yield f"{name}.{attribute}", value
+    return ((name, _find(module, path)) for name, module, path in _places(model))
 
 
-def _quant_state(prefix: str, state: object) -> Iterator[tuple[str, Tensor]]:
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Name of each tensor, the module that it belongs to, and its dotted attribute there."""
+    modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
+    for prefix, module in modules:
+        yield from ((prefix + key, module, key) for key, each in module._parameters.items() if each is not None)
+    for prefix, module in modules:
+        yield from ((prefix + key, module, key) for key, each in module._buffers.items() if each is not None)
+    for prefix, module in modules:
+        for key, parameter in module._parameters.items():
+            state, at = getattr(parameter, "quant_state", None), f"{key}.quant_state"
+            if state is None and key == "weight":  # a sharded 4-bit weight has left it to its layer
+                state, at = getattr(module, "quant_state", None), "quant_state"
+            for suffix in quant_state_of(state):
+                yield f"{prefix}{key}.quant_state.{suffix}", module, f"{at}.{suffix}"
+            for attribute in ("CB", "SCB"):
+                owners = (parameter, getattr(module, "state", None)) if hasattr(parameter, attribute) else ()
+                if any(isinstance(getattr(owner, attribute, None), torch.Tensor) for owner in owners):
+                    yield f"{prefix}{key}.{attribute}", module, f"{key}.{attribute}"
+
+
+def quant_state_of(state: object) -> Iterator[str]:
+    """Names of the tensors of a 4-bit weight's quantisation state, those of its nested state included."""
     for attribute in ("absmax", "code", "offset"):
-        value = getattr(state, attribute, None)
-        if isinstance(value, torch.Tensor):
-            yield f"{prefix}.{attribute}", value
+        if isinstance(getattr(state, attribute, None), torch.Tensor):
+            yield attribute
     nested = getattr(state, "state2", None)
     if nested is not None:
-        yield from _quant_state(f"{prefix}.state2", nested)
+        yield from (f"state2.{attribute}" for attribute in quant_state_of(nested))

@@ -1,4 +1,4 @@
-"""4-bit and 8-bit weights by bitsandbytes: can it run here, are its tables right, does it stay trainable."""
+"""4-bit and 8-bit weights by bitsandbytes: can it run here, and does it stay trainable."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.transfer import digest
+from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,34 +56,3 @@ def keep_trainable_on_cpu(model: nn.Module) -> int:
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  # a plain flag, not a parameter
             told += 1
     return told
-
-
-def verify_tables(model: nn.Module) -> int:
-    """Compares the code tables of 4-bit weights with tables made on the host.
-
-    bitsandbytes makes them on the host and sends them to the device by itself, so they do not pass the mover.
-
-    Returns:
-        How many tables were compared.
-
-    Raises:
-        CorruptionError: a table on the device is not the one that was sent.
-    """
-    compared = 0
-    for name, parameter in model.named_parameters():
-        state = getattr(parameter, "quant_state", None)
-        if state is None:
-            continue
-        functional = importlib.import_module("bitsandbytes.functional")
-        expected = [(state.code, functional.get_4bit_type(state.quant_type, device="cpu"))]
-        if state.state2 is not None:
-            expected.append((state.state2.code, functional.create_dynamic_map()))
-        for found, right in expected:
-            compared += 1
-            # a pre-quantised checkpoint brings its own table, which came through the mover
-            if found.shape == right.shape and found.dtype == right.dtype and digest(found) != digest(right):
-                raise CorruptionError(
-                    f"the {state.quant_type} code table of {name} arrived wrong on the device: its 4-bit weights "
-                    "would decode to other values. Run again; if it returns, run `hf-rocm-tune env`"
-                )
-    return compared

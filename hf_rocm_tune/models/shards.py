@@ -72,6 +72,8 @@ def placer(model: nn.Module, place: Callable[..., Tensor]) -> Callable[..., Tens
     like = next(each for each in model.parameters() if isinstance(each, DTensor))
 
     def place_rows(tensor: Tensor, *, name: str, stage: str) -> Tensor:
+        if tensor.dim() == 0:  # a step count: no rank has a part of it
+            return place(tensor, name=name, stage=stage)
         moved = place(own_rows(tensor, like), name=name, stage=stage)
         return DTensor.from_local(
             moved, like.device_mesh, like.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()

@@ -88,11 +88,12 @@ class SplitMover(Mover):
         """Whether one of the cards is this device."""
         return any(mover.serves(device) for mover in self.cards)
 
-    def move_to(self, device: torch.device, tensor: Tensor, *, name: str, source: str | None = None) -> Tensor:
+    def move_to(
+        self, device: torch.device, tensor: Tensor, *, name: str, stage: str = "weights", source: str | None = None
+    ) -> Tensor:
         """As `Mover.move` for a weight, to the card that is this device; among logical cards the name decides."""
-        if self.logical:
-            return self.move(tensor, name=name, source=source)
-        return next(mover for mover in self.cards if mover.serves(device)).move(tensor, name=name, source=source)
+        card = self if self.logical else next(mover for mover in self.cards if mover.serves(device))
+        return card.move(tensor, name=name, stage=stage, source=source)
 
     def fetched(self, tensor: Tensor, *, name: str, stage: str) -> AbstractContextManager[Fetched]:
         """As `Mover.fetched`, from the card that the tensor is on; from the first among logical cards."""
@@ -108,6 +109,11 @@ class SplitMover(Mover):
         self.cards[0].settle(tree)
 
     # ---- what is known --------------------------------------------------------------------------------------
+
+    @property
+    def loaded(self) -> dict[tuple[str, str], Digest]:  # type: ignore[override]  # of all cards
+        """As `Mover.loaded`."""
+        return {key: value for mover in self.cards for key, value in mover.loaded.items()}
 
     @property
     def step(self) -> int | None:
@@ -139,9 +145,13 @@ class SplitMover(Mover):
         """As `Mover.digest_of`."""
         return self._knower(tensor).digest_of(tensor)
 
-    def mark_derived(self, tensor: Tensor, reason: str) -> None:
+    def mark_derived(self, tensor: Tensor, reason: str, *, digest: Digest | None = None) -> None:
         """As `Mover.mark_derived`."""
-        self._knower(tensor).mark_derived(tensor, reason)
+        self._knower(tensor).mark_derived(tensor, reason, digest=digest)
+
+    def mark_trained(self, tensor: Tensor, reason: str) -> None:
+        """As `Mover.mark_trained`."""
+        self._knower(tensor).mark_trained(tensor, reason)
 
     def mark_unverified(self, tensor: Tensor, reason: str) -> None:
         """As `Mover.mark_unverified`."""

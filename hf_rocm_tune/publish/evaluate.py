@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from hf_rocm_tune.errors import OutOfMemoryError, UsageError
+from hf_rocm_tune.errors import OutOfMemoryError, UsageError, device_shortage
 from hf_rocm_tune.publish.evaluate_rows import TokenRow, batches, split_of, token_rows
 
 if TYPE_CHECKING:
@@ -109,10 +109,10 @@ def _nll(loaded: Loaded, inputs: dict[str, Tensor], labels: Tensor) -> float:
                 for row, wanted in zip(logits, labels, strict=True)
             ]
             return float(torch.stack(sums).sum())
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"{str(error).split('. ')[0]}: lower --batch_size or --max_length, or add --load_in_4bit"
-        ) from error
+    except RuntimeError as error:
+        if (said := device_shortage(error)) is None:
+            raise
+        raise OutOfMemoryError(f"{said}: lower --batch_size or --max_length, or add --load_in_4bit") from error
 
 
 def _padded(batch: Sequence[TokenRow], padding: int) -> tuple[dict[str, Tensor], Tensor]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TextStreamer, set_seed
 
-from hf_rocm_tune.errors import OutOfMemoryError, UsageError
+from hf_rocm_tune.errors import OutOfMemoryError, UsageError, device_shortage
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -111,10 +111,10 @@ def answer(
     try:
         with torch.inference_mode():
             made = loaded.model.generate(**inputs, generation_config=config, streamer=stream)
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"{str(error).split('. ')[0]}: shorten the prompt, lower --max_new_tokens, or add --load_in_4bit"
-        ) from error
+    except RuntimeError as error:
+        if (said := device_shortage(error)) is None:
+            raise
+        raise OutOfMemoryError(f"{said}: shorten the prompt, lower --max_new_tokens, or add --load_in_4bit") from error
     new = made[0, len(ids) :].tolist()
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return Answer(

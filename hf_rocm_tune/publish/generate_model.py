@@ -204,7 +204,7 @@ def _tokenizer(source: ModelSource, adapter: Adapter | None) -> PreTrainedTokeni
 
 
 def _verified(model: Any, mover: Mover, source: ModelSource) -> dict[str, Any]:
-    records = attest_files(source)
+    records = attest_files(source, mover)
     found = coverage(model, mover)
     counted = mover.report.to_dict()
     stages = [counted["weights"], counted["adapter"]]

@@ -40,7 +40,8 @@ class PushSettings:
     """How to push.
 
     Args:
-        private: make a new repository private, and refuse one that is public; None for the owner's own default.
+        private: of the repository: True refuses one that is public, False makes a new one public; None makes a new
+            one private and takes one that is there as it is.
         revision: branch; it is made where it is not there.
         tags: tags for the commit.
         message: first line of the commit.
@@ -124,6 +125,8 @@ def push(
                     for_resume=True,
                 )
             )
+        amount = sum(one.bytes for each in staged for one in each.entries)
+        say(f"push to {repo_id}, branch {settings.revision}: {amount / 1e6:.3g} MB")
         for each in staged:
             for line in told(each):
                 say(line)
@@ -167,9 +170,11 @@ def private_here(
 
 
 def told(staged: Staged) -> list[str]:
-    """What the user should know of a prepared copy: what differs from the local files, and what stays here."""
+    """What the user should know of a prepared copy: what it holds, what differs from the local files, what stays."""
     where = f" in {staged.prefix}" if staged.prefix else ""
-    lines = [f"{name}{where} is published without what is local: {what}" for name, what in staged.changed.items()]
+    names = ", ".join(one.path_in_repo.removeprefix(staged.prefix) for one in staged.entries)
+    lines = [f"to be uploaded{where}: {names}"]
+    lines += [f"{name}{where} is published without what is local: {what}" for name, what in staged.changed.items()]
     if staged.not_listed:
         lines.append(f"not uploaded, no manifest lists them: {', '.join(staged.not_listed)}")
     return lines
@@ -193,7 +198,7 @@ def summary(done: Pushed) -> str:
 def command_for(directory: Path, repo_id: str, settings: PushSettings) -> str:
     """The command line that does, or finishes, a push."""
     words = ["hf-rocm-tune", "push", str(directory), repo_id]
-    words += ["--private"] if settings.private else []
+    words += [] if settings.private is None else ["--private"] if settings.private else ["--public"]
     words += ["--revision", settings.revision] if settings.revision != "main" else []
     words += ["--base_model_id", settings.base_model_id] if settings.base_model_id else []
     words += ["--checkpoints", settings.checkpoints] if settings.checkpoints != "none" else []

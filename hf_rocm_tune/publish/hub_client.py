@@ -94,7 +94,7 @@ class HubClient:
         """Make the repository and its branch where they are not there; returns the full id.
 
         Args:
-            private: for a new repository; None for the owner's own default.
+            private: see `PushSettings`.
 
         Raises:
             UsageError: the token or the name is wrong, the token may not write there, or the repository is public and
@@ -102,13 +102,16 @@ class HubClient:
             HubError: the Hub does not answer.
         """
         name, api = self.repo_id, self._api
-        url = self._ask("the repository", lambda: api.create_repo(name, private=private, exist_ok=True))
+        hidden = private is not False
+        url = self._ask("the repository", lambda: api.create_repo(name, private=hidden, exist_ok=True))
         self.repo_id = url.repo_id
-        if private and not self._ask("its settings", lambda: api.repo_info(self.repo_id)).private:
-            raise UsageError(
-                f"{self.repo_id} is there and public, and --private is asked for: make it private in its settings on "
-                "the Hub, or name another repository"
-            )
+        if hidden and not self._ask("its settings", lambda: api.repo_info(self.repo_id)).private:
+            if private:
+                raise UsageError(
+                    f"{self.repo_id} is there and public, and --private is asked for: make it private in its settings "
+                    "on the Hub, or name another repository"
+                )
+            self.say(f"{self.repo_id} is there and public: everyone can read what is pushed to it")
         if self.revision != "main" and not self.revision.startswith("refs/"):
             self._ask("the branch", lambda: api.create_branch(self.repo_id, branch=self.revision, exist_ok=True))
         self._ask("the right to write", self._ask_to_write)

@@ -54,7 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="a finished run, a checkpoint or a merged model")
     parser.add_argument("repo_id", metavar="REPO", help="USER/NAME, or NAME for one of your own")
-    parser.add_argument("--private", action="store_true", default=None, help="make it private; refuse a public one")
+    visibility = parser.add_mutually_exclusive_group()
+    visibility.add_argument("--private", action="store_true", default=None, help="refuse a repository that is public")
+    visibility.add_argument(
+        "--public", action="store_false", dest="private", default=None, help="make a new repository public, not private"
+    )
     parser.add_argument("--revision", default="main", metavar="BRANCH", help="made where it is not there")
     parser.add_argument(
         "--tag", dest="tags", action="append", default=[], metavar="TAG", help="tag the commit; may be repeated"

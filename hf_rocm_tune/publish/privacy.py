@@ -5,8 +5,8 @@
 card, a report) sends every value that is not its own through `scrub_text`.
 
 Covered: absolute paths below a directory of this machine's root that is not the system's own, paths that begin with
-``~``, the paths that the caller names wherever they lie, values of variables that are called token, key, secret or
-password, and the forms of well-known access tokens. Names are replaced as whole words, and only on request: in prose
+``~``, the paths that the caller names wherever they lie, and secrets (`redaction`; values of variables that are named
+like one among them). Names are replaced as whole words, and only on request: in prose
 that a person wrote, "max" is more often a word than a user. Not covered: relative paths, secrets of an unknown form
 that no variable holds, and anything inside pictures.
 """
@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-REDACTED = "REDACTED"
+from hf_rocm_tune.redaction import is_secret_name, redact
+
 _SHORTEST_SECRET = 8
 _SHORTEST_NAME = 3
 _CHUNK_BYTES = 1 << 20
@@ -36,11 +37,6 @@ _USUAL_ROOTS = frozenset({"home", "Users", "root", "mnt", "media", "tmp", "var",
 _PUBLIC_NAMES = frozenset(
     {"root", "user", "users", "host", "localhost", "home", "default", "none", "true", "false", "admin", "runner"}
     | {"amd", "gpu", "ubuntu", "fedora", "debian", "arch", "linux", "docker", "test", "data", "model", "train"}
-)
-_SECRET_VARIABLE = re.compile(r"(?i)(token(?!iz)|api_?key|secret|passw)")
-_SECRET_FORMS = re.compile(
-    r"\bhf_[A-Za-z0-9]{30,}\b|\bgh[opsu]_[A-Za-z0-9]{30,}\b|\bgithub_pat_\w{30,}\b|\bsk-[\w-]{30,}|\bAKIA[0-9A-Z]{16}\b"
-    r"|\bglpat-[\w-]{20,}|\bxox[abp]-[\w-]{20,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
 # A path in running text: absolute with at least two parts, or one that begins with the home directory's sign.
 _PART = r"[^\s/'\"`<>|:;,(){}\[\]*?\\]+"
@@ -92,7 +88,7 @@ class Private:
         users += [Path(home).name for home in homes]
         hosts = [platform.node(), environ.get("HOSTNAME", "")]
         hosts += [host.partition(".")[0] for host in hosts]
-        held = [value for name, value in environ.items() if _SECRET_VARIABLE.search(name) and not value.startswith("/")]
+        held = [value for name, value in environ.items() if is_secret_name(name) and not value.startswith("/")]
         everything = {value for value in (*held, *secrets) if value and len(value) >= _SHORTEST_SECRET}
         return cls(
             paths={path: known[path] for path in sorted(known, key=len, reverse=True)},
@@ -130,9 +126,7 @@ def scrub_text(text: str, private: Private, *, names: bool = True) -> str:
     Args:
         names: take out names of users and hosts too, wherever they stand as a word.
     """
-    for secret in private.secrets:
-        text = text.replace(secret, REDACTED)
-    text = _SECRET_FORMS.sub(REDACTED, text)
+    text = redact(text, also=private.secrets)
     for path, instead in private.paths.items():
         text = re.sub(rf"(?<![\w/]){re.escape(path)}(?![\w-])", instead.replace("\\", r"\\"), text)
     text = _PATH.sub(lambda found: _shortened(found, private), text)

@@ -1,9 +1,9 @@
 """What is uploaded of a directory, prepared in a directory of its own: nothing local in it, and a manifest of its own.
 
 Left out are files that hold this machine's paths and are of no use elsewhere (``training_args.bin`` is a pickle that
-executes what it holds when it is loaded), and everything that the run's manifest does not list, but for pictures and
-pages beside the result. Text that names local paths is rewritten in the copy; the local file stays as it is, and the
-copy's manifest (``extra.published``) says which files differ from the local ones, and what was left out.
+executes what it holds when it is loaded), and everything that the run's manifest does not list. Text that names local
+paths is rewritten in the copy; the local file stays as it is, and the copy's manifest (``extra.published``) says which
+files differ from the local ones, and what was left out.
 
 All other files are links to the originals, whose bytes are compared with the local manifest on the way.
 """
@@ -21,8 +21,9 @@ from typing import Any
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, Manifest
-from hf_rocm_tune.publish.privacy import Private, find_in_file, scrub_json, scrub_text
+from hf_rocm_tune.integrity.atomic import read_plain
+from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, FileEntry, Manifest
+from hf_rocm_tune.publish.privacy import Private, find_in_file, scrub_json
 from hf_rocm_tune.publish.upload_card import clean_card, published_name
 from hf_rocm_tune.publish.upload_refusals import LEFT_OUT
 
@@ -30,7 +31,6 @@ CARD_NAME = "README.md"
 RESUME_ONLY = ("optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json", "rng_state")
 """How the names begin that only a run that goes on needs."""
 
-_BESIDE = (".png", ".html")
 _BASE_KEYS = ("base_model_name_or_path", "_name_or_path", "name_or_path")
 # They may hold any text, a path by chance too, and are never rewritten.
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"})
@@ -103,7 +103,7 @@ def stage(
     changed: dict[str, str] = {}
     for name in names:
         try:
-            text = _rewritten(directory / name, name, private, base_model_id, changed)
+            text = _rewritten(directory / name, name, written.files[name], private, base_model_id, changed)
             _put(directory / name, root / name, text, durable=durable)
         except OSError as error:
             raise UsageError(f"{directory / name} cannot be read: {error.strerror or error}") from error
@@ -119,7 +119,7 @@ def stage(
     )
     for name, entry in new.files.items():
         if name not in changed and name in written.files and name != CARD_NAME and entry != written.files[name]:
-            raise UsageError(f"{directory / name} is not what {MANIFEST_NAME} says: it is damaged, or being written")
+            raise _not_as_written(directory / name)
     listed = {*names, *left_out, MANIFEST_NAME}
     return Staged(
         root=root,
@@ -135,9 +135,9 @@ def _select(directory: Path, written: Manifest, *, for_resume: bool) -> tuple[li
     """Names to upload, and names that are left out with the reason."""
     left_out = {name: why for name, why in LEFT_OUT.items() if (directory / name).exists()}
     left_out |= {} if for_resume else {n: "for resuming only" for n in written.files if n.startswith(RESUME_ONLY)}
-    beside = [name for name in _top_files(directory) if name.endswith(_BESIDE) or name == CARD_NAME]
-    wanted = [name for name in written.files if name != CARD_NAME]  # a card that was deleted since is not missed
-    return sorted({*wanted, *beside} - {*LEFT_OUT, *left_out, MANIFEST_NAME}), left_out
+    # A card that was deleted since is not missed.
+    wanted = {name for name in written.files if name != CARD_NAME or (directory / name).exists()}
+    return sorted(wanted - {*LEFT_OUT, *left_out, MANIFEST_NAME}), left_out
 
 
 def _top_files(directory: Path) -> Iterable[str]:
@@ -145,22 +145,20 @@ def _top_files(directory: Path) -> Iterable[str]:
 
 
 def _rewritten(
-    source: Path, name: str, private: Private, base_model_id: str | None, changed: dict[str, str]
+    source: Path, name: str, entry: FileEntry, private: Private, base_model_id: str | None, changed: dict[str, str]
 ) -> str | None:
     """The text to upload in place of a file's own; None to upload the file as it is. Records what was changed."""
-    if name == CARD_NAME or name.endswith(".html"):
-        before = _text_of(source)
-        if name == CARD_NAME:
-            after, changes = clean_card(before, private, base_model_id=base_model_id)
-        else:
-            after, changes = scrub_text(before, private, names=False), ["local paths or secrets were replaced"]
+    if name == CARD_NAME:
+        if source.is_symlink():  # the one file whose bytes may differ from the manifest's
+            raise UsageError(f"{source} is a link, so it is unknown what it would publish: put the file itself there")
+        before = _text_of(source, None)
+        after, changes = clean_card(before, private, base_model_id=base_model_id)
         if after != before:
             changed[name] = "; ".join(changes)
-            return after
-        return None
+        return after
     if name.endswith(".json") and name not in _VOCABULARIES:
         try:
-            content = json.loads(_text_of(source))
+            content = json.loads(_text_of(source, entry))
         except ValueError as error:
             raise UsageError(f"{source} is no JSON: {error}") from error
         public = _named_in_public(content, private, base_model_id)
@@ -176,11 +174,19 @@ def _rewritten(
     return None
 
 
-def _text_of(source: Path) -> str:
+def _text_of(source: Path, entry: FileEntry | None) -> str:
+    """The text of a file, whose bytes are those that the manifest lists unless they may be others (None)."""
+    content = read_plain(source)
+    if entry is not None and hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise _not_as_written(source)
     try:
-        return source.read_text(encoding="utf-8")
+        return content.decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"{source} is no UTF-8 text: {error}") from error
+
+
+def _not_as_written(source: Path) -> UsageError:
+    return UsageError(f"{source} is not what {MANIFEST_NAME} says: it is damaged, or being written")
 
 
 def _named_in_public(content: Any, private: Private, base_model_id: str | None) -> Any:

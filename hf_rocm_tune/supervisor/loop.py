@@ -19,6 +19,7 @@ from hf_rocm_tune.endings import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, P
 from hf_rocm_tune.errors import StallError
 from hf_rocm_tune.hardware.resets import core_dumps
 from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.supervisor.child import Child
 from hf_rocm_tune.supervisor.command import shown, to_start
 from hf_rocm_tune.supervisor.ledger import Ledger
@@ -28,7 +29,7 @@ from hf_rocm_tune.supervisor.watch import Watch
 from hf_rocm_tune.training.journal import FILE_NAME
 from hf_rocm_tune.training.rotation import list_checkpoints
 from hf_rocm_tune.training.run_record import read_record, skip_step
-from hf_rocm_tune.training.supervised import Begun
+from hf_rocm_tune.training.supervised import Begun, leave_terminal
 
 _LOOK_SECONDS = 0.2
 _SAME_PRESS_SECONDS = 1.0
@@ -57,13 +58,15 @@ def supervise(words: Sequence[str], settings: Settings) -> int:
 
 
 class _Asked:
-    """Signals to the supervisor: the first Ctrl-C or SIGTERM is passed on, the second Ctrl-C too, the third kills."""
+    """Signals to the supervisor: the first is passed on, whichever it is, the second Ctrl-C too, the third kills."""
 
     def __init__(self) -> None:
         self.signals: list[int] = []
         self._last = -_SAME_PRESS_SECONDS
 
     def hear(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         now = time.monotonic()
         if not self.signals or (number == signal.SIGINT and now - self._last > _SAME_PRESS_SECONDS):
             self.signals.append(number)
@@ -157,7 +160,8 @@ class _Supervision:
             told = json.loads((self._directory / "exit.json").read_text(encoding="utf-8"))
             if told.get("follows"):  # a rank without our launcher lost its peer: nobody has said it yet
                 _complain(str(told["message"]))
-            return _End(code=int(told["code"]), how=f"exit code {told['code']}", message=str(told["message"]))
+            if int(told["code"]) != 0 or status == 0 or self._asked.signals:  # else it died after it was done
+                return _End(code=int(told["code"]), how=f"exit code {told['code']}", message=str(told["message"]))
         except (OSError, ValueError, KeyError):
             pass
         number = -status if status < 0 else status - 128
@@ -245,12 +249,14 @@ class _Supervision:
 
 @contextmanager
 def _asked_to_end() -> Iterator[_Asked]:
-    """Ctrl-C and SIGTERM are remembered within the block, where signals can be handled at all."""
+    """Ctrl-C, SIGTERM and SIGHUP are remembered within the block, where signals can be handled at all."""
     asked = _Asked()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    before = {number: signal.signal(number, asked.hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
+    numbers = (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,)))
+    before = {number: signal.signal(number, asked.hear) for number in numbers}
     try:
         yield asked
     finally:
@@ -264,8 +270,8 @@ def _step_of(checkpoint: str | None) -> int:
 
 
 def _say(line: str) -> None:
-    print(f"{PROGRAM}: run: {line}", flush=True)
+    print(f"{PROGRAM}: run: {one_line(line)}", flush=True)
 
 
 def _complain(line: str) -> None:
-    print(f"{PROGRAM}: error: {line}", file=sys.stderr, flush=True)
+    print(f"{PROGRAM}: error: {one_line(line)}", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ Rules, in this order:
     codes 0, 2, 3 and 130 are ends, not deaths: nothing is started again
     died in the upload: the result is complete, nothing is started again
     the second death at the same step: that step is left out from now on, because a restart alone would die there again
+    the second exception (code 1) before the first step: given up, because nothing there changes by itself
     the fourth death at the same place, or more restarts without a new checkpoint than allowed: given up
 
 Deaths count only since the newest checkpoint came to be: a run that gets on is worth starting again.
@@ -21,6 +22,7 @@ from hf_rocm_tune.training.supervised import Phase
 
 DEATHS_TO_SKIP = 2
 DEATHS_TO_STOP = 4
+EXCEPTIONS_TO_STOP = 2
 _LONGEST_WAIT_SECONDS = 300.0
 
 
@@ -76,14 +78,17 @@ class Place:
     step: int | None = None
 
 
+_AT_THE_START = Place(name="before the first step")
+
+
 def place_of(death: Death) -> Place:
     """Where a start died."""
     if death.phase in (None, "start"):
-        return Place(name="before the first step")
+        return _AT_THE_START
     if death.phase == "step":
         return Place(name=f"in step {death.step + 1}", step=death.step + 1)
     if death.phase == "between" and death.step == death.resumed_at:
-        return Place(name="before the first step")
+        return _AT_THE_START
     if death.phase == "between":
         return Place(name=f"in step {death.step}", step=death.step)
     names = {
@@ -108,7 +113,8 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings
         return Decision(action="stop", reason="the result is complete on disk and only its upload died")
     recent = _since_the_newest_checkpoint(deaths)
     here = sum(place_of(death) == place for death in recent)
-    if here >= DEATHS_TO_STOP:
+    raised = sum(death.code == 1 and place_of(death) == _AT_THE_START for death in recent)
+    if here >= DEATHS_TO_STOP or raised >= EXCEPTIONS_TO_STOP:
         also = ", although it is left out" if place.step in skipped else ""
         return Decision(action="stop", reason=f"died {here} times {place.name}{also}")
     if len(recent) > settings.max_restarts:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from hf_rocm_tune.data.batch_shares import share_batches
 from hf_rocm_tune.distributed.agree import everyone
@@ -57,6 +58,7 @@ class BatchSharesMixin(_Base):
                 "whose loss takes num_items_in_batch"
             )
 
+    @override
     def _get_dataloader(self, *arguments: Any, **keywords: Any) -> DataLoader[Any]:
         loader: DataLoader[Any] = super()._get_dataloader(*arguments, **keywords)
         if keywords.get("is_training") and self.batch_rows is not None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from hf_rocm_tune.training.checkpoint import VerifiedCheckpointMixin as _Base
+    from hf_rocm_tune.training.readback import Readback
 else:
     _Base = object
 
@@ -27,14 +30,15 @@ class CardMixin(_Base):
 
     card_writer: Callable[[Path], None] | None = None
 
+    @override
     def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
         """As upstream, where nobody else writes the card."""
         if self.card_writer is None:
             super().create_model_card(*arguments, **keywords)
 
-    def _read_back(self, directory: Path, write_again: Callable[[], None]) -> dict[str, str]:
-        # The last that is done on rank 0 before a directory gets its manifest or its name.
-        tensors = super()._read_back(directory, write_again)
-        if self.card_writer is not None:
+    def _verified(self, directory: Path, states: Mapping[str, Any]) -> dict[str, Readback]:
+        # The last that is done before a directory gets its manifest or its name.
+        found = super()._verified(directory, states)
+        if self.card_writer is not None and self.is_world_process_zero():
             self.card_writer(directory)
-        return tensors
+        return found

@@ -25,6 +25,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from hf_rocm_tune.distributed.agree import everyone
 from hf_rocm_tune.distributed.fsdp_traffic import Traffic
@@ -62,6 +63,7 @@ class ShardsMixin(_Base):
     whole_state: WholeState | None = None
     _traffic: Traffic | None = None
 
+    @override
     def create_accelerator_and_postprocess(self) -> None:
         """As upstream, which knows no FSDP on the CPU: there the ranks are called ranks of accelerators."""
         wanted = is_wanted(os.environ)
@@ -100,12 +102,14 @@ class ShardsMixin(_Base):
         compare_replicas(((n, each) for n, each in tensors_of(model) if n not in sharded), "after sharding")
         self._traffic = Traffic(model, fsdp_modules(model), self.mover)
 
+    @override
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self.whole_state is not None:
             self.whole_state.optimizer = self.optimizer
         return prepared
 
+    @override
     def prediction_step(self, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; the weights that it was computed with are judged."""
         result = super().prediction_step(*arguments, **keywords)

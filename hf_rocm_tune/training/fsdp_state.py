@@ -9,7 +9,6 @@ The result has the form that one process would save, so a checkpoint fits any nu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,22 +19,11 @@ from torch.distributed.tensor import DTensor
 from hf_rocm_tune.distributed.agree import highest
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.shards import reshard, shard_digest
+from hf_rocm_tune.training.readback import host_copy
 from hf_rocm_tune.transfer import Digest, Mover, combine, digest
 from hf_rocm_tune.transfer.host_group import host_group
 
-_READS = 3
 _BATCH_BYTES = 64 << 20
-
-
-@dataclass(kw_only=True)
-class Optimizer:
-    """What stands for the optimizer where its state is compared with a file."""
-
-    state: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of the whole, on the host."""
-        return self.state
 
 
 class WholeState:
@@ -75,11 +63,6 @@ class WholeState:
             self._kept_optimizer = _filled(state, wholes) if host_group().rank() == 0 else {}
         return self._kept_optimizer
 
-    def kept_optimizer(self) -> Optimizer:
-        """The one that was brought together, for a comparison on rank 0."""
-        assert self._kept_optimizer is not None
-        return Optimizer(state=self._kept_optimizer)
-
     def forget(self) -> None:
         """The save is over: what was brought together is of no more use."""
         self._kept_model = self._kept_optimizer = None
@@ -108,12 +91,7 @@ class WholeState:
         """This rank's part on the host, and the digest of the part on the device at its place in the whole."""
         part = tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
         found = shard_digest(tensor) if isinstance(tensor, DTensor) else digest(part)
-        right = digest(part)
-        for _ in range(_READS):
-            host = part.cpu()
-            if digest(host) == right:
-                break
-        return host.contiguous(), found.hex()  # one that stayed wrong is found on rank 0
+        return host_copy(part), found.hex()  # one that stayed wrong is found on rank 0
 
 
 def _gathered(mine: dict[str, tuple[Tensor, str]]) -> list[dict[str, tuple[Tensor, str]]]:

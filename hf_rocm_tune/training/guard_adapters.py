@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainerCallback
 
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.training.guard import Finding
-from hf_rocm_tune.transfer import Digest, digest
+from hf_rocm_tune.transfer import Digest, QueuedDigests
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,11 +68,15 @@ class MovementCallback(TrainerCallback):
             self._say(state.global_step, "adapters do not move", what)
 
     def _look(self, step: int, *, wait: int) -> None:
-        self._before = {name: digest(weight.detach()) for name, weight in self._trainable()}
+        rows = self._trainable()
+        digests = QueuedDigests([weight.detach() for _, weight in rows]).result()
+        self._before = {name: found for (name, _), found in zip(rows, digests, strict=True)}
         self._since, self._next, self._rate = step, step + wait, 0.0
 
     def _zero(self) -> list[str]:
-        return [name for name, weight in self._trainable() if "lora_B" in name and not weight.detach().any()]
+        rows = [(name, weight.detach().any()) for name, weight in self._trainable() if "lora_B" in name]
+        moved = torch.stack([each.reshape(()) for _, each in rows]).tolist() if rows else []  # one wait for all
+        return [name for (name, _), some in zip(rows, moved, strict=True) if not some]
 
     def _say(self, step: int, kind: str, what: str) -> None:
         self._tell(Finding(step=step, kind=kind, text=f"step {step}: {what}"))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from hf_rocm_tune.distributed.agree import everyone, highest
 from hf_rocm_tune.errors import DivergedError
@@ -52,17 +53,20 @@ class GuardMixin(_Base):
         super().__init__(*arguments, **keywords)
         self.add_callback(MovementCallback(self.model, self._tell))
 
+    @override
     def get_batch_samples(self, *arguments: Any, **keywords: Any) -> tuple[list[Any], Any]:
         """As upstream: an optimizer step begins, however the last one ended."""
         self._micro_losses.clear()
         return super().get_batch_samples(*arguments, **keywords)
 
+    @override
     def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
         """As upstream; the loss is remembered until the end of the step, on the device."""
         loss: Tensor = super().training_step(*arguments, **keywords)
         self._micro_losses.append(loss)
         return loss
 
+    @override
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """As upstream; here the step is judged."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)

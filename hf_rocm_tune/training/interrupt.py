@@ -1,8 +1,8 @@
-"""Ctrl-C, SIGTERM and the file ``CHECKPOINT``: a checkpoint at the end of the step that is running.
+"""Ctrl-C, SIGTERM, SIGHUP and the file ``CHECKPOINT``: a checkpoint at the end of the step that is running.
 
 A signal handler here only remembers; the checkpoint is written by the Trainer where it writes its own, after the
 step's log and evaluation, so a run that is resumed from it is the uninterrupted one. Then `Interrupted` (exit code 130,
-for SIGTERM too) ends the run. ``touch output_dir/CHECKPOINT`` asks for the same without the end; the file is removed
+for each of them) ends the run. ``touch output_dir/CHECKPOINT`` asks for the same without the end; the file is removed
 when the checkpoint is in place.
 
 With several ranks one small all-reduce a step, over gloo on the host, makes all of them save and stop at the same one.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_rocm_tune.distributed.agree import highest
 from hf_rocm_tune.errors import Interrupted
 from hf_rocm_tune.integrity.manifest import MANIFEST_NAME
+from hf_rocm_tune.training.supervised import leave_terminal
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -43,7 +45,7 @@ SAME_PRESS_SECONDS = 1.0
 class StopRequests:
     """The signals that ask for the end, remembered until a step is complete.
 
-    The first one is remembered, a Ctrl-C after it raises ``KeyboardInterrupt`` at once, a SIGTERM after it changes
+    The first one is remembered, a Ctrl-C after it raises ``KeyboardInterrupt`` at once, another signal after it changes
     nothing. Handlers that the user has set, and signals that are ignored (``nohup``), are left alone.
     """
 
@@ -61,7 +63,7 @@ class StopRequests:
             yield
             return
         self.received, self._owner = 0, os.getpid()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             current = signal.getsignal(number)
             if current in (signal.SIG_DFL, signal.default_int_handler) or getattr(current, "ends_the_process", False):
                 self._before[number] = signal.signal(number, self._remember)
@@ -69,13 +71,16 @@ class StopRequests:
             yield
         finally:
             for taken, handler in self._before.items():
-                signal.signal(taken, handler)
+                if signal.getsignal(taken) == self._remember:  # not ignored since: the result may be complete
+                    signal.signal(taken, handler)
             self._before.clear()
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
             _in_a_forked_worker(number)
             return
+        if number == signal.SIGHUP:
+            leave_terminal()
         now = time.monotonic()
         if not self.received:
             self.received, self._since = number, now
@@ -136,9 +141,11 @@ class InterruptCallback(TrainerCallback):
 
     def _file_stamp(self, args: TrainingArguments) -> int | None:
         try:
-            return os.stat(os.path.join(args.output_dir, REQUEST_FILE)).st_mtime_ns
+            found = os.lstat(os.path.join(args.output_dir, REQUEST_FILE))
         except OSError:
             return None
+        # Only an empty file is a request: it is deleted when it is answered.
+        return found.st_mtime_ns if stat.S_ISREG(found.st_mode) and found.st_size == 0 else None
 
 
 def signal_name(number: int) -> str:
@@ -164,7 +171,8 @@ def _ending(number: int, checkpoint: Path, *, saved: bool) -> str:
 
 
 def _in_a_forked_worker(number: int) -> None:
-    """Loader workers are forked with this handler. Ctrl-C is the trainer's affair; SIGTERM ends them, as ever."""
+    """Loader workers are forked with this handler. What a terminal sends to all is the trainer's affair; SIGTERM ends
+    them, as ever."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

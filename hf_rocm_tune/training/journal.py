@@ -7,9 +7,13 @@ passed over. Nothing here imports torch.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from hf_rocm_tune.integrity.atomic import open_in_place, read_plain
+from hf_rocm_tune.redaction import redact_json
 
 FILE_NAME = "survival.jsonl"
 
@@ -20,17 +24,18 @@ def append(directory: Path, entry: Mapping[str, Any]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    file = directory / FILE_NAME
-    # A line that the end of the power cut short must not swallow this one.
-    torn = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
-    with open(file, "a", encoding="utf-8") as opened:
-        opened.write(("\n" if torn else "") + json.dumps(dict(entry)) + "\n")
+    descriptor = open_in_place(directory / FILE_NAME, os.O_RDWR | os.O_APPEND)
+    with open(descriptor, "rb+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        # A line that the end of the power cut short must not swallow this one.
+        torn = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
+        file.write(("\n" if torn else "").encode() + json.dumps(redact_json(dict(entry))).encode() + b"\n")
 
 
 def entries(directory: Path, run_id: str) -> list[dict[str, Any]]:
     """The entries of one run, oldest first; none without a journal."""
     try:
-        lines = (directory / FILE_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_plain(directory / FILE_NAME).decode("utf-8", "replace").splitlines()
     except OSError:
         return []
     found = []

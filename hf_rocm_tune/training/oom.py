@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
 from hf_rocm_tune.distributed.agree import on_main_process
 from hf_rocm_tune.memory.fragmentation import read
 from hf_rocm_tune.memory.stepdown import Part, split
@@ -62,18 +64,21 @@ class StepDownMixin(_Base):
         divisor = 1 if self._step_down is None else self._step_down.divisor
         return {"steps_down": self._step_down is not None, "micro_batch_divisor": divisor}
 
+    @override
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         """As upstream; on an accelerator the allocator's figures stand beside the training loss."""
         if "loss" in logs and self.args.device.type == "cuda":
             logs.update(read(self.args.device).for_log())
         super().log(logs, *arguments, **keywords)
 
+    @override
     def create_accelerator_and_postprocess(self) -> None:
         """As upstream; what is gathered in a micro-step then waits for no rank that is out of memory."""
         super().create_accelerator_and_postprocess()
         if self.args.world_size > 1:
             self.accelerator.gather = partial(self._gather, self.accelerator.gather)
 
+    @override
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._step_down = self._new_step_down(resumed=bool(resume_from_checkpoint))
@@ -94,12 +99,14 @@ class StepDownMixin(_Base):
         )
         return StepDown(self, averager=ddp, divisor=divisor)
 
+    @override
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """As upstream: an optimizer step begins."""
         if self._step_down is not None:
             self._step_down.forget()
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
+    @override
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As upstream, again and smaller if need be; averages of gradients are judged before they are clipped."""
         stock = super().training_step
@@ -116,6 +123,7 @@ class StepDownMixin(_Base):
             check.settle(step=self.state.global_step + 1)
         return loss
 
+    @override
     def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; a mean over a part of a micro-batch counts by the part's labels."""
         result = super().compute_loss(*arguments, **keywords)

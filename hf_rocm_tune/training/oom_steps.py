@@ -1,10 +1,14 @@
 """Micro-steps that run out of memory are done again with smaller micro-batches, together on all ranks.
 
 `StepDown.run` stands around every micro-step of an optimizer step. When one of them (forward, backward, or the
-averaging at the end) raises ``torch.OutOfMemoryError`` on any rank, all ranks put the step back to its start, cut each
-micro-batch into more parts than before, and do the same samples again. Each part's loss is scaled so that the parts
-add up to what the whole gives: the effective batch, the number of optimizer steps and the learning rate stay, and so do
-the loss and the gradients up to rounding. Nothing is cut less again until the run ends.
+averaging at the end) finds no memory on the device on any rank (`errors.device_shortage`), all ranks put the step back
+to its start, cut each micro-batch into more parts than before, and do the same samples again. Where not torch's
+allocator was short but a library or the driver, which cannot use what that allocator keeps, the first try in an
+optimizer step is done again as it was: its cache has been given back by then (pytorch#128601).
+
+Each part's loss is scaled so that the parts add up to what the whole gives: the effective batch, the number of
+optimizer steps and the learning rate stay, and so do the loss and the gradients up to rounding. Nothing is cut less
+again until the run ends.
 
 Exactly the whole's: losses that are normalised by the label tokens of the optimizer step (``num_items_in_batch``), and
 means over a micro-batch, whose parts are weighed by their labels. Not the whole's: terms that are no sums over tokens,
@@ -25,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_rocm_tune.distributed.agree import highest
-from hf_rocm_tune.errors import OutOfMemoryError
+from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
 from hf_rocm_tune.memory.stepdown import Part, layout, split
 from hf_rocm_tune.training.oom_average import average
 from hf_rocm_tune.training.oom_ranks import Meetings, PeerOutOfMemory
@@ -64,12 +68,14 @@ class StepDown:
         self._window: Window | None = None
         self._at: tuple[int, Part] | None = None  # number of the micro-step under way in the window, and its part
         self._shortages = 0
+        self._cache_was_given_back = False  # in this optimizer step
         self.divisor = divisor
         self.loss_factor = 1.0
 
     def forget(self) -> None:
         """A new optimizer step begins, however the last one ended."""
         self._window = None
+        self._cache_was_given_back = False
 
     def gather(self, stock: Callable[[Any], Any], tree: Any) -> Any:
         """``Accelerator.gather``: within a micro-step only after the ranks have met.
@@ -127,7 +133,7 @@ class StepDown:
                 losses.append(self._together(stock, model, number, batch, num_items))
         except PeerOutOfMemory:
             return [], None
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
             short = self._note(error)
         finally:
             self._at = None
@@ -146,7 +152,7 @@ class StepDown:
 
         Raises:
             PeerOutOfMemory: another rank is short.
-            torch.OutOfMemoryError: this one is, and the others have not heard of it.
+            RuntimeError: this one is, and the others have not heard of it; or something else went wrong.
         """
         assert self._window is not None
         before = self._window.tokens_logged()
@@ -199,14 +205,19 @@ class StepDown:
             average(averager)
             if self._trainer._gradient_check is not None:
                 self._trainer._gradient_check.collect()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
             return self._note(error)
         return None
 
     # ---- after a try that failed ----------------------------------------------------------------------------
 
-    def _note(self, error: torch.OutOfMemoryError) -> Shortage:
+    def _note(self, error: RuntimeError) -> Shortage:
+        """What is known of a shortage; any other error is raised again."""
+        if device_shortage(error) is None:
+            raise error
         assert self._window is not None
+        first_outside = not (isinstance(error, torch.OutOfMemoryError) or self._cache_was_given_back)
+        self._cache_was_given_back |= first_outside
         last = len(self._window.batches) - 1
         number, part = self._at or (last, self._parts(last)[-1])
         found = note(
@@ -216,6 +227,7 @@ class StepDown:
             part=part,
             layout=layout(self._window.batches[number]),
             divisor=self.divisor,
+            again=first_outside,
             number=self._shortages,
         )
         self._shortages += 1
@@ -240,12 +252,12 @@ class StepDown:
                 self._trainer.transfer_report.incident({**row, "said": text, "outcome": "failed"})
             raise OutOfMemoryError(text)
         if mine is not None:
+            cut = f"with micro-batches cut into up to {divisor} parts from now on (the effective batch stays)"
             logger.warning(
-                "step %d: no memory for %s; the step is done again, with micro-batches cut into up to %d parts from "
-                "now on (the effective batch stays)",
+                "step %d: no memory for %s; the step is done again, %s",
                 mine.incident["step"],
                 mine.what,
-                divisor,
+                cut if divisor > self.divisor else "after the allocator's cache was given back",
             )
         self.divisor = divisor
         if self._trainer.is_world_process_zero():

@@ -26,7 +26,7 @@ from datasets import Dataset
 from torch import nn
 
 from hf_rocm_tune.distributed.agree import highest
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import UsageError, device_shortage
 from hf_rocm_tune.memory.fit import Candidate, Trial, with_slack
 from hf_rocm_tune.memory.plan_optimizers import Trained, optimizer
 from hf_rocm_tune.memory.stepdown import split
@@ -203,7 +203,9 @@ def _went_through(trainer: VerifiedTransferMixin, rows: list[dict[str, Any]], *,
         del batch, part
         step = _stand_in(trainer, "step")
         del beside, step
-    except torch.OutOfMemoryError:  # what it holds on to goes with this frame
+    except RuntimeError as error:  # what it holds on to goes with this frame
+        if device_shortage(error) is None:
+            raise
         return False
     return True
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from hf_rocm_tune import upstream
 from hf_rocm_tune.distributed.fsdp_traffic import Traffic
 from hf_rocm_tune.distributed.gradients import GradientCheck, watch
@@ -59,6 +61,7 @@ class RanksMixin(_Base):
             return {"way": way, "compression": "none", "judged": "no"}
         return self._gradient_check.describe()
 
+    @override
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         distributed = self.args.world_size > 1 and not is_sharded(self.model)
         if distributed:

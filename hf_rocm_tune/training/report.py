@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import gather_object
 
 from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.redaction import redact_json
 from hf_rocm_tune.training import journal
 from hf_rocm_tune.training.supervised import is_supervised
 from hf_rocm_tune.transfer import STAGES, TransferReport
@@ -92,6 +93,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
             "verified_bytes": verified_weights + batches["verified_bytes"] + between["verified_bytes"],
             "device_bytes": weights.device_bytes * len(everyone) + batches["bytes"] + between["bytes"],
             "unverified": weights.unverified,
+            "weights_verified_by": weights.verified_by,
         },
         **counters,
         "preflight": facts.preflight,
@@ -122,7 +124,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
 def write(report: Mapping[str, Any], output_dir: Path) -> Path:
     """Writes ``transfer_report.json`` so that it is whole or not there."""
     target = output_dir / FILE_NAME
-    write_text_atomic(target, json.dumps(report, indent=2, sort_keys=False) + "\n")
+    write_text_atomic(target, json.dumps(redact_json(report), indent=2, sort_keys=False) + "\n")
     return target
 
 

@@ -1,4 +1,4 @@
-"""Adapters and optimizer state from a checkpoint, read on the host and brought to the device by the caller's mover.
+"""Weights and training state from a checkpoint, read on the host and brought to the device by the caller's mover.
 
 PEFT's ``load_adapter`` is not used: it reads straight onto the device, and by default (``autocast_adapter_dtype=True``)
 turns the bf16 adapters of a QLoRA run into fp32, so that a resumed run is no longer bit-equal to an uninterrupted one.
@@ -7,20 +7,32 @@ turns the bf16 adapters of a QLoRA run into fp32, so that a resumed run is no lo
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import TrainerState
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.training.readback import ADAPTER_FILE, adapter_directory
+from hf_rocm_tune.training.readback import adapter_file
 from hf_rocm_tune.transfer import digest
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, nn
+    from transformers import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+RNG_OF_CARDS = "rng_state_cards.pth"
+"""States of all cards of a model whose layers are split over several; upstream saves the current one's."""
 
 # bitsandbytes 0.50.2, ``Optimizer8bit.get_state_buffer``: what it pages, and from how many elements on.
 _PAGED = frozenset({"state1", "state2"})
@@ -33,6 +45,47 @@ class Place(Protocol):
     def __call__(self, tensor: Tensor, *, name: str, stage: str) -> Tensor: ...
 
 
+def require_complete(directory: Path) -> None:
+    """Refuse a checkpoint that upstream would use by halves, or stumble over.
+
+    Raises:
+        UsageError: its trainer state cannot be read, or it has some of optimizer, scheduler and random state, not all.
+    """
+    try:
+        step = TrainerState.load_from_json(str(directory / TRAINER_STATE_NAME)).global_step
+        if not isinstance(step, int):
+            raise ValueError(f"global_step is {step!r}")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        text = " ".join(str(error).split())
+        raise UsageError(
+            f"{directory}: {TRAINER_STATE_NAME} cannot be read ({text}); name another checkpoint or start afresh"
+        ) from error
+    parts = {name: (directory / name).is_file() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)}
+    parts["rng_state.pth"] = any(directory.glob("rng_state*.pth"))
+    missing = [name for name, there in parts.items() if not there]
+    if len(missing) == len(parts):
+        logger.warning("%s holds weights only: optimizer, schedule and random numbers begin anew", directory)
+    elif missing:
+        raise UsageError(
+            f"{directory} has no {' and no '.join(missing)}: a run resumed from it would be another one; name another "
+            "checkpoint or start afresh"
+        )
+
+
+def rng_file(args: TrainingArguments) -> str:
+    """Where ``Trainer._save_rng_state`` puts the random states of this rank."""
+    return "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
+
+
+def random_states(*, all_cards: bool) -> dict[str, Any]:
+    """The random states as they are now, in the form of ``Trainer._save_rng_state``, which has all cards' in ranks."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    if torch.cuda.is_available():
+        read = torch.cuda.random.get_rng_state_all if all_cards else torch.cuda.random.get_rng_state
+        states["cuda"] = read()
+    return states
+
+
 def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
     """Set every adapter of a PEFT model from ``directory``; dtypes and trainability stay as they are.
 
@@ -42,33 +95,77 @@ def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     for adapter in cast("PeftModel", model).peft_config:
-        file = adapter_directory(directory, adapter) / ADAPTER_FILE
-        tensors = _read_file(file)
+        file = directory / adapter_file(adapter)
+        with _opened(file) as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
         live = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         _check_fit(file, tensors, live)
         placed = {name: place(tensor, name=name, stage="adapter") for name, tensor in tensors.items()}
         set_peft_model_state_dict(model, placed, adapter_name=adapter)
 
 
-def load_optimizer(path: Path, optimizer: Any, place: Place) -> None:
-    """Set the optimizer's state from ``optimizer.pt``; tensors without a dimension (step counts) stay on the host.
+def load_model(directory: Path, model: nn.Module, place: Place) -> None:
+    """Set the weights of a whole model from the safetensors files in ``directory``, one tensor on its way at a time.
+
+    A weight that is tied to another is in the files once, and set once.
+
+    Raises:
+        UsageError: a file is damaged, or its tensors are not those of the model.
+    """
+    live = model.state_dict()
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{directory} holds no .safetensors file: name a checkpoint of this run's model")
+    for file in files:
+        with _opened(file) as opened:
+            names = set(opened.keys())
+            if not names <= live.keys():
+                _load_converted(directory, model, place)
+                return
+            for name in sorted(names):
+                tensor = opened.get_tensor(name)
+                _check_fit(file, {name: tensor}, {name: live[name]})
+                live[name].copy_(place(tensor, name=name, stage="adapter"))  # device: both are there
+
+
+def _load_converted(directory: Path, model: nn.Module, place: Place) -> None:
+    """As `load_model` where the files hold other tensors than the model: fused experts are split when written."""
+    host, info = type(model).from_pretrained(directory, dtype="auto", output_loading_info=True)  # type: ignore[attr-defined]
+    lost = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
+    if lost:
+        raise UsageError(f"{directory} is of another model, it lacks or adds {lost[0]}: name another checkpoint")
+    saved, live = host.state_dict(), model.state_dict()
+    _check_fit(directory, saved, live)
+    for name, tensor in live.items():
+        tensor.copy_(place(saved[name], name=name, stage="adapter"))  # device: both are there
+
+
+def load_optimizer(state: Any, optimizer: Any, place: Place) -> None:
+    """Set the optimizer's state; step counts stay on the host unless the optimizer computes with them on the device.
 
     bitsandbytes' paged state stays paged: its own ``load_state_dict`` would put all of it on the device.
 
     Raises:
-        UsageError: the file cannot be read, or was written for other parameters.
+        ValueError: it was written for other parameters.
         CorruptionError: a page does not hold what the file does.
     """
     own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper passes no options on
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if getattr(own, "is_paged", False):
-            own.load_state_dict(state, move_to_device=False)
-            _place_paged(own, place)
-        else:
-            optimizer.load_state_dict(_placed(state, place))
-    except (RuntimeError, ValueError, EOFError) as error:
-        raise UsageError(f"{path} cannot be resumed from: {error}; name another checkpoint or start afresh") from error
+    if getattr(own, "is_paged", False):
+        own.load_state_dict(state, move_to_device=False)
+        _place_paged(own, place)
+        return
+    # As torch decides in `Optimizer._process_value_according_to_param_policy`, which would move them itself.
+    steps_on_device = {
+        number
+        for group in state["param_groups"]
+        if group.get("fused") or group.get("capturable")
+        for number in group["params"]
+    }
+    placed = {
+        number: _placed(values, place, f"optimizer.state.{number}", steps=number in steps_on_device)
+        for number, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": placed})
 
 
 def _place_paged(optimizer: Any, place: Place) -> None:
@@ -97,20 +194,23 @@ def _in_pages(value: Tensor, device: torch.device, optimizer: Any) -> Tensor:
     return cast("Tensor", pages)
 
 
-def _placed(value: Any, place: Place, name: str = "optimizer") -> Any:
+def _placed(value: Any, place: Place, name: str, *, steps: bool) -> Any:
     if torch.is_tensor(value):
-        return place(value, name=name, stage="optimizer") if value.dim() > 0 else value
+        if name.endswith(".step") and not steps:
+            return value.clone()  # what was read is in the file's memory, all of which it would keep
+        return place(value, name=name, stage="optimizer")
     if isinstance(value, dict):
-        return {key: _placed(item, place, f"{name}.{key}") for key, item in value.items()}
+        return {key: _placed(item, place, f"{name}.{key}", steps=steps) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_placed(item, place, f"{name}.{index}") for index, item in enumerate(value))
+        return type(value)(_placed(item, place, f"{name}.{index}", steps=steps) for index, item in enumerate(value))
     return value
 
 
-def _read_file(file: Path) -> dict[str, Tensor]:
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            yield opened
     except FileNotFoundError as error:
         raise UsageError(f"{file.parent} holds no {file.name}: name a checkpoint of this run's adapter") from error
     except (SafetensorError, OSError) as error:
@@ -121,8 +221,8 @@ def _check_fit(file: Path, saved: Mapping[str, Tensor], live: Mapping[str, Tenso
     missing = sorted(live.keys() - saved.keys())
     if missing:
         raise UsageError(
-            f"{file} is of another adapter: it lacks {len(missing)} of {len(live)} tensors, {missing[0]} first; "
-            "use the LoRA settings it was trained with"
+            f"{file} is of another model or adapter: it lacks {len(missing)} of {len(live)} tensors, {missing[0]} "
+            "first; use the settings it was trained with"
         )
     for name, tensor in live.items():
         if (saved[name].shape, saved[name].dtype) != (tensor.shape, tensor.dtype):

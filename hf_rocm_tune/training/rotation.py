@@ -1,4 +1,4 @@
-"""Deletion of old checkpoints, never of the one just verified nor of the best.
+"""Deletion of old checkpoints: never of the one just verified nor of the best, and only of what the run has written.
 
 Upstream orders by modification time and protects the newest; a damaged checkpoint of a later step, from which a run
 fell back, would then be kept in place of the good one.
@@ -6,12 +6,14 @@ fell back, would then be kept in place of the good one.
 
 from __future__ import annotations
 
-import re
+import logging
 from pathlib import Path
 
+from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import delete_directory
+from hf_rocm_tune.training.artefacts import CHECKPOINT_NAME, listed_by, remove, unlisted
 
-CHECKPOINT_NAME = re.compile(r"^checkpoint-(\d+)$")
+logger = logging.getLogger(__name__)
 
 
 def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
@@ -23,17 +25,29 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beside ``newest`` until ``limit`` are left.
+    """Delete the oldest checkpoints of a run beside ``newest`` until ``limit`` are left.
 
     Args:
-        newest: the checkpoint that was just verified; it stays, whatever its number.
+        newest: the checkpoint that was just verified; it stays, whatever its number, and says which run it is.
         limit: how many to keep (``save_total_limit``); None or below 1 keeps all.
         best: ``best_model_checkpoint``; it stays.
     """
-    if limit is None or limit < 1:
+    written = manifest.read(newest)
+    if limit is None or limit < 1 or not isinstance(written, manifest.Manifest):
         return
     protected = {newest.name} | ({Path(best).name} if best else set())
-    checkpoints = [path for _, path in list_checkpoints(newest.parent)]
+    here = [path for _, path in list_checkpoints(newest.parent) if not path.is_symlink()]
+    checkpoints = [path for path in here if listed_by(path, written.run_id) is not None]
     surplus = len(checkpoints) - max(limit, len(protected))
     for path in [path for path in checkpoints if path.name not in protected][: max(surplus, 0)]:
-        delete_directory(path)
+        _delete(path, written.run_id)
+
+
+def _delete(checkpoint: Path, run_id: str) -> None:
+    foreign = unlisted(checkpoint, run_id)
+    if not foreign:
+        delete_directory(checkpoint)
+        return
+    ours = [manifest.MANIFEST_NAME, *(listed_by(checkpoint, run_id) or ())]
+    remove([checkpoint / name for name in ours], checkpoint)
+    logger.warning("%s was deleted but for what the run has not written: %s", checkpoint.name, ", ".join(foreign[:6]))

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +25,16 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import clean_leftovers
 from hf_rocm_tune.training import supervised
-from hf_rocm_tune.training.artefacts import evidence_of_a_run, is_checkpoint, remove, to_be_overwritten
+from hf_rocm_tune.training.artefacts import (
+    CHECKPOINT_NAME,
+    free_name,
+    in_the_way,
+    is_checkpoint,
+    listed_by,
+    not_ours,
+    remove,
+    written_by,
+)
 from hf_rocm_tune.training.rotation import list_checkpoints
 from hf_rocm_tune.training.run_record import (
     RunLock,
@@ -47,8 +59,9 @@ class Plan:
         record: what ``run.json`` says or will say.
         notes: lines for the user: damaged checkpoints, fallbacks, what is not attested.
         damaged: checkpoints of this run that fail verification; `commit` moves them aside.
-        overwritten: what `commit` deletes.
-        lock: held by this process until its end.
+        overwritten: files that `commit` deletes.
+        lock: held by this process until `close`.
+        made: directories that were made for the run, the outermost first.
     """
 
     directory: Path
@@ -59,6 +72,7 @@ class Plan:
     damaged: tuple[Path, ...]
     overwritten: tuple[Path, ...]
     lock: RunLock
+    made: tuple[Path, ...] = ()
 
     @property
     def run_id(self) -> str:
@@ -74,15 +88,20 @@ class Plan:
         if self.action == "finished":
             return
         try:
-            for path in self.overwritten:
-                remove(path)
+            remove(self.overwritten, self.directory)
             for path in self.damaged:
-                path.rename(_free_name(path.with_name(f"damaged-{path.name}")))
-            # A result that is not sound any more must not look finished while it is made again.
-            (self.directory / manifest.MANIFEST_NAME).unlink(missing_ok=True)
+                path.rename(free_name(path.with_name(f"damaged-{path.name}")))
             write_record(self.directory, self.record)
+            # A result that is not sound any more must not look finished while it is made again.
+            if listed_by(self.directory, self.run_id) is not None:
+                (self.directory / manifest.MANIFEST_NAME).unlink()
         except OSError as error:
             raise _unusable(self.directory, error) from error
+
+    def close(self) -> None:
+        """Let go of the directory, and take away the directories that were made for a run that never began."""
+        self.lock.release()
+        _unmake(self.made)
 
 
 def prepare_output_dir(
@@ -108,30 +127,57 @@ def prepare_output_dir(
             damaged; or overwriting would delete what the run is to read.
     """
     directory = Path(path)
-    _probe(directory)
-    lock = _lock(directory)
+    named, newest_wanted = _parse_resume(resume)
+    _refuse_inputs(directory, settings)
+    if os.path.isdir(directory) and read_record(directory) is None:
+        _refuse_foreign(directory, None, named)  # before anything is made there
+    made: list[Path] = []
+    lock = None
     try:
-        named, newest_wanted = _parse_resume(resume)
+        _probe(directory, made)
+        lock = _lock(directory)
         notes = [f"{directory}: {line} (left by a process that was killed)" for line in clean_leftovers(directory)]
         if not lock.supported:
             notes.append(f"{directory} is on a file system without locks: a second run in it would not be noticed")
-        record = _record(directory, overwrite=overwrite)
-        same = record is not None and record.fingerprint == fingerprint(settings)
-        if restarted is None:
-            restarted = _is_restart(record)
-        if overwrite and not (same and restarted):
-            return _overwriting(directory, settings, named, newest_wanted, notes, lock)
-        if record is not None and same and restarted and named is not None:
-            again = _continue(directory, record, False, notes, lock)
-            return again if again.action != "fresh" else _resume_named(directory, named, record, notes, lock)
-        if named is not None:
-            _refuse_other_run(directory, settings, record, same, adopted=named.resolve().parent == directory.resolve())
-            return _resume_named(directory, named, record or new_record(settings), notes, lock)
-        _refuse_other_run(directory, settings, record, same, adopted=False)
-        return _continue(directory, record or new_record(settings), newest_wanted, notes, lock)
+        plan = _decide(directory, settings, overwrite, named, newest_wanted, restarted, notes, lock)
+        if plan.action != "finished":
+            _refuse_foreign(directory, read_record(directory), named)
+        return replace(plan, made=tuple(made))
     except BaseException:
-        lock.release()
+        if lock is not None:
+            lock.release()
+        _unmake(made)
         raise
+
+
+def _decide(
+    directory: Path,
+    settings: Mapping[str, Any],
+    overwrite: bool,
+    named: Path | None,
+    newest_wanted: bool,
+    restarted: bool | None,
+    notes: list[str],
+    lock: RunLock,
+) -> Plan:
+    record = read_record(directory)
+    same = record is not None and record.fingerprint == fingerprint(settings)
+    if restarted is None:
+        restarted = _is_restart(record)
+    if overwrite and not (same and restarted):
+        return _overwriting(directory, settings, record, named, newest_wanted, notes, lock)
+    if record is not None and not same:
+        changed = differences(record.settings, deciding_settings(settings))
+        raise UsageError(
+            f"{directory} holds another run, which differs in {changed}: choose another --output_dir, or give "
+            "--overwrite_output_dir to delete that run"
+        )
+    if record is not None and restarted and named is not None:
+        again = _continue(directory, record, False, notes, lock)
+        return again if again.action != "fresh" else _resume_named(directory, named, record, notes, lock)
+    if named is not None:
+        return _resume_named(directory, named, record or new_record(settings), notes, lock)
+    return _continue(directory, record or new_record(settings), newest_wanted, notes, lock)
 
 
 def _continue(directory: Path, record: RunRecord, newest_wanted: bool, notes: list[str], lock: RunLock) -> Plan:
@@ -197,59 +243,91 @@ def _resume_named(directory: Path, checkpoint: Path, record: RunRecord, notes: l
 def _overwriting(
     directory: Path,
     settings: Mapping[str, Any],
+    old: RunRecord | None,
     named: Path | None,
     newest_wanted: bool,
     notes: list[str],
     lock: RunLock,
 ) -> Plan:
-    doomed = to_be_overwritten(directory)
     if newest_wanted:
         raise UsageError("--overwrite_output_dir deletes what --resume_from_checkpoint true asks for: give one of them")
-    _refuse_to_delete_inputs(directory, doomed, settings, named)
-    record = new_record(settings)
+    doomed = written_by(directory, old.run_id, _owned(directory, old)) if old is not None else []
+    if named is not None and any(named.resolve() in path.resolve().parents for path in doomed):
+        raise UsageError(
+            f"--overwrite_output_dir would delete what --resume_from_checkpoint {named} names: choose another "
+            "--output_dir"
+        )
+    if doomed:
+        notes = [*notes, f"--overwrite_output_dir deletes in {directory}: {_listed(doomed, directory)}"]
+    kept = {"README.md"} & set(old.files if old is not None else ())
+    record = replace(new_record(settings), files=tuple(kept))
     if named is None:
         return _plan(directory, "fresh", None, record, notes, lock, overwritten=doomed)
     plan = _resume_named(directory, named, record, notes, lock)
-    return _plan(directory, "resume", plan.checkpoint, record, list(plan.notes), lock, overwritten=doomed)
+    return replace(plan, overwritten=tuple(doomed))
 
 
-def _refuse_to_delete_inputs(
-    directory: Path, doomed: Iterable[Path], settings: Mapping[str, Any], named: Path | None
-) -> None:
-    targets = [path.resolve() for path in doomed]
-    texts = {key: value for key, value in settings.items() if isinstance(value, str) and value and key != "output_dir"}
-    if named is not None:
-        texts["resume_from_checkpoint"] = str(named)
-    for key, text in texts.items():
-        if not os.path.exists(text):  # unlike Path.exists, never raises: most values are no paths at all
+def _listed(paths: Iterable[Path], directory: Path) -> str:
+    """The names at the top, with the number of files in each folder."""
+    counts = Counter(path.relative_to(directory).parts[0] for path in paths)
+    return ", ".join(
+        name if (directory / name).is_file() else f"{name} ({count} files)" for name, count in counts.items()
+    )
+
+
+def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Raise where the run would read what it writes, now or when it goes on."""
+    out = directory.resolve()
+    for flag, text in _inputs(settings):
+        before_pattern, *pattern = re.split(r"[*?\[]", text, maxsplit=1)
+        source = os.path.expanduser(os.path.dirname(before_pattern) if pattern else text)
+        if not source or not os.path.exists(source):  # unlike Path.exists, never raises: it may be an id of the Hub
             continue
-        source = Path(text).resolve()
-        if source == directory.resolve() or any(t == source or t in source.parents for t in targets):
+        found = Path(source).resolve()
+        if not pattern and (found == out or out in found.parents):
             raise UsageError(
-                f"--overwrite_output_dir would delete what --{key} {text} names: choose another --output_dir"
+                f"--{flag} {text} lies in --output_dir {directory}, where a run replaces and deletes files: choose "
+                "another --output_dir"
+            )
+        if flag != "model_name_or_path" and found in (out, *out.parents):
+            raise UsageError(
+                f"--output_dir {directory} lies in --{flag} {text}: what the run writes would be read as data when it "
+                "goes on; choose another --output_dir"
             )
 
 
-def _refuse_other_run(
-    directory: Path, settings: Mapping[str, Any], record: RunRecord | None, same: bool, *, adopted: bool
-) -> None:
-    """Raise unless ``directory`` is this run's, or nobody's. A checkpoint named in it adopts what another tool left."""
-    cure = "choose another --output_dir, or give --overwrite_output_dir to delete that run"
-    if record is not None and not same:
-        changed = differences(record.settings, deciding_settings(settings))
-        raise UsageError(f"{directory} holds another run, which differs in {changed}: {cure}")
-    if record is None and not adopted and (found := evidence_of_a_run(directory)):
-        shown = ", ".join(found[:4]) + (" ..." if len(found) > 4 else "")
-        raise UsageError(f"{directory} holds another run ({shown}, without a run.json of ours): {cure}")
+def _inputs(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(flag, value) of whatever names a file or a directory that is read."""
+    for name in ("model_name_or_path", "dataset_name", "chat_template_path"):
+        if isinstance(value := settings.get(name), str) and value:
+            yield name, value
+    for part in settings.get("datasets") or ():
+        for key in ("path", "data_dir", "data_files"):
+            yield from (("datasets", text) for text in _texts(part.get(key) if isinstance(part, Mapping) else part))
 
 
-def _record(directory: Path, *, overwrite: bool) -> RunRecord | None:
-    try:
-        return read_record(directory)
-    except UsageError:
-        if overwrite:
-            return None
-        raise
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value] if value else []
+    each: Iterable[Any] = value.values() if isinstance(value, Mapping) else value or ()
+    return [text for one in each for text in _texts(one)] if isinstance(each, Iterable) else []
+
+
+def _refuse_foreign(directory: Path, record: RunRecord | None, named: Path | None) -> None:
+    """Raise where a run would replace what none of ours has written.
+
+    A checkpoint that is named in it adopts the checkpoints that another tool left there, and nothing else.
+    """
+    found = in_the_way(directory, None if record is None else _owned(directory, record))
+    if named is not None and named.resolve().parent == directory.resolve():
+        found = [name for name in found if not (CHECKPOINT_NAME.match(name) and (directory / name).is_dir())]
+    if found:
+        raise UsageError(not_ours(directory, found))
+
+
+def _owned(directory: Path, record: RunRecord) -> tuple[str, ...]:
+    """Names at the top of ``directory`` that the run in it has written, beside those that every run writes."""
+    return (*record.files, *(listed_by(directory, record.run_id) or ()))
 
 
 def _is_restart(record: RunRecord | None) -> bool:
@@ -268,16 +346,29 @@ def _parse_resume(resume: str | bool | None) -> tuple[Path | None, bool]:
     return Path(resume), False
 
 
-def _probe(directory: Path) -> None:
-    """Create the directory and really write to it: permission bits do not tell (quotas, read-only mounts, root)."""
+def _probe(directory: Path, made: list[Path]) -> None:
+    """Create the directory and really write to it: permission bits do not tell (quotas, read-only mounts, root).
+
+    Args:
+        directory: to write to.
+        made: takes the directories that had to be made.
+    """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        for path in reversed([each for each in (directory, *directory.parents) if not each.exists()]):
+            path.mkdir(exist_ok=True)
+            made.append(path)
         with tempfile.NamedTemporaryFile(dir=directory, prefix="_probe") as file:
             file.write(b"\0" * 4096)
             file.flush()
             os.fsync(file.fileno())
     except (OSError, ValueError) as error:
         raise _unusable(directory, error) from error
+
+
+def _unmake(made: Iterable[Path]) -> None:
+    for path in reversed(tuple(made)):
+        with suppress(OSError):  # it is used now
+            path.rmdir()
 
 
 def _lock(directory: Path) -> RunLock:
@@ -288,7 +379,7 @@ def _lock(directory: Path) -> RunLock:
 
 
 def _unusable(directory: Path, error: OSError | ValueError) -> UsageError:
-    code = error.errno if isinstance(error, OSError) else None
+    code, said = (error.errno, error.strerror or error) if isinstance(error, OSError) else (None, error)
     reasons = {
         errno.EEXIST: "it, or a part of its path, is a file",
         errno.ENOTDIR: "it, or a part of its path, is a file",
@@ -298,17 +389,7 @@ def _unusable(directory: Path, error: OSError | ValueError) -> UsageError:
         errno.ENOSPC: "no space left on the device",
         errno.EDQUOT: "the disk quota is used up",
     }
-    return UsageError(
-        f"--output_dir {directory} cannot be written: {reasons.get(code or 0, error)}; choose another one"
-    )
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    candidate = path
-    while candidate.exists():
-        candidate, number = path.with_name(f"{path.name}.{number}"), number + 1
-    return candidate
+    return UsageError(f"--output_dir {directory} cannot be written: {reasons.get(code or 0, said)}; choose another one")
 
 
 def _plan(

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import socket
 from collections.abc import Mapping
@@ -21,12 +22,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.integrity.atomic import open_in_place, read_plain, write_text_atomic
+from hf_rocm_tune.redaction import redact_json, without_secrets
 
 RUN_FILE = "run.json"
 # The underscore keeps it out of transformers' uploads, which ignore "_*".
 LOCK_FILE = "_run.lock"
 SCHEMA = 1
+_HOLDER = re.compile(rb"process \d+ on [^\n]*")
 
 IGNORED = frozenset(
     [
@@ -77,9 +80,6 @@ IGNORED = frozenset(
 
 IGNORED_PREFIXES = ("logging_", "log_", "hub_", "trackio_", "verify", "transfer_", "sentinel", "consent_")
 
-# Wherever they stand, these never go to disk.
-_SECRETS = frozenset({"token", "hub_token", "use_auth_token", "api_key", "password"})
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
@@ -93,6 +93,7 @@ class RunRecord:
         started: UTC time, ISO 8601.
         skipped_steps: optimizer steps that are left out, because the run died in them twice; see `skip_step`.
         auto_fit: what ``--auto_fit`` has chosen for this run, whatever memory is free when it goes on; None: nothing.
+        files: names that the run's result has, or is about to have, in its directory.
     """
 
     run_id: str
@@ -102,6 +103,7 @@ class RunRecord:
     started: str
     skipped_steps: tuple[int, ...] = ()
     auto_fit: Mapping[str, Any] | None = None
+    files: tuple[str, ...] = ()
 
 
 def new_record(settings: Mapping[str, Any]) -> RunRecord:
@@ -118,7 +120,8 @@ def new_record(settings: Mapping[str, Any]) -> RunRecord:
 
 def write_record(directory: Path, record: RunRecord) -> None:
     """Write ``run.json`` atomically."""
-    write_text_atomic(directory / RUN_FILE, json.dumps({"schema": SCHEMA, **asdict(record)}, indent=1, sort_keys=True))
+    body = {"schema": SCHEMA, **redact_json(asdict(record))}
+    write_text_atomic(directory / RUN_FILE, json.dumps(body, indent=1, sort_keys=True))
 
 
 def read_record(directory: Path) -> RunRecord | None:
@@ -129,19 +132,20 @@ def read_record(directory: Path) -> RunRecord | None:
     """
     path = directory / RUN_FILE
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = json.loads(read_plain(path))
         if body.pop("schema") != SCHEMA:
             raise ValueError("another schema")
         record = RunRecord(**body)
         if record.status not in ("running", "finished") or not isinstance(record.settings, dict):
             raise ValueError("fields of the wrong kind")
-        return replace(record, skipped_steps=tuple(int(step) for step in record.skipped_steps))
+        steps, files = map(int, record.skipped_steps), map(str, record.files)
+        return replace(record, skipped_steps=tuple(steps), files=tuple(files))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"{path} cannot be read ({error}), so it is unknown which run this directory holds: choose another "
-            "--output_dir, or give --overwrite_output_dir"
+            "--output_dir, or move that file away"
         ) from error
 
 
@@ -178,12 +182,13 @@ def fingerprint(settings: Mapping[str, Any]) -> str:
 def deciding_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are not `IGNORED`, in the form in which JSON gives them back, without secrets."""
     kept = {k: v for k, v in settings.items() if k not in IGNORED and not k.startswith(IGNORED_PREFIXES)}
-    plain: dict[str, Any] = json.loads(json.dumps(_plain(kept)))
+    plain: dict[str, Any] = json.loads(json.dumps(_plain(without_secrets(kept))))
     return plain
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, most: int = 5) -> str:
     """ "learning_rate 0.0002 -> 0.001, seed 1 -> 2 and 3 more": what differs between two `deciding_settings`."""
+    old, new = redact_json(old), redact_json(new)  # as ``run.json`` has it
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     shown = ", ".join(f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in changed[:most])
     return shown + (f" and {len(changed) - most} more" if len(changed) > most else "")
@@ -191,7 +196,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, most: int = 5
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items() if str(k) not in _SECRETS}
+        return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, set | frozenset):
         return sorted((_plain(item) for item in value), key=repr)
     if isinstance(value, list | tuple):
@@ -215,33 +220,55 @@ class RunLock:
 
         Raises:
             UsageError: another process holds it.
-            OSError: the lock file cannot be opened.
+            OSError: the lock file cannot be opened, or is not ours.
         """
         self.supported = True
-        self._descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(self._descriptor, 200).decode("utf-8", "replace").strip() or "another process"
-            self.release()
-            raise UsageError(
-                f"{directory} is in use by {holder}: wait for that run, stop it, or choose another --output_dir"
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                self.release()
-                raise
-            self.supported = False  # some network file systems have no locks
+        self._path = directory / LOCK_FILE
+        self._descriptor: int | None = None
+        while not self._taken():
+            self._close()  # whoever held it has deleted it meanwhile
         # A data loading worker that outlives a killed parent by seconds must not keep the restart out.
         os.register_at_fork(after_in_child=self._close)
+        assert self._descriptor is not None
         with contextlib.suppress(OSError):  # on a full disk the name of the holder is missing, nothing else
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
+    def _taken(self) -> bool:
+        """Opens and locks the file; whether it is the one that the directory has."""
+        descriptor = self._descriptor = open_in_place(self._path, os.O_RDWR)
+        content = os.pread(descriptor, 400, 0)
+        if content and not _HOLDER.fullmatch(content):
+            self._close()
+            raise OSError(errno.EINVAL, f"{LOCK_FILE} in it is not a lock of ours: move it away")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = content.decode("utf-8", "replace") or "another process"
+            self._close()
+            raise UsageError(
+                f"{self._path.parent} is in use by {holder}: wait for that run, stop it, or choose another --output_dir"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                self._close()
+                raise
+            self.supported = False  # some network file systems have no locks
+        return self._is_there()
+
+    def _is_there(self) -> bool:
+        assert self._descriptor is not None
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
+
     def release(self) -> None:
         """Let the next run in, also when a process that was forked meanwhile lives on. May be called more than once."""
         if self._descriptor is not None:
-            with contextlib.suppress(OSError):  # no locks on this file system
+            with contextlib.suppress(OSError):  # no locks on this file system, or a disk that is gone
+                if self.supported and self._is_there():
+                    self._path.unlink()
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self._close()
 
@@ -249,7 +276,7 @@ class RunLock:
         """Closes this process's way to the lock; the processes that share it keep what they have."""
         if self._descriptor is not None:
             os.close(self._descriptor)
-            self._descriptor = None  # type: ignore[assignment]
+            self._descriptor = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"supported": self.supported, "_descriptor": None}
+        return {"supported": self.supported, "_path": self._path, "_descriptor": None}

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.models.split import layer_stack
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hf_rocm_tune.transfer import Mover
 else:
     _Base = object
-
-RANDOM_STATES = "rng_state_cards.pth"
 
 
 class SplitMixin(_Base):
@@ -51,6 +49,7 @@ class SplitMixin(_Base):
         split = self.mover if isinstance(self.mover, SplitMover) and not self.mover.logical else None
         return tuple(card.device for card in split.cards) if split else (self.args.device,)
 
+    @override
     def create_accelerator_and_postprocess(self) -> None:
         """As upstream; gradients are then clipped by their norm over all cards."""
         super().create_accelerator_and_postprocess()
@@ -72,20 +71,6 @@ class SplitMixin(_Base):
         names = {id(parameter): each for each, parameter in self.model.named_parameters()}
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return f"{names.get(id(parameters[int(found[1])]), found[1])}/{found[2]}"
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if len(self.devices) > 1:
-            states = [torch.cuda.get_rng_state(device) for device in self.devices]
-            torch.save(states, Path(output_dir) / RANDOM_STATES)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        file = Path(checkpoint or "") / RANDOM_STATES
-        if len(self.devices) > 1 and checkpoint is not None and file.is_file():
-            states = torch.load(file, map_location="cpu", weights_only=True)
-            for device, state in zip(self.devices, states, strict=False):
-                torch.cuda.set_rng_state(state, device)
 
     # ---- the report -----------------------------------------------------------------------------------------
 

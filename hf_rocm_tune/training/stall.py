@@ -26,6 +26,7 @@ from hf_rocm_tune.distributed.watchdog_board import Board
 from hf_rocm_tune.distributed.watchdog_lost import is_lost_peer, lost_peer
 from hf_rocm_tune.distributed.watchdog_text import render
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
+from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.supervised import Patience, Phase, hold_on, patience
 
@@ -310,10 +311,8 @@ def _lost_peer_in(error: BaseException) -> BaseException | None:
 
 def _write(content: Mapping[Path, str]) -> None:
     for file, text in content.items():
-        temporary = file.with_name(f"_{file.name}")
         try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(file)
+            write_text_atomic(file, text)
         except OSError:
             file.unlink(missing_ok=True)  # an earlier one is not this stall's
 

@@ -10,8 +10,11 @@ On several machines the first local rank of each speaks to the supervisor there;
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
+import termios
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -177,6 +180,21 @@ def read_begun(file: Path) -> Begun | None:
         return Begun(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def leave_terminal() -> None:
+    """Where the terminal is gone (SIGHUP), let what is printed go nowhere: writing to it would end the process."""
+    for stream in (1, 2):
+        try:
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                termios.tcgetattr(stream)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)
+        except OSError:
+            pass  # closed
 
 
 def _directory(environ: Mapping[str, str]) -> Path | None:

@@ -7,11 +7,13 @@ the schedule moves on, and the position in the data remains that of every other 
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
+from typing_extensions import override
 
 from hf_rocm_tune.training.crash import Crashes
 from hf_rocm_tune.training.interrupt import InterruptCallback, StopRequests
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 else:
     _Base = object
+
+logger = logging.getLogger(__name__)
 
 
 class SurvivalMixin(_Base):
@@ -47,19 +51,24 @@ class SurvivalMixin(_Base):
         self._crashes = Crashes()
         self._interrupts = InterruptCallback(self.stop_requests)
         args = keywords.get("args", arguments[1] if len(arguments) > 1 else None)
-        if args is not None:
-            # What it asks for is always on here. Upstream's own writes in place, and takes the end for a finished run.
+        if args is not None and args.enable_jit_checkpoint:
+            # Upstream's own writes in place, and takes the end for a finished run.
+            logger.warning(
+                "enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint here without it"
+            )
             args.enable_jit_checkpoint = False
         super().__init__(*arguments, **keywords)
         self.add_callback(self._interrupts)
         self.add_callback(_PulseCallback(self._heart))
 
+    @override
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; within it, Ctrl-C and SIGTERM write a checkpoint and end the training."""
         with self.stop_requests.installed():
             self._strike("start", 0)
             return super().train(*arguments, **keywords)
 
+    @override
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As upstream, except for a step that is left out: its batch gets its verdict and is not used."""
         if self.step_is_skipped:
@@ -87,17 +96,20 @@ class SurvivalMixin(_Base):
         """Let somebody hear the signs of life, beside the supervisor."""
         self._heart.listener = listener
 
+    @override
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; its first batch may take its time."""
         self.beat("evaluate")
         return super().evaluation_loop(*arguments, **keywords)
 
+    @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.beat("save")
         self._strike("save", self.state.global_step)
         super()._save_checkpoint(model, trial)
         self.beat("between")
 
+    @override
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         # With save_strategy="best" this alone decides about the save, and would undo one that was asked for.
         return bool(super()._determine_best_metric(metrics, trial)) or self._interrupts.save_wanted

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from hf_rocm_tune.transfer.accelerator import AcceleratorBackend
 from hf_rocm_tune.transfer.backend import Backend, HostBackend
-from hf_rocm_tune.transfer.digest import Digest, combine, digest, digest_on_device
+from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, combine, digest, digest_on_device
 from hf_rocm_tune.transfer.faults import FaultSpec
 from hf_rocm_tune.transfer.faulty import FaultyBackend
 from hf_rocm_tune.transfer.mover import Mover, was_verified
+from hf_rocm_tune.transfer.redirect import redirected
 from hf_rocm_tune.transfer.report import STAGES, TransferReport, gb_per_s
 from hf_rocm_tune.transfer.ring import Ring
 from hf_rocm_tune.transfer.settings import TransferSettings
@@ -26,6 +27,7 @@ __all__ = [
     "FaultyBackend",
     "HostBackend",
     "Mover",
+    "QueuedDigests",
     "Ring",
     "TransferReport",
     "TransferSettings",
@@ -34,6 +36,7 @@ __all__ = [
     "digest_on_device",
     "gb_per_s",
     "map_tensors",
+    "redirected",
     "tree_tensors",
     "was_verified",
 ]

@@ -6,22 +6,27 @@ Order and lifetime (each point is a cause of corruption in the field when it is 
 * A page-locked slot may be rewritten only after the event that follows its copy (`Ticket.join`).
 * The consumer's stream waits for that event, and the memory is recorded on it, so the caching allocator does not give
   it away while kernels of that stream still read it.
+* Memory of batches belongs to our stream, whose order protects it: it is allocated without a wait.
 * Long-lived memory belongs to the consumer's stream; the copy stream waits for what that stream queued before, because
   the allocator may hand out memory that a kernel in flight still uses.
+* Page-locked memory that is dropped with a copy in flight is kept until its end by torch's caching host allocator,
+  which also makes the 16 bytes of each digest cheap to allocate.
 
-The device is never synchronised as a whole; only events and this stream are waited for.
+The device is never synchronised as a whole; only events are waited for. Each of these points, taken out, makes
+``tests/transfer/test_mutants_on_card.py`` fail.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from hf_rocm_tune.transfer.backend import Label, PendingDigest, Ticket
 from hf_rocm_tune.transfer.digest import Digest, digest_on_device, from_sums
+from hf_rocm_tune.transfer.report import count_crossing
 
 
 class AcceleratorBackend:
@@ -38,7 +43,14 @@ class AcceleratorBackend:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device=self.device)
-        self._results = _ResultSlots()
+
+    @contextmanager
+    def _queue(self) -> Iterator[None]:
+        # The device first: a thread that was never told its device is on card 0, and when `stream` alone goes back
+        # there it makes a context on that card, half a GB of memory.
+        # Without torch functions: `redirected` would take these copies for somebody else's.
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch._C.DisableTorchFunction():
+            yield
 
     def staging(self, nbytes: int) -> Tensor:
         with torch.inference_mode(False):
@@ -52,47 +64,45 @@ class AcceleratorBackend:
                 # When an exception frees it with copies in flight, it must not be given away before they end.
                 buffer.record_stream(self._stream)
                 return buffer
-            with torch.cuda.stream(self._stream):
+            with self._queue():
                 return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def follow(self, source: Tensor) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        source.record_stream(self._stream)  # it may be freed before the queue has read it
 
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
-        with torch.cuda.stream(self._stream):
+        with self._queue():
+            count_crossing(**{"to_host_bytes" if source.is_cuda else "to_device_bytes": source.nbytes})
             target.copy_(source, non_blocking=not blocking)
-            ticket = _EventTicket(self._stream.record_event())
-        if blocking:
-            ticket.wait()
-        return ticket
+            return _EventTicket(self._stream.record_event())
 
     def fill(self, target: Tensor, value: int) -> None:
-        with torch.cuda.stream(self._stream):
+        with self._queue():
             target.fill_(value)
 
     def digest(self, target: Tensor, word_offset: int = 0) -> PendingDigest:
-        with torch.cuda.stream(self._stream):
+        with self._queue():
             sums = digest_on_device(target, word_offset)
-            landing = self._results.take()
+            count_crossing(to_host_bytes=sums.nbytes)
+            with torch.inference_mode(False):
+                landing = torch.empty(2, dtype=torch.int64, pin_memory=True)
             landing.copy_(sums, non_blocking=True)
-            return _EventDigest(self._stream.record_event(), landing, target.numel(), self._results)
+            return _EventDigest(self._stream.record_event(), landing, target.numel())
 
     def read_back(self, target: Tensor) -> Tensor:
-        with torch.cuda.stream(self._stream):
+        with self._queue():
             # Blocking: pageable memory and a wait for this stream, so the host never reads before the copy's end.
+            count_crossing(to_host_bytes=target.nbytes)
             return target.cpu()
 
     def hand_out(self, buffer: Tensor, ticket: Ticket) -> None:
+        assert isinstance(ticket, _EventTicket), "one of ours"
         consumer = torch.cuda.current_stream(self.device)
-        if isinstance(ticket, _EventTicket):
-            consumer.wait_event(ticket.event)
-        else:
-            ticket.wait()
+        consumer.wait_event(ticket.event)
         buffer.record_stream(consumer)
 
     def close(self) -> None:
-        self._stream.synchronize()
+        """Nothing to end: events and allocators keep what is in flight."""
 
 
 class _EventTicket:
@@ -109,33 +119,10 @@ class _EventTicket:
         self.event.synchronize()
 
 
-class _ResultSlots:
-    """Page-locked int64[2] tensors for digests, reused: the allocation of page-locked memory is slow."""
-
-    def __init__(self) -> None:
-        self._free: deque[Tensor] = deque()
-        self._lock = threading.Lock()
-
-    def take(self) -> Tensor:
-        with self._lock:
-            if self._free:
-                return self._free.popleft()
-        with torch.inference_mode(False):
-            return torch.empty(2, dtype=torch.int64, pin_memory=True)
-
-    def give_back(self, landing: Tensor) -> None:
-        with self._lock:
-            self._free.append(landing)
-
-
 class _EventDigest:
-    def __init__(self, event: torch.cuda.Event, landing: Tensor, nbytes: int, results: _ResultSlots) -> None:
-        self._event, self._landing, self._nbytes, self._results = event, landing, nbytes, results
-        self._digest: Digest | None = None
+    def __init__(self, event: torch.cuda.Event, landing: Tensor, nbytes: int) -> None:
+        self._event, self._landing, self._nbytes = event, landing, nbytes
 
     def result(self) -> Digest:
-        if self._digest is None:
-            self._event.synchronize()
-            self._digest = from_sums(self._landing, self._nbytes)
-            self._results.give_back(self._landing)
-        return self._digest
+        self._event.synchronize()
+        return from_sums(self._landing, self._nbytes)

@@ -73,7 +73,10 @@ class Backend(Protocol):
         """Device memory, uint8[nbytes]. Long-lived memory (weights) is allocated for the caller's compute stream."""
 
     def follow(self, source: Tensor) -> None:
-        """Let the queue wait for what the caller's compute stream has queued, before it reads device bytes `source`."""
+        """Let the queue wait for what the caller's compute stream has queued, before it reads device bytes `source`.
+
+        The caller keeps `source` until the queue has read it.
+        """
 
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
         """Queue a copy of host bytes to device bytes, or back. `source` stays unchanged until the ticket is done."""

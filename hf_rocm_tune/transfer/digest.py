@@ -34,7 +34,7 @@ same however the range is split, as long as every piece but the last is a multip
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,11 +44,12 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer.digest_device import digest_on_device
 from hf_rocm_tune.transfer.digest_host import host_sums
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather
+from hf_rocm_tune.transfer.report import count_crossing
 
 PIECE_BYTES = 256 << 10
 """Bytes of a strided tensor that are gathered and digested at a time."""
 
-__all__ = ["Digest", "combine", "digest", "digest_on_device", "digest_range", "from_sums"]
+__all__ = ["Digest", "QueuedDigests", "combine", "digest", "digest_on_device", "digest_range", "from_sums"]
 
 _M64 = 0xFFFFFFFFFFFFFFFF
 
@@ -108,18 +109,66 @@ def digest(tensor: Tensor, *, word_offset: int = 0) -> Digest:
 
 def from_sums(sums: Tensor, nbytes: int) -> Digest:
     """The digest from the int64[2] tensor of `digest_on_device`; waits for the device when it is there."""
-    s1, s2 = sums.tolist()
+    if sums.is_cuda:
+        count_crossing(to_host_bytes=sums.nbytes)
+    with torch._C.DisableTorchFunction():  # `redirected` would take it for somebody else's reading
+        s1, s2 = sums.tolist()
     return Digest(s1 & _M64, s2 & _M64, nbytes)
 
 
-def digest_range(tensor: Tensor, start: int, stop: int, *, word_offset: int = 0) -> Digest:
-    """Digest the logical bytes [start, stop) of a host tensor, in the calling thread; `digest_host` does the reading.
+class QueuedDigests:
+    """Digests of tensors as they are at this point of their device's current stream; nothing is waited for.
 
-    `start` and `stop` are multiples of the element size when the tensor is not contiguous.
+    Host tensors are digested at once. Those of an accelerator come back together, in one copy for each device.
+
+    Args:
+        tensors: as for `digest`. They need not be kept.
     """
-    if not tensor.is_contiguous():
-        return combine(_digest_gathered(tensor, start, stop, word_offset))
-    return Digest(*host_sums(as_bytes(tensor)[start:stop], word_offset), stop - start)
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._found = {at: digest(each) for at, each in enumerate(tensors) if each.device.type == "cpu"}
+        self._landing: list[tuple[list[tuple[int, int]], Tensor, torch.cuda.Event]] = []
+        for device in {each.device for each in tensors if each.device.type != "cpu"}:
+            mine = [(at, each) for at, each in enumerate(tensors) if each.device == device]
+            with torch.cuda.device(device), torch.inference_mode(False), torch._C.DisableTorchFunction():
+                sums = torch.stack([digest_on_device(each) for _, each in mine])
+                landing = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
+                count_crossing(to_host_bytes=sums.nbytes)
+                landing.copy_(sums, non_blocking=True)
+                event = torch.cuda.current_stream(device).record_event()
+            self._landing.append(([(at, byte_count(each)) for at, each in mine], landing, event))
+
+    def done(self) -> bool:
+        """Whether `result` will not wait."""
+        return all(event.query() for _, _, event in self._landing)
+
+    def result(self) -> list[Digest]:
+        """The digests, in the order of the tensors; waits for what the device has not done yet."""
+        for places, landing, event in self._landing:
+            if not event.query():
+                event.synchronize()
+            self._found.update((at, from_sums(row, size)) for (at, size), row in zip(places, landing, strict=True))
+        self._landing = []
+        return [self._found[at] for at in range(len(self._found))]
+
+
+def digest_range(
+    tensor: Tensor, start: int, stop: int, *, word_offset: int = 0, copy_to: Tensor | None = None
+) -> Digest:
+    """Digest the logical bytes [start, stop) of a host tensor, and copy them in the same pass where it is contiguous.
+
+    Args:
+        tensor: on the host, any dense dtype, shape and strides.
+        start, stop: multiples of the element size when the tensor is not contiguous.
+        word_offset: as for `digest`.
+        copy_to: uint8[stop - start] on the host, aligned for the dtype; None for no copy.
+    """
+    if tensor.is_contiguous():
+        return Digest(*host_sums(as_bytes(tensor)[start:stop], word_offset, copy_to), stop - start)
+    found = combine(_digest_gathered(tensor, start, stop, word_offset))
+    if copy_to is not None:
+        gather(tensor, start, stop, copy_to)  # from the source again: the digest is not one of the copy
+    return found
 
 
 def _digest_gathered(tensor: Tensor, start: int, stop: int, word_offset: int) -> Iterator[Digest]:

@@ -12,11 +12,12 @@ that other programs used as well; torch 2.13, NumPy 2.4, Numba 0.68; GB/s of 10^
 C is three times as fast as plain torch, and eight times for a few KiB, where torch's calls are what costs; compiled for
 AVX2 the same loop gave 8. Numba is as fast and would bring a compiler of its own (LLVM) into every installation.
 A second thread gained nothing here, and the callers (loading threads, the training loop) run beside each other already:
-a digest stays in the thread that asks for it.
+a digest stays in the thread that asks for it. A copy made on the way is worth several where it is large: it writes too.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -28,15 +29,24 @@ from hf_rocm_tune.transfer.digest_device import DigestMethod
 from hf_rocm_tune.transfer.digest_native import NativeSums
 from hf_rocm_tune.transfer.digest_weights import BLOCK_WORDS, block_factor, block_term, place_weights
 
-HostSums = Callable[[Tensor, int], tuple[int, int]]
-"""uint8[n], contiguous, on the host, and the index of its first word to ``(s1, s2)`` modulo 2^64."""
+HostSums = Callable[[Tensor, int, Tensor | None], tuple[int, int]]
+"""As `host_sums`."""
+
+BYTES_A_THREAD = 4 << 20
+THREADS = 4
 
 _M64 = 0xFFFFFFFFFFFFFFFF
 
 
-def host_sums(flat: Tensor, index: int) -> tuple[int, int]:
-    """``s1`` and ``s2`` of uint8[n], contiguous, on the host; `index` is that of its first word."""
-    return _chosen()[0](flat, index)
+def host_sums(flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
+    """The digest's two sums modulo 2^64, and a copy of the bytes in the same pass over them.
+
+    Args:
+        flat: uint8[n], contiguous, on the host.
+        index: that of its first word.
+        copy_to: uint8[n], contiguous, on the host, apart from `flat`; None for no copy.
+    """
+    return _chosen()[0](flat, index, copy_to)
 
 
 def host_method() -> DigestMethod:
@@ -61,10 +71,13 @@ def _choose() -> tuple[HostSums, DigestMethod]:
     if native is None:
         return torch_sums, DigestMethod(name="torch", reason=reason)
     sums = with_table(native)
-    # Every place of a block, a start within one, the end of one, a tail, an odd address.
+    # Every place of a block, a start within one, the end of one, a tail, an odd address, a copy by threads.
     data = place_weights(torch.device("cpu")).view(torch.uint8)
-    for start, stop, index in ((0, data.numel() - 5, 0), (3, 4002, 2 * BLOCK_WORDS - 99)):
-        if sums(data[start:stop], index) != torch_sums(data[start:stop], index):
+    large = data.repeat(1 + 2 * BYTES_A_THREAD // data.numel())
+    for piece, index in ((data[:-5], 0), (data[3:4002], 2 * BLOCK_WORDS - 99), (large, 7)):
+        copy = ~piece
+        expected = torch_sums(piece, index)
+        if expected != sums(piece, index, None) or expected != sums(piece, index, copy) or not torch.equal(copy, piece):
             return torch_sums, DigestMethod(name="torch", reason=f"other sums than plain torch when {reason}")
     return sums, DigestMethod(name="native", reason=reason)
 
@@ -72,20 +85,27 @@ def _choose() -> tuple[HostSums, DigestMethod]:
 def with_table(native: NativeSums) -> HostSums:
     """The compiled function on tensors."""
     table = place_weights(torch.device("cpu"))
+    threads = min(THREADS, len(os.sched_getaffinity(0)))
 
-    def sums(flat: Tensor, index: int) -> tuple[int, int]:
-        return native(flat.data_ptr(), flat.numel(), index, table.data_ptr())
+    def sums(flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
+        if copy_to is None:
+            return native(flat.data_ptr(), None, flat.numel(), index, table.data_ptr(), 1)
+        assert copy_to.numel() == flat.numel()
+        wanted = min(threads, flat.numel() // BYTES_A_THREAD)
+        return native(flat.data_ptr(), copy_to.data_ptr(), flat.numel(), index, table.data_ptr(), wanted)
 
     return sums
 
 
-def torch_sums(flat: Tensor, index: int) -> tuple[int, int]:
+def torch_sums(flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
     """The same as `host_sums` in plain torch, on blocks that stay in the cache."""
     s1 = s2 = position = 0
     while position < flat.numel():
         number, low = divmod(index, BLOCK_WORDS)
         end = min(flat.numel(), position + 4 * (BLOCK_WORDS - low))
         total, weighted = _scratch.reduce(flat[position:end], low)
+        if copy_to is not None:
+            copy_to[position:end].copy_(flat[position:end])
         s1 += total
         s2 += weighted * block_factor(number) + total * block_term(number)
         position, index = end, index + BLOCK_WORDS - low

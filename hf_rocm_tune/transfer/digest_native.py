@@ -1,6 +1,6 @@
 """The host's digest in C, compiled at first use with the system's compiler; without one, plain torch does the same.
 
-Nothing is needed to install the package, and nothing is downloaded: `cc` (or ``CC``) compiles 40 lines that ship with
+Nothing is needed to install the package, and nothing is downloaded: `cc` (or ``CC``) compiles 100 lines that ship with
 it, for this very processor, into the user's cache directory. The library is named by its source and the processor, so
 neither an update nor a home directory shared between machines can bring up one that does not fit. `digest_host` uses it
 once it has given the same sums as plain torch.
@@ -19,11 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 SOURCE = Path(__file__).with_suffix(".c")
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-pthread", "-shared", "-fPIC")
 COMPILE_SECONDS = 60
 
-NativeSums = Callable[[int, int, int, int], tuple[int, int]]
-"""Address, bytes, index of the first word and address of the table to ``(s1, s2)`` modulo 2^64."""
+NativeSums = Callable[[int, int | None, int, int, int, int], tuple[int, int]]
+"""Address, address of a copy to be made or None, bytes, index of the first word, address of the table and threads to
+``(s1, s2)`` modulo 2^64."""
 
 
 def cache_directory() -> Path:
@@ -75,12 +76,12 @@ def _compile(compiler: str, library: Path) -> None:
 def _bind(library: Path) -> NativeSums:
     function = ctypes.CDLL(str(library)).hf_rocm_tune_digest  # a CDLL's functions run without the interpreter's lock
     pointer = ctypes.c_void_p
-    function.argtypes = (pointer, ctypes.c_uint64, ctypes.c_uint64, pointer, pointer)
+    function.argtypes = (pointer, pointer, ctypes.c_uint64, ctypes.c_uint64, pointer, ctypes.c_int, pointer)
     function.restype = None
 
-    def sums(address: int, nbytes: int, index: int, table: int) -> tuple[int, int]:
+    def sums(address: int, copy: int | None, nbytes: int, index: int, table: int, threads: int) -> tuple[int, int]:
         result = (ctypes.c_uint64 * 2)()
-        function(address, nbytes, index, table, result)
+        function(address, copy, nbytes, index, table, threads, result)
         return result[0], result[1]
 
     return sums

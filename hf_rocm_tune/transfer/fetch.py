@@ -99,7 +99,7 @@ class Fetched:
 
     def __init__(self, fetcher: Fetcher, source: Tensor, errand: Errand) -> None:
         self._fetcher, self._errand = fetcher, errand
-        self._source = as_bytes(source)
+        self._source = as_bytes(source)  # kept: the caller may drop its tensor with the copy still queued
         self._slot = ExitStack()
         self.digest: Digest | None = None
         begun = time.perf_counter()

@@ -59,8 +59,7 @@ class Ladder:
         for attempt, route in enumerate(RUNGS, start=1):
             self._backend.fill(buffer, POISON)
             self._sender.send(shipment, buffer, route, attempt=attempt)
-            assert shipment.verdict is not None
-            if shipment.matches(shipment.verdict.result()):
+            if shipment.matches(self._backend.digest(buffer).result()):
                 self._recovered(shipment, findings, route)
                 return
         last = self.examiner.differences(shipment, buffer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -18,12 +19,12 @@ from torch import Tensor
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.transfer.accelerator import AcceleratorBackend
 from hf_rocm_tune.transfer.backend import Backend, HostBackend, Label, Part
-from hf_rocm_tune.transfer.digest import Digest
+from hf_rocm_tune.transfer.digest import Digest, QueuedDigests
 from hf_rocm_tune.transfer.faults import FaultSpec
 from hf_rocm_tune.transfer.faulty import FaultyBackend
 from hf_rocm_tune.transfer.fetch import Errand, Fetched, Fetcher
 from hf_rocm_tune.transfer.ladder import Ladder
-from hf_rocm_tune.transfer.raw_bytes import as_bytes, check_plain, typed_view
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, check_plain, storage_bytes, typed_view
 from hf_rocm_tune.transfer.registry import Entry, Registry
 from hf_rocm_tune.transfer.report import TransferReport
 from hf_rocm_tune.transfer.ring import Ring
@@ -49,8 +50,11 @@ class Mover:
 
     Attributes:
         step: training step for incidents, set by the training loop.
+        loaded: digests of what was read from files, by name of the file and of the tensor.
 
-    All methods may be called from several threads. Not covered: what happens to device memory after the verdict.
+    All methods may be called from several threads. A mover belongs to the process that made it: in a
+    fork of it, where its queue's threads do not exist, it raises. Not covered: what happens to device memory after the
+    verdict.
     """
 
     def __init__(
@@ -73,10 +77,12 @@ class Mover:
         self._ladder = Ladder(self._backend, self._sender, self.settings, self.report)
         self._fetcher = Fetcher(plain, self._faulty, self.settings, self.report)
         self._registry = Registry()
+        self.loaded: dict[tuple[str, str], Digest] = {}
         self._numbers = itertools.count()
         self._sent: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
         _live.add(self)
 
     # ---- moving ---------------------------------------------------------------------------------------------
@@ -98,6 +104,7 @@ class Mover:
             CorruptionError: it could not be brought over right (`SourceChangedError`: `tensor` changed meanwhile).
             UsageError: it is not a dense host tensor.
         """
+        self._check_open()
         self._check_host(tensor, name)
         shipment = self._new_shipment(stage, [Parcel(name, tensor, 0, source)])
         buffer = self._backend.allocate(shipment.nbytes, long_lived=True)
@@ -105,18 +112,22 @@ class Mover:
         self._finish(shipment, buffer)
         with torch.inference_mode(False):
             moved = typed_view(buffer, 0, tensor.dtype, tensor.shape)
-        known = Entry("transferred", digest=shipment.parcels[0].digest) if shipment.verify else _not_verified(self)
-        self._registry.put(moved, known)
+        arrived = shipment.parcels[0].digest
+        self._registry.put(moved, Entry("transferred", digest=arrived) if shipment.verify else _not_verified(self))
+        if source is not None and shipment.verify:
+            self.loaded[source.rpartition("/")[2], name] = arrived
         return moved
 
     def serves(self, device: torch.device) -> bool:
         """Whether `move_to` brings tensors to this device."""
         return device.type == self.device.type and (device.index or 0) == (self.device.index or 0)
 
-    def move_to(self, device: torch.device, tensor: Tensor, *, name: str, source: str | None = None) -> Tensor:
+    def move_to(
+        self, device: torch.device, tensor: Tensor, *, name: str, stage: str = "weights", source: str | None = None
+    ) -> Tensor:
         """As `move` for a weight whose device is known; a mover of several devices needs to be told which."""
         assert self.serves(device), "asked before"
-        return self.move(tensor, name=name, source=source)
+        return self.move(tensor, name=name, stage=stage, source=source)
 
     def fetched(self, tensor: Tensor, *, name: str, stage: str) -> AbstractContextManager[Fetched]:
         """The bytes of a tensor of this device on the host, verified, for the length of a block; see `transfer.fetch`.
@@ -128,6 +139,7 @@ class Mover:
 
     def errand(self, name: str, stage: str) -> Errand:
         """For what `another_fetcher` is to bring: numbered among the transfers, verified as the settings say."""
+        self._check_open()
         number, verify = self._next_number(stage)
         return Errand(name, stage, number, verify, self.step)
 
@@ -147,6 +159,7 @@ class Mover:
             The same structure with device tensors in flight: call `settle` before using them. Tensors that are already
             on the device, or already moved, and everything that is no tensor are the same objects as before.
         """
+        self._check_open()
         parcels: dict[int, Parcel] = {}
         end = 0
         for name, tensor in named_tensors(tree):
@@ -182,6 +195,8 @@ class Mover:
             if entry is None or entry.shipment is None:
                 continue
             shipment = entry.shipment
+            if not shipment.settled and shipment.failure is None:
+                self._check_open()
             with shipment.lock:
                 if shipment.failure is not None:
                     raise shipment.failure
@@ -216,15 +231,14 @@ class Mover:
         )
 
     def _judge(self, shipment: Shipment, buffer: Tensor) -> None:
-        if shipment.verdict is None:
+        if not shipment.verify or not shipment.nbytes:
             return
-        if not shipment.matches(shipment.verdict.result()):
+        # Only now, not behind the copy: a batch may have waited for its use since, and memory changes bits.
+        if not shipment.matches(self._backend.digest(buffer).result()):
             self._ladder.recover(shipment, buffer)
         self._ladder.examiner.remember(shipment)
 
     def _new_shipment(self, stage: str, parcels: list[Parcel]) -> Shipment:
-        if self._closed:
-            raise RuntimeError("the mover is closed")
         number, verify = self._next_number(stage)
         return Shipment(number, stage, parcels, verify=verify)
 
@@ -235,6 +249,17 @@ class Mover:
             self._sent[stage] += 1
         sampled = self.settings.verify == "sample" and earlier % self.settings.sample_every == 0
         return number, self.settings.verify == "full" or sampled
+
+    def _check_open(self) -> None:
+        # Before any lock is touched: a thread that does not exist here may have held it at the fork.
+        if self._process != os.getpid():
+            raise UsageError(
+                f"this mover was made by process {self._process}, and process {os.getpid()} was forked from it: the "
+                "threads and the device behind a mover do not survive a fork. Make a mover of its own in each process, "
+                "after the fork"
+            )
+        if self._closed:
+            raise RuntimeError("the mover is closed")
 
     def _is_here(self, tensor: Tensor) -> bool:
         if self.device.type == "cpu":
@@ -289,13 +314,24 @@ class Mover:
         return None if entry is None else entry.reason
 
     def digest_of(self, tensor: Tensor) -> Digest | None:
-        """The digest with which a weight arrived; None for batches, views, derived and unverified tensors."""
+        """The digest with which a weight arrived or was derived; None for batches, views and unverified tensors."""
         entry = self._registry.get(tensor)
         whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-        return entry.digest if entry is not None and whole else None
+        return entry.known_digest() if entry is not None and whole else None
 
-    def mark_derived(self, tensor: Tensor, reason: str) -> None:
-        """Declare that `tensor` was computed on the device from verified tensors (cast, quantised, initialised)."""
+    def mark_derived(self, tensor: Tensor, reason: str, *, digest: Digest | None = None) -> None:
+        """Declare that `tensor` was computed on the device from verified tensors (cast, quantised, initialised).
+
+        Args:
+            tensor: on the device.
+            reason: how.
+            digest: of its bytes as they must be, where known. Otherwise it is taken now, without a wait: call this as
+                soon as the tensor is computed, and again when it is rewritten.
+        """
+        self._registry.put(tensor, Entry("derived", reason, digest=digest or QueuedDigests([storage_bytes(tensor)])))
+
+    def mark_trained(self, tensor: Tensor, reason: str) -> None:
+        """Declare that `tensor`, verified until now, is changed by training from here on: its bytes are not known."""
         self._registry.put(tensor, Entry("derived", reason))
 
     def mark_unverified(self, tensor: Tensor, reason: str) -> None:
@@ -327,7 +363,7 @@ class Mover:
 
     def close(self) -> None:
         """End the copy queue after what is in it. What is known of tensors stays. Does nothing the second time."""
-        if not self._closed:
+        if not self._closed and self._process == os.getpid():
             self._closed = True
             self._backend.close()
 

@@ -57,6 +57,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return view.set_(tensor.untyped_storage(), start, (byte_count(tensor),), (1,))
 
 
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's storage, uint8[n]; it shares memory."""
+    storage = tensor.untyped_storage()
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
 def gather(tensor: Tensor, start: int, stop: int, out: Tensor) -> None:
     """Copy the logical bytes [start, stop) of `tensor` into the uint8 tensor `out`, without a temporary.
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.transfer.digest import Digest
+from hf_rocm_tune.transfer.digest import Digest, QueuedDigests
 from hf_rocm_tune.transfer.shipment import Shipment
 
 
@@ -25,13 +25,19 @@ class Entry:
         provenance: ``transferred`` (verified on the way), ``derived`` (computed from such), ``unverified``.
         reason: why it counts as derived or unverified.
         shipment: of a batch, for its sources and verdict; None for weights, whose host source is not kept.
-        digest: of the verified bytes, when the storage holds one tensor.
+        digest: of all bytes of the storage, as they arrived or were computed; not known for batches.
     """
 
     provenance: str
     reason: str | None = None
     shipment: Shipment | None = None
-    digest: Digest | None = None
+    digest: Digest | QueuedDigests | None = None
+
+    def known_digest(self) -> Digest | None:
+        """The digest; waits for one that is still queued."""
+        if isinstance(self.digest, QueuedDigests):
+            (self.digest,) = self.digest.result()
+        return self.digest
 
 
 class Registry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 STAGES = ("weights", "batches", "adapter", "optimizer", "buckets")
@@ -17,9 +17,10 @@ _SUMMED: dict[str, tuple[str, ...]] = {
     "gradients": ("buckets", "mismatches", "recovered"),
     "gathered": ("checked", "mismatches"),
     "frozen": ("passes", "tensors", "mismatches"),
+    "trained": ("checks", "rewritten", "mismatches"),
     "replicas": ("checks", "mismatches"),
     "files": ("verified", "mismatches"),
-    "memory": ("shortages", "recovered", "cache_given_back"),
+    "memory": ("shortages", "recovered", "cache_given_back", "libraries_bytes"),
     "guard": ("skipped_steps", "warnings"),
     "step_faults": ("injected",),
 }
@@ -34,6 +35,18 @@ _STAGE_SUMS = (
 )
 
 
+_CROSSINGS = ("to_device_bytes", "to_host_bytes")
+_crossed = dict.fromkeys(_CROSSINGS, 0)
+_crossed_lock = threading.Lock()
+
+
+def count_crossing(*, to_device_bytes: int = 0, to_host_bytes: int = 0) -> None:
+    """Count bytes that the engine sends over the link, whatever they are: gaps, retries, results of digests too."""
+    with _crossed_lock:
+        _crossed["to_device_bytes"] += to_device_bytes
+        _crossed["to_host_bytes"] += to_host_bytes
+
+
 def gb_per_s(nbytes: float, seconds: float) -> float:
     """10^9 bytes a second; 0 when no time has passed."""
     return nbytes / seconds / 1e9 if seconds > 0 else 0.0
@@ -43,7 +56,7 @@ class TransferReport:
     """Thread-safe counters of one process.
 
     Seconds are those that the calling threads spent, so threads that load side by side add up. ``verify_seconds`` is
-    the digest of the source and the wait for the verdict; ``transfer_seconds`` is packing and queueing.
+    the pass that digests the source and packs it, and the wait for the verdict; ``transfer_seconds`` is the rest.
     """
 
     def __init__(self) -> None:
@@ -51,6 +64,7 @@ class TransferReport:
         self._stages: dict[str, dict[str, float]] = {stage: dict.fromkeys(_STAGE_SUMS, 0) for stage in _COUNTED}
         self._sections: dict[str, dict[str, int]] = {name: dict.fromkeys(keys, 0) for name, keys in _SUMMED.items()}
         self._incidents: list[dict[str, Any]] = []
+        self._rebaselined: list[dict[str, Any]] = []
 
     def add(self, stage: str, **increments: float) -> None:
         """Add to the counters of a stage: tensors, bytes, verified_bytes, mismatches, recovered, ``*_seconds``."""
@@ -61,18 +75,23 @@ class TransferReport:
                 counters[key] += value
 
     def count(self, section: str, **increments: int) -> None:
-        """Add to ``casts`` (of weights), ``gradients``, ``frozen``, ``replicas`` or ``files``."""
+        """Add to ``casts`` (of weights), ``gradients``, ``replicas`` or ``files``."""
         with self._lock:
             counters = self._sections[section]
             for key, value in increments.items():
                 assert key in counters, f"no counter {key}"
                 counters[key] += value
 
-    def frozen(self, *, passes: int, tensors: int, new_mismatches: int) -> None:
-        """State of the sentinel over frozen weights: passes so far, tensors watched, mismatches newly found."""
+    def watched(self, section: str, *, new_mismatches: int, **state: int) -> None:
+        """State of the sentinel over ``frozen`` or ``trained`` tensors, and mismatches newly found."""
         with self._lock:
-            counters = self._sections["frozen"]
-            counters.update(passes=passes, tensors=tensors, mismatches=counters["mismatches"] + new_mismatches)
+            counters = self._sections[section]
+            counters.update(state, mismatches=counters["mismatches"] + new_mismatches)
+
+    def rebaselined(self, tensor: str, reason: str, step: int | None = None) -> None:
+        """A frozen tensor was made anew or rewritten on purpose, and is watched as it is since then."""
+        with self._lock:
+            self._rebaselined.append({"step": step, "tensor": tensor, "reason": reason})
 
     def files(self, *, verified: int, mismatches: int) -> None:
         """Files that were read back and equal what they were written from, and tensors in files that did not."""
@@ -83,11 +102,11 @@ class TransferReport:
         with self._lock:
             self._incidents.append(dict(row))
 
-    def settle_incidents(self, stage: str, outcome: str) -> None:
-        """Give the incidents of a stage that stopped the work a new outcome: it went on after all."""
+    def settle_incidents(self, stages: Collection[str], outcome: str) -> None:
+        """Give the incidents of these stages that stopped the work a new outcome: it went on after all."""
         with self._lock:
             for row in self._incidents:
-                if row.get("stage") == stage and row.get("outcome") == "stopped":
+                if row.get("stage") in stages and row.get("outcome") == "stopped":
                     row["outcome"] = outcome
 
     @property
@@ -97,9 +116,13 @@ class TransferReport:
             return [dict(row) for row in self._incidents]
 
     def to_dict(self) -> dict[str, Any]:
-        """The stages, sections and incidents, as they stand in ``transfer_report.json``."""
-        with self._lock:
-            return _assemble(self._stages, self._sections, [dict(row) for row in self._incidents])
+        """The stages, sections and incidents, as they stand in ``transfer_report.json``.
+
+        ``crossings`` are the bytes that the engine has sent in this process, for whomever: what a driver would count.
+        """
+        with self._lock, _crossed_lock:
+            rows = ([dict(row) for row in each] for each in (self._rebaselined, self._incidents))
+            return _assemble(self._stages, self._sections, _crossed, *rows)
 
     @staticmethod
     def merge(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -111,14 +134,20 @@ class TransferReport:
         sections = {
             name: {key: sum(report[name][key] for report in reports) for key in keys} for name, keys in _SUMMED.items()
         }
+        crossed = {key: sum(report["crossings"][key] for report in reports) for key in _CROSSINGS}
         rank = [{"rank": number} if len(reports) > 1 else {} for number in range(len(reports))]
-        incidents = [{**row, **rank[number]} for number, report in enumerate(reports) for row in report["incidents"]]
-        return _assemble(stages, sections, incidents)
+        lists = (
+            [{**row, **rank[number]} for number, report in enumerate(reports) for row in report[name]]
+            for name in ("rebaselined", "incidents")
+        )
+        return _assemble(stages, sections, crossed, *lists)
 
 
 def _assemble(
     stages: Mapping[str, Mapping[str, float]],
     sections: Mapping[str, Mapping[str, int]],
+    crossed: Mapping[str, int],
+    rebaselined: list[dict[str, Any]],
     incidents: list[dict[str, Any]],
 ) -> dict[str, Any]:
     result: dict[str, Any] = {}
@@ -128,5 +157,5 @@ def _assemble(
         rate = round(gb_per_s(counters["bytes"], seconds), 4)
         result[stage] = {**rounded, "seconds": round(seconds, 6), "gb_per_s": rate}
     result.update({name: dict(counters) for name, counters in sections.items()})
-    result["incidents"] = incidents
+    result |= {"crossings": dict(crossed), "rebaselined": rebaselined, "incidents": incidents}
     return result

@@ -72,6 +72,7 @@ class Ring:
                 ready = next((slot for slot in self._free if slot.ticket is None or slot.ticket.done()), None)
                 if ready is not None:
                     self._free.remove(ready)
+                    ready.ticket = None  # nothing to wait for
                     return ready
                 if self._room:
                     self._room -= 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.transfer.backend import Backend, Label, Part, PendingDigest, Ticket
+from hf_rocm_tune.transfer.backend import Backend, Label, Part, Ticket
 from hf_rocm_tune.transfer.digest import Digest, combine, digest_range
 from hf_rocm_tune.transfer.raw_bytes import byte_count, gather
 from hf_rocm_tune.transfer.ring import Ring
@@ -49,7 +49,6 @@ class Shipment:
     parcels: list[Parcel]
     verify: bool
     ticket: Ticket | None = None
-    verdict: PendingDigest | None = None
     settled: bool = False
     failure: CorruptionError | None = None
     transfer_seconds: float = 0.0
@@ -85,16 +84,16 @@ DIRECT = Route("first_copy")
 
 
 class Sender:
-    """Packs shipments through the ring and queues copy and digest."""
+    """Packs shipments through the ring and queues their copies."""
 
     def __init__(self, backend: Backend, ring: Ring) -> None:
         self._backend = backend
         self._ring = ring
 
     def send(self, shipment: Shipment, buffer: Tensor, route: Route, *, attempt: int) -> None:
-        """Queue all copies and, when the shipment is to be verified, the digest of `buffer`, uint8[shipment.nbytes].
+        """Queue all copies into `buffer`, uint8[shipment.nbytes].
 
-        On the first attempt the sources are digested piece by piece, each before it is packed.
+        On the first attempt the sources are digested piece by piece, while each is packed.
         """
         begun = time.perf_counter()
         digesting = shipment.verify_seconds
@@ -102,8 +101,6 @@ class Sender:
         for start in range(0, shipment.nbytes, step):
             stop = min(start + step, shipment.nbytes)
             shipment.ticket = self._send_chunk(shipment, buffer, route, attempt, start, stop)
-        if shipment.verify and shipment.nbytes:
-            shipment.verdict = self._backend.digest(buffer)
         digesting = shipment.verify_seconds - digesting
         shipment.transfer_seconds += time.perf_counter() - begun - digesting
 
@@ -112,12 +109,10 @@ class Sender:
     ) -> Ticket:
         parts = list(_parts(shipment, start, stop))
         label = Label(shipment.stage, shipment.number, attempt, tuple(part for _, part in parts))
-        if shipment.verify and attempt == 0:
-            self._digest_sources(shipment, parts)
         target = buffer[start:stop]
         if route.staging == "ring":
             with self._ring.slot(stop - start) as (slot, memory):
-                _pack(parts, memory)
+                _pack(shipment, parts, memory, attempt)
                 slot.ticket = self._backend.copy(target, memory, label, blocking=route.blocking)
                 return slot.ticket
         if route.staging == "fresh":
@@ -125,16 +120,8 @@ class Sender:
         else:
             with torch.inference_mode(False):
                 memory = torch.empty(stop - start, dtype=torch.uint8)
-        _pack(parts, memory)
+        _pack(shipment, parts, memory, attempt)
         return self._backend.copy(target, memory, label, blocking=route.blocking)
-
-    def _digest_sources(self, shipment: Shipment, parts: list[tuple[Parcel, Part]]) -> None:
-        begun = time.perf_counter()
-        for parcel, part in parts:
-            place = (parcel.offset + part.offset) // 4
-            end = part.offset + part.end - part.begin
-            parcel.pieces.append(digest_range(parcel.source, part.offset, end, word_offset=place))
-        shipment.verify_seconds += time.perf_counter() - begun
 
 
 def _parts(shipment: Shipment, start: int, stop: int) -> Iterator[tuple[Parcel, Part]]:
@@ -145,12 +132,22 @@ def _parts(shipment: Shipment, start: int, stop: int) -> Iterator[tuple[Parcel, 
             yield parcel, Part(parcel.name, begin - start, end - start, begin - parcel.offset, parcel.nbytes)
 
 
-def _pack(parts: list[tuple[Parcel, Part]], memory: Tensor) -> None:
-    """Gather the sources into staging memory and zero the gaps, so that one digest covers the whole."""
+def _pack(shipment: Shipment, parts: list[tuple[Parcel, Part]], memory: Tensor, attempt: int) -> None:
+    """Gather the sources into staging memory and zero the gaps, so that one digest covers the whole.
+
+    The first time, where the shipment is verified, the sources are digested in the same pass.
+    """
     filled = 0
     for parcel, part in parts:
         memory[filled : part.begin].zero_()
         end = part.offset + part.end - part.begin
-        gather(parcel.source, part.offset, end, memory[part.begin : part.end])
+        place = memory[part.begin : part.end]
+        if shipment.verify and attempt == 0:
+            begun = time.perf_counter()
+            word = (parcel.offset + part.offset) // 4
+            parcel.pieces.append(digest_range(parcel.source, part.offset, end, word_offset=word, copy_to=place))
+            shipment.verify_seconds += time.perf_counter() - begun
+        else:
+            gather(parcel.source, part.offset, end, place)
         filled = part.end
     memory[filled:].zero_()

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from hf_rocm_tune.distributed.fsdp_traffic import Traffic
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.integrity.sentinels import FrozenSentinel
-from hf_rocm_tune.models.placement import tensors_of
+from hf_rocm_tune.models.placement import findable_tensors_of, tensors_of
 from hf_rocm_tune.models.sharding import shard
 from hf_rocm_tune.models.shards import fsdp_modules, local, own_rows
 from hf_rocm_tune.training.fsdp_state import WholeState
@@ -155,13 +155,16 @@ def _memory(model: nn.Module, mover: Mover, traffic: Traffic | None) -> dict[str
     """A bit flips in rank 1's own part of a frozen weight."""
 
     def frozen() -> Any:
-        return ((name, each) for name, each in tensors_of(model) if not each.requires_grad)
+        return (found for found in findable_tensors_of(model) if not found[1].requires_grad)
 
     sentinel = FrozenSentinel(list_tensors=frozen, period=2, arrived_with=mover.digest_of)
     before = sentinel.check_all()
     if dist.get_rank() == 1:
         local(model.get_parameter(EMBEDDINGS)).view(torch.int32)[0, 0] ^= 4
-    return {"changed": [before, sentinel.check_all()], "watched": sentinel.tensors}
+    return {
+        "changed": [[each.name for each in found] for found in (before, sentinel.check_all())],
+        "watched": sentinel.tensors,
+    }
 
 
 def _evaluation(model: nn.Module, mover: Mover, traffic: Traffic | None) -> dict[str, Any]:

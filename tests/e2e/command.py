@@ -80,6 +80,7 @@ class CommandServer:
     def __init__(self, scratch: Path, env: dict[str, str] | None = None) -> None:
         self._scratch = scratch
         self._count = 0
+        scratch.mkdir(parents=True, exist_ok=True)
         environment = {
             **os.environ,
             "HF_HOME": str(scratch / "hf"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests import tiny
+from tests import simcard, tiny
 from tests.e2e.command import CommandServer
 
 
@@ -23,6 +23,18 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(scratch: Path) -> Iterator[CommandServer]:
     """Runs commands in processes of their own."""
     started = CommandServer(scratch)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def card_server(scratch: Path) -> Iterator[CommandServer]:
+    """Runs commands in processes that have a simulated card; ``SIMCARD_*`` variables may differ from run to run."""
+    try:
+        environment = simcard.environment()
+    except simcard.NoCompiler as missing:
+        pytest.skip(str(missing))
+    started = CommandServer(scratch / "card", environment)
     yield started
     started.close()
 

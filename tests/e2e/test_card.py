@@ -183,14 +183,3 @@ def test_a_killed_run_can_be_reported(run: Run, tmp_path: Path) -> None:
     assert (left.rows_from, left.step, left.finished) == ("checkpoint-3/trainer_state.json", 3, False)
     assert cli.main(["report", str(output)]) == 0
     assert "has not come to its end" in (output / "report.html").read_text()
-
-
-def test_a_picture_that_cannot_be_written_costs_nothing_else(run: Run, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    (output / "loss.png").mkdir(parents=True)  # a directory of the user's
-    result = run(output)
-    assert result.code == 0, result.stderr[-2000:]
-    assert "the picture of the loss could not be written: [Errno 21]" in result.stdout
-    found = manifest.inspect(output)
-    assert found.manifest is not None and found.problems == [] and "loss.png" not in found.manifest.files
-    assert "loss.png" not in (output / "README.md").read_text()

@@ -103,7 +103,7 @@ def assert_stopped(result: Result, output: Path, *, checkpoints: list[str]) -> s
     assert manifest.inspect(output).manifest is None
     assert sorted(path.name for path in output.glob("checkpoint-*")) == checkpoints
     assert all(manifest.verify(output / name) == [] for name in checkpoints)
-    assert not [path.name for path in output.iterdir() if path.name.startswith("_staging")]
+    assert not [path.name for path in output.glob("*") if path.name.startswith("_staging")]
     return result.error_lines[0]
 
 

@@ -264,15 +264,15 @@ def test_batches_after_a_resume_are_verified_too(jobs: dict[str, Job], tmp_path:
     killed_after(job, output, 4)  # the first of the second epoch's three steps
     job.finish(output)
     resumed, whole = report_of(output), report_of(job.whole)
-    # each step: two micro-batches of three tensors and the number of label tokens; each evaluation: one batch
-    tensors = {"step": 2 * 3 + 1, "evaluation": 3}
+    # each step: two micro-batches of three tensors; each evaluation: one batch
+    tensors = {"step": 2 * 3, "evaluation": 3}
     assert whole["batches"]["tensors"] == 9 * tensors["step"] + 5 * tensors["evaluation"]
     assert resumed["batches"]["tensors"] == 5 * tensors["step"] + 3 * tensors["evaluation"]
     assert resumed["batches"]["verified_bytes"] == resumed["batches"]["bytes"] > 0
     matrices = 2 * tiny.LAYERS * 7  # of the adapter: two for each linear layer
     assert whole["adapter"]["tensors"] == matrices and whole["optimizer"]["tensors"] == 0
     assert resumed["adapter"]["tensors"] == 2 * matrices  # fresh ones, then those of the checkpoint
-    assert resumed["optimizer"]["tensors"] == 2 * matrices  # two moments of each
+    assert resumed["optimizer"]["tensors"] == 3 * matrices  # two moments and the step of each
     assert resumed["weights"] | _TIMES == whole["weights"] | _TIMES
 
 

@@ -57,7 +57,7 @@ def make(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) 
 
 def saved_state(checkpoint: Path) -> dict[str, Any]:
     """Every leaf of ``optimizer.pt``."""
-    return dict(readback._leaves(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)))
+    return dict(readback.leaves(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)))
 
 
 @pytest.mark.parametrize(

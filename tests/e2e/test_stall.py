@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from hf_rocm_tune import configs
-from hf_rocm_tune.distributed import machines_launch
 from hf_rocm_tune.integrity import manifest
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result
@@ -190,7 +189,7 @@ def test_torchrun_starts_the_group_again(job: Job, tmp_path: Path) -> None:
     command = [*launcher, "-m", "hf_rocm_tune.sft", *job.argv(output, stall_timeout=3)]
     crash = {"HF_ROCM_TUNE_CRASH": "kind=stop,step=4,rank=0"}
     # Else torch's agent keeps one store over all tries, in which a new try may meet the addresses of the last one.
-    own_store = {machines_launch.OWN_STORE_VARIABLE: "1"}
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     result = run(command, tmp_path, **crash, **own_store)
     assert result.code == 0, result.stderr[-3000:]
     assert "[rank 1] error: no progress" in result.stderr and "rank 0 (pid " in result.stderr

@@ -13,6 +13,7 @@ It reads one JSON request a line from standard input and answers one JSON line:
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -39,6 +40,13 @@ def _dump_logits_after_saving(target: str) -> None:
     VerifiedSFTTrainer.save_model = save_model
 
 
+def _initialise_lora(scheme: str) -> None:
+    """Every LoRA of the command is initialised so, as by a configuration of the user's own: TRL has no flag for it."""
+    import peft
+
+    peft.LoraConfig.__init__ = functools.partialmethod(peft.LoraConfig.__init__, init_lora_weights=scheme)
+
+
 def _child(request: dict[str, Any]) -> None:
     for stream, name in ((1, "stdout"), (2, "stderr")):
         handle = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -48,6 +56,8 @@ def _child(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.update(request["env"])
     os.setpgid(0, 0)
+    if "simcard" in sys.modules:
+        sys.modules["simcard"].configure()
     from hf_rocm_tune import sft
 
     code = 1
@@ -60,9 +70,20 @@ def _child(request: dict[str, Any]) -> None:
             from tests.e2e.pretended import pretend
 
             pretend(os.environ["PRETENDED_MACHINE"])
+        if "LORA_INIT" in os.environ:
+            _initialise_lora(os.environ["LORA_INIT"])
+        if "MEMORY_ATTACK" in os.environ:
+            from tests.e2e.memory_attacks import arm
+
+            arm(**json.loads(os.environ["MEMORY_ATTACK"]))
         if "DUMP_LOGITS" in os.environ:
             _dump_logits_after_saving(os.environ["DUMP_LOGITS"])
-        code = sft.main(request["argv"])
+        if "ATTACK" in os.environ:
+            from tests.e2e import attacks
+
+            attacks.begin(json.loads(os.environ["ATTACK"]))
+        sys.argv[1:] = request["argv"]
+        code = sft.main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:

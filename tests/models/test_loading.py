@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.factory import ModelSource, check_source, load_model
-from hf_rocm_tune.models.loading import host_adapters, initialised_on_device, verified_loading
+from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.placement import coverage, tensors_of
 from hf_rocm_tune.transfer import FaultSpec, Mover, digest
 from tests import tiny
@@ -148,14 +146,9 @@ def test_every_seam_is_as_before_after_the_block_also_after_an_exception(mover: 
     names = [row.name for row in upstream.SEAMS]
     before = [upstream.resolve(name)[2] for name in names]
 
-    @contextmanager
-    def all_blocks() -> Any:
-        with verified_loading(mover), host_adapters():
-            yield
-
-    with all_blocks():
+    with verified_loading(mover):
         assert [upstream.resolve(name)[2] for name in names] != before
-    with pytest.raises(ZeroDivisionError), all_blocks():
+    with pytest.raises(ZeroDivisionError), verified_loading(mover):
         raise ZeroDivisionError
     assert [upstream.resolve(name)[2] for name in names] == before
 
@@ -170,37 +163,6 @@ def test_a_failed_load_leaves_stock_loading_as_it_was(
     seen = len(mover.moved)
     stock(model_of("llama3"))
     assert len(mover.moved) == seen
-
-
-def test_fresh_adapters_stay_on_the_host_and_change_nothing(model_of: Callable[..., Path]) -> None:
-    def adapted() -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = get_peft_model(
-            AutoModelForCausalLM.from_pretrained(model_of("llama3")),
-            LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"),
-        )
-        return dict(model.named_parameters())
-
-    plain = adapted()
-    with host_adapters():
-        ours = adapted()
-    assert all(torch.equal(tensor, plain[name]) for name, tensor in ours.items())
-    assert {tensor.device.type for name, tensor in ours.items() if "lora_" in name} == {"cpu"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "computed"),
-    [
-        ({}, False),
-        ({"init_lora_weights": "gaussian"}, False),
-        ({"init_lora_weights": "pissa"}, True),
-        ({"init_lora_weights": "olora"}, True),
-        ({"use_dora": True}, True),
-    ],
-)
-def test_adapters_that_are_computed_from_the_base_are_told_apart(settings: dict[str, Any], computed: bool) -> None:
-    assert initialised_on_device(LoraConfig(**settings)) is computed
-    assert initialised_on_device(None) is False
 
 
 @pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model", "no-such-org/no-such-model"])

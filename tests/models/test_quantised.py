@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, require_bitsandbytes, verify_tables
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, require_bitsandbytes
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -75,32 +75,6 @@ def test_without_the_switch_an_evaluation_changes_them(make_model: Callable[[], 
 def test_a_model_without_4_bit_layers_is_told_nothing(model_of: Callable[..., Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
     assert keep_trainable_on_cpu(model) == 0
-    assert verify_tables(model) == 0
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_one_flipped_bit_in_a_code_table_is_found(
-    make_model: Callable[[], Any], flip: Callable[[Tensor], None], nested: bool
-) -> None:
-    model = make_model()
-    layers = [p for p in model.parameters() if hasattr(p, "quant_state")]
-    assert verify_tables(model) == 2 * len(layers)
-    state: Any = layers[3].quant_state
-    state = state.state2 if nested else state
-    state.code = state.code.clone()
-    assert verify_tables(model) == 2 * len(layers)
-    flip(state.code)
-    with pytest.raises(CorruptionError, match=r"code table of base_model.*arrived wrong"):
-        verify_tables(model)
-
-
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("double", [False, True])
-def test_the_tables_of_every_4_bit_type_are_known(model_of: Callable[..., Path], quant_type: str, double: bool) -> None:
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quant_type, bnb_4bit_use_double_quant=double)
-    model = AutoModelForCausalLM.from_pretrained(model_of("llama3"), quantization_config=config)
-    layers = sum(hasattr(parameter, "quant_state") for parameter in model.parameters())
-    assert verify_tables(model) == layers * (2 if double else 1)
 
 
 def test_bitsandbytes_without_a_library_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.split import Split, layer_stack
 from hf_rocm_tune.models.split_hops import Hops, Way
 from hf_rocm_tune.models.split_mover import SplitMover
-from hf_rocm_tune.transfer import FaultSpec, Mover
+from hf_rocm_tune.transfer import FaultSpec, Mover, digest
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -283,7 +283,7 @@ class TestMover:
             assert (mover.provenance(there), mover.reason(there), mover.digest_of(there)) == (
                 "derived",
                 "rewritten",
-                None,
+                digest(there),
             )
             assert mover.provenance(torch.ones(1)) is None
             mover.step = 7

@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish.hub import PushSettings, push
 from hf_rocm_tune.publish.privacy import Private, find_in_file, hub_id_of, local_paths, scrub_json, scrub_text
 from hf_rocm_tune.publish.upload_card import clean_card
@@ -228,6 +229,8 @@ def test_the_base_model_is_named_as_the_user_says(hub: LoopbackHub, tmp_path: Pa
 def test_a_secret_in_a_file_that_cannot_be_rewritten_stops_the_push(hub: LoopbackHub, tmp_path: Path) -> None:
     out = write_run(tmp_path / "out")
     (out / "loss.png").write_bytes(b"\x89PNG\0" + TOKEN.encode())
+    listed = [*manifest.read(out).files, "loss.png"]  # type: ignore[union-attr]
+    manifest.write(out, run_id="run-1", step=8, status="final", files=listed)
     with pytest.raises(UsageError, match=r"loss\.png holds a secret") as caught:
         push(out, f"{USER}/a", patience=QUICK)
     assert TOKEN not in str(caught.value) and hub.requests == []

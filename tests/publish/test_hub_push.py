@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,17 +158,53 @@ def test_private_is_not_pushed_to_a_public_repository(hub: LoopbackHub, tmp_path
     assert on_hub(hub, REPO) == {}
 
 
-def test_pictures_and_pages_go_along_and_other_files_stay(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_what_the_manifest_does_not_name_stays_and_what_goes_is_listed_before(hub: LoopbackHub, tmp_path: Path) -> None:
     out = write_run(tmp_path / "out")
-    (out / "loss.png").write_bytes(b"\x89PNG\0")
-    (out / "report.html").write_text(f"<a href='https://x.org/a/b'>{tmp_path}/out and /home/planted-user/q.txt</a>")
-    (out / "my-notes.txt").write_text("mine")
+    (tmp_path / "passport.png").write_bytes(b"\x89PNG secret")
+    for name in ("holiday.png", "report.html", "my-notes.txt"):
+        (out / name).write_text("mine")
+    (out / "loss.png").symlink_to(tmp_path / "passport.png")
     said: list[str] = []
-    push(out, REPO, say=said.append, patience=QUICK)
-    there = on_hub(hub, REPO)
-    assert {"loss.png", "report.html"} < set(there) and "my-notes.txt" not in there
-    assert there["report.html"] == f"<a href='https://x.org/a/b'>{REPO} and .../q.txt</a>".encode()
+    requests: list[int] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        requests.append(len(hub.requests))
+
+    push(out, REPO, say=say, patience=QUICK)
+    assert set(on_hub(hub, REPO)) == TOP
+    listed = next(line for line in said if line.startswith("to be uploaded"))
+    assert set(listed.partition(": ")[2].split(", ")) == TOP and requests[said.index(listed)] == 0
     assert any("not uploaded" in line and "my-notes.txt" in line for line in said)
+
+
+@pytest.mark.parametrize(("wanted", "private"), [(None, True), (True, True), (False, False)])
+def test_a_new_repository_is_private_unless_said_otherwise(
+    hub: LoopbackHub, tmp_path: Path, wanted: bool | None, private: bool
+) -> None:
+    quietly(write_run(tmp_path / "out"), private=wanted)
+    assert hub.store.repos[REPO].private is private
+
+
+def test_a_public_repository_that_is_there_is_named_as_public(hub: LoopbackHub, tmp_path: Path) -> None:
+    hub.store.create(REPO, private=False)
+    said: list[str] = []
+    push(write_run(tmp_path / "out"), REPO, say=said.append, patience=QUICK)
+    assert any("is there and public: everyone can read" in line for line in said)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_card_that_is_no_plain_file_is_not_read(hub: LoopbackHub, tmp_path: Path, kind: str) -> None:
+    out = write_run(tmp_path / "out")
+    (out / "README.md").unlink()
+    if kind == "link":
+        (tmp_path / "id_ed25519").write_text("private key")
+        (out / "README.md").symlink_to(tmp_path / "id_ed25519")
+    else:
+        os.mkfifo(out / "README.md")
+    with pytest.raises(UsageError, match=r"README\.md (is a link|cannot be read)"):
+        quietly(out)
+    assert hub.requests == []
 
 
 def test_an_edited_or_deleted_card_is_no_damage(hub: LoopbackHub, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_counters_are_the_reports() -> None:
     report.count("gradients", buckets=4, mismatches=2, recovered=1)
     report.count("memory", shortages=5, recovered=5)  # a shortage that was overcome is no wrong byte
     report.count("casts", checked=1, mismatches=1, recovered=1)
-    report.frozen(passes=1, tensors=2, new_mismatches=1)
+    report.watched("frozen", passes=1, tensors=2, new_mismatches=1)
     report.incident({"mismatches": 99, "kind": "not a section"})
     assert integrity_counters(report.to_dict()) == {
         "integrity/verified_gb": 2.5,

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from trl import SFTConfig, SFTTrainer
 
 from hf_rocm_tune import VerifiedTransferMixin, was_verified
-from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, tree_tensors
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
+from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
 from tests import tiny
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
@@ -84,13 +84,12 @@ def make(model_path: Path, tokens: Dataset, tmp_path: Path) -> Make:
         args = (
             SFTConfig(**settings, bf16=False, activation_checkpointing=False) if sft else TrainingArguments(**settings)
         )
-        verified = {"consent_unverified": True} if issubclass(kind, VerifiedTransferMixin) else {}
         return kind(
             model=model,
             args=args,
             train_dataset=tokens,
             eval_dataset=tokens.select(range(5)),
-            **{**more, **verified, **(extra or {})},
+            **{**more, **(extra or {})},
         )
 
     return build
@@ -185,7 +184,6 @@ def test_label_tokens_are_counted_as_upstream_counts_them_before_any_verdict(mak
     # Two are on their way, the third is a host tensor until its turn.
     assert [trainer.mover.is_pending(batch["labels"]) for batch in window] == [True, True, False]
     count = trainer._get_num_items_in_batch(window, trainer.args.device)
-    assert was_verified(count)
     window = [trainer._prepare_inputs(batch) for batch in window]
     stock = Trainer._get_num_items_in_batch(trainer, window, trainer.args.device)
     assert int(count) == int(stock) == sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
@@ -249,41 +247,17 @@ def test_a_batch_that_cannot_be_brought_over_never_reaches_forward(make: Make) -
     assert verdicts == []
 
 
-def test_a_model_equal_to_its_files_needs_no_consent(make: Make, model_path: Path) -> None:
-    base = AutoModelForCausalLM.from_pretrained(model_path)
-    trainer = make(VerifiedSFT, model=base, extra={"consent_unverified": False})
-    trainer.train()
+def test_a_model_without_files_is_digested_where_it_lies_and_watched(make: Make, model_path: Path) -> None:
+    config = AutoConfig.from_pretrained(model_path)
+    config._name_or_path = ""
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = make(model=get_peft_model(AutoModelForCausalLM.from_config(config), lora))
     assert trainer.weight_coverage().complete
-
-
-@pytest.mark.parametrize("where", ["weight", "table"])
-def test_a_model_that_differs_from_its_files_stops_before_step_1(make: Make, model_path: Path, where: str) -> None:
-    base = AutoModelForCausalLM.from_pretrained(model_path)
-    tensor = base.model.norm.weight if where == "weight" else base.model.rotary_emb.inv_freq
-    tensor.data = tensor.data.clone()
-    tensor.data[0] += 1
-    trainer = make(VerifiedSFT, model=base, extra={"consent_unverified": False})
-    with judged(trainer) as verdicts, pytest.raises(UsageError, match=r"not verified: base_model\.model\.model\."):
+    assert "on this device nothing crosses" in str(trainer.weight_coverage().verified_by)
+    with torch.no_grad():
+        trainer.model.get_base_model().model.layers[0].mlp.up_proj.weight[3, 5] += 1  # after its digest, before step 1
+    with pytest.raises(MemoryFaultError, match=r"layers\.0\.mlp\.up_proj"):
         trainer.train()
-    assert verdicts == []
-    assert trainer.state.global_step == 0
-
-
-def test_a_model_without_files_needs_consent_and_is_reported(make: Make, model_path: Path) -> None:
-    def fresh() -> Any:
-        config = AutoConfig.from_pretrained(model_path)
-        config._name_or_path = ""
-        return AutoModelForCausalLM.from_config(config)
-
-    with pytest.raises(UsageError, match="consent_unverified=True"):
-        make(model=fresh(), extra={"consent_unverified": False}).train()
-    consented = make(model=fresh())
-    consented.train()
-    found = consented.weight_coverage()
-    assert not found.complete
-    assert any("not known" in row["reason"] for row in found.unverified)
-    sampled = {"consent_unverified": False, "transfer_settings": TransferSettings(verify="sample")}
-    make(model=fresh(), extra=sampled).train()
 
 
 def test_accelerate_leaves_the_weights_where_the_mover_put_them(make: Make) -> None:
@@ -293,5 +267,22 @@ def test_accelerate_leaves_the_weights_where_the_mover_put_them(make: Make) -> N
     assert {name: parameter.data_ptr() for name, parameter in trainer.model.named_parameters()} == before
 
 
-def test_the_loader_pins_nothing_beside_the_mover_s_ring(make: Make) -> None:
-    assert make(dataloader_pin_memory=True).args.dataloader_pin_memory is False
+def test_a_trainer_trains_again_and_so_does_another_one_on_its_model(make: Make) -> None:
+    trainer = make()
+    trainer.train()
+    trainer.train()
+    another = make(model=trainer.model)
+    another.train()
+    assert trainer.weight_coverage().complete and another.weight_coverage().complete
+
+
+def test_the_loader_pins_nothing_beside_the_mover_s_ring_and_the_user_s_arguments_stay(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make()
+    given = TrainingArguments(**{**OPTIONS, "output_dir": str(tmp_path / "out")}, enable_jit_checkpoint=True)
+    given.dataloader_pin_memory = True  # on a CPU it is not the default
+    again = VerifiedPlain(model=trainer.model, args=given, train_dataset=trainer.train_dataset)
+    assert not again.args.dataloader_pin_memory and not again.args.enable_jit_checkpoint
+    assert given.dataloader_pin_memory and given.enable_jit_checkpoint
+    assert "enable_jit_checkpoint is set to False" in caplog.text

@@ -150,16 +150,19 @@ def test_what_is_only_shown_or_kept_may_change_and_secrets_are_not_written(tmp_p
 def test_artefacts_without_a_record_are_another_run(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("x")
-    with pytest.raises(UsageError, match="holds another run"):
-        _start(tmp_path)
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match=f"no run of ours has written .*{name.partition('/')[0]}"):
+            _start(tmp_path, overwrite=overwrite)
+    assert (tmp_path / name).read_text() == "x"
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 1}', "\0", '{"schema": 1, "run_id": []}', "[" * 9999])
-def test_a_damaged_record_is_refused_and_can_be_overwritten(tmp_path: Path, content: str) -> None:
+def test_a_record_that_is_not_ours_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(UsageError, match=r"run\.json cannot be read"):
-        _start(tmp_path)
-    assert _start(tmp_path, overwrite=True).action == "fresh"
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match=r"run\.json cannot be read .* move that file away"):
+            _start(tmp_path, overwrite=overwrite)
+    assert (tmp_path / "run.json").read_text() == content
 
 
 def test_overwriting_deletes_runs_and_nothing_foreign(tmp_path: Path) -> None:
@@ -170,21 +173,50 @@ def test_overwriting_deletes_runs_and_nothing_foreign(tmp_path: Path) -> None:
     for name in ("notes.txt", "checkpoint-final", "my.safetensors", "checkpoint-12b"):
         (out / name).write_text("mine")
     (out / "checkpoint-7").symlink_to(elsewhere)
-    (out / "tokenizer.json").write_text("old")
+    (out / "checkpoint-2" / "thesis.tex").write_text("mine")
     plan = _start(out, overwrite=True)
     assert plan.action == "fresh" and plan.run_id != first.run_id
+    assert plan.notes[-1].endswith(
+        "deletes in " + f"{out}: integrity.json, adapter_model.safetensors, checkpoint-1 (3 files), "
+        "checkpoint-2 (3 files)"
+    )
     plan.commit()
-    left = {path.name for path in out.iterdir()}
+    left = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir() or path.is_symlink()}
     mine = {"notes.txt", "checkpoint-final", "my.safetensors", "checkpoint-12b", "checkpoint-7"}
-    assert left == mine | {"README.md", "run.json", "_run.lock"} and (elsewhere / "data").is_dir()
+    assert left == mine | {"README.md", "run.json", "checkpoint-2/thesis.tex"} and (elsewhere / "data").is_dir()
+    (out / "tokenizer.json").write_text("mine")
+    with pytest.raises(UsageError, match=r"no run of ours has written .*\(tokenizer\.json\)"):
+        _start(out, overwrite=True)
 
 
-def test_overwriting_never_deletes_what_the_run_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_a_run_reads_is_not_where_it_writes(tmp_path: Path, overwrite: bool) -> None:
+    out, data = tmp_path / "out", tmp_path / "data"
+    _begin(out, 1)
+    (data / "train").mkdir(parents=True)
+    (out / "rows.jsonl").write_text("{}")
+    for reads in (
+        {"model_name_or_path": str(out)},
+        {"model_name_or_path": str(out / "checkpoint-1")},
+        {"dataset_name": str(out / "rows.jsonl")},
+        {"datasets": [{"path": "json", "data_files": {"train": [str(data), str(out / "rows.jsonl")]}}]},
+        {"datasets": [{"path": str(out)}]},
+    ):
+        with pytest.raises(UsageError, match=f"lies in --output_dir {out}, where a run replaces"):
+            _start(out, {**SETTINGS, **reads}, overwrite=overwrite)
+    for reads in (
+        {"dataset_name": str(data)},
+        {"datasets": [{"path": "json", "data_files": f"{data}/**/*.json*"}]},
+        {"datasets": [{"path": str(tmp_path)}]},
+    ):
+        with pytest.raises(UsageError, match="would be read as data when it goes on"):
+            _start(data / "train" / "out", {**SETTINGS, **reads}, overwrite=overwrite)
+    assert not (data / "train" / "out").exists()
+
+
+def test_overwriting_never_deletes_the_checkpoint_that_is_named(tmp_path: Path) -> None:
     out = tmp_path / "out"
     _begin(out, 1)
-    for key, value in (("model_name_or_path", out), ("model_name_or_path", out / "checkpoint-1")):
-        with pytest.raises(UsageError, match=f"would delete what --{key}"):
-            _start(out, {**SETTINGS, key: str(value)}, overwrite=True)
     with pytest.raises(UsageError, match="would delete what --resume_from_checkpoint"):
         _start(out, resume=str(out / "checkpoint-1"), overwrite=True)
     with pytest.raises(UsageError, match="give one of them"):
@@ -221,7 +253,7 @@ def test_named_checkpoints(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_a_manifest_counts_only_when_named(tmp_path: Path) -> None:
     plain = _checkpoint(tmp_path / "trl" / "checkpoint-8", "", 8, attested=False)
-    with pytest.raises(UsageError, match="holds another run"):
+    with pytest.raises(UsageError, match=r"no run of ours has written .*\(checkpoint-8\)"):
         _start(tmp_path / "trl")
     for out in (tmp_path / "new", tmp_path / "trl"):
         plan = _start(out, resume=str(plain))

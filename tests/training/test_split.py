@@ -134,7 +134,7 @@ def test_a_model_on_two_accelerators_is_neither_moved_nor_replicated(trainer: Ca
         args = made.args
         args._n_gpu = 2
         again = VerifiedPlain(model=made.model, args=args, train_dataset=made.train_dataset, mover=mover)
-        assert (again.is_model_parallel, again.place_model_on_device, args.n_gpu) == (True, False, 1)
+        assert (again.is_model_parallel, again.place_model_on_device, again.args.n_gpu) == (True, False, 1)
 
 
 def test_transformers_puts_no_copies_between_devices(model_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_rocm_tune.transfer import digest_host, digest_native
-from hf_rocm_tune.transfer.digest_host import HostSums, torch_sums, with_table
+from hf_rocm_tune.transfer.digest_host import BYTES_A_THREAD, HostSums, torch_sums, with_table
 from tests.transfer.digest_reference import BLOCK, reference
 
 
@@ -32,8 +32,17 @@ def choose_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def both(native: HostSums, data: torch.Tensor, index: int) -> tuple[int, int]:
-    result = native(data, index)
-    assert result == torch_sums(data, index)
+    """Without a copy and with one, at an address of its own, with guards around it."""
+    result = native(data, index, None)
+    guarded = torch.full((data.numel() + 48,), 7, dtype=torch.uint8)
+    for sums in (native, torch_sums):
+        assert sums(data, index, None) == result
+        for offset in (16, 16 - guarded.data_ptr() % 16, 19):
+            guarded.fill_(7)
+            copy = guarded[offset : offset + data.numel()]
+            assert sums(data, index, copy) == result
+            assert torch.equal(copy, data)
+            assert bool((guarded[:offset] == 7).all()) and bool((guarded[offset + data.numel() :] == 7).all())
     return result
 
 
@@ -53,6 +62,12 @@ def test_across_blocks_equal_the_reference(native: HostSums, size: int, index: i
     assert both(native, torch.frombuffer(bytearray(data), dtype=torch.uint8), index) == (expected.s1, expected.s2)
 
 
+@pytest.mark.parametrize("size", [2 * BYTES_A_THREAD, 3 * BYTES_A_THREAD + 4097, 5 * BYTES_A_THREAD - 1])
+@pytest.mark.parametrize("index", [0, 3 * BLOCK - 5])
+def test_several_threads_give_the_sums_of_one(native: HostSums, size: int, index: int) -> None:
+    both(native, torch.randint(0, 256, (size,), dtype=torch.uint8), index)
+
+
 def test_largest_words_in_every_place_do_not_lose_a_carry(native: HostSums) -> None:
     both(native, torch.full((4 * BLOCK * 9 + 7,), 255, dtype=torch.uint8), BLOCK // 2)
 
@@ -62,17 +77,17 @@ def test_threads_do_not_disturb_each_other(native: HostSums) -> None:
     expected = [torch_sums(piece, k) for k, piece in enumerate(pieces)]
     for sums in (native, torch_sums):
         with ThreadPoolExecutor(4) as pool:
-            assert list(pool.map(sums, pieces, range(12))) == expected
+            assert list(pool.map(sums, pieces, range(12), [None] * 12)) == expected
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from Linux's /proc")
 def test_no_temporary_of_the_size_of_the_tensor(native: HostSums) -> None:
     data = torch.ones(48 << 20, dtype=torch.uint8)
     for sums in (native, torch_sums):
-        sums(data[:1000], 0)
+        sums(data[:1000], 0, None)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is in use now
         before = _peak_kib()
-        sums(data, 0)
+        sums(data, 0, None)
         assert _peak_kib() - before < 8 << 10
 
 
@@ -142,12 +157,26 @@ def _write_rubbish(library: Path) -> None:
     library.write_bytes(b"\x7fELF and no more")
 
 
-def test_a_library_with_other_sums_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("right", "other"),
+    [
+        ("0x846CA68Bu", "0x846CA68Du"),
+        ("memcpy(to + done, from + done, nbytes - done);", ""),
+        ("memcpy(p->copy + (data - p->data), data, p->nbytes % 4);", "return NULL;"),
+        ("copy ? copy + begin : NULL", "copy"),
+    ],
+    ids=["sums", "end-of-a-piece", "tail", "threads-over-each-other"],
+)
+def test_a_library_with_other_sums_or_copies_is_refused(
+    right: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wrong = tmp_path / "wrong.c"
-    wrong.write_text(digest_native.SOURCE.read_text().replace("0x846CA68Bu", "0x846CA68Du"))
+    source = digest_native.SOURCE.read_text()
+    assert right in source
+    wrong.write_text(source.replace(right, other))
     monkeypatch.setattr(digest_native, "SOURCE", wrong)
     method = digest_host.host_method()
     assert method.name == "torch" and method.reason.startswith("other sums than plain torch")

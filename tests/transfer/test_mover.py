@@ -220,12 +220,19 @@ def test_wrong_settings_are_named(wrong: dict[str, Any]) -> None:
 
 def test_a_closed_mover_refuses_and_still_knows() -> None:
     mover = Mover(CPU)
-    moved = mover.move(torch.ones(2), name="w")
+    moved, begun = mover.move(torch.ones(2), name="w"), mover.begin([torch.ones(2)])
     mover.close()
     mover.close()
-    assert mover.was_verified(moved)
-    with pytest.raises(RuntimeError, match="closed"):
-        mover.move(torch.ones(2), name="w")
+    mover.settle(moved)
+    assert mover.was_verified(moved) and not mover.was_verified(begun[0])
+    for use in (
+        lambda: mover.move(torch.ones(2), name="w"),
+        lambda: mover.begin([torch.ones(2)]),
+        lambda: mover.settle(begun),
+        lambda: mover.fetched(moved, name="w", stage="adapter"),
+    ):
+        with pytest.raises(RuntimeError, match="the mover is closed"):
+            use()
 
 
 def test_a_clean_soak_raises_no_alarm() -> None:

@@ -17,8 +17,8 @@ def test_ranks_add_up_and_incidents_name_theirs() -> None:
             "weights", tensors=2, bytes=2_000_000_000, verified_bytes=5, transfer_seconds=0.5, verify_seconds=0.5
         )
         report.count("gradients", buckets=3, mismatches=number)
-        report.frozen(passes=1, tensors=7, new_mismatches=0)
-        report.frozen(passes=2, tensors=7, new_mismatches=1)
+        report.watched("frozen", passes=1, tensors=7, new_mismatches=0)
+        report.watched("frozen", passes=2, tensors=7, new_mismatches=1)
         report.incident({"step": number, "kind": "zeros"})
         ranks.append(json.loads(json.dumps(report.to_dict())))
     merged = TransferReport.merge(ranks)

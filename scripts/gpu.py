@@ -1,0 +1,351 @@
+"""What only a card can show, in ten minutes: `make gpu`. Results go to benchmarks/results/ as JSON and text.
+
+    python scripts/gpu.py [--minutes 10] [--only PART ...] [--wheels DIRECTORY] [--out DIRECTORY]
+
+The parts run in this order, each in a process of its own with a deadline; a part that fails stops no other, and what
+there was no time for is named. Exit code 1 where a part failed. It takes the torch and the libraries that this Python
+has, below our lower bounds too: the result says what was lowered. ``--wheels`` installs what is missing from a
+directory of wheels, without a network, beside the Python and not into it.
+
+On a machine without a card it can be tried on the simulated one: ``SIMCARD=1 PYTHONPATH=.:tests/simcard/boot``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = [sys.executable, "-m", "hf_rocm_tune"]
+SIMULATED = os.environ.get("SIMCARD") == "1"
+LEAST_SECONDS = 20.0  # with less than this left a part is not begun
+
+#: Method: its flags beside the common ones.
+METHODS: dict[str, tuple[str, ...]] = {
+    "LoRA, float32": ("--dtype", "float32", "--bf16", "false"),
+    "QLoRA, NF4": ("--load_in_4bit", "true"),
+    "LoRA, bf16, recomputation, fused AdamW": ("--activation_checkpointing", "true", "--optim", "adamw_torch_fused"),
+    "full fine-tuning": ("--use_peft", "false"),
+    "LoRA, 8-bit": ("--load_in_8bit", "true"),
+    "DoRA": ("--use_dora", "true"),
+    "rsLoRA": ("--use_rslora", "true"),
+    "modules_to_save": ("--lora_modules_to_save", "lm_head"),
+    "packing": ("--packing", "true"),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the run.
+
+    Args:
+        name: as the result has it.
+        seconds: its deadline, cut to what is left of the whole.
+        command: what is run; "{out}" is a directory of its own.
+        accepted: exit codes that mean that it has done its work.
+    """
+
+    name: str
+    seconds: float
+    command: tuple[str, ...]
+    accepted: tuple[int, ...] = (0,)
+
+
+def parts() -> list[Part]:
+    """In the order of what is most worth knowing."""
+    own = (sys.executable, __file__, "--inside")
+    bench, tests = (*OURS, "bench"), (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    small = ("--simulated",) if SIMULATED else ("--only", "Llama-3.2-1B")
+    width = ("--hidden", "64", "--layers", "2", "--batch", "2", "--seq", "32") if SIMULATED else ()
+    steps = (*bench, "step", *width, "--turns", "4", "--steps", "2" if SIMULATED else "4")
+    size, scale, count = ("1MiB", "0.0005", "100") if SIMULATED else ("256MiB", "0.1", "1000")
+    shortage = (*own, "shortage") if SIMULATED else (*tests, "-m", "gpu", "tests/training/test_oom.py")
+    json_to = ("--json", "{out}/result.json")
+    return [
+        Part("versions", 60, (*own, "versions")),
+        Part("transfer tests", 150, (*tests, "-m", "gpu or not long", "tests/transfer/test_mutants_on_card.py")),
+        Part("drill", 90, (*OURS, "drill", "--faults", count, "--clean", count, *json_to)),
+        Part("bench transfer", 60, (*bench, "transfer", "--max_size", size, "--repeats", "3", *json_to)),
+        Part("demo", 120, (sys.executable, "-m", "hf_rocm_tune.demo", "--steps", "20", "--output_dir", "{out}")),
+        Part("methods", 240, (*own, "methods")),
+        Part("bench step, sentinels", 60, (*steps, *json_to)),
+        Part("bench step, no sentinels", 60, (*steps, "--sentinel_every", "0", *json_to)),
+        Part("bench load", 90, (*bench, "load", "--scale", scale, "--repeats", "1", "--caches", "warm", *json_to)),
+        Part("doctor", 90, (*OURS, "doctor", "--json"), accepted=(0, 1, 2)),
+        Part("shortage of memory", 90, shortage),
+        Part("plan errors", 120, (sys.executable, "benchmarks/plan_errors.py", "--device", "cuda", *small, *json_to)),
+    ]
+
+
+def main() -> int:
+    """Runs the parts and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all parts together (default: 10)")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in parts()], help="these parts")
+    parser.add_argument("--wheels", type=Path, help="a directory of wheels for what this Python lacks")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="default: %(default)s")
+    parser.add_argument("--inside", choices=INSIDE, help=argparse.SUPPRESS)
+    wanted = parser.parse_args()
+    if wanted.inside:
+        return INSIDE[wanted.inside]()
+    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-gpu-") as scratch:
+        result = _run(wanted, Path(scratch))
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    card = re.sub(r"[^a-z0-9]+", "-", str(result["card"]).lower()).strip("-")
+    target = wanted.out / f"{result['date'][:10]}-gpu-{card}.json"
+    target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    target.with_suffix(".txt").write_text(_text(result), encoding="utf-8")
+    print(_text(result) + f"\n{target}")
+    return int(any(row["outcome"] != "ok" for row in result["parts"]))
+
+
+def _run(wanted: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    began, deadline = datetime.now(UTC), time.monotonic() + 60 * wanted.minutes
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(scratch / "hf")}
+    path = [str(ROOT), *_carried(wanted.wheels, scratch / "wheels"), environ.get("PYTHONPATH", "")]
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    rows: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for part in parts():
+        if wanted.only and part.name not in wanted.only and part.name != "versions":
+            continue
+        left = deadline - time.monotonic()
+        if left < LEAST_SECONDS:
+            left_out.append(part.name)
+            continue
+        rows.append(_part(part, min(part.seconds, left), environ, scratch / part.name.replace(" ", "_")))
+        print(_line(rows[-1]), flush=True)
+    versions = rows[0]["result"] if isinstance(rows[0]["result"], dict) else {}
+    return {
+        "benchmark": "gpu",
+        "card": versions.get("card", "unknown"),
+        "date": began.isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+        "minutes": wanted.minutes,
+        "versions": versions,
+        "left_out": left_out,
+        "parts": rows,
+    }
+
+
+def _carried(wheels: Path | None, target: Path) -> list[str]:
+    """The directory into which the wheels were unpacked; nothing is fetched, and no dependency is followed."""
+    if wheels is None:
+        return []
+    files = sorted(map(str, wheels.glob("*.whl")))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(target)]
+    subprocess.run([*pip, *files], check=True)
+    return [str(target)]
+
+
+def _part(part: Part, seconds: float, environ: dict[str, str], out: Path) -> dict[str, Any]:
+    """One part to its end or its deadline, then every process of it is gone."""
+    out.mkdir(parents=True)
+    command = [word.format(out=out) for word in part.command]
+    began = time.monotonic()
+    with (out / "printed").open("w+", encoding="utf-8", errors="replace") as printed:
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        printed.seek(0)
+        text = printed.read()
+    ok = code in part.accepted
+    row = {
+        "part": part.name,
+        "outcome": "ok" if ok else f"no end within {seconds:.0f} s" if code is None else f"exit code {code}",
+        "seconds": round(time.monotonic() - began, 1),
+        "command": " ".join(command).replace(str(out), "OUT").replace(str(ROOT) + "/", ""),
+        "result": _result(out / "result.json", text),
+    }
+    return row if ok else {**row, "printed": text[-3000:]}
+
+
+def _result(file: Path, text: str) -> Any:
+    """What the part wrote, or the last JSON object that it printed; None for none."""
+    found = file.read_text(encoding="utf-8") if file.exists() else text[text.find("{\n") :] if "{\n" in text else ""
+    for candidate in (found, *reversed(text.splitlines()[-20:])):
+        try:
+            value = json.loads(candidate)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            return value
+    return None
+
+
+def _line(row: dict[str, Any]) -> str:
+    return f"{row['part']:26} {row['outcome']:24} {row['seconds']:7.1f} s"
+
+
+def _text(result: dict[str, Any]) -> str:
+    versions = result["versions"]
+    packages = ", ".join(f"{name} {version}" for name, version in versions.get("packages", {}).items())
+    lines = [
+        f"{result['card']}, {result['date']}",
+        f"{result['command']} ({result['minutes']:g} minutes)",
+        f"{versions.get('platform')}: {packages}",
+        f"below our lower bounds: {', '.join(versions.get('lowered', [])) or 'nothing'}",
+        *map(_line, result["parts"]),
+        f"left out for time: {', '.join(result['left_out']) or 'nothing'}",
+    ]
+    for row in result["parts"]:
+        if row["part"] == "methods" and row["result"]:
+            lines += [f"  {each['method']}: {each['outcome']}" for each in row["result"]["methods"]]
+    return "\n".join(lines) + "\n"
+
+
+# ---- what runs inside a part --------------------------------------------------------------------------------------
+
+
+def _versions() -> int:
+    """The card, what is installed, and what of it is below our lower bounds."""
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    if not torch.cuda.is_available():
+        print("torch sees no CUDA or HIP card")
+        return 1
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    packages, lowered = {}, []
+    for name, bound in (row.split(">=") for row in wanted):
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            packages[name] = "missing"
+        if packages[name] == "missing" or _numbers(packages[name]) < _numbers(bound):
+            lowered.append(f"{name} {packages[name]} instead of {bound}")
+    properties = torch.cuda.get_device_properties(0)
+    found = {
+        "card": properties.name,
+        "cards": torch.cuda.device_count(),
+        "memory_bytes": properties.total_memory,
+        "runtime": f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+        "platform": f"Python {platform.python_version()}, {platform.platform()}",
+        "packages": packages,
+        "lowered": lowered,
+    }
+    print(json.dumps(found))
+    return 0
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _methods() -> int:
+    """Each method to its end, once undisturbed and once killed after its checkpoint and started again."""
+    rows: list[dict[str, Any]] = []
+    with _server() as (server, common, scratch):
+        for number, (method, flags) in enumerate(METHODS.items()):
+            began = time.monotonic()
+            try:
+                outcome, facts = _method(server, [*common, *flags], scratch / str(number))
+            except Exception as error:
+                outcome, facts = f"{type(error).__name__}: {error}"[:500], {}
+            row = {"method": method, "outcome": outcome, "seconds": round(time.monotonic() - began, 1), **facts}
+            rows.append(row)
+            print(json.dumps({"methods": rows}), flush=True)
+    return int(any(row["outcome"] != "ok" for row in rows))
+
+
+def _method(server: Any, argv: list[str], out: Path) -> tuple[str, dict[str, Any]]:
+    import torch
+    from safetensors.torch import load_file
+
+    clean, again = out / "clean", out / "again"
+    first = server.run(*argv, "--output_dir", str(clean))
+    if first.code:
+        return _said(first), {}
+    crash = {"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}
+    killed = server.run(*argv, "--output_dir", str(again), env=crash)
+    if killed.code != -signal.SIGKILL:
+        return f"was to be killed and was not: {_said(killed)}", {}
+    resumed = server.run(*argv, "--output_dir", str(again), env=crash)
+    if resumed.code:
+        return f"resume: {_said(resumed)}", {}
+    report = json.loads((clean / "transfer_report.json").read_text(encoding="utf-8"))
+    name = "adapter_model.safetensors" if (clean / "adapter_model.safetensors").exists() else "model.safetensors"
+    ours, theirs = load_file(again / name), load_file(clean / name)
+    apart = max(float((ours[key].float() - theirs[key].float()).abs().max()) for key in theirs)
+    largest = max(float(value.float().abs().max()) for value in theirs.values())
+    facts = {
+        "coverage": report["coverage"]["verified_bytes"] / report["coverage"]["device_bytes"],
+        "mismatches": sum(report[stage]["mismatches"] for stage in ("weights", "batches", "frozen", "files")),
+        "resumed_equal": all(torch.equal(ours[key], theirs[key]) for key in theirs),
+        "resumed_apart": apart / largest,
+    }
+    if facts["coverage"] < 1 or facts["mismatches"]:
+        return "not all verified", facts
+    return "ok" if apart <= 1e-3 * largest else "the resumed run ends elsewhere", facts
+
+
+def _shortage() -> int:
+    """A micro-batch that does not fit is split, on a simulated card of which others hold nearly all."""
+    with _server() as (server, common, scratch):
+        big = [*common, "--max_length", "256", "--per_device_train_batch_size", "16", "--attn_implementation", "eager"]
+        outcome = {}
+        for name, environ in {"plenty": {}, "short": {"SIMCARD_OCCUPIED": str((20 << 30) - (48 << 20))}}.items():
+            done = server.run(*big, "--output_dir", str(scratch / name), env=environ)
+            if done.code:
+                print(_said(done))
+                return 1
+            outcome[name] = json.loads((scratch / name / "transfer_report.json").read_text(encoding="utf-8"))["memory"]
+    print(json.dumps(outcome))
+    return int(outcome["plenty"]["shortages"] > 0 or outcome["short"]["shortages"] == 0)
+
+
+def _said(result: Any) -> str:
+    lines = result.error_lines or result.stderr.strip().splitlines()[-1:]
+    return f"exit code {result.code}: {lines[-1] if lines else 'nothing was said'}"[:500]
+
+
+@contextmanager
+def _server() -> Iterator[tuple[Any, list[str], Path]]:
+    """Commands forked from one process that has imported everything; the flags that all have, and a directory."""
+    sys.path.insert(0, str(ROOT))
+    from tests import tiny
+    from tests.e2e.command import CommandServer
+
+    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-gpu-") as made:
+        scratch = Path(made)
+        model = tiny.build("llama3", scratch / "models")
+        data = tiny.write_dataset_dir(scratch / "data", train=48, test=4)
+        common = ["--model_name_or_path", str(model), "--dataset_name", str(data), "--max_steps", "5"]
+        common += ["--per_device_train_batch_size", "2", "--max_length", "64", "--save_steps", "2", "--doctor", "off"]
+        common += ["--eval_strategy", "no", "--logging_steps", "1", "--disable_tqdm", "true", "--lora_dropout", "0"]
+        server = CommandServer(scratch / "commands")
+        try:
+            yield server, common, scratch
+        finally:
+            server.close()
+
+
+INSIDE = {"versions": _versions, "methods": _methods, "shortage": _shortage}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+"""Faults put into a running command from outside: upstream's functions are wrapped, and bits flip through raw pointers.
+
+Nothing of ours is touched, and nothing is told: our code sees memory and files that are not what they were. Each attack
+happens once in a process, so a run that goes back is left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_done: list[str] = []
+
+
+def flip(tensor: Tensor, rng: random.Random) -> None:
+    """Flips one bit of a tensor's memory; torch does not hear of it."""
+    at = tensor.data_ptr() + rng.randrange(tensor.numel() * tensor.element_size())
+    ctypes.c_ubyte.from_address(at).value ^= 1 << rng.randrange(8)
+
+
+def arm(*, kind: str, seed: int = 0, step: int = 2, log: str = "", **more: Any) -> None:
+    """Prepares one attack.
+
+    Args:
+        kind: a key of `ATTACKS`.
+        seed: decides where it hits.
+        step: the optimizer step, from 1 on, in which it happens, where it has one.
+        log: file that tells that it has happened.
+        more: for the attack.
+    """
+    rng = random.Random(f"{kind} {seed}")
+
+    def tell(what: str) -> None:
+        _done.append(what)
+        if log:
+            Path(log).write_text(what)
+
+    ATTACKS[kind](rng, step, tell, **more)
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    stock = getattr(owner, name)
+    setattr(owner, name, functools.wraps(stock)(make(stock)))  # the signature stays what it was
+
+
+def _at(moment: str, step: int, do: Callable[[Any], None]) -> None:
+    """Calls `do` once with the trainer, in a step at a moment of `MOMENTS`."""
+    from transformers import Trainer
+    from trl import SFTTrainer
+
+    name, ahead, before = MOMENTS[moment]
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            due = not _done and self.state.global_step >= step - ahead
+            if due and before:
+                do(self)
+            result = stock(self, *arguments, **keywords)
+            if due and not before:
+                do(self)
+            return result
+
+        return wrapped
+
+    _wrap(SFTTrainer if name in vars(SFTTrainer) else Trainer, name, make)
+
+
+MOMENTS = {
+    "before forward": ("compute_loss", 1, True),
+    "after backward": ("training_step", 1, False),
+    "before clipping": ("_clip_grad_norm", 1, True),
+    "before evaluation": ("evaluate", 0, True),
+    "while saving": ("_save_checkpoint", 0, True),
+    "while saving the result": ("save_model", 0, True),
+}
+"""Upstream's method, 1 where ``global_step`` does not count the step yet, and whether to come before it or after."""
+
+
+# ---- frozen -------------------------------------------------------------------------------------------------
+
+
+def _frozen_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Tensor]]:
+    """Weights below adapters, and the quantisation state of 4-bit ones."""
+    found: list[tuple[torch.nn.Module, str, Tensor]] = []
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or "lora_" in name:
+            continue
+        found.append((module, "weight", weight))
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            found.append((module, "", state.absmax))
+    return found
+
+
+def _after_load(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+    """A frozen weight changes between its loading and the first step."""
+    del step
+    from trl.trainer import utils
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            loaded = stock(*arguments, **keywords)
+            if not _done:
+                _, name, tensor = rng.choice(_frozen_of(loaded[0] if isinstance(loaded, tuple) else loaded))
+                flip(tensor, rng)
+                tell(name)
+            return loaded
+
+        return wrapped
+
+    _wrap(utils, "create_model_from_path", make)
+
+
+def _replaced(rng: random.Random, step: int, tell: Callable[[str], None], way: str, same: bool = False) -> None:
+    """A frozen weight is replaced by another tensor; `same`: by an equal one."""
+
+    def do(trainer: Any) -> None:
+        module, name, tensor = rng.choice([row for row in _frozen_of(trainer.model) if row[1]])
+        other = tensor.detach().clone()
+        if torch.device(other.device).type != "cpu":
+            torch.cuda.synchronize()
+        if not same:
+            flip(other, rng)
+        if way == "data":
+            tensor.data = other
+        elif way == "set_":
+            with torch.no_grad():
+                tensor.set_(other)
+        else:
+            module._parameters[name] = torch.nn.Parameter(other, requires_grad=False)
+        tell(f"{type(module).__name__}.{name}")
+
+    _at("after backward", step, do)
+
+
+# ---- trained ------------------------------------------------------------------------------------------------
+
+
+def _trained(rng: random.Random, step: int, tell: Callable[[str], None], moment: str, what: str) -> None:
+    """A trained weight or a tensor of the optimizer's state changes between two updates."""
+
+    def do(trainer: Any) -> None:
+        parameters = [each for group in trainer.optimizer.param_groups for each in group["params"]]
+        if what == "weight":
+            tensors = parameters
+        else:
+            tensors = [trainer.optimizer.state[each][what] for each in parameters]
+        if tensors[0].device.type != "cpu":
+            torch.cuda.synchronize()
+        flip(rng.choice(tensors), rng)
+        tell(what)
+
+    _at(moment, step, do)
+
+
+# ---- batches ------------------------------------------------------------------------------------------------
+
+
+def _tensors_of(batch: Any, rng: random.Random) -> Tensor:
+    name = rng.choice(sorted(name for name in batch if torch.is_tensor(batch[name])))
+    found: Tensor = batch[name]
+    return found
+
+
+def _waiting_batch(rng: random.Random, step: int, tell: Callable[[str], None], number: int) -> None:
+    """A batch of an accumulation window changes while it waits: on its way, on the device or on the host."""
+    from transformers import Trainer
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            batches, count = stock(self, *arguments, **keywords)
+            if not _done and self.state.global_step == step - 1:
+                tensor = _tensors_of(batches[number], rng)
+                if tensor.device.type != "cpu":
+                    torch.cuda.synchronize()
+                _wait_for_copies(self)
+                flip(tensor, rng)
+                tell(f"{number} {tensor.device.type}")
+            return batches, count
+
+        return wrapped
+
+    _wrap(Trainer, "get_batch_samples", make)
+
+
+def _wait_for_copies(trainer: Any) -> None:
+    # Not to flip what a copy is just about to overwrite. A pause would do as well, and take longer.
+    for mover in getattr(trainer.mover, "cards", (trainer.mover,)):
+        queue = getattr(getattr(mover._backend, "inner", mover._backend), "_queue", None)
+        if hasattr(queue, "submit"):  # an executor: the host plays the copy engine
+            queue.submit(int).result()
+
+
+def _counted_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+    """The labels change on the host just before they are counted."""
+    from transformers import Trainer
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, batch_samples: list[Any], *arguments: Any, **keywords: Any) -> Any:
+            if not _done and self.state.global_step == step - 1:
+                labels = rng.choice(batch_samples)["labels"]
+                assert labels.device.type == "cpu"
+                at = int((labels == -100).flatten().nonzero()[0]) if rng.random() < 0.5 else labels.numel() - 1
+                ctypes.c_int64.from_address(labels.data_ptr() + 8 * at).value ^= 127
+                tell("labels")
+            return stock(self, batch_samples, *arguments, **keywords)
+
+        return wrapped
+
+    _wrap(Trainer, "_get_num_items_in_batch", make)
+
+
+def _reused_buffers(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+    """The collator returns the same memory each time, as one may that pins its buffers."""
+    del rng, step
+    from trl.trainer import sft_trainer
+
+    kept: dict[Any, Tensor] = {}
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            batch = stock(self, *arguments, **keywords)
+            for name, tensor in batch.items():
+                if torch.is_tensor(tensor):
+                    batch[name] = kept.setdefault((name, tensor.shape, tensor.dtype), tensor).copy_(tensor)
+            tell(f"{len(kept)} buffers")
+            return batch
+
+        return wrapped
+
+    _wrap(sft_trainer.DataCollatorForLanguageModeling, "torch_call", make)
+
+
+# ---- files --------------------------------------------------------------------------------------------------
+
+
+def _file_misread(rng: random.Random, step: int, tell: Callable[[str], None], file: str) -> None:
+    """The tensors come from another reading of the file than the SHA-256: from a bad one."""
+    del step
+    from trl.trainer import utils
+
+    def flip_in_file() -> Callable[[], None]:
+        before = os.stat(file)
+        with open(file, "r+b") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+            at = rng.randrange(8 + header, before.st_size)
+
+            def turn() -> None:
+                with open(file, "r+b") as stream:
+                    stream.seek(at)
+                    byte = stream.read(1)[0]
+                    stream.seek(at)
+                    stream.write(bytes([byte ^ 4]))
+                os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+        turn()
+        return turn
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            back = flip_in_file()
+            try:
+                return stock(*arguments, **keywords)
+            finally:
+                back()
+                tell(file)
+
+        return wrapped
+
+    _wrap(utils, "create_model_from_path", make)
+
+
+# ---- copies -------------------------------------------------------------------------------------------------
+
+
+def _copies(
+    rng: random.Random, step: int, tell: Callable[[str], None], at: list[int], log_to: str, least: int = 256
+) -> None:
+    """Copies of `least` bytes and more go wrong by one bit, those whose numbers are in `at`; see `memcpy_flips.c`.
+
+    In the end the log's last line says how many there were.
+    """
+    del step, tell
+    library = ctypes.CDLL(None)
+    log = os.open(log_to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    stock = os._exit
+
+    def last(code: int) -> None:
+        os.write(log, f"copies {library.flips_seen()}\n".encode())
+        stock(code)
+
+    os._exit = last
+    interpreter = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/libpython" in line]
+    span = [int(line.split()[0].split("-")[end], 16) for line, end in ((interpreter[0], 0), (interpreter[-1], 1))]
+    numbers = (ctypes.c_long * len(at))(*at)
+    seed = ctypes.c_uint64(rng.getrandbits(64))
+    begin, end = map(ctypes.c_size_t, span)
+    library.flips_begin(ctypes.c_size_t(least), begin, end, seed, numbers, ctypes.c_long(len(at)), log)
+
+
+ATTACKS: dict[str, Callable[..., None]] = {
+    "after load": _after_load,
+    "replaced": _replaced,
+    "trained": _trained,
+    "waiting batch": _waiting_batch,
+    "counted batch": _counted_batch,
+    "reused buffers": _reused_buffers,
+    "file misread": _file_misread,
+    "copies": _copies,
+}

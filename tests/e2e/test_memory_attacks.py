@@ -1,0 +1,249 @@
+"""Memory and files that change behind our back, in real commands: all found and recovered.
+
+Each attack wraps upstream's functions and flips bits through raw pointers, see `tests.e2e.memory_attacks`. Not
+covered: what README names as not verified.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune.integrity import manifest
+from tests import simcard, tiny
+from tests.e2e.command import CommandServer, Result
+from tests.e2e.conftest import flags, report_of
+
+ADAPTER = "adapter_model.safetensors"
+METHODS: dict[str, list[str]] = {
+    "lora": [],
+    "qlora": ["--load_in_4bit", "--use_bnb_nested_quant"],
+    "bf16": ["--dtype", "bfloat16"],
+}
+SEEDS = range(10)
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """Runs a command of four steps with accumulation, a checkpoint and an evaluation after the second."""
+
+    server: CommandServer
+    root: Path
+    settings: dict[str, Any]
+
+    def run(self, output: Path, method: str, attack: dict[str, Any] | None = None, **changed: Any) -> Result:
+        """One command, attacked."""
+        env = {"MEMORY_ATTACK": json.dumps({**attack, "log": f"{output}.attacked"})} if attack else {}
+        argv = [*flags(**{**self.settings, **changed}, output_dir=output), *METHODS[method]]
+        return self.server.run(*argv, env=env)
+
+    def clean(self, method: str, **changed: Any) -> bytes:
+        """The adapter of an undisturbed run; trained once."""
+        output = self.root / f"clean {method} {sorted(changed.items())}"
+        if not output.exists():
+            result = self.run(output, method, **changed)
+            assert result.code == 0, result.stderr[-3000:]
+            report = report_of(output)
+            assert report["incidents"] == [] and report["trained"]["checks"] >= 4
+            assert report["trained"]["mismatches"] == report["trained"]["rewritten"] == 0
+        return (output / ADAPTER).read_bytes()
+
+    def attacked(self, method: str, attack: dict[str, Any], **changed: Any) -> dict[str, Any]:
+        """The report of an attacked run that has recovered: its result is the clean run's."""
+        clean = self.clean(method, **changed)
+        output = self.root / "attacked"
+        shutil.rmtree(output, ignore_errors=True)
+        result = self.run(output, method, attack, **changed)
+        assert Path(f"{output}.attacked").exists(), "the attack did not happen"
+        Path(f"{output}.attacked").unlink()
+        assert result.code == 0, (attack, result.stderr[-3000:])
+        assert (output / ADAPTER).read_bytes() == clean, attack
+        report = report_of(output)
+        covered = report["coverage"]
+        assert covered["verified_bytes"] == covered["device_bytes"] and covered["unverified"] == []
+        assert manifest.inspect(output).problems == []
+        return report
+
+
+def settings_for(root: Path) -> dict[str, Any]:
+    return {
+        "model_name_or_path": tiny.build("llama3", root / "models"),
+        "dataset_name": tiny.write_dataset_dir(root / "data", train=24, test=4),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "max_length": 64,
+        "learning_rate": 0.01,
+        "lora_dropout": 0.1,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "disable_tqdm": True,
+    }
+
+
+@pytest.fixture(scope="module")
+def cpu(server: CommandServer, scratch: Path) -> Bench:
+    root = scratch / "memory attacks"
+    return Bench(server=server, root=root, settings=settings_for(root))
+
+
+@pytest.fixture(scope="module")
+def card(scratch: Path) -> Iterator[Bench]:
+    """On the simulated card."""
+    try:
+        environment = simcard.environment()
+    except simcard.NoCompiler as reason:
+        pytest.skip(str(reason))
+    root = scratch / "memory attacks on the card"
+    root.mkdir()
+    server = CommandServer(root, environment)
+    yield Bench(server=server, root=root, settings=settings_for(root))
+    server.close()
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest) -> Bench:
+    """On the CPU or on the simulated card."""
+    found: Bench = request.getfixturevalue(request.param)
+    return found
+
+
+def matrix(*samples: tuple[Any, ...], **axes: Any) -> Any:
+    """Parametrizes over the device first: the samples in the normal suite, everything in the long one."""
+    names = ["bench", *axes, "seed"]
+    rows = list(itertools.product(("cpu", "card"), *axes.values(), SEEDS))
+    marked = [
+        pytest.param(*row, marks=() if row in samples else pytest.mark.long, id="-".join(map(str, row))) for row in rows
+    ]
+    assert all(sample in rows for sample in samples)
+    return pytest.mark.parametrize(names, marked, indirect=["bench"])
+
+
+def the_incident(report: dict[str, Any]) -> dict[str, Any]:
+    """The only one; the run went on after it."""
+    (row,) = report["incidents"]
+    assert row["outcome"] == "recovered"
+    return dict(row)
+
+
+# ---- frozen weights -----------------------------------------------------------------------------------------
+
+
+@matrix(
+    ("cpu", "bf16", 0), ("cpu", "qlora", 1), ("card", "qlora", 2),
+    method=("lora", "bf16", "qlora"),
+)  # fmt: skip
+def test_a_weight_that_changes_before_the_first_step_is_no_baseline(bench: Bench, method: str, seed: int) -> None:
+    report = bench.attacked(method, {"kind": "after load", "seed": seed})
+    row = the_incident(report)
+    assert (row["stage"], row["kind"]) == ("frozen", "changed in memory")
+
+
+@matrix(
+    ("cpu", "lora", "data", 0), ("cpu", "lora", "set_", 1), ("card", "qlora", "data", 2),
+    ("card", "lora", "attribute", 3),
+    method=("lora", "qlora"), way=("data", "set_", "attribute"),
+)  # fmt: skip
+def test_a_frozen_tensor_that_is_replaced_is_refused(bench: Bench, method: str, way: str, seed: int) -> None:
+    report = bench.attacked(method, {"kind": "replaced", "seed": seed, "way": way, "step": 1 + seed % 4})
+    row = the_incident(report)
+    assert row["stage"] == "frozen" and row["kind"] in ("replaced", "changed in memory"), row
+    assert report["frozen"]["mismatches"] == 1
+
+
+@matrix(("cpu", "lora", 0), ("card", "lora", 1), method=("lora", "qlora"))
+def test_a_frozen_tensor_that_is_replaced_by_its_equal_stays_covered(bench: Bench, method: str, seed: int) -> None:
+    attack = {"kind": "replaced", "seed": seed, "way": "data", "same": True, "step": 1 + seed % 3}
+    report = bench.attacked(method, attack)
+    assert report["incidents"] == []
+    (row,) = report["rebaselined"]
+    assert row["reason"] == "equal to the tensor that it replaces"
+
+
+# ---- trained state ------------------------------------------------------------------------------------------
+
+WHAT = ("weight", "exp_avg", "exp_avg_sq", "step")
+
+
+@matrix(
+    ("cpu", "lora", "before forward", "weight", 0), ("card", "lora", "after backward", "exp_avg", 1),
+    ("cpu", "qlora", "before clipping", "exp_avg_sq", 2), ("card", "qlora", "before forward", "step", 3),
+    ("cpu", "lora", "before evaluation", "weight", 4),
+    method=("lora", "qlora"), moment=("before forward", "after backward", "before clipping", "before evaluation"),
+    what=WHAT,
+)  # fmt: skip
+def test_trained_state_that_changes_between_updates_is_not_used(
+    bench: Bench, method: str, moment: str, what: str, seed: int
+) -> None:
+    attack = {"kind": "trained", "seed": seed, "step": 2 + seed % 3, "moment": moment, "what": what}
+    if moment == "before evaluation":
+        attack["step"] = 2
+    report = bench.attacked(method, attack)
+    row = the_incident(report)
+    assert row["stage"] == "trained", row
+    assert row["tensor"] == ("trained weights" if what == "weight" else f"optimizer state {what}")
+
+
+@matrix(
+    ("cpu", "lora", "while saving", 0), ("card", "lora", "while saving the result", 1),
+    method=("lora", "qlora"), moment=("while saving", "while saving the result"),
+)  # fmt: skip
+def test_a_weight_that_changes_while_it_is_saved_is_not_saved(
+    bench: Bench, method: str, moment: str, seed: int
+) -> None:
+    report = bench.attacked(method, {"kind": "trained", "seed": seed, "step": 2, "moment": moment, "what": "weight"})
+    assert the_incident(report)["stage"] == "trained"
+
+
+# ---- batches ------------------------------------------------------------------------------------------------
+
+
+@matrix(
+    ("cpu", "lora", 0, 0), ("cpu", "lora", 2, 1), ("card", "lora", 0, 2), ("card", "qlora", 2, 3),
+    method=("lora", "qlora"), number=(0, 1, 2),
+)  # fmt: skip
+def test_a_batch_that_changes_while_it_waits_is_not_used(bench: Bench, method: str, number: int, seed: int) -> None:
+    report = bench.attacked(method, {"kind": "waiting batch", "seed": seed, "step": 1 + seed % 4, "number": number})
+    assert the_incident(report)["stage"] == "batches"
+
+
+@matrix(("cpu", "lora", 0), ("card", "lora", 1), method=("lora", "qlora"))
+def test_labels_that_change_before_they_are_counted_are_named(bench: Bench, method: str, seed: int) -> None:
+    row = the_incident(bench.attacked(method, {"kind": "counted batch", "seed": seed, "step": 1 + seed % 4}))
+    assert (row["stage"], row["kind"]) == ("batches", "source_changed") and "labels" in row["tensor"]
+
+
+@pytest.mark.parametrize("bench", ["cpu", "card"], indirect=True)
+@pytest.mark.parametrize("depth", [1, pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_a_collator_may_use_its_memory_again(bench: Bench, depth: int) -> None:
+    """No fault at all: the stock trainer copies a batch to a card before the next one is read."""
+    report = bench.attacked("lora", {"kind": "reused buffers"}, pad_to_multiple_of=64, prefetch_batches=depth)
+    assert report["incidents"] == []
+
+
+# ---- files --------------------------------------------------------------------------------------------------
+
+
+@matrix(("cpu", "lora", 0), method=("lora", "qlora"))
+def test_tensors_of_another_reading_than_the_hashed_one_are_refused(bench: Bench, method: str, seed: int) -> None:
+    model = bench.root / "recorded model"
+    if not model.exists():
+        shutil.copytree(bench.settings["model_name_or_path"], model)
+        manifest.write(model, run_id="0", step=0, status="final")
+    assert bench.clean(method, model_name_or_path=model)
+    output = bench.root / "misread"
+    shutil.rmtree(output, ignore_errors=True)
+    attack = {"kind": "file misread", "seed": seed, "file": str(model / "model.safetensors")}
+    result = bench.run(output, method, attack, model_name_or_path=model)
+    assert Path(f"{output}.attacked").exists()
+    assert result.code == 3 and "was loaded from it with other bytes" in result.error_lines[0], result.stderr[-2000:]
+    assert not (output / ADAPTER).exists()

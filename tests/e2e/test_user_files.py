@@ -1,0 +1,246 @@
+"""Attacks on a user's files: nothing that a run has not written is changed, read as data, or left half made."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.supervisor.ledger import Ledger
+from hf_rocm_tune.training import journal, supervised
+from tests import tiny
+from tests.e2e.command import CommandServer, Result, Running
+from tests.e2e.conftest import flags
+
+THESIS = "three years of work"
+USERS_FILES = ("config.json", "tokenizer.json", "run.json", "loss.png", "transfer_report.json", "survival.jsonl")
+
+
+class Place:
+    """A directory of the user's, with the command that would train in ``out``."""
+
+    def __init__(self, server: CommandServer, model: Path, data: Path, room: Path) -> None:
+        self.server, self.model, self.data, self.room, self.out = server, model, data, room, room / "out"
+        self.thesis = self.file("thesis.tex")
+
+    def file(self, name: str, text: str = THESIS) -> Path:
+        path = self.room / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def argv(self, *more: str, **changed: Any) -> list[str]:
+        usual = {
+            "model_name_or_path": self.model,
+            "dataset_name": self.data,
+            "output_dir": self.out,
+            "max_steps": 2,
+            "save_steps": 1,
+            "per_device_train_batch_size": 2,
+            "max_length": 64,
+            "disable_tqdm": True,
+            "doctor": "off",
+        }
+        return [*flags(**{name: value for name, value in (usual | changed).items() if value is not None}), *more]
+
+    def run(self, *more: str, **changed: Any) -> Result:
+        return self.server.run(*self.argv(*more, **changed), cwd=self.room)
+
+    def start(self, *more: str, **changed: Any) -> Running:
+        return self.server.start(*self.argv(*more, **changed), cwd=self.room)
+
+    def refused(self, *more: str, **changed: Any) -> str:
+        """The one line of a start that is refused; it has changed nothing and left nothing."""
+        before = snapshot(self.room)
+        result = self.run(*more, **changed)
+        assert result.code == 2 and "Traceback" not in result.stderr, result.stderr[-3000:]
+        assert len(result.error_lines) == 1 and snapshot(self.room) == before
+        return result.error_lines[0]
+
+
+def snapshot(room: Path) -> dict[str, str]:
+    """What is in a directory: kind of each name, where a link points, SHA-256 of each file."""
+    found = {}
+    for path in sorted(room.rglob("*")):
+        name = path.relative_to(room).as_posix()
+        if path.is_symlink():
+            found[name] = f"link to {path.readlink()}"
+        elif path.is_file():
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        else:
+            found[name] = "directory" if path.is_dir() else "special"
+    return found
+
+
+@pytest.fixture
+def place(server: CommandServer, model_of: Callable[[str], Path], scratch: Path, tmp_path: Path) -> Place:
+    data = tiny.write_dataset_dir(scratch / "user-files", train=12, test=4)
+    return Place(server, model_of("llama3"), data, tmp_path)
+
+
+# ---- refused starts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "hard link", "pipe", "text"])
+def test_the_lock_is_never_somebody_elses_file(place: Place, kind: str) -> None:
+    place.out.mkdir()
+    lock = place.out / "_run.lock"
+    if kind in ("link", "dangling"):
+        lock.symlink_to(place.thesis if kind == "link" else place.room / "nothing")
+    elif kind == "hard link":
+        lock.hardlink_to(place.thesis)
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.write_text(THESIS)
+    assert "_run.lock" in place.refused()
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite_output_dir"]])
+def test_a_directory_of_the_users_own_files_is_refused(place: Place, more: list[str]) -> None:
+    for name in (*USERS_FILES, "model.safetensors", "README.md", "checkpoint-99/thesis.tex"):
+        place.file(f"mine/{name}", "{}")
+    line = place.refused(*more, output_dir=place.room / "mine")
+    assert "run.json cannot be read" in line or "no run of ours has written" in line
+    (place.room / "mine" / "run.json").unlink()
+    line = place.refused(*more, output_dir=place.room / "mine")
+    assert "no run of ours has written" in line and "checkpoint-99" in line and "config.json" in line
+
+
+def test_what_is_read_does_not_lie_where_is_written(place: Place) -> None:
+    inside = place.file("out/rows.jsonl", json.dumps({"text": "some words to learn"}) + "\n")
+    assert "--dataset_name" in place.refused("--overwrite_output_dir", dataset_name=inside)
+    recipe = place.file("mixture.yaml", json.dumps({"datasets": [{"path": "json", "data_files": [str(inside)]}]}))
+    assert "--datasets" in place.refused("--overwrite_output_dir", "--config", str(recipe), dataset_name=None)
+    tiny.write_dataset_dir(place.room / "data", train=12, test=4)
+    line = place.refused(dataset_name=place.room / "data", output_dir=place.room / "data" / "runs" / "1")
+    assert "would be read as data" in line
+
+
+def test_a_name_with_a_line_break_and_an_escape_sequence_is_one_line(place: Place) -> None:
+    wild = place.room / "a\nb\x1b[2Jc"
+    wild.mkdir()
+    (wild / "config.json").write_text("{}")
+    assert "\x1b" not in place.refused(output_dir=wild)
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------
+
+
+def test_overwriting_and_rotation_delete_what_the_run_wrote_and_nothing_else(place: Place) -> None:
+    first = place.run()
+    assert first.code == 0, first.stderr[-3000:]
+    mine = ["checkpoint-1/thesis.tex", "checkpoint-2/thesis.tex", "checkpoint-99/thesis.tex", "notes/model.txt"]
+    for name in mine:
+        place.file(f"out/{name}")
+    (place.out / "checkpoint-7").symlink_to(place.room)
+    again = place.run("--overwrite_output_dir", learning_rate=0.1, save_total_limit=1)
+    assert again.code == 0, again.stderr[-3000:]
+    told = next(line for line in again.stdout.splitlines() if "--overwrite_output_dir deletes" in line)
+    assert "adapter_model.safetensors" in told and "checkpoint-2 (" in told
+    left = {path.relative_to(place.out).as_posix() for path in place.out.rglob("thesis.tex")}
+    assert left == {"kept-checkpoint-1/thesis.tex", "kept-checkpoint-2/thesis.tex", "checkpoint-99/thesis.tex"}
+    assert (place.out / "notes" / "model.txt").read_text() == place.thesis.read_text() == THESIS
+    assert (place.out / "checkpoint-7").is_symlink() and not (place.out / "checkpoint-1").exists()
+    assert manifest.inspect(place.out).problems == [] and not list(place.out.glob("_*"))
+
+
+def test_the_journal_is_never_somebody_elses_file(place: Place) -> None:
+    assert place.run(max_steps=1).code == 0
+    (place.out / "integrity.json").unlink()  # so that it goes on
+    (place.out / "survival.jsonl").symlink_to(place.thesis)
+    assert "survival.jsonl" in place.refused(max_steps=1)
+    begun = supervised.Begun(run_id="run", output_dir=str(place.out), resumed_from=None, attempt=1)
+    ledger = Ledger()
+    ledger.add("start")
+    ledger.belongs_to(begun)
+    assert ledger.failure is not None and place.thesis.read_text() == THESIS
+
+
+def test_of_two_runs_in_one_directory_one_is_refused(place: Place) -> None:
+    both = [place.start(max_steps=6) for _ in range(2)]
+    results = sorted((each.wait() for each in both), key=lambda each: each.code)
+    assert [each.code for each in results] == [0, 2], [each.stderr[-800:] for each in results]
+    assert "is in use by process" in results[1].error_lines[0]
+    assert manifest.inspect(place.out).problems == [] and not list(place.out.glob("_*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_at_any_moment_leaves_no_half_made_file(place: Place, number: signal.Signals) -> None:
+    chance = random.Random(int(number))
+    for attempt in range(2):
+        running = place.start(max_steps=40, save_steps=3, output_dir=place.room / f"out-{attempt}" / "deep")
+        time.sleep(chance.uniform(0.2, 4.0))
+        running.kill(number)
+        result = running.wait(120)
+        assert result.code in (0, 130) and "Traceback" not in result.stderr, (result.code, result.stderr[-2000:])
+        output = place.room / f"out-{attempt}" / "deep"
+        assert not list(place.room.rglob("_*"))
+        assert not output.parent.exists() or (output / "run.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_after_the_result_is_sealed_changes_nothing(place: Place, number: signal.Signals) -> None:
+    running = place.start(max_steps=1)
+    while (result := running.poll(0.005)) is None:
+        if (place.out / "integrity.json").exists():
+            running.kill(number)
+            result = running.wait(60)
+            break
+    assert result.code == 0 and result.error_lines == [], result.stderr[-2000:]
+
+
+def test_a_terminal_that_is_closed_ends_the_supervised_job_with_a_checkpoint(place: Place) -> None:
+    master, slave = os.openpty()
+
+    def own_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, "-m", "hf_rocm_tune", "run", "--", sys.executable, "-m", "hf_rocm_tune.sft"]
+    process = subprocess.Popen(
+        [*command, *place.argv(max_steps=5000, logging_steps=1)],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        preexec_fn=own_terminal,
+        cwd=place.room,
+    )
+    os.close(slave)
+    try:
+        deadline = time.monotonic() + 200
+        while not (place.out / "checkpoint-2").exists():
+            os.read(master, 65536)
+            assert process.poll() is None and time.monotonic() < deadline
+    finally:
+        os.close(master)
+    assert process.wait(120) == 130
+    run_id = json.loads((place.out / "run.json").read_text())["run_id"]
+    assert [entry["code"] for entry in journal.entries(place.out, run_id) if entry["event"] == "end"] == [130]
+    newest = max(place.out.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    assert manifest.verify(newest) == [] and not list(place.out.glob("_*"))
+
+
+def test_a_damaged_checkpoint_is_refused_once_by_the_supervised_job(place: Place) -> None:
+    assert place.run(max_steps=1).code == 0
+    foreign = (place.out / "checkpoint-1").rename(place.room / "checkpoint-1")
+    (foreign / "integrity.json").unlink()
+    (foreign / "optimizer.pt").write_bytes(b"not a state")
+    command = [sys.executable, "-m", "hf_rocm_tune", "run", "--backoff_seconds", "0", "--", sys.executable, "-m"]
+    job = ["hf_rocm_tune.sft", *place.argv(output_dir=place.room / "new", resume_from_checkpoint=foreign)]
+    done = subprocess.run([*command, *job], capture_output=True, text=True, cwd=place.room, timeout=200)
+    assert done.returncode == 2 and done.stdout.count("run: start ") == 1, done.stderr[-2000:]
+    assert done.stderr.count("hf-rocm-tune: error:") == 1 and "Traceback" not in done.stderr

@@ -1,0 +1,49 @@
+"""What a training step of ours waits for, counted by the simulated card: the host must run ahead of the card."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import CommandServer
+from tests.e2e.conftest import flags
+from tests.simcard.log import Event, Log
+
+VERDICT = "transfer/accelerator.py:_EventDigest.result"
+"""A batch's, which must be there before its forward. It follows the copy on a queue of its own, not the computation."""
+GUARD = "training/guard_mixin.py:GuardMixin._step_numbers"
+"""Loss and gradient norm, before they are used. Upstream has just waited to ask whether the loss is NaN."""
+UPSTREAM = ("transformers/", "trainer/sft_trainer.py", "accelerate/")
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_step_waits_for_its_batches_verdicts_and_for_the_guard_alone(
+    card_server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path, accumulated: int
+) -> None:
+    log = tmp_path / "log"
+    result = card_server.run(
+        *flags(model_name_or_path=model_of("llama3"), gradient_accumulation_steps=accumulated),
+        *base_flags,
+        env={"SIMCARD_LOG": str(log)},
+    )
+    assert result.code == 0, result.stderr[-2000:]
+    steps = whole_steps(Log(log))
+    assert len(steps) == 3
+    for step in steps:
+        ours = Counter(event.caller for event in step if event.kind == "wait" and not event.caller.startswith(UPSTREAM))
+        assert ours == {VERDICT: accumulated, GUARD: 1}
+        # One copy to the card for each batch, all its tensors in it, and nothing beside them.
+        assert [event.engine for event in step if event.kind == "to_card"] == [True] * accumulated
+
+
+def whole_steps(log: Log) -> list[list[Event]]:
+    """Events from one guard's wait to the next: all steps but the first, which looks at what is new."""
+    steps: list[list[Event]] = [[]]
+    for event in log.events:
+        steps[-1].append(event)
+        if event.kind == "wait" and event.caller == GUARD:
+            steps.append([])
+    return steps[1:-1]

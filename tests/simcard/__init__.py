@@ -1,0 +1,52 @@
+"""A simulated card: plays a CUDA device on the CPU, below a CPU build of torch, so that code for a device runs there.
+
+`card.cpp` is the device (allocator, streams that are threads, events, page-locked memory, copies, kernels by the CPU's
+own operators), `card` builds, loads and controls it, `cuda` is what ``torch.cuda`` answers, `ranks` stands in for RCCL,
+`quantised` for bitsandbytes' kernels, and `log` reads what crossed. `boot/sitecustomize.py` puts all that below torch
+in every process that has ``SIMCARD=1`` and its directory on PYTHONPATH; there this package is called `simcard`.
+
+Kept to, because the code under test depends on it: each stream runs in order and later than the call; a kernel waits
+for its own stream and for awaited events only; freed memory goes to the next allocation of the same stream at once; a
+non-blocking copy touches page-locked memory when it runs; host tensors are refused as operands; allocations beyond the
+capacity raise ``torch.OutOfMemoryError``.
+
+Not simulated: Triton, real DMA, RCCL and peer copies, native 4-bit kernels, the allocator's fragmentation, and speed.
+"""
+
+from __future__ import annotations
+
+import os
+
+from .card import HERE, NAME, NoCompiler, configure, counts, delay, library, poison, sync_ops
+
+__all__ = [
+    "NAME", "NoCompiler", "after_torch", "before_torch", "configure", "counts", "delay", "environment", "library",
+    "poison", "sync_ops",
+]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """What a process needs to have the card; built first where it is not yet.
+
+    Raises:
+        NoCompiler: it cannot be built here.
+    """
+    library()
+    path = (str(HERE.parents[1]), str(HERE / "boot"), os.environ.get("PYTHONPATH", ""))
+    return {"SIMCARD": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def before_torch() -> None:
+    """Before torch is executed: it asks once whether there is a CUDA."""
+    from . import card
+
+    card.load()
+
+
+def after_torch() -> None:
+    """After it was: tells the Python side of torch, and sees to libraries that are imported later."""
+    from . import cuda, ranks
+
+    cuda.install()
+    ranks.install()
+    configure()
