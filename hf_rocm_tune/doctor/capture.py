@@ -20,14 +20,14 @@ from typing import Any
 
 from hf_rocm_tune.doctor.evidence import Evidence
 from hf_rocm_tune.doctor.redact import Identity, scrub, scrub_variable, without_groups
-from hf_rocm_tune.environ.policy import POLICY
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.hardware.kernel_sysfs import PACKED_CONFIG
-from hf_rocm_tune.hardware.software import Software
-from hf_rocm_tune.hardware.survey import survey
-from hf_rocm_tune.hardware.sysfs_tree import RecordedTree
-from hf_rocm_tune.hardware.visible import FILTERS
 from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.machine.host import PACKED_CONFIG
+from hf_rocm_tune.machine.software import Software
+from hf_rocm_tune.machine.survey import survey
+from hf_rocm_tune.machine.sysfs import RecordedTree
+from hf_rocm_tune.machine.variables import POLICY
+from hf_rocm_tune.machine.visible import FILTERS
 from hf_rocm_tune.version import __version__
 
 MAX_BYTES = 32 << 20

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_rocm_tune.hardware.child import Outcome, Task, run_together
+from hf_rocm_tune.machine.child import Outcome, Task, run_together
 
 MODULE = "hf_rocm_tune.doctor.measured"
 

@@ -11,7 +11,7 @@ from hf_rocm_tune.doctor.checks.variables import of_decision
 from hf_rocm_tune.doctor.evidence import Evidence
 from hf_rocm_tune.doctor.finding import Finding, from_row, skipped
 from hf_rocm_tune.doctor.rows import all_rows
-from hf_rocm_tune.environ import evaluate
+from hf_rocm_tune.machine.variables import evaluate
 
 #: Exit codes of the command.
 FINE, WARNINGS, FAILURES = 0, 1, 2

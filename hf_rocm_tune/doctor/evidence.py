@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hf_rocm_tune.environ import MachineFacts
-from hf_rocm_tune.hardware.joined import JoinedDevice, join
-from hf_rocm_tune.hardware.kfd import GpuNode
-from hf_rocm_tune.hardware.machine import Gpu, Machine
-from hf_rocm_tune.hardware.software import Software, TorchDevice
-from hf_rocm_tune.hardware.visible import choose, visible_nodes
+from hf_rocm_tune.machine.kfd import GpuNode
+from hf_rocm_tune.machine.software import Software, TorchDevice
+from hf_rocm_tune.machine.survey import Gpu, JoinedDevice, Machine, join
+from hf_rocm_tune.machine.variables import MachineFacts
+from hf_rocm_tune.machine.visible import choose, visible_nodes
 
 NO_VARIABLES = "the recording holds no variables"
 #: The driver of a device that a virtual machine has: this system cannot use it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_rocm_tune.doctor.rows import knowledge_data
-from hf_rocm_tune.environ.links import issue_link, links_of
+from hf_rocm_tune.machine.variables import issue_link, links_of
 
 
 def link_of(source: str) -> str:

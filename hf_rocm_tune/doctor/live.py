@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_rocm_tune.doctor.evidence import Evidence
-from hf_rocm_tune.environ.decide import MARK_SET
-from hf_rocm_tune.hardware.software import DEADLINE_S, read_software
-from hf_rocm_tune.hardware.survey import record
-from hf_rocm_tune.hardware.visible import users_environ
+from hf_rocm_tune.machine.software import DEADLINE_S, read_software
+from hf_rocm_tune.machine.survey import record
+from hf_rocm_tune.machine.variables import MARK_SET
+from hf_rocm_tune.machine.visible import users_environ
 
 
 def own_environ(environ: Mapping[str, str]) -> dict[str, str]:

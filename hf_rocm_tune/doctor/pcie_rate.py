@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_rocm_tune.hardware.machine import Link
+from hf_rocm_tune.machine.pci import Link
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,10 @@ from typing import Any
 from hf_rocm_tune.doctor.check import GROUPS
 from hf_rocm_tune.doctor.finding import Finding
 from hf_rocm_tune.doctor.rows import all_rows
-from hf_rocm_tune.environ.policy import POLICY
-from hf_rocm_tune.hardware.cards import CARDS
-from hf_rocm_tune.hardware.software import PACKAGES, Software, TorchDevice
-from hf_rocm_tune.hardware.sysfs_recording import Recording
+from hf_rocm_tune.machine.cards import CARDS
+from hf_rocm_tune.machine.software import PACKAGES, Software, TorchDevice
+from hf_rocm_tune.machine.sysfs import Recording
+from hf_rocm_tune.machine.variables import POLICY
 from hf_rocm_tune.redaction import redact
 
 # Names that say nothing about anybody, and that stand in files of every machine.

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from hf_rocm_tune.doctor.rows import knowledge_data
-from hf_rocm_tune.hardware.software import Software
+from hf_rocm_tune.machine.software import Software
 
 _LEADING = re.compile(r"\s*([0-9]+(?:\.[0-9]+)*)")
 _ROCM_IN_TORCH = re.compile(r"\+rocm([0-9]+(?:\.[0-9]+)*)")

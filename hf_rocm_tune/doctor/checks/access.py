@@ -8,7 +8,8 @@ from typing import Any
 from hf_rocm_tune.doctor.check import Check
 from hf_rocm_tune.doctor.evidence import GIVEN_AWAY, Evidence
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
-from hf_rocm_tune.hardware.machine import Gpu, Machine, Node
+from hf_rocm_tune.machine.host import Node
+from hf_rocm_tune.machine.survey import Gpu, Machine
 
 KFD = "/dev/kfd"
 NO_DRIVER = "no driver is bound"

@@ -9,10 +9,10 @@ from hf_rocm_tune.doctor.check import Check
 from hf_rocm_tune.doctor.checks.torch_build import in_wheels
 from hf_rocm_tune.doctor.evidence import NO_VARIABLES, Evidence, arch_of
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
-from hf_rocm_tune.hardware.cards import Card
-from hf_rocm_tune.hardware.kfd import GpuNode
-from hf_rocm_tune.hardware.machine import Gpu
-from hf_rocm_tune.hardware.visible import FILTERS, OURS, choose, is_integrated
+from hf_rocm_tune.machine.cards import Card
+from hf_rocm_tune.machine.kfd import GpuNode
+from hf_rocm_tune.machine.survey import Gpu
+from hf_rocm_tune.machine.visible import FILTERS, OURS, choose, is_integrated
 
 _GIB = 1 << 30
 

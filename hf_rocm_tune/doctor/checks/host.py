@@ -9,8 +9,8 @@ from hf_rocm_tune.doctor.check import Check
 from hf_rocm_tune.doctor.evidence import Evidence
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.doctor.rows import knowledge_data
-from hf_rocm_tune.hardware.machine import Gpu, Sensors
-from hf_rocm_tune.hardware.throttle_sysfs import throttle_causes
+from hf_rocm_tune.machine.sensors import Sensors, throttle_causes
+from hf_rocm_tune.machine.survey import Gpu
 
 _MIB, _GIB = 1 << 20, 1 << 30
 

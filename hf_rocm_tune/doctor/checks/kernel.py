@@ -12,7 +12,7 @@ from hf_rocm_tune.doctor.evidence import Evidence
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.doctor.rows import knowledge_data
 from hf_rocm_tune.doctor.versions import within
-from hf_rocm_tune.hardware.sysfs import parse_int
+from hf_rocm_tune.machine.sysfs import parse_int
 
 PEER_OPTIONS = ("CONFIG_HSA_AMD_P2P", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")
 # amdgpu's PP_OVERDRIVE_MASK (amd_shared.h).

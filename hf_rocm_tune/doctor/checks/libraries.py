@@ -10,7 +10,7 @@ from hf_rocm_tune.doctor.checks.torch_build import NO_ROCM_BUILD
 from hf_rocm_tune.doctor.evidence import Evidence
 from hf_rocm_tune.doctor.finding import Finding, from_row, skipped, unknown
 from hf_rocm_tune.doctor.versions import known_versions, minor, numbers, torch_rocm, within
-from hf_rocm_tune.hardware.software import Software
+from hf_rocm_tune.machine.software import Software
 
 _FORCING = "BNB_ROCM_VERSION"  # read by bitsandbytes, cextension.py
 _LIBRARY = re.compile(r"libbitsandbytes_rocm([0-9])([0-9]{1,2})\.(?:so|dll)")

@@ -10,9 +10,9 @@ from hf_rocm_tune.doctor.evidence import Evidence
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.doctor.pcie_rate import Narrowest, narrowest, reachable_speed
 from hf_rocm_tune.doctor.rows import knowledge_data
-from hf_rocm_tune.hardware.machine import Gpu, Link
-from hf_rocm_tune.hardware.survey import survey
-from hf_rocm_tune.hardware.sysfs import Reading
+from hf_rocm_tune.machine.pci import Link
+from hf_rocm_tune.machine.survey import Gpu, survey
+from hf_rocm_tune.machine.sysfs import Reading
 
 _MIB, _GIB = 1 << 20, 1 << 30
 CORRECTED = "correctable"

@@ -9,9 +9,9 @@ from hf_rocm_tune.doctor.check import Check
 from hf_rocm_tune.doctor.evidence import Evidence, arch_of
 from hf_rocm_tune.doctor.finding import Finding, from_row, skipped, unknown
 from hf_rocm_tune.doctor.versions import known_versions, minor, numbers, torch_rocm, within
-from hf_rocm_tune.hardware.machine import Gpu
-from hf_rocm_tune.hardware.software import Software
-from hf_rocm_tune.hardware.visible import FILTERS
+from hf_rocm_tune.machine.software import Software
+from hf_rocm_tune.machine.survey import Gpu
+from hf_rocm_tune.machine.visible import FILTERS
 
 NO_SOFTWARE = "the recording holds nothing about software"
 NO_ROCM_BUILD = "torch is no ROCm build"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hf_rocm_tune.doctor.check import Check
 from hf_rocm_tune.doctor.evidence import NO_VARIABLES, Evidence
 from hf_rocm_tune.doctor.finding import Finding, Status, from_row, unknown
-from hf_rocm_tune.environ import Decision, evaluate
+from hf_rocm_tune.machine.variables import Decision, evaluate
 
 _STATUS: dict[str, Status] = {"error": "fail", "warn": "warn", "info": "info", "set": "info"}
 

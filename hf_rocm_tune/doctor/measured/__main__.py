@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_rocm_tune.doctor.measured import MEASURED, PACKAGE
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.hardware.child_main import answer
+from hf_rocm_tune.machine.child import answer
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.doctor.measured.arithmetic import verdict
 from hf_rocm_tune.doctor.measured.conduct import Ask, failure
-from hf_rocm_tune.hardware.child import Outcome
+from hf_rocm_tune.machine.child import Outcome
 
 FLAG = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 TRAINED = ("bfloat16", "float16")

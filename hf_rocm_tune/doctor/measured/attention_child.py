@@ -23,8 +23,7 @@ from hf_rocm_tune.doctor.measured.attention_bounds import NAMES
 from hf_rocm_tune.doctor.measured.attention_cases import Case, cases, plain_case
 from hf_rocm_tune.doctor.measured.rounding import name_of
 from hf_rocm_tune.doctor.measured.tally import Tally
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -11,7 +11,7 @@ from typing import Any
 from hf_rocm_tune.doctor.finding import Finding, from_row
 from hf_rocm_tune.doctor.pcie_rate import rate_gb_s
 from hf_rocm_tune.doctor.rows import knowledge_data
-from hf_rocm_tune.hardware.child import Outcome
+from hf_rocm_tune.machine.child import Outcome
 
 LEAST_SHARE = 0.7
 """Of a link's arithmetic rate: our own bound. A healthy x16 measured 0.90 to 0.92 of it (ROCm/ROCm#2253)."""

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
-from hf_rocm_tune.hardware.path_sysfs import read_upward
-from hf_rocm_tune.hardware.sysfs_tree import LiveTree
+from hf_rocm_tune.machine.child import device_of, step
+from hf_rocm_tune.machine.pci import read_upward
+from hf_rocm_tune.machine.sysfs import LiveTree
 from hf_rocm_tune.transfer import gb_per_s
 from hf_rocm_tune.transfer.raw_copies import RawCopies, wait_for
 

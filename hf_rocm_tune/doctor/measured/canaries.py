@@ -13,7 +13,7 @@ from typing import Any
 from hf_rocm_tune.doctor.finding import Finding, from_row
 from hf_rocm_tune.doctor.measured.conduct import Ask, failure
 from hf_rocm_tune.doctor.measured.words import size_words
-from hf_rocm_tune.hardware.child import Outcome
+from hf_rocm_tune.machine.child import Outcome
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -35,9 +35,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    from hf_rocm_tune.hardware.child_device import device_of
-    from hf_rocm_tune.hardware.child_main import step
     from hf_rocm_tune.integrity.canaries import Canaries, CanarySettings, watch
+    from hf_rocm_tune.machine.child import device_of, step
 
     device = device_of(request)
     settings = CanarySettings.for_device(device, cycles=request["cycles"], share=request["share"])

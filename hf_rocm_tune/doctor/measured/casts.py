@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hf_rocm_tune.doctor.finding import Finding, from_row
-from hf_rocm_tune.hardware.child import Outcome
+from hf_rocm_tune.machine.child import Outcome
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
@@ -23,8 +23,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         ``compared`` casts, ``elements``, ``wrong`` elements and an ``example``.
     """
     from hf_rocm_tune.doctor.casts import compare_casts
-    from hf_rocm_tune.hardware.child_device import device_of
-    from hf_rocm_tune.hardware.child_main import step
+    from hf_rocm_tune.machine.child import device_of, step
     from hf_rocm_tune.transfer.raw_copies import copies_for
 
     device = device_of(request)

@@ -15,8 +15,8 @@ from hf_rocm_tune.doctor.evidence import Evidence
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.doctor.measured import MEASURED, PACKAGE, Measured
 from hf_rocm_tune.doctor.measured.faults import VARIABLE, DoctorFault
-from hf_rocm_tune.hardware.child import Outcome
-from hf_rocm_tune.hardware.software import TorchDevice
+from hf_rocm_tune.machine.child import Outcome
+from hf_rocm_tune.machine.software import TorchDevice
 
 _TAIL_LINES = 6
 _STACK_HEAD = "(most recent call first):"

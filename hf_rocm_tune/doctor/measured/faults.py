@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hf_rocm_tune.doctor.measured import MEASURED
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.hardware.child_main import ENDINGS
+from hf_rocm_tune.machine.child import ENDINGS
 
 VARIABLE = "HF_ROCM_TUNE_DOCTOR_FAULT"
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from hf_rocm_tune.doctor.measured.rounding import Reference, exact_factors, name_of, product, spread
 from hf_rocm_tune.doctor.measured.tally import Tally, harmed
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
 
 DTYPES = (torch.float16, torch.int8, torch.bfloat16, torch.float32)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_rocm_tune.doctor.finding import Finding, from_row
-from hf_rocm_tune.hardware.child import Outcome
+from hf_rocm_tune.machine.child import Outcome
 
 STALL_RATIO = 20
 """Times as long as from the heap: our own bound, far below what was reported (5 s against 4 ms) and far above noise."""

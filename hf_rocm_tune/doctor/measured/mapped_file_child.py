@@ -15,8 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.pattern import count_wrong, fill_with_pattern
 from hf_rocm_tune.transfer.raw_copies import Copies, copies_for, wait_for

@@ -27,8 +27,7 @@ from hf_rocm_tune.doctor.measured.rounding import (
     stored,
 )
 from hf_rocm_tune.doctor.measured.tally import Tally
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

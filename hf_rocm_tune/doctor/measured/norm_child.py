@@ -12,8 +12,7 @@ from torch.nn import functional
 from hf_rocm_tune.doctor.measured.layer_bounds import cross_entropy, normalised, softmax
 from hf_rocm_tune.doctor.measured.rounding import Reference, name_of, spread
 from hf_rocm_tune.doctor.measured.tally import Tally
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -11,7 +11,7 @@ from typing import Any
 from hf_rocm_tune.doctor.finding import Finding, from_row
 from hf_rocm_tune.doctor.measured.conduct import Ask, failure
 from hf_rocm_tune.doctor.measured.words import problem_lines, size_words
-from hf_rocm_tune.hardware.child import Outcome
+from hf_rocm_tune.machine.child import Outcome
 
 VERDICTS = ("source", "read_back", "not_written", "sending", "memory", "mapping", "device_only")
 """See ``round_trip_child``; for each there is a row ``round_trip_VERDICT``."""

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.doctor.catalogue import DTYPES
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer.damage import Damage, examine
 from hf_rocm_tune.transfer.diagnosis import POISON
 from hf_rocm_tune.transfer.pattern import count_wrong, fill_with_pattern

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.doctor.measured.rounding import Reference
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import step
 
 KEPT_PROBLEMS = 12
 _BEYOND = 1e9
