@@ -117,15 +117,23 @@ def bench(request: pytest.FixtureRequest) -> Bench:
     return found
 
 
-def matrix(*samples: tuple[Any, ...], **axes: Any) -> Any:
-    """Parametrizes over the device first: the samples in the normal suite, everything in the long one."""
-    names = ["bench", *axes, "seed"]
-    rows = list(itertools.product(("cpu", "card"), *axes.values(), SEEDS))
-    marked = [
-        pytest.param(*row, marks=() if row in samples else pytest.mark.long, id="-".join(map(str, row))) for row in rows
+def matrix(*samples: tuple[Any, ...], method: tuple[str, ...], **axes: tuple[Any, ...]) -> Any:
+    """Parametrizes: ten seeds for each method on each device, over which the values of the other axes go round.
+
+    The samples are in the normal suite, everything is in the long one.
+    """
+    rows = [
+        (
+            device,
+            name,
+            *(v[(seed + number + at * (seed // len(v))) % len(v)] for at, v in enumerate(axes.values())),
+            seed,
+        )
+        for number, (device, name) in enumerate(itertools.product(("cpu", "card"), method))
+        for seed in SEEDS
     ]
-    assert all(sample in rows for sample in samples)
-    return pytest.mark.parametrize(names, marked, indirect=["bench"])
+    marked = [pytest.param(*row, marks=pytest.mark.long) for row in rows if row not in samples]
+    return pytest.mark.parametrize(("bench", "method", *axes, "seed"), [*samples, *marked], indirect=["bench"])
 
 
 def the_incident(report: dict[str, Any]) -> dict[str, Any]:
