@@ -63,7 +63,7 @@ class Bench:
         result = self.run(output, method, attack, **changed)
         assert Path(f"{output}.attacked").exists(), f"the attack did not happen: {result.stderr[-1500:]}"
         Path(f"{output}.attacked").unlink()
-        assert result.code == 0, (attack, result.stderr[-3000:])
+        assert result.code == 0, f"{attack}: {result.stderr[-3000:]}"
         assert (output / ADAPTER).read_bytes() == clean, attack
         report = report_of(output)
         covered = report["coverage"]
