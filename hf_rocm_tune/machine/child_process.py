@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from hf_rocm_tune.machine.child_main import DIRECTORY, FAILED, PARENT, RESULT, STEP, WHERE_SIGNAL
 from hf_rocm_tune.machine.child_record import Outcome, Status, Task
-from hf_rocm_tune.machine.decide import MARK_SET
+from hf_rocm_tune.machine.variables import MARK_SET
 from hf_rocm_tune.machine.visible import MARK
 
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL, and one way of ending a process
