@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_rocm_tune.machine.machine import Gpu, Machine
-from hf_rocm_tune.machine.software_record import TorchDevice
+from hf_rocm_tune.machine.software import TorchDevice
 from hf_rocm_tune.machine.visible import visible_nodes
 
 
