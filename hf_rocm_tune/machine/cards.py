@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
@@ -55,16 +55,13 @@ class Card:
 
 
 def _card(row: dict[str, Any]) -> Card:
-    pcie = row.get("pcie")
-    return Card(**{**row, "pci": tuple(row.get("pci", ())), "pcie": None if pcie is None else (pcie[0], pcie[1])})
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    return Card(**values)
 
 
-def _table() -> tuple[Card, ...]:
-    text = resources.files("hf_rocm_tune.machine").joinpath("cards.toml").read_text(encoding="utf-8")
-    return tuple(_card(row) for row in tomllib.loads(text)["card"])
-
-
-CARDS: tuple[Card, ...] = _table()
+CARDS: tuple[Card, ...] = tuple(
+    map(_card, tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["card"])
+)
 
 
 @dataclass(frozen=True, kw_only=True)

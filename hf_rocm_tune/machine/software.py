@@ -1,8 +1,16 @@
-"""Finds out what software is installed, and what torch says of the devices.
+"""What software is installed: torch and what it says of its devices, its companions, and ROCm's user space.
 
-torch is asked in a child process with a deadline: code for the wrong architecture, a broken wheel or a hanging driver
-must not take the asking process along. What comes before its import (versions, package files) is read without it, so
-it is known even where torch does not start. Nothing here imports torch.
+Torch is asked in a child process, because it may crash, hang or not be usable at all; by hand::
+
+    echo '{}' | python -m hf_rocm_tune.machine.software
+
+A ROCm build of torch brings its own user space (inside the wheel, or as the ``rocm-sdk-*`` wheels of TheRock), so the
+system's one may be of another version, or missing, without harm; what builds or loads from ``/opt/rocm`` uses that.
+
+Sources: rocm-core writes ``/opt/rocm/.info/version`` (``7.2.4``, or ``6.4.0-47`` with a build number); the packages of
+the TheRock stream have it as ``/opt/rocm/core/.info/version`` (reported by owners of 7.14 and 10.0). Wheels: TheRock,
+docs/packaging/python_packaging.md. ``hipconfig --version`` is not asked: it gives HIP's version, and ROCm 10.0 comes
+with HIP 7.15 (reported: torch 2.13.0+rocm10.0.0 has ``torch.version.hip`` 7.15.26333).
 
 Not covered: whether a kernel runs. A multi-architecture wheel without the kernels of this card lists its devices all
 the same and fails at the first kernel; only a measured check shows that.
@@ -10,33 +18,20 @@ the same and fails at the first kernel; only a measured check shows that.
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import re
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_rocm_tune.machine.child import run
-from hf_rocm_tune.machine.rocm_userspace import VERSION_FILES, read_rocm_version, rocm_wheels
-from hf_rocm_tune.machine.software_record import Software, TorchDevice, as_devices, as_text, as_texts, as_versions
-from hf_rocm_tune.machine.sysfs import Reading
-from hf_rocm_tune.machine.torch_probe import ASKING_DEVICES, pci_address, probe
+from hf_rocm_tune.machine.child import answer, run, step
+from hf_rocm_tune.machine.child import pci_address as pci_address
+from hf_rocm_tune.machine.sysfs import Reading, read_text, unknown
+from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
-__all__ = [
-    "DEADLINE_S",
-    "PACKAGES",
-    "VERSION_FILES",
-    "Software",
-    "TorchDevice",
-    "pci_address",
-    "read_rocm_version",
-    "read_software",
-]
-
-PROBE = "hf_rocm_tune.machine.torch_probe"
-#: The name that is imported, and the distributions that may bring it. ROCm wheels bring a triton of another name.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "transformers": ("transformers",),
@@ -50,12 +45,184 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "flash_attn": ("flash-attn",),
     "safetensors": ("safetensors",),
 }
-#: A cold start of a ROCm build reads gigabytes of libraries.
+"""The name that is imported, and the distributions that may bring it. ROCm wheels bring a triton of another name."""
 DEADLINE_S = 60.0
+"""A cold start of a ROCm build reads gigabytes of libraries."""
+VERSION_FILES = ("opt/rocm/.info/version", "opt/rocm/core/.info/version")
 
-_NOT_INSTALLED = "torch is not installed"
+_ASKING_DEVICES = "asking torch for its devices"
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchDevice:
+    """One device as torch sees it.
+
+    Attributes:
+        index: of ``cuda:index``, after all filters.
+        name: as the runtime gives it.
+        arch: ``gfx1100`` (``gcnArchName`` without features, after any override variable), or ``sm_90``.
+        total_bytes: memory of the device.
+        pci_address: ``domain:bus:device.function`` in lower case, as the kernel writes it; None where torch is too old.
+    """
+
+    index: int
+    name: str
+    arch: str
+    total_bytes: int
+    pci_address: str | None
+
+    def __post_init__(self) -> None:
+        right = {
+            "index": type(self.index) is int and self.index >= 0,
+            "total_bytes": type(self.total_bytes) is int and self.total_bytes >= 0,
+            "name": isinstance(self.name, str),
+            "arch": isinstance(self.arch, str),
+            "pci_address": isinstance(self.pci_address, str | None),
+        }
+        for name in (name for name, is_right in right.items() if not is_right):
+            raise ValueError(f"a device's {name} is {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What is installed. What could not be found out is a ``Reading`` without a value and with the reason.
+
+    Attributes:
+        python: version of the interpreter.
+        torch_version: with its local part (``2.13.0+rocm7.2``).
+        hip_version: ``torch.version.hip``; None where torch is no ROCm build or its version could not be read. This,
+            not ROCm's version, is what bitsandbytes chooses its library by (its cextension.py), and from ROCm 10 on it
+            is another number: ROCm 10.1 comes with HIP 7.16 (pytorch#194256), 10.0 with 7.15 (reported).
+        torch_rocm_version: ``torch.version.rocm``, which builds before it was added do not have; None like the above.
+        cuda_version: ``torch.version.cuda``; None like the above.
+        arch_list: what torch's kernels are built for; empty for a CPU build.
+        devices: in torch's order; empty where torch found none.
+        allocator_settings: the string in force for the caching allocator; "" where none is set.
+        packages: version of every name of ``PACKAGES``; None where it is not installed.
+        package_problems: package to the reason why its version could not be read although it is there.
+        bitsandbytes_libraries: names of its native library files.
+        rocm_version: of the system's ROCm.
+        rocm_wheels: distributions that carry ROCm itself, with their versions.
+    """
+
+    python: str
+    torch_version: Reading[str]
+    hip_version: str | None
+    torch_rocm_version: str | None
+    cuda_version: str | None
+    arch_list: Reading[tuple[str, ...]]
+    devices: Reading[tuple[TorchDevice, ...]]
+    allocator_settings: Reading[str]
+    packages: Mapping[str, str | None]
+    package_problems: Mapping[str, str]
+    bitsandbytes_libraries: Reading[tuple[str, ...]]
+    rocm_version: Reading[str]
+    rocm_wheels: Mapping[str, str]
+
+    @property
+    def build(self) -> str | None:
+        """What torch was built for: ``rocm``, ``cuda`` or ``cpu``; None where its version could not be read."""
+        if self.torch_version.value is None:
+            return None
+        return "rocm" if self.hip_version else "cuda" if self.cuda_version else "cpu"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; a reading is ``{"value": ...}`` or ``{"reason": ...}``."""
+        return {field.name: _pack(getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, packed: Mapping[str, Any]) -> Software:
+        """The record that ``to_dict`` gave.
+
+        Raises:
+            ValueError: it has another form; says which entry and what is wrong with it.
+        """
+        if not isinstance(packed, Mapping):
+            raise ValueError(f"software is {type(packed).__name__}, not an object")
+        if packed.keys() != _UNPACK.keys():
+            odd = sorted(packed.keys() ^ _UNPACK.keys())
+            raise ValueError(f"software has these entries too many or too few: {', '.join(map(str, odd))}")
+        values = {}
+        for name, unpack in _UNPACK.items():
+            try:
+                values[name] = unpack(packed[name])
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"software: {name}: {error}") from error
+        return cls(**values)
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, Reading):
+        return {"reason": value.reason} if value.value is None else {"value": _pack(value.value)}
+    if isinstance(value, tuple):
+        return [_pack(entry) for entry in value]
+    if isinstance(value, TorchDevice):
+        return asdict(value)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _as_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.60} is not text")
+    return value
+
+
+def _as_optional(value: Any) -> str | None:
+    return None if value is None else _as_text(value)
+
+
+def _as_list(value: Any, read: Callable[[Any], T]) -> tuple[T, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r:.60} is not a list")
+    return tuple(map(read, value))
+
+
+def _as_texts(value: Any) -> tuple[str, ...]:
+    return _as_list(value, _as_text)
+
+
+def _as_devices(value: Any) -> tuple[TorchDevice, ...]:
+    return _as_list(value, lambda entry: TorchDevice(**entry))
+
+
+def _as_mapping(value: Any, read: Callable[[Any], T]) -> dict[str, T]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r:.60} is not an object")
+    return {_as_text(name): read(entry) for name, entry in value.items()}
+
+
+def _as_versions(value: Any) -> dict[str, str | None]:
+    return _as_mapping(value, _as_optional)
+
+
+def _as_reading(read: Callable[[Any], T]) -> Callable[[Any], Reading[T]]:
+    def unpack(packed: Any) -> Reading[T]:
+        if isinstance(packed, dict) and packed.keys() == {"value"}:
+            return Reading(value=read(packed["value"]))
+        if isinstance(packed, dict) and packed.keys() == {"reason"} and _as_text(packed["reason"]).strip():
+            return Reading(value=None, reason=packed["reason"])
+        raise ValueError(f"{packed!r:.60} is neither a value nor a reason")
+
+    return unpack
+
+
+_UNPACK: Mapping[str, Callable[[Any], Any]] = {
+    "python": _as_text,
+    "torch_version": _as_reading(_as_text),
+    "hip_version": _as_optional,
+    "torch_rocm_version": _as_optional,
+    "cuda_version": _as_optional,
+    "arch_list": _as_reading(_as_texts),
+    "devices": _as_reading(_as_devices),
+    "allocator_settings": _as_reading(_as_text),
+    "packages": _as_versions,
+    "package_problems": lambda value: _as_mapping(value, _as_text),
+    "bitsandbytes_libraries": _as_reading(_as_texts),
+    "rocm_version": _as_reading(_as_text),
+    "rocm_wheels": lambda value: _as_mapping(value, _as_text),
+}
 
 
 def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_process: bool = False) -> Software:
@@ -66,46 +233,65 @@ def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_
         deadline_s: seconds that torch may take to answer.
         in_process: ask torch here and not in a child, with no deadline: for a process that trains with it anyway.
     """
-    packages, problems = _packages()
-    said, reason = (probe({}), "") if in_process else _ask_torch(deadline_s)
-    on_file = _versions_on_file()
-    versions = _part(said, reason, "versions", as_versions)
-    known = versions if versions.value is not None or on_file.value is None else on_file
-    found = known.value or {}
+    packages, problems = _read_packages()
+    said, reason = (_probe({}), "") if in_process else _ask_torch(deadline_s)
+    versions = _part(said, reason, "versions", _as_versions)
+    stated = read_torch_file()  # all that is known of a torch that cannot be imported
+    if versions.value is None and stated.value is not None:
+        versions = Reading(value={"torch": stated.value["__version__"], **stated.value})
+    found = versions.value or {}
+    torch = found.get("torch")
     return Software(
         python=platform.python_version(),
-        torch_version=_reading(found.get("torch"), known.reason),
+        torch_version=Reading(value=torch) if torch is not None else unknown(versions.reason or "not stated"),
         hip_version=found.get("hip"),
         torch_rocm_version=found.get("rocm"),
         cuda_version=found.get("cuda"),
-        arch_list=_part(said, reason, "archs", as_texts),
-        devices=_part(said, reason, "devices", as_devices),
-        allocator_settings=_part(said, reason, "allocator", as_text),
+        arch_list=_part(said, reason, "archs", _as_texts),
+        devices=_part(said, reason, "devices", _as_devices),
+        allocator_settings=_part(said, reason, "allocator", _as_text),
         packages=packages,
         package_problems=problems,
-        bitsandbytes_libraries=_bitsandbytes_libraries(),
+        bitsandbytes_libraries=_read_bitsandbytes(),
         rocm_version=read_rocm_version(root),
-        rocm_wheels=rocm_wheels(),
+        rocm_wheels=_read_wheels(),
     )
 
 
 def _ask_torch(deadline_s: float) -> tuple[dict[str, Any], str]:
     """What the probe found, and the reason for what is missing in it."""
-    if _directory("torch") is None:
-        return {}, _NOT_INSTALLED
-    outcome = run(PROBE, request={}, deadline_s=deadline_s)
+    if package_directory("torch") is None:
+        return {}, "torch is not installed"
+    outcome = run(__name__, request={}, deadline_s=deadline_s)
     if outcome.result is not None:
         return outcome.result, ""
     # Of one that had to be killed it is the stacks that were printed last, and `how` says where it hung.
     printed = outcome.tail.splitlines()[-1:] if outcome.status != "timeout" and not outcome.error else []
     reason = _one_line(": ".join([f"the process that asked torch {outcome.how}", *printed]))
-    if outcome.step != ASKING_DEVICES:
+    if outcome.step != _ASKING_DEVICES:
         return {}, reason
     # It went wrong at the devices: what torch says before them is asked for again, and without them.
-    return run(PROBE, request={"devices": False}, deadline_s=deadline_s).result or {}, reason
+    return run(__name__, request={"devices": False}, deadline_s=deadline_s).result or {}, reason
 
 
-def _packages() -> tuple[dict[str, str | None], dict[str, str]]:
+def _part(said: Mapping[str, Any], reason: str, name: str, read: Callable[[Any], T]) -> Reading[T]:
+    """One part of what the probe found, or why it is missing."""
+    if name not in said:
+        return unknown(reason or f"torch was not asked for its {name}")
+    part = said[name]
+    if isinstance(part, dict) and part.keys() == {"problem"}:
+        return unknown(_one_line(f"torch: {part['problem']}"))
+    try:
+        return Reading(value=read(part))
+    except (TypeError, ValueError) as error:
+        return unknown(_one_line(f"torch gave its {name} in a form that makes no sense: {error}"))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _read_packages() -> tuple[dict[str, str | None], dict[str, str]]:
     versions: dict[str, str | None] = {}
     problems: dict[str, str] = {}
     for package, distributions in PACKAGES.items():
@@ -125,61 +311,114 @@ def _packages() -> tuple[dict[str, str | None], dict[str, str]]:
     return versions, {package: reason for package, reason in problems.items() if versions[package] is None}
 
 
-def _directory(package: str) -> Path | None:
-    """Where an installed package lies, without importing it."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except ValueError:  # a half-made module in sys.modules has no spec
-        return None
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
-
-
-def _versions_on_file() -> Reading[dict[str, str | None]]:
-    """What ``torch/version.py`` says: all that is known of a torch that cannot be imported."""
-    directory = _directory("torch")
+def _read_bitsandbytes() -> Reading[tuple[str, ...]]:
+    directory = package_directory("bitsandbytes")
     if directory is None:
-        return Reading(value=None, reason=_NOT_INSTALLED)
-    try:
-        text = (directory / "version.py").read_text("utf-8", errors="replace")
-    except OSError as error:
-        return Reading(value=None, reason=f"torch/version.py: {error.strerror}")
-    names = {"torch": "__version__", "hip": "hip", "rocm": "rocm", "cuda": "cuda"}
-    found = {}
-    for ours, theirs in names.items():
-        match = re.search(rf"^{theirs}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        found[ours] = match.group(1) if match else None
-    if found["torch"] is None:
-        return Reading(value=None, reason="torch/version.py has another form than expected")
-    return Reading(value=found)
-
-
-def _bitsandbytes_libraries() -> Reading[tuple[str, ...]]:
-    directory = _directory("bitsandbytes")
-    if directory is None:
-        return Reading(value=None, reason="bitsandbytes is not installed")
+        return unknown("bitsandbytes is not installed")
     try:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
-        return Reading(value=None, reason=f"bitsandbytes: {error.strerror}")
+        return unknown(f"bitsandbytes: {error.strerror}")
     return Reading(value=tuple(name for name in names if name.startswith("libbitsandbytes")))
 
 
-def _part(said: Mapping[str, Any], reason: str, name: str, read: Callable[[Any], T]) -> Reading[T]:
-    """One part of what the probe found, or why it is missing."""
-    if name not in said:
-        return Reading(value=None, reason=reason or f"torch was not asked for its {name}")
-    part = said[name]
-    if isinstance(part, dict) and part.keys() == {"problem"}:
-        return Reading(value=None, reason=_one_line(f"torch: {part['problem']}"))
+def read_rocm_version(root: Path = Path("/")) -> Reading[str]:
+    """Version of the ROCm that is installed in the system, without a build number: ``7.2.4``.
+
+    Args:
+        root: what stands for ``/``.
+    """
+    reasons = []
+    for path in VERSION_FILES:
+        text = read_text(root, path)
+        if text.value is None:
+            reasons.append(text.reason)
+        elif re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6}){1,3}([-.+~]?[0-9A-Za-z.+~-]{0,60})?", text.value):
+            return Reading(value=text.value.partition("-")[0])
+        else:
+            reasons.append(f"/{path}: not a version: {text.value[:40]!r}")
+    return unknown("; ".join(reasons))
+
+
+def _read_wheels() -> dict[str, str]:
+    """Installed distributions that carry ROCm itself or kernels for one architecture, with their versions.
+
+    ``rocm-sdk-device-gfx1100`` and ``amd-torch-device-gfx1100`` are what a multi-architecture torch wheel needs beside
+    it. A distribution whose metadata cannot be read is left out.
+    """
+    found = {}
+    for distribution in metadata.distributions():
+        try:
+            told = distribution.metadata  # each access parses the file
+            name, version = told["Name"], told["Version"]
+        except (OSError, ValueError, KeyError):
+            continue
+        plain = re.sub(r"[-_.]+", "-", name).lower() if isinstance(name, str) else ""
+        if re.fullmatch("rocm|rocm-sdk(-.*)?|amd-torch-device-.*", plain) and isinstance(version, str):
+            found[plain] = version
+    return dict(sorted(found.items()))
+
+
+def _probe(request: dict[str, Any]) -> dict[str, Any]:
+    """Ask torch, in this process.
+
+    Args:
+        request: ``{"devices": false}`` leaves out what starts the driver's runtime.
+
+    Returns:
+        ``versions``, ``archs``, ``allocator`` and ``devices``. What torch refused to say is ``{"problem": reason}``.
+    """
+    step("importing torch")
+    import torch
+
+    step("asking torch for its build")
+    found: dict[str, Any] = {
+        "versions": {
+            "torch": str(torch.__version__),
+            "hip": torch.version.hip,
+            "rocm": getattr(torch.version, "rocm", None),
+            "cuda": torch.version.cuda,
+        },
+        "archs": torch.cuda.get_arch_list(),
+    }
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     try:
-        return Reading(value=read(part))
-    except (TypeError, ValueError) as error:
-        return Reading(value=None, reason=_one_line(f"torch gave its {name} in a form that makes no sense: {error}"))
+        found["allocator"] = read() if read else {"problem": "this torch does not tell its allocator's settings"}
+    except Exception as error:  # it parses the user's variable only now, and raises over a wrong one in many types
+        found["allocator"] = {"problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    if request.get("devices", True):
+        step(_ASKING_DEVICES)
+        try:
+            found["devices"] = _ask_devices()
+        except Exception as error:  # a runtime that does not start is an answer too, whatever it raises
+            found["devices"] = {"problem": f"{type(error).__name__}: {error}"}
+    return found
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _ask_devices() -> list[dict[str, Any]]:
+    import torch
+
+    if torch.version.hip is None and torch.version.cuda is None:
+        return []
+    torch.cuda.init()  # not `is_available()`, which turns every error into False
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        is_hip = torch.version.hip is not None
+        # "gfx90a:sramecc+:xnack-": what stands behind the colon are features, not the architecture.
+        arch = properties.gcnArchName.partition(":")[0] if is_hip else f"sm_{properties.major}{properties.minor}"
+        address = pci_address(index)
+        found.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "arch": arch,
+                "total_bytes": properties.total_memory,
+                "pci_address": address,
+            }
+        )
+    return found
 
 
-def _reading(value: T | None, reason: str) -> Reading[T]:
-    return Reading(value=None, reason=reason or "not stated") if value is None else Reading(value=value)
+if __name__ == "__main__":
+    sys.exit(answer(_probe))

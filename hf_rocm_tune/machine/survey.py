@@ -1,46 +1,121 @@
-"""The whole machine in one record, from the live machine or from a recording of one. Imports no torch.
+"""The whole machine in one frozen record, from the live machine or from a recording of one. Imports no torch.
 
 A recording holds what was read and no more, and of files that say much (the command line, the kernel's configuration,
 the CPUs, the state of the process) only the lines that are read: enough to diagnose a machine elsewhere, without its
-disks' names or its users' groups. Surveying a recording gives the same record as the machine did.
+disks' names or its users' groups. Surveying a recording gives the same record as the machine did. Whatever could not be
+read is a ``Reading`` without a value and with the reason.
 
 Not covered: a driver that hangs inside a read hangs the survey.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from hf_rocm_tune.machine import host_sysfs, kernel_sysfs
 from hf_rocm_tune.machine.cards import Identity, identify
-from hf_rocm_tune.machine.joined import JoinedDevice as JoinedDevice
-from hf_rocm_tune.machine.joined import join as join
-from hf_rocm_tune.machine.keep_sysfs import keep
-from hf_rocm_tune.machine.kfd import GpuNode, Topology, read_topology
-from hf_rocm_tune.machine.kfd_links_sysfs import read_atomics, read_peers
-from hf_rocm_tune.machine.machine import Gpu as Gpu
-from hf_rocm_tune.machine.machine import Machine as Machine
-from hf_rocm_tune.machine.machine import Vendor
-from hf_rocm_tune.machine.path_sysfs import read_upward
-from hf_rocm_tune.machine.pci_sysfs import (
+from hf_rocm_tune.machine.host import Host, Kernel, keep, read_host, read_kernel
+from hf_rocm_tune.machine.kfd import GpuNode, Topology, read_atomics, read_peers, read_topology
+from hf_rocm_tune.machine.pci import (
     AMD,
     INTEL,
     NVIDIA,
     DisplayDevice,
+    Link,
     list_display_devices,
     read_aer,
     read_bar_bytes,
     read_driver,
     read_iommu_group,
     read_iommu_type,
+    read_upward,
 )
-from hf_rocm_tune.machine.sensors_sysfs import no_sensors, read_sensors
-from hf_rocm_tune.machine.sysfs import unknown
-from hf_rocm_tune.machine.sysfs_tree import LiveTree, RecordingTree, Tree
-from hf_rocm_tune.machine.visible import is_integrated
+from hf_rocm_tune.machine.sensors import Sensors, no_sensors, read_sensors
+from hf_rocm_tune.machine.software import TorchDevice
+from hf_rocm_tune.machine.sysfs import LiveTree, Reading, RecordingTree, Tree, unknown
+from hf_rocm_tune.machine.visible import is_integrated, visible_nodes
 
+Vendor = Literal["amd", "nvidia", "intel", "other"]
 _VENDORS: dict[int, Vendor] = {AMD: "amd", NVIDIA: "nvidia", INTEL: "intel"}
-_NO_NODE = "the compute driver (KFD) does not list the device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One display or compute device on the PCI bus.
+
+    Attributes:
+        address: PCI address, ``domain:bus:device.function``.
+        vendor: by PCI vendor id.
+        vendor_id, device_id: PCI ids.
+        driver: name of the bound kernel driver.
+        node: its KFD node, which holds the true architecture; None where KFD does not list it.
+        identity: the row of the card table, or why there is none.
+        integrated: shares the CPU's memory (None: not known).
+        path: the links from the card up to the root port; the first is the one nearest to the card's own connector.
+        root_port: PCI address of the root port at the end of ``path``; None where it could not be followed.
+        behind_chipset: whether the path passes a bridge that belongs to the chipset and not to the CPU (None: unknown).
+        bar_bytes: size of the largest memory BAR in bytes; as large as the VRAM where ReBAR is on.
+        iommu_group: number of its IOMMU group.
+        iommu_type: ``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating).
+        aer: error counters by name (``correctable``, ``nonfatal``, ``fatal``): totals since boot of the card and of the
+            bridges above it, because either end of a link may be the one that counts.
+        peers: PCI addresses of the GPUs to which the kernel lists a direct link. Whether copies are right is another
+            question.
+        atomics: whether PCIe atomics pass between it and the processor, as the compute driver says.
+        sensors: of amdgpu cards.
+    """
+
+    address: str
+    vendor: Vendor
+    vendor_id: int
+    device_id: int
+    driver: Reading[str]
+    node: GpuNode | None
+    identity: Identity
+    integrated: bool | None
+    path: tuple[Link, ...]
+    root_port: str | None
+    behind_chipset: bool | None
+    bar_bytes: Reading[int]
+    iommu_group: Reading[int]
+    iommu_type: Reading[str]
+    aer: Mapping[str, Reading[int]]
+    peers: Reading[tuple[str, ...]]
+    atomics: Reading[bool]
+    sensors: Sensors
+
+    @property
+    def arch(self) -> str | None:
+        """Architecture that the kernel states (``gfx1100``), which no override variable reaches."""
+        return self.node.arch if self.node else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """All of it.
+
+    Attributes:
+        gpus: every display or compute device, in PCI order.
+        topology: KFD's own list, with what could not be read of it.
+        unlisted: one line for each thing that kept a PCI device from being listed; with it, ``gpus`` may lack some.
+    """
+
+    kernel: Kernel
+    host: Host
+    topology: Topology
+    gpus: tuple[Gpu, ...]
+    unlisted: tuple[str, ...] = ()
+
+    @property
+    def amd(self) -> tuple[Gpu, ...]:
+        """The AMD devices."""
+        return tuple(gpu for gpu in self.gpus if gpu.vendor == "amd")
+
+    @property
+    def cards(self) -> tuple[Gpu, ...]:
+        """The discrete AMD cards."""
+        return tuple(gpu for gpu in self.amd if gpu.integrated is False)
 
 
 def survey(tree: Tree | None = None) -> Machine:
@@ -53,8 +128,8 @@ def survey(tree: Tree | None = None) -> Machine:
     topology = read_topology(tree)
     devices, unlisted = list_display_devices(tree)
     return Machine(
-        kernel=kernel_sysfs.read_kernel(tree),
-        host=host_sysfs.read_host(tree),
+        kernel=read_kernel(tree),
+        host=read_host(tree),
         topology=topology,
         gpus=tuple(_read_gpu(tree, device, topology) for device in devices),
         unlisted=unlisted,
@@ -69,7 +144,7 @@ def record(tree: Tree | None = None, *, source: str = "") -> tuple[Machine, dict
         source: where this machine comes from, for the recording.
 
     Returns:
-        The machine, and what :class:`~hf_rocm_tune.machine.sysfs_tree.RecordedTree` takes, ready for JSON.
+        The machine, and what :class:`~hf_rocm_tune.machine.sysfs.RecordedTree` takes, ready for JSON.
     """
     recorder = RecordingTree(LiveTree() if tree is None else tree, keep=keep)
     machine = survey(recorder)
@@ -86,10 +161,10 @@ def _read_gpu(tree: Tree, device: DisplayDevice, topology: Topology) -> Gpu:
         else no_sensors(f"{address}: its driver is {driver.value}, not amdgpu" if driver.value else driver.reason)
     )
     node = next((node for node in topology.nodes if node.pci_address == address), None)
-    vram = node.vram_bytes if node and node.vram_bytes is not None else sensors.vram_total_bytes.value
-    identity = _identify(device, vendor, node, vram)
+    identity = _identify(device, node, sensors)
     upward = read_upward(tree, address)
     group = read_iommu_group(tree, address)
+    no_node = "the compute driver (KFD) does not list the device"
     return Gpu(
         address=address,
         vendor=vendor,
@@ -98,7 +173,7 @@ def _read_gpu(tree: Tree, device: DisplayDevice, topology: Topology) -> Gpu:
         driver=driver,
         node=node,
         identity=identity,
-        integrated=_integrated(vendor, node, identity),
+        integrated=_integrated(node, identity) if vendor == "amd" else None,
         path=upward.links,
         root_port=upward.root_port,
         behind_chipset=upward.behind_chipset,
@@ -106,30 +181,78 @@ def _read_gpu(tree: Tree, device: DisplayDevice, topology: Topology) -> Gpu:
         iommu_group=group,
         iommu_type=read_iommu_type(tree, group),
         aer=read_aer(tree, upward.chain[::-1]),
-        peers=read_peers(tree, node, topology) if node else unknown(_NO_NODE),
-        atomics=read_atomics(tree, node, topology) if node else unknown(_NO_NODE),
+        peers=read_peers(tree, node, topology) if node else unknown(no_node),
+        atomics=read_atomics(tree, node, topology) if node else unknown(no_node),
         sensors=sensors,
     )
 
 
-def _identify(device: DisplayDevice, vendor: Vendor, node: GpuNode | None, vram: int | None) -> Identity:
-    if vendor != "amd":
+def _identify(device: DisplayDevice, node: GpuNode | None, sensors: Sensors) -> Identity:
+    if device.vendor_id != AMD:
         return Identity(card=None, reason="not an AMD device")
     return identify(
         arch=node.arch if node else None,
-        vram_bytes=vram,
+        vram_bytes=node.vram_bytes if node and node.vram_bytes is not None else sensors.vram_total_bytes.value,
         name=node.name if node else "",
         device_id=device.device_id,
         revision=device.revision,
     )
 
 
-def _integrated(vendor: Vendor, node: GpuNode | None, identity: Identity) -> bool | None:
-    if vendor != "amd":
-        return None
+def _integrated(node: GpuNode | None, identity: Identity) -> bool | None:
     if identity.card:
         return identity.card.integrated
     if node and is_integrated(node):
         return True
     # A node without memory figures may still be an integrated GPU of an architecture that is not listed here.
     return False if node and node.vram_bytes is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedDevice:
+    """A device of torch and the card that it is.
+
+    Attributes:
+        device: as torch sees it.
+        gpu: as the kernel sees it; None where it could not be told.
+        reason: how it was told, or why it could not be.
+    """
+
+    device: TorchDevice
+    gpu: Gpu | None
+    reason: str
+
+    @property
+    def spoofed(self) -> bool:
+        """Torch takes the card for another architecture than the kernel states: an override variable is at work."""
+        return self.gpu is not None and self.gpu.arch is not None and self.gpu.arch != self.device.arch
+
+
+def join(machine: Machine, devices: Sequence[TorchDevice], environ: Mapping[str, str]) -> tuple[JoinedDevice, ...]:
+    """Tell which card each device of torch is, in torch's order: by PCI address, and where torch gives none, by order.
+
+    Torch counts the devices that its filters leave; the kernel knows the cards, whatever the variables say.
+
+    Args:
+        machine: as surveyed.
+        devices: as torch lists them; empty where it sees none.
+        environ: the variables under which torch listed them, for their order.
+    """
+    found = {gpu.address: gpu for gpu in machine.gpus}
+    nodes = visible_nodes(machine.topology.nodes, environ)
+
+    def of(device: TorchDevice) -> tuple[Gpu | None, str]:
+        if device.pci_address is not None:
+            gpu, why = found.get(device.pci_address.lower()), f"PCI address {device.pci_address}"
+            return gpu, why if gpu else f"{why} is not among the kernel's devices"
+        if not machine.topology.complete:
+            return None, "torch gives no PCI address, and the kernel's list could not be read whole"
+        if nodes is None or len(nodes) != len(devices) or device.index >= len(nodes):
+            return None, "torch gives no PCI address, and its devices are not as many as the kernel's"
+        gpu = found.get(nodes[device.index].pci_address or "")
+        if gpu is None:
+            return None, "torch gives no PCI address, and neither does the kernel"
+        return gpu, "its place in the kernel's order, because torch gives no address"
+
+    joined = [(device, *of(device)) for device in devices]
+    return tuple(JoinedDevice(device=device, gpu=gpu, reason=reason) for device, gpu, reason in joined)

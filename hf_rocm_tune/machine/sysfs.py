@@ -1,27 +1,41 @@
-"""Readers of the kernel's small text files. They never raise: what cannot be read is None, with the reason.
+"""The kernel's small text files: of the live machine, below a directory, or from a recording of another machine.
 
-The root is a :class:`~hf_rocm_tune.machine.sysfs_tree.Tree` (the machine, or a recording of one) or a directory.
-Covered: missing, forbidden, empty, binary and oversized files. Not covered: a file that is well formed and wrong.
+A `Tree` answers as the system does, with ``OSError`` where it would; a path has no leading slash (``sys/class/kfd``).
+Replaying a recording gives the same bytes and the same errors. The readers below it never raise: what cannot be read
+is a `Reading` without a value and with the reason. Covered: missing, forbidden, empty, binary and oversized files. Not
+covered: a file that is well formed and wrong, and a driver that hangs inside a read.
+
+A recording may come from a stranger's issue report, so its form is checked::
+
+    {"schema": 1, "source": "where this comes from",
+     "files": {path: text}, "binary": {path: base64}, "links": {path: target}, "names": {path: [name, ...]},
+     "errors": {path: "EACCES"}, "nodes": {path: {"usable": true, "group": "render"}},
+     "process": {"release": "...", "platform": "linux", "groups": ["render"], "shm_bytes": n, "cpu": "..."}}
+
+Every section may be missing; other keys belong to whoever wrote them and are left alone.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import errno
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import platform
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from hf_rocm_tune.machine.sysfs_recording import Recording as Recording
-from hf_rocm_tune.machine.sysfs_tree import LiveTree as LiveTree
-from hf_rocm_tune.machine.sysfs_tree import RecordedTree as RecordedTree
-from hf_rocm_tune.machine.sysfs_tree import RecordingTree as RecordingTree
-from hf_rocm_tune.machine.sysfs_tree import Tree as Tree
-from hf_rocm_tune.machine.sysfs_tree import as_tree as as_tree
+from hf_rocm_tune.errors import UsageError
 
-# The kernel hands out at most one page (4 KiB) per sysfs attribute; /proc and /boot files may be larger.
 MAX_BYTES = 1 << 20
+"""The kernel hands out at most one page (4 KiB) per sysfs attribute; /proc and /boot files may be larger."""
+_SCHEMA = 1
+# Groups that may own a device node of a GPU; a name of another group may hold the name of a user.
+_DEVICE_GROUPS = frozenset({"render", "video"})
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -58,8 +72,343 @@ def derived(reading: Reading[T], convert: Callable[[T], U | None], complaint: st
     return unknown(reading.reason) if reading.value is None else known(convert(reading.value), complaint)
 
 
-def refused(path: str, error: OSError) -> str:
-    """One line for a path that the system would not read."""
+@dataclass(frozen=True, kw_only=True)
+class DeviceNode:
+    """What the permissions of a device node say. A container's device filter may still refuse what they allow.
+
+    Attributes:
+        usable: whether this process may read and write it (None: not known).
+        group: name of its group, its number where it has no name; None where unknown.
+    """
+
+    usable: bool | None
+    group: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """The few facts that no file states. None means: not known.
+
+    Attributes:
+        platform: ``linux``, ``windows`` or ``darwin``.
+        release: of the kernel, as ``uname -r`` has it.
+        groups: names of the groups that this process is in, numbers where they have no name.
+        shm_bytes: size of ``/dev/shm``.
+        cpu: its name, where the system tells it otherwise than by a file.
+    """
+
+    platform: str = "linux"
+    release: str | None = None
+    groups: tuple[str, ...] | None = None
+    shm_bytes: int | None = None
+    cpu: str | None = None
+
+
+class Tree(Protocol):
+    """A machine's files."""
+
+    def read(self, path: str, limit: int) -> bytes:
+        """The whole file; ``EFBIG`` where it holds more than ``limit`` bytes."""
+
+    def names(self, path: str) -> list[str]:
+        """The names in a directory, sorted."""
+
+    def link(self, path: str) -> str:
+        """The text of a symbolic link."""
+
+    def node(self, path: str) -> DeviceNode:
+        """What this process may do with a device node; ``ENODEV`` where it is none."""
+
+    def process(self) -> Process:
+        """The facts that are in no file."""
+
+
+def _error(number: int, path: str) -> OSError:
+    """The error that the system would raise for ``path``."""
+    return OSError(number, os.strerror(number), f"/{path}")
+
+
+class LiveTree:
+    """The files below ``root``. What is in no file is known of the machine itself only, where ``root`` is ``/``."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+
+    def read(self, path: str, limit: int) -> bytes:
+        # Without waiting: a pipe where a file belongs would stop us for good.
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        with open(os.open(self._at(path), flags), "rb", buffering=0) as file:
+            if stat.S_ISDIR(os.fstat(file.fileno()).st_mode):
+                raise _error(errno.EISDIR, path)
+            content = b""
+            # One read of a sysfs or proc file may return less than there is.
+            while len(content) <= limit and (part := file.read(limit + 1 - len(content))):
+                content += part
+        if len(content) > limit:
+            raise _error(errno.EFBIG, path)
+        return content
+
+    def names(self, path: str) -> list[str]:
+        return sorted(os.listdir(self._at(path)))
+
+    def link(self, path: str) -> str:
+        return os.readlink(self._at(path))
+
+    def node(self, path: str) -> DeviceNode:
+        place = self._at(path)
+        found = os.stat(place)
+        if not stat.S_ISCHR(found.st_mode):
+            raise _error(errno.ENODEV, path)
+        return DeviceNode(usable=os.access(place, os.R_OK | os.W_OK), group=_group_name(found.st_gid))
+
+    def process(self) -> Process:
+        if self._root != Path("/"):
+            return Process()
+        return Process(
+            platform="windows" if sys.platform in {"win32", "cygwin"} else sys.platform,
+            release=platform.release() or None,
+            groups=_own_groups(),
+            shm_bytes=_shm_bytes(),
+            cpu=platform.processor() or None,
+        )
+
+    def _at(self, path: str) -> str:
+        if "\0" in path:
+            raise _error(errno.EINVAL, path.replace("\0", "?"))
+        return os.path.join(self._root, path)
+
+
+def _group_name(number: int) -> str:
+    import grp  # there is none on Windows, and no device node either
+
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def _own_groups() -> tuple[str, ...] | None:
+    if not hasattr(os, "getgroups"):
+        return None
+    return tuple(sorted({_group_name(number) for number in (*os.getgroups(), os.getegid())}))
+
+
+def _shm_bytes() -> int | None:
+    try:
+        found = os.statvfs("/dev/shm")
+    except (OSError, AttributeError):  # AttributeError: Windows
+        return None
+    return found.f_blocks * found.f_frsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """A recording whose form is right. Paths have no leading slash; errors are this system's error numbers."""
+
+    files: Mapping[str, bytes]
+    links: Mapping[str, str]
+    names: Mapping[str, tuple[str, ...]]
+    errors: Mapping[str, int]
+    nodes: Mapping[str, DeviceNode]
+    process: Process
+
+
+def _parse(recording: Mapping[str, Any]) -> Recording:
+    if not isinstance(recording, Mapping) or recording.get("schema") != _SCHEMA:
+        got = recording.get("schema") if isinstance(recording, Mapping) else type(recording).__name__
+        raise UsageError(f"this is no recording of a machine that can be read: schema {_SCHEMA} expected, got {got!r}")
+    # JSON may hold half a surrogate pair, which is no text: it becomes bytes that no reader takes for text.
+    files = {path: text.encode("utf-8", "surrogatepass") for path, text in _section(recording, "files", str).items()}
+    for path, text in _section(recording, "binary", str).items():
+        try:
+            files[path] = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise _damaged("binary", path, text) from error
+    return Recording(
+        files=files,
+        links=_section(recording, "links", str),
+        names={path: _texts("names", path, value) for path, value in _section(recording, "names", list).items()},
+        # A name that this system does not know (recorded on another) is still an error.
+        errors={path: getattr(errno, name, errno.EIO) for path, name in _section(recording, "errors", str).items()},
+        nodes={path: _node(path, value) for path, value in _section(recording, "nodes", Mapping).items()},
+        process=_process(recording.get("process", {})),
+    )
+
+
+def _damaged(section: str, path: object, got: object) -> UsageError:
+    return UsageError(f"the recording is damaged: {section!r} has {str(got)[:40]!r} at {str(path)[:80]!r}")
+
+
+def _section(recording: Mapping[str, Any], name: str, kind: Any) -> dict[str, Any]:
+    section = recording.get(name, {})
+    if not isinstance(section, Mapping):
+        raise _damaged(name, "", section)
+    for path, value in section.items():
+        if not isinstance(path, str) or not isinstance(value, kind):
+            raise _damaged(name, path, value)
+    return {path.strip("/"): value for path, value in section.items()}
+
+
+def _texts(section: str, path: str, values: list[Any]) -> tuple[str, ...]:
+    if not all(isinstance(value, str) for value in values):
+        raise _damaged(section, path, values)
+    return tuple(values)
+
+
+def _node(path: str, value: Mapping[str, Any]) -> DeviceNode:
+    usable, group = value.get("usable"), value.get("group")
+    if not isinstance(usable, bool | None) or not isinstance(group, str | None):
+        raise _damaged("nodes", path, value)
+    return DeviceNode(usable=usable, group=group)
+
+
+def _process(facts: Any) -> Process:
+    if not isinstance(facts, Mapping):
+        raise _damaged("process", "", facts)
+    kinds: dict[str, Any] = {"release": str, "platform": str, "groups": list, "shm_bytes": int, "cpu": str}
+    stated = {name: facts[name] for name in kinds if facts.get(name) is not None}
+    for name, value in stated.items():
+        if not isinstance(value, kinds[name]) or isinstance(value, bool):
+            raise _damaged("process", name, value)
+    if "groups" in stated:
+        stated["groups"] = _texts("process", "groups", stated["groups"])
+    return Process(**stated)
+
+
+class RecordedTree:
+    """A machine that was recorded, or built by hand. What was not recorded does not exist.
+
+    Args:
+        recording: as :meth:`RecordingTree.recording` gives it, from JSON. The names in a directory that has no entry
+            of its own follow from the paths below it.
+
+    Raises:
+        UsageError: it does not have that form; says what is wrong and where.
+    """
+
+    def __init__(self, recording: Mapping[str, Any]) -> None:
+        self._recording = told = _parse(recording)
+        self._below: dict[str, set[str]] = {}
+        listed = [f"{directory}/{name}" for directory, names in told.names.items() for name in names]
+        for path in (*told.files, *told.links, *told.names, *told.errors, *told.nodes, *listed):
+            parts = path.split("/")
+            for depth in range(len(parts)):
+                self._below.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
+
+    def read(self, path: str, limit: int) -> bytes:
+        content = self._recording.files.get(path)
+        if content is None:
+            raise self._missing(path, errno.EISDIR if path in self._below else errno.ENOENT)
+        if len(content) > limit:
+            raise _error(errno.EFBIG, path)
+        return content
+
+    def names(self, path: str) -> list[str]:
+        listed = self._recording.names.get(path)
+        if listed is not None:
+            return sorted(listed)
+        if path in self._below and path not in self._recording.errors:
+            return sorted(self._below[path])
+        raise self._missing(path, errno.ENOTDIR if path in self._recording.files else errno.ENOENT)
+
+    def link(self, path: str) -> str:
+        target = self._recording.links.get(path)
+        if target is None:
+            raise self._missing(path, errno.EINVAL if self._has(path) else errno.ENOENT)
+        return target
+
+    def node(self, path: str) -> DeviceNode:
+        found = self._recording.nodes.get(path)
+        if found is None:
+            raise self._missing(path, errno.ENODEV if self._has(path) else errno.ENOENT)
+        return found
+
+    def process(self) -> Process:
+        return self._recording.process
+
+    def _has(self, path: str) -> bool:
+        return path in self._recording.files or path in self._below
+
+    def _missing(self, path: str, otherwise: int) -> OSError:
+        return _error(self._recording.errors.get(path, otherwise), path)
+
+
+class RecordingTree:
+    """Another tree, which remembers every question and its answer.
+
+    Args:
+        tree: the tree that answers.
+        keep: what of a file's content goes into the recording, by path and content; everything by default. It has to
+            leave what the readers read, and must not fail on nonsense.
+    """
+
+    def __init__(self, tree: Tree, keep: Callable[[str, bytes], bytes] | None = None) -> None:
+        self._tree = tree
+        self._keep = keep
+        self._answers: dict[str, dict[str, Any]] = {
+            name: {} for name in ("files", "binary", "links", "names", "errors", "nodes")
+        }
+        self._process: Process | None = None
+
+    def read(self, path: str, limit: int) -> bytes:
+        content: bytes = self._ask(self._tree.read, path, limit)
+        kept = content if self._keep is None else self._keep(path, content)
+        try:
+            self._answers["files"][path] = kept.decode("utf-8")
+        except UnicodeDecodeError:
+            self._answers["binary"][path] = base64.b64encode(kept).decode("ascii")
+        return content
+
+    def names(self, path: str) -> list[str]:
+        answer: list[str] = self._ask(self._tree.names, path)
+        self._answers["names"][path] = list(answer)
+        return answer
+
+    def link(self, path: str) -> str:
+        answer: str = self._ask(self._tree.link, path)
+        self._answers["links"][path] = answer
+        return answer
+
+    def node(self, path: str) -> DeviceNode:
+        answer: DeviceNode = self._ask(self._tree.node, path)
+        self._answers["nodes"][path] = asdict(answer)
+        return answer
+
+    def process(self) -> Process:
+        self._process = self._tree.process()
+        return self._process
+
+    def recording(self, source: str = "") -> dict[str, Any]:
+        """Everything that was asked so far, ready for JSON.
+
+        Of the process's groups only those are in it that own a device node or are the usual owners of one.
+
+        Args:
+            source: where this machine comes from.
+        """
+        sections = {name: dict(sorted(answers.items())) for name, answers in self._answers.items()}
+        owners = {node["group"] for node in self._answers["nodes"].values()} | _DEVICE_GROUPS
+        facts = {} if self._process is None else {k: v for k, v in vars(self._process).items() if v is not None}
+        if "groups" in facts:
+            facts["groups"] = [name for name in facts["groups"] if name in owners]
+        return {"schema": _SCHEMA, "source": source, **sections, "process": facts}
+
+    def _ask(self, question: Any, path: str, *details: Any) -> Any:
+        try:
+            return question(path, *details)
+        except OSError as refused:
+            # A path that is not in a recording does not exist; only other errors are worth a line.
+            if refused.errno != errno.ENOENT:
+                self._answers["errors"][path] = errno.errorcode.get(refused.errno or 0, "EIO")
+            raise
+
+
+def as_tree(root: Tree | Path) -> Tree:
+    """A directory as a tree of files; a tree as it is."""
+    return LiveTree(root) if isinstance(root, Path) else root
+
+
+def _refused(path: str, error: OSError) -> str:
     if error.errno == errno.EFBIG:
         return f"/{path}: more than {MAX_BYTES} bytes"
     return f"/{path}: {os.strerror(error.errno) if error.errno else type(error).__name__}"
@@ -71,7 +420,7 @@ def read_bytes(root: Tree | Path, path: str) -> Reading[bytes]:
     try:
         raw = as_tree(root).read(path, MAX_BYTES)
     except OSError as error:
-        return unknown(refused(path, error))
+        return unknown(_refused(path, error))
     return Reading(value=raw) if raw else unknown(f"/{path}: empty")
 
 
@@ -81,13 +430,26 @@ def read_text(root: Tree | Path, path: str) -> Reading[str]:
     raw = read_bytes(root, path)
     if raw.value is None:
         return unknown(raw.reason)
-    if b"\0" in raw.value:
-        return unknown(f"/{path}: binary, not text")
     try:
         text = raw.value.decode("utf-8").strip()
     except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
         return unknown(f"/{path}: binary, not text")
     return Reading(value=text) if text else unknown(f"/{path}: empty")
+
+
+def read_parsed(root: Tree | Path, path: str, parse: Callable[[str], T | None], complaint: str) -> Reading[T]:
+    """What ``parse`` makes of the text of a file; where it makes None of it, the reason is the complaint and the text.
+
+    Args:
+        root: the machine.
+        path: of the file.
+        parse: takes the stripped text.
+        complaint: ``not a number``, for example.
+    """
+    text = read_text(root, path)
+    return derived(text, parse, f"/{path.lstrip('/')}: {complaint}: {(text.value or '')[:40]!r}")
 
 
 def parse_int(text: str) -> int | None:
@@ -98,19 +460,18 @@ def parse_int(text: str) -> int | None:
 
 def read_int(root: Tree | Path, path: str) -> Reading[int]:
     """A file that holds one decimal number."""
-    text = read_text(root, path)
-    return derived(text, parse_int, f"/{path.lstrip('/')}: not a number: {(text.value or '')[:40]!r}")
+    return read_parsed(root, path, parse_int, "not a number")
 
 
 def read_properties(root: Tree | Path, path: str) -> Reading[dict[str, int]]:
     """A file of ``name number`` lines, as KFD writes them. Lines of another form are left out."""
-    text = read_text(root, path)
-    if text.value is None:
-        return unknown(text.reason)
-    fields = [line.split() for line in text.value.splitlines()]
-    numbers = {pair[0]: parse_int(pair[1]) for pair in fields if len(pair) == 2}
-    found = {name: number for name, number in numbers.items() if number is not None}
-    return known(found or None, f"/{path.lstrip('/')}: no line of the form 'name number'")
+
+    def parse(text: str) -> dict[str, int] | None:
+        fields = [line.split() for line in text.splitlines()]
+        numbers = {pair[0]: parse_int(pair[1]) for pair in fields if len(pair) == 2}
+        return {name: number for name, number in numbers.items() if number is not None} or None
+
+    return derived(read_text(root, path), parse, f"/{path.lstrip('/')}: no line of the form 'name number'")
 
 
 def list_names(root: Tree | Path, path: str) -> Reading[list[str]]:
@@ -119,15 +480,13 @@ def list_names(root: Tree | Path, path: str) -> Reading[list[str]]:
     try:
         return Reading(value=as_tree(root).names(path))
     except OSError as error:
-        return unknown(refused(path, error))
+        return unknown(_refused(path, error))
 
 
 def list_numbered(root: Tree | Path, path: str) -> Reading[list[int]]:
     """The entries of a directory whose names are numbers, in numeric order. Other entries are left out."""
     names = list_names(root, path)
-    if names.value is None:
-        return unknown(names.reason)
-    return Reading(value=sorted(number for number in map(parse_int, names.value) if number is not None))
+    return derived(names, lambda found: sorted(n for n in map(parse_int, found) if n is not None), "")
 
 
 def read_link_name(root: Tree | Path, path: str, absent: str = "") -> Reading[str]:
@@ -142,5 +501,5 @@ def read_link_name(root: Tree | Path, path: str, absent: str = "") -> Reading[st
     try:
         target = as_tree(root).link(path)
     except OSError as error:
-        return unknown(absent if absent and error.errno == errno.ENOENT else refused(path, error))
+        return unknown(absent if absent and error.errno == errno.ENOENT else _refused(path, error))
     return known(target.rstrip("/").rpartition("/")[2] or None, f"/{path}: points at nothing")

@@ -1,48 +1,566 @@
 """Environment variables: set, keep or warn, each with its reason and source, before torch is imported.
 
-Reading order: ``rules`` (what a row is), ``policy`` (all rows, from ``rows_*``), ``links`` (their addresses),
-``facts`` (what is read of this installation), ``decide`` (rows and facts make decisions, and set what is to be set),
-``show`` (stderr, table, JSON, shell lines).
-Nothing here imports torch.
+``variables.toml`` holds the rows of the policy. A row applies when all its conditions hold. A condition on something
+that could not be read (torch's version, the architectures of the GPUs) makes the row *cautious* instead: it says what
+was not known, an error becomes a warning, and nothing is set. A row that only says that a variable is real gives way to
+any that says more. What the user has set is never overridden. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from hf_rocm_tune.machine.decide import (
-    DECISIONS,
-    MARK_SET,
-    Decision,
-    apply,
-    covers,
-    evaluate,
-    known_facts,
-    remember,
-    too_late,
-)
-from hf_rocm_tune.machine.facts import MachineFacts, read_facts
-from hf_rocm_tune.machine.links import issue_link, links_of
-from hf_rocm_tune.machine.policy import POLICY
-from hf_rocm_tune.machine.rules import Action
-from hf_rocm_tune.machine.show import announce, explain, exports, to_json
+import importlib.util
+import json
+import os
+import re
+import shlex
+import sys
+import tomllib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import Any, Literal, TextIO
 
-__all__ = [
-    "DECISIONS",
-    "MARK_SET",
-    "POLICY",
-    "Action",
-    "Decision",
-    "MachineFacts",
-    "announce",
-    "apply",
-    "covers",
-    "evaluate",
-    "explain",
-    "exports",
-    "issue_link",
-    "known_facts",
-    "links_of",
-    "read_facts",
-    "remember",
-    "to_json",
-    "too_late",
-]
+from hf_rocm_tune.machine.sysfs import Reading
+from hf_rocm_tune.machine.visible import FILTERS
+
+Action = Literal["set", "keep", "info", "warn", "error"]
+
+MARK_SET = "HF_ROCM_TUNE_SET"
+"""Variable that child processes inherit: which variables are ours and not the user's."""
+_MARK_TOLD = "HF_ROCM_TUNE_TOLD"
+_SEVERITY: Mapping[Action, int] = {"error": 3, "warn": 2, "info": 1, "keep": 0, "set": 0}
+_ORDER: Sequence[Action] = ("error", "warn", "set", "info", "keep")
+_LABEL: Mapping[Action, str] = {"error": "error", "warn": "warning", "info": "note"}
+_OTHER_FORM = "torch/version.py has another form than expected"
+
+
+def _options(value: str) -> dict[str, str]:
+    """``expandable_segments:True,max_split_size_mb:512`` as lower-case names and values."""
+    pairs = (part.partition(":") for part in value.lower().split(","))
+    return {name.strip(): setting.strip() for name, _, setting in pairs if name.strip()}
+
+
+def _is_one(value: str) -> bool:
+    return value.strip().lower() in ("1", "true", "on", "yes")
+
+
+def _is_zero(value: str) -> bool:
+    return value.strip().lower() in ("0", "false", "off", "no")
+
+
+def _expandable(value: str) -> bool:
+    return _options(value).get("expandable_segments") == "true"
+
+
+def _refuses(name: str, setting: str) -> bool:
+    """Whether torch 2.13 raises over one setting of the allocator; only what is plain there, by trial."""
+    whole = int(setting) if re.fullmatch("[0-9]{1,18}", setting) else None
+    if name == "expandable_segments":
+        return setting not in ("True", "False")
+    if name == "max_split_size_mb":
+        return not setting[:1].isdigit() if whole is None else whole < 20
+    if name == "garbage_collection_threshold":
+        return not _is_number(setting) or not 0 < float(setting) < 1
+    return name == "roundup_power2_divisions" and whole is not None and whole.bit_count() != 1
+
+
+def _is_number(setting: str) -> bool:
+    return bool(setting and re.fullmatch(r"[0-9]{0,9}(\.[0-9]{1,18})?", setting))
+
+
+def _refused(value: str) -> bool:
+    pairs = (part.partition(":") for part in value.split(","))
+    return any(_refuses(name.strip(), setting.strip()) for name, colon, setting in pairs if colon)
+
+
+def _high_threshold(value: str) -> bool:
+    setting = _options(value).get("garbage_collection_threshold", "")
+    return not _refused(value) and _is_number(setting) and float(setting) > 0.9
+
+
+_TESTS: Mapping[str, Callable[[str], bool]] = {
+    "present": lambda value: True,
+    "one": _is_one,
+    "zero": _is_zero,
+    "non_zero": lambda value: bool(value.strip()) and not _is_zero(value),
+    "is_11_0_0": lambda value: value.strip() == "11.0.0",
+    "is_11_5_1": lambda value: value.strip() == "11.5.1",
+    "another_override": lambda value: value.strip() not in ("", "11.0.0", "11.5.1"),
+    "under_tmp": lambda value: f"{value.strip()}/".startswith("/tmp/"),
+    "expandable": _expandable,
+    "expandable_with_split": lambda value: _expandable(value) and "max_split_size_mb" in _options(value),
+    "expandable_alone": lambda value: _expandable(value) and "max_split_size_mb" not in _options(value),
+    "async_backend": lambda value: _options(value).get("backend") in ("cudamallocasync", "hipmallocasync"),
+    "refused": _refused,
+    "high_threshold": _high_threshold,
+}
+_TOGETHER: Mapping[str, Callable[[Mapping[str, str]], bool]] = {
+    "values_differ": lambda present: len({value.strip() for value in present.values()}) > 1,
+    "nested": lambda present: len(present) > 1 and "ROCR_VISIBLE_DEVICES" in present,
+    "twice": lambda present: len(present) > 1 and "ROCR_VISIBLE_DEVICES" not in present,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the policy.
+
+    Attributes:
+        variables: names; a ``*`` stands for any rest of a name that is not empty.
+        action: ``set`` where the user has not; ``keep`` without a message; or report as ``info``, ``warn``, ``error``.
+        reason, cure: one line each: what is the case, what to do; ``{instead}`` is replaced by `instead`. Rows that
+            set or keep have no cure.
+        source: issue, document or source file, several with semicolons.
+        topic: rows of one topic exclude each other for one variable; empty for a topic of its own.
+        value: what to set, for action ``set``.
+        test: which values the row is about (rows that do not set), by a name of ``_TESTS``.
+        together: the row is about several of its variables at once, by a name of ``_TOGETHER``.
+        torch, rocm, flash_attn: versions from (inclusive) and to (exclusive); an empty one is open.
+        torch_releases: or single torch releases.
+        has_arch: an architecture that must be among the visible ones.
+        only_arch, not_only_arch: an architecture that must, or must not, be the only visible one.
+        finding: what a check has found on this machine, for example ``peer_copy_failed``.
+        any_build: also where torch is known not to be a ROCm build.
+        instead: the name that is really read; a ``*`` stands for what follows the first ``_`` of the variable's name.
+    """
+
+    variables: tuple[str, ...]
+    action: Action
+    reason: str
+    source: str
+    cure: str = ""
+    topic: str = ""
+    value: str | None = None
+    test: str = "present"
+    together: str = ""
+    torch: tuple[str, ...] = ()
+    rocm: tuple[str, ...] = ()
+    flash_attn: tuple[str, ...] = ()
+    torch_releases: tuple[str, ...] = ()
+    has_arch: str = ""
+    only_arch: str = ""
+    not_only_arch: str = ""
+    finding: str = ""
+    any_build: bool = False
+    instead: str = ""
+
+    def __post_init__(self) -> None:
+        assert (self.action == "set") == (self.value is not None), "exactly the rows that set have a value"
+        assert (self.action in ("set", "keep")) == (not self.cure), "exactly the rows that find fault have a cure"
+        assert self.test in _TESTS and self.together in ("", *_TOGETHER), "a test that is there"
+
+    def names(self, variable: str) -> bool:
+        """Whether the row is about a variable."""
+        return any(fnmatchcase(variable, pattern.replace("*", "?*")) for pattern in self.variables)
+
+
+def _row(table: Mapping[str, Any]) -> Row:
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    return Row(**values)
+
+
+_KNOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+POLICY: tuple[Row, ...] = tuple(map(_row, _KNOWN["row"]))
+
+
+def links_of(source: str) -> tuple[str, ...]:
+    """The addresses for a row's ``source``, which names issues (``rccl#1129``) and documents with semicolons between.
+
+    A source without a certain address has none.
+    """
+    names = [name.strip() for name in source.split(";")]
+    found = (issue_link(name, _KNOWN["repositories"]) or _KNOWN["pages"].get(name, "") for name in names)
+    return tuple(dict.fromkeys(link for link in found if link))
+
+
+def issue_link(name: str, repositories: Mapping[str, str]) -> str:
+    """The address of an issue such as ``rccl#1129``; empty for any other name.
+
+    Args:
+        name: a source.
+        repositories: what stands before the ``#``, and the repository that it means.
+    """
+    issue = re.fullmatch(r"([A-Za-z0-9./-]+)#([0-9]+)", name)
+    if issue is None or issue[1] not in repositories:
+        return ""
+    # GitHub leads from an issue's address to a pull request of that number.
+    return f"https://github.com/{repositories[issue[1]]}/issues/{issue[2]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """What rows may depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name.
+
+    Attributes:
+        torch_version: for example ``2.13.0+cpu``.
+        hip_version: of torch's build, for example ``7.2.26015``; None without a reason means: not a ROCm build.
+        archs: visible GPUs' architectures in order, one entry a GPU.
+        flash_attn_version: None without a reason means: not installed.
+        findings: what checks on this machine have found, for example ``peer_copy_failed``.
+        reasons: field name to one line that says why it is unknown.
+    """
+
+    torch_version: str | None
+    hip_version: str | None
+    archs: tuple[str, ...] | None
+    flash_attn_version: str | None = None
+    findings: frozenset[str] = frozenset()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_rocm(self) -> bool | None:
+        """Whether torch is a ROCm build; None where that could not be read."""
+        if self.hip_version is not None:
+            return True
+        return None if "hip_version" in self.reasons else False
+
+
+def package_directory(package: str) -> Path | None:
+    """Where an installed package lies, without importing it; None where it is not installed."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a half-made module in sys.modules has no spec
+        return None
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def stated_in_package(package: str, file: str, names: Sequence[str]) -> Reading[dict[str, str | None]]:
+    """The quoted values that a file of an installed package assigns to names, without importing it.
+
+    Returns:
+        Those of the names that it assigns to, with None for another value than a text.
+    """
+    directory = package_directory(package)
+    if directory is None:
+        return Reading(value=None, reason=f"{package} is not installed")
+    try:
+        text = (directory / file).read_text("utf-8", errors="replace")
+    except OSError as error:
+        return Reading(value=None, reason=f"{package}/{file}: {error.strerror}")
+    found: dict[str, str | None] = {}
+    for name in names:
+        if re.search(rf"^{name}\b", text, re.MULTILINE):
+            quoted = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+            found[name] = quoted[1] if quoted else None
+    return Reading(value=found)
+
+
+def read_torch_file() -> Reading[dict[str, str | None]]:
+    """What ``torch/version.py`` states, by the names ``__version__``, ``hip``, ``rocm`` and ``cuda``."""
+    stated = stated_in_package("torch", "version.py", ("__version__", "hip", "rocm", "cuda"))
+    if stated.value is not None and stated.value.get("__version__") is None:
+        return Reading(value=None, reason=_OTHER_FORM)
+    return stated
+
+
+def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
+    """Read what this process needs to know of torch and flash-attn, importing neither.
+
+    Args:
+        archs: architectures of the visible GPUs; None where they were not read.
+    """
+    reasons: dict[str, str] = {} if archs is not None else {"archs": "the visible GPUs were not read"}
+    torch = read_torch_file()
+    stated = torch.value or {}
+    if torch.value is None:
+        reasons["torch_version"] = torch.reason
+    if "hip" not in stated:
+        reasons["hip_version"] = torch.reason or _OTHER_FORM
+    flash_attn = stated_in_package("flash_attn", "__init__.py", ("__version__",))
+    if flash_attn.value is None and package_directory("flash_attn") is not None:
+        reasons["flash_attn_version"] = flash_attn.reason
+    return MachineFacts(
+        torch_version=stated.get("__version__"),
+        hip_version=stated.get("hip"),
+        archs=archs,
+        flash_attn_version=(flash_attn.value or {}).get("__version__"),
+        reasons=reasons,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What was decided on one variable.
+
+    Attributes:
+        variable: its name; several, with commas, where the row is about their combination.
+        action: ``set``, ``keep``, ``info``, ``warn`` or ``error``. In all but ``set`` the user's value stands.
+        value: the value that holds now; None where the variable is unset.
+        reason: one line: what is the case.
+        source: issues and documents that say so, with semicolons.
+        cure: one line: what to do; empty where there is nothing to do.
+    """
+
+    variable: str
+    action: Action
+    value: str | None
+    reason: str
+    source: str
+    cure: str = ""
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Addresses of those sources that have a certain one."""
+        return links_of(self.source)
+
+
+DECISIONS: list[Decision] = []
+"""What was decided in this process, each decision once."""
+# What was read of this machine, under the filters of visible GPUs that held then.
+_FACTS: dict[tuple[str | None, ...], MachineFacts] = {}
+
+
+def covers(name: str) -> bool:
+    """Whether the policy has a row on a variable."""
+    return any(row.names(name) for row in POLICY)
+
+
+def _release(version: str | None) -> tuple[int, int] | None:
+    numbers = re.match(r"(\d+)(?:\.(\d+))?", version or "")
+    return (int(numbers[1]), int(numbers[2] or 0)) if numbers else None
+
+
+def _within(version: str | None, wanted: Sequence[str], unknown: bool) -> bool | None:
+    release = _release(version)
+    if release is None:
+        return None if unknown or version else False
+    low, high = map(_release, wanted)
+    return (low is None or release >= low) and (high is None or release < high)
+
+
+def _conditions(row: Row, facts: MachineFacts) -> Iterator[tuple[bool | None, str]]:
+    """Each condition of a row: whether it holds (None: not known), and the field of the facts that it depends on."""
+    if not row.any_build:
+        yield facts.is_rocm, "hip_version"
+    if row.torch:
+        yield _within(facts.torch_version, row.torch, True), "torch_version"
+    if row.torch_releases:
+        release = _release(facts.torch_version)
+        yield None if release is None else release in map(_release, row.torch_releases), "torch_version"
+    for name, wanted in (("hip_version", row.rocm), ("flash_attn_version", row.flash_attn)):
+        if wanted:
+            yield _within(getattr(facts, name), wanted, name in facts.reasons), name
+    archs = facts.archs
+    if row.has_arch:
+        yield None if archs is None else row.has_arch in archs, "archs"
+    if row.only_arch:
+        yield None if archs is None else set(archs) == {row.only_arch}, "archs"
+    if row.not_only_arch:
+        yield None if archs is None else set(archs) != {row.not_only_arch}, "archs"
+    if row.finding:
+        yield row.finding in facts.findings, "findings"
+
+
+def _verdict(row: Row, facts: MachineFacts) -> tuple[bool | None, str]:
+    """Whether all conditions hold; None with the reason where that depends on something unknown."""
+    results = list(_conditions(row, facts))
+    if any(holds is False for holds, _ in results):
+        return False, ""
+    unknown = {name: facts.reasons.get(name, f"{name} could not be read") for holds, name in results if holds is None}
+    return (None, "; ".join(dict.fromkeys(unknown.values()))) if unknown else (True, "")
+
+
+def _matches(row: Row, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Variable and value for each thing in ``environ`` that a row is about."""
+    if row.together:
+        present = {name: environ[name] for name in row.variables if name in environ}
+        if _TOGETHER[row.together](present):
+            yield ", ".join(present), " | ".join(present.values())
+    else:
+        yield from (pair for pair in environ.items() if row.names(pair[0]) and _TESTS[row.test](pair[1]))
+
+
+def _found(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
+    """Decisions of the rows that set nothing: for each variable the gravest of each topic, certain ones first."""
+    found: dict[tuple[str, str], list[tuple[bool, Decision]]] = {}
+    for number, row in enumerate(POLICY):
+        if row.action == "set":
+            continue
+        holds, unknown = _verdict(row, facts)
+        foreign = facts.is_rocm is False and not row.any_build
+        if holds is False and not foreign:
+            continue
+        for name, value in _matches(row, environ):
+            instead = row.instead.replace("*", name.partition("_")[2])
+            action, reason, cure = row.action, row.reason.format(instead=instead), row.cure.format(instead=instead)
+            if foreign:
+                action, cure = "keep", ""
+                reason = f"of no concern here, this torch is not a ROCm build; on ROCm: {reason}"
+            elif holds is None:
+                action = "warn" if action == "error" else action
+                reason += f" [not certain here: {unknown}]"
+            decision = Decision(variable=name, action=action, value=value, reason=reason, source=row.source, cure=cure)
+            found.setdefault((row.topic or str(number), name), []).append((holds is True, decision))
+    for rivals in found.values():
+        yield max(rivals, key=lambda rival: (rival[0], _SEVERITY[rival[1].action]))[1]
+
+
+def _to_set(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
+    ours = environ.get(MARK_SET, "").split(",")
+    for row in POLICY:
+        if row.value is None:
+            continue
+        value = row.value
+        holds, unknown = _verdict(row, facts)
+        for name in row.variables if holds is not False else ():
+            there = environ.get(name)
+            if there is not None and not (name in ours and there == value):
+                reason = f"the user's value is kept; {value} would be set, because {row.reason}"
+                yield Decision(variable=name, action="keep", value=there, reason=reason, source=row.source)
+            elif holds:
+                yield Decision(variable=name, action="set", value=value, reason=row.reason, source=row.source)
+            elif facts.is_rocm:
+                reason = f"not set, because it is not certain that it is needed ({unknown})"
+                cure = f"set {value} if this is so: {row.reason}"
+                yield Decision(variable=name, action="info", value=None, reason=reason, source=row.source, cure=cure)
+
+
+def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
+    """What the policy says of ``environ`` on this machine. Changes nothing."""
+    made = list(_to_set(environ, facts))
+    found = list(_found(environ, facts))
+    reported = {decision.variable for decision in made}
+    reported |= {name for one in found if one.action != "keep" for name in one.variable.split(", ")}
+    for decision in found:
+        # That a variable is kept adds nothing where another row reports it.
+        if decision.action != "keep" or decision.variable not in reported:
+            reported.add(decision.variable)
+            made.append(decision)
+    return made
+
+
+def known_facts() -> MachineFacts | None:
+    """The facts with which ``os.environ`` was evaluated last; None where it was not."""
+    return next(iter(_FACTS.values()), None)
+
+
+def too_late(decision: Decision) -> Decision:
+    """The same decision where torch has been imported already: nothing is set, and the reason says so."""
+    reason = f"too late to set {decision.value}: torch was imported before hf_rocm_tune ({decision.reason})"
+    cure = "import hf_rocm_tune first, or set it in the shell"
+    return replace(decision, action="warn", value=None, reason=reason, cure=cure)
+
+
+def remember(decisions: Iterable[Decision]) -> None:
+    """Add to ``DECISIONS`` what is not in it yet."""
+    DECISIONS.extend(one for one in dict.fromkeys(decisions) if one not in DECISIONS)
+
+
+def apply(
+    environ: MutableMapping[str, str] | None = None,
+    facts: MachineFacts | None = None,
+    *,
+    torch_loaded: bool | None = None,
+) -> list[Decision]:
+    """Evaluate, set what is to be set, and remember the decisions in ``DECISIONS``.
+
+    Args:
+        environ: ``os.environ`` unless given.
+        facts: unless given, those of the last call on ``os.environ``; without one, or where another filter of visible
+            GPUs was set since, they are read anew, without the GPUs' architectures.
+        torch_loaded: whether torch is imported already, and has read its variables; then nothing is set.
+    """
+    environ = os.environ if environ is None else environ
+    filters = tuple(environ.get(name) for name in FILTERS)
+    if facts is None:
+        facts = _FACTS.get(filters) or read_facts()
+    elif environ is os.environ:
+        _FACTS.clear()
+        _FACTS[filters] = facts
+    loaded = "torch" in sys.modules if torch_loaded is None else torch_loaded
+    made: list[Decision] = []
+    for decision in evaluate(environ, facts):
+        name, value = decision.variable, decision.value
+        if decision.action == "set" and value is not None and name not in environ:
+            if loaded:
+                decision = too_late(decision)
+            else:
+                environ[name] = value
+                ours = [other for other in environ.get(MARK_SET, "").split(",") if other]
+                environ[MARK_SET] = ",".join(dict.fromkeys([*ours, name]))
+        made.append(decision)
+    remember(made)
+    return made
+
+
+def _assignment(decision: Decision) -> str:
+    # A value may hold anything, and what is shown has to stay one line of printable text.
+    text = "" if decision.value is None else "=" + decision.value
+    plain = "".join(letter if letter.isprintable() else " " for letter in decision.variable + text)
+    return plain if len(plain) <= 200 else plain[:200] + "..."
+
+
+def announce(
+    decisions: Iterable[Decision], environ: MutableMapping[str, str] | None = None, stream: TextIO | None = None
+) -> None:
+    """Print info, warnings and errors on stderr, one line each, once per process tree and by local rank 0 only.
+
+    HF_ROCM_TUNE_QUIET=1 leaves info out, and ``hf-rocm-tune env`` prints its table instead. What has been printed is
+    noted in HF_ROCM_TUNE_TOLD, which child processes (ranks of a launcher, loader workers) inherit; a line that is new
+    there is still printed.
+    """
+    environ = os.environ if environ is None else environ
+    if stream is None:
+        stream = None if _prints_table(sys.orig_argv) else sys.stderr
+    if stream is None or environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1"):
+        return
+    quiet = environ.get("HF_ROCM_TUNE_QUIET", "").strip() == "1"
+    told = [mark for mark in environ.get(_MARK_TOLD, "").split(",") if mark]
+    for decision in decisions:
+        if decision.action not in _LABEL or (quiet and decision.action == "info"):
+            continue
+        cure = f"; {decision.cure}" if decision.cure else ""
+        line = f"{_LABEL[decision.action]}: {_assignment(decision)}: {decision.reason}{cure} ({decision.source})"
+        mark = f"{zlib.crc32(line.encode('utf-8', 'surrogateescape')):08x}"
+        if mark not in told:
+            told.append(mark)
+            print(f"hf_rocm_tune: {line}", file=stream)
+    if told:
+        environ[_MARK_TOLD] = ",".join(told)
+
+
+def _prints_table(command_line: Sequence[str]) -> bool:
+    """Whether a command line asks for the table of all decisions; JSON and shell lines go to programs."""
+    words = " ".join(PurePath(word).stem for word in command_line)
+    return re.search(r"(?:^| )(?:hf-rocm-tune|-m hf_rocm_tune) env(?: --strict)*$", words) is not None
+
+
+def explain(decisions: Sequence[Decision], facts: MachineFacts | None = None) -> str:
+    """A readable table, the gravest first: action, variable and value, then reason, fix and source below.
+
+    Args:
+        decisions: what was decided.
+        facts: on what ground; shown above the table, with the reason for each thing that is not known.
+    """
+    lines = [] if facts is None else [_ground(facts)]
+    for one in sorted(decisions, key=lambda one: _ORDER.index(one.action)):
+        fix = [f"fix: {one.cure}"] if one.cure else []
+        entry = [f"{one.action:<6}{_assignment(one)}", one.reason, *fix, f"source: {one.source}", *one.links]
+        lines.append("\n      ".join(entry))
+    return "\n".join(lines if decisions else [*lines, "No variable was set, and none that is present needs a change."])
+
+
+def _ground(facts: MachineFacts) -> str:
+    """What the decisions rest on, in one line for torch and one for the GPUs."""
+    build = {True: f"a ROCm {facts.hip_version} build", False: "not a ROCm build", None: "build not known"}
+    torch = f"torch {facts.torch_version or 'not known'}, {build[facts.is_rocm]}"
+    seen = "not known" if facts.archs is None else ", ".join(facts.archs) or "none"
+    unknown = "; ".join(dict.fromkeys(facts.reasons.values()))
+    why = f"not known: {unknown}; what depends on it is marked as not certain, and nothing is set by it\n"
+    return f"{torch}; visible AMD GPUs: {seen}\n{why if unknown else ''}"
+
+
+def to_json(decisions: Sequence[Decision]) -> str:
+    """The decisions as a JSON array of objects with the fields of ``Decision`` and its links."""
+    return json.dumps([asdict(decision) | {"links": list(decision.links)} for decision in decisions], indent=2)
+
+
+def exports(decisions: Iterable[Decision]) -> str:
+    """Shell lines that set what the policy sets, for use before a launcher."""
+    return "".join(
+        f"export {decision.variable}={shlex.quote(decision.value)}\n"
+        for decision in decisions
+        if decision.action == "set" and decision.value is not None
+    )

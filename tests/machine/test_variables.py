@@ -1,18 +1,21 @@
-"""The variable policy: each row fires where it should and nowhere else, and the user's value always stands."""
+"""The variable policy: each row applies where it should and nowhere else, and the user's value always stands."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune.machine import show
-from hf_rocm_tune.machine import variables as policy
+from hf_rocm_tune import cli
+from hf_rocm_tune.machine import variables
 from hf_rocm_tune.machine.variables import (
     POLICY,
     Decision,
@@ -21,10 +24,12 @@ from hf_rocm_tune.machine.variables import (
     evaluate,
     explain,
     exports,
+    links_of,
+    read_facts,
     to_json,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 XT = MachineFacts(torch_version="2.13.0+rocm7.2", hip_version="7.2.26015", archs=("gfx1100",))
 HALO = replace(XT, archs=("gfx1151",))
 OLD = replace(XT, torch_version="2.9.1+rocm6.4", hip_version="6.4.43482")
@@ -120,6 +125,25 @@ FIRES = [
     ("MIOPEN_USER_DB_PATH", "/home/me/miopen", XT, "keep"),
     ("MIOPEN_LOG_LEVEL", "4", XT, "keep"),
     ("KMP_AFFINITY", "compact", XT, "keep"),
+    ("NCCL_DEBUG", "INFO", XT, "keep"),
+    ("MIOPEN_CUSTOM_CACHE_DIR", "/var/lib/miopen", XT, "keep"),
+    ("OMP_NUM_THREADS", "8", XT, "keep"),
+    ("PYTORCH_ALLOC_CONF", "expandable_segments:True", XT, "warn"),
+    ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", XT, "error"),
+    ("PYTORCH_ALLOC_CONF", "backend:hipMallocAsync", XT, "error"),
+    ("RCCL_RING_THRESHOLD", "0", XT, "info"),
+    ("NCCL_TREE_THRESHOLD", "0", XT, "info"),
+    ("RCCL_P2P_NET_DISABLE", "1", XT, "keep"),
+    ("RCCL_LL128_FORCE_ENABLE", "1", XT, "keep"),
+    ("RCCL_LOG_LEVEL", "1", XT, "keep"),
+    ("NCCL_IB_DISABLE", "1", XT, "keep"),
+    ("NCCL_BUFFSIZE", "1", XT, "keep"),
+    ("NCCL_MAX_NCHANNELS", "8", XT, "keep"),
+    ("NCCL_ALGO", "Ring", XT, "keep"),
+    ("PYTORCH_ALLOC_CONF", "max_split_size_mb:32", XT, "keep"),
+    ("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8", XT, "keep"),
+    ("PYTORCH_ALLOC_CONF", "roundup_power2_divisions:32", XT, "keep"),
+    ("MIOPEN_ENABLE_LOGGING", "1", XT, "keep"),
 ]
 
 QUIET = [
@@ -201,6 +225,8 @@ def test_what_is_not_known_softens_an_error_and_says_what_is_missing(name: str, 
     assert decision.action == "warn"
     assert "not certain" in decision.reason
     assert "torch is gone" in decision.reason
+    assert "torch not known" in explain([decision], NO_TORCH).splitlines()[0]
+    assert "no kernel files" in explain([decision], NO_TORCH).splitlines()[1]
 
 
 def test_nothing_is_set_on_a_guess() -> None:
@@ -260,26 +286,26 @@ def test_no_row_tells_the_user_what_to_do_about_the_iommu() -> None:
 
 def test_apply_sets_once_and_a_child_knows_the_value_as_ours() -> None:
     environ: dict[str, str] = {}
-    first = policy.apply(environ, OLD, torch_loaded=False)
+    first = variables.apply(environ, OLD, torch_loaded=False)
     assert environ["TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"] == "1"
     child = dict(environ)
-    assert policy.apply(child, OLD, torch_loaded=False) == first
+    assert variables.apply(child, OLD, torch_loaded=False) == first
     assert child == environ
-    assert policy.DECISIONS.count(first[0]) == 1
+    assert variables.DECISIONS.count(first[0]) == 1
 
 
 def test_apply_keeps_the_user_s_value_and_remembers_why() -> None:
     environ = {"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "0", "PYTORCH_ALLOC_CONF": PAIR}
     before = dict(environ)
-    decisions = policy.apply(environ, OLD, torch_loaded=False)
+    decisions = variables.apply(environ, OLD, torch_loaded=False)
     assert environ == before
     assert [one.action for one in decisions] == ["keep", "info"]
-    assert all(one in policy.DECISIONS for one in decisions)
+    assert all(one in variables.DECISIONS for one in decisions)
 
 
 def test_after_torch_nothing_is_set_and_the_variable_is_named() -> None:
     environ: dict[str, str] = {}
-    (decision,) = policy.apply(environ, OLD, torch_loaded=True)
+    (decision,) = variables.apply(environ, OLD, torch_loaded=True)
     assert environ == {}
     assert (decision.action, decision.value) == ("warn", None)
     assert decision.variable == "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
@@ -318,9 +344,8 @@ PROGRAM = "import sys; from hf_rocm_tune.cli import main; sys.exit(main())"
 
 
 @pytest.mark.parametrize(
-    ("flags", "lines"), [([], 0), (["--strict"], 1), (["--json"], 1), (["--export"], 1), (["--strict", "--json"], 2)]
+    ("way", "flags", "lines"), [("script", [], 0), ("module", ["--strict", "--json"], 2), ("module", ["--export"], 1)]
 )
-@pytest.mark.parametrize("way", ["script", "module"])
 def test_the_table_says_a_warning_once(way: str, flags: list[str], lines: int, tmp_path: Path) -> None:
     script = tmp_path / "hf-rocm-tune"
     script.write_text(PROGRAM)
@@ -342,9 +367,9 @@ def test_other_commands_are_not_taken_for_the_table() -> None:
         ["-m", "other", "env"],
         [],
     ):
-        assert not show._is_shown_anyway(["python", *words]), words
-    assert show._is_shown_anyway(["python", "/home/me/bin/hf-rocm-tune", "env"])
-    assert show._is_shown_anyway(["C:/hf-rocm-tune.exe", "env", "--strict"])
+        assert not variables._prints_table(["python", *words]), words
+    assert variables._prints_table(["python", "/home/me/bin/hf-rocm-tune", "env"])
+    assert variables._prints_table(["C:/hf-rocm-tune.exe", "env", "--strict"])
 
 
 def test_the_views_of_decisions_agree() -> None:
@@ -353,3 +378,190 @@ def test_the_views_of_decisions_agree() -> None:
     assert all(one.reason in explain(decisions) and one.source in explain(decisions) for one in decisions)
     assert exports(decisions) == "export NCCL_DEBUG=WARN\n"
     assert "No variable" in explain([])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("max_split_size_mb:0", "max_split_size_mb:19", "max_split_size_mb:x", "max_split_size_mb:"),
+        *("garbage_collection_threshold:0", "garbage_collection_threshold:1.0", "garbage_collection_threshold:x"),
+        *("roundup_power2_divisions:3", "roundup_power2_divisions:0", "expandable_segments:true"),
+        "max_split_size_mb:64,expandable_segments:yes",
+    ],
+)
+def test_what_torch_refuses_is_said_before_torch_says_it(value: str) -> None:
+    torch = pytest.importorskip("torch")
+    assert "warn" in {one.action for one in evaluate({"PYTORCH_ALLOC_CONF": value}, XT) if "refuses" in one.reason}
+    before = torch._C._accelerator_getAllocatorSettings()
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        torch._C._accelerator_setAllocatorSettings(value)
+    torch._C._accelerator_setAllocatorSettings(before)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("", ",,:::", "x" * 5000, "max_split_size_mb", "max_split_size_mb:20", "max_split_size_mb:\x00"),
+        *("roundup_power2_divisions:[256:1,512:2,>:4]", "garbage_collection_threshold:" + "9" * 400, "a:b:c", "é:ü"),
+    ],
+)
+def test_no_value_of_the_allocator_s_breaks_the_policy(value: str) -> None:
+    for facts in (XT, NO_TORCH):
+        for decision in evaluate({"PYTORCH_ALLOC_CONF": value}, facts):
+            assert explain([decision])
+
+
+def test_every_issue_that_a_row_names_has_an_address() -> None:
+    names = {name.strip() for row in POLICY for name in row.source.split(";")}
+    issues = {name for name in names if "#" in name}
+    assert len(issues) > 10
+    for issue in issues:
+        (link,) = links_of(issue)
+        assert re.fullmatch(rf"https://github\.com/[\w-]+/[\w-]+/issues/{issue.split('#')[1]}", link)
+    assert links_of("somebody said so; rccl#1129; rccl#1129") == ("https://github.com/ROCm/rccl/issues/1129",)
+    assert links_of("") == links_of("unheard/of#1") == ()
+
+
+@pytest.fixture
+def judged_before() -> Iterator[None]:
+    """This process has judged its variables on an RX 7900 XT; forgotten afterwards."""
+    kept, decisions = dict(variables._FACTS), list(variables.DECISIONS)
+    variables.apply(os.environ, replace(XT, torch_version="2.9.1+rocm6.4", hip_version="6.4"), torch_loaded=True)
+    yield
+    variables._FACTS.clear()
+    variables._FACTS.update(kept)
+    variables.DECISIONS[:] = decisions
+
+
+def test_a_second_look_knows_what_the_first_has_read(judged_before: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", "11.0.0")
+
+    def said() -> Decision:
+        made = variables.apply(os.environ, torch_loaded=True)
+        return next(one for one in made if one.variable == "HSA_OVERRIDE_GFX_VERSION")
+
+    assert (said().action, "not certain" in said().reason) == ("info", False)
+    known = variables.known_facts()
+    assert known is not None and known.archs == ("gfx1100",)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")  # other GPUs may be visible now
+    assert "not certain" in said().reason or said().action == "keep"
+
+
+def test_the_command_puts_the_gravest_first_with_cure_and_address(
+    judged_before: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    present = {"RCCL_DEBUG": "1", "PYTORCH_ALLOC_CONF": PAIR, "NCCL_DEBUG": "INFO"}
+    monkeypatch.setattr(variables, "DECISIONS", evaluate(present, XT))
+    assert cli.main(["env", "--strict"]) == 1
+    shown = capsys.readouterr()
+    order = [shown.out.index(name) for name in ("PYTORCH_ALLOC_CONF", "RCCL_DEBUG", "NCCL_DEBUG=INFO")]
+    assert order == sorted(order)
+    assert "fix: unset both" in shown.out
+    assert "https://github.com/ROCm/legacy-rocm-build/issues/6603" in shown.out
+    assert "a ROCm 6.4 build; visible AMD GPUs: gfx1100" in shown.out
+    assert shown.err.strip().splitlines() == ["hf-rocm-tune env --strict: PYTORCH_ALLOC_CONF: see `hf-rocm-tune env`"]
+    assert cli.main(["env", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [one["links"] != [] for one in listed] == [True, True, True]
+    assert cli.main(["env", "--export", "--strict"]) == 1
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "rocm"),
+    [
+        ("__version__ = '2.13.0+cpu'\nhip: Optional[str] = None\n", "2.13.0+cpu", False),
+        ("__version__ = '2.10.0+rocm7.1'\nhip: Optional[str] = '7.1.2'\n", "2.10.0+rocm7.1", True),
+        ('__version__ = "2.4"\nhip = "6.1"\n', "2.4", True),
+        ("__version__ = '2.4'\n", "2.4", None),
+        ("", None, None),
+        ("\x00\xff garbage", None, None),
+    ],
+)
+def test_torch_is_read_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, version: str | None, rocm: bool | None
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/version.py").write_text(text)
+    monkeypatch.setattr(variables, "package_directory", lambda name: tmp_path / name if name == "torch" else None)
+    facts = read_facts(archs=())
+    assert (facts.torch_version is None) == ("torch_version" in facts.reasons)
+    assert (facts.torch_version, facts.is_rocm) == (version, rocm)
+
+
+def run(code: str, extra: dict[str, str] | None = None) -> str:
+    """What a fresh process prints on stdout and stderr together."""
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **(extra or {})}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return (done.stdout + done.stderr).strip()
+
+
+def test_importing_the_package_imports_no_torch_and_says_nothing() -> None:
+    assert run("import hf_rocm_tune, sys; assert 'torch' not in sys.modules; print(hf_rocm_tune.__version__[0])") == "0"
+
+
+def test_the_lazy_names_are_listed_and_a_wrong_one_is_an_attribute_error() -> None:
+    code = (
+        "import hf_rocm_tune as h, sys\n"
+        "assert {'VerifiedTransferMixin', 'VerifiedSFTTrainer', 'was_verified'} <= set(dir(h)) & set(h.__all__)\n"
+        "assert not hasattr(h, 'VerifiedNothing') and 'torch' not in sys.modules"
+    )
+    assert run(code) == ""
+
+
+# A stand-in for the installation and the kernel's files: all else is the package's own start.
+START = """
+import sys
+sys.path.insert(0, {fake!r})
+from pathlib import Path
+import {first}
+{patch}
+import hf_rocm_tune, os
+print(os.environ.get("HIP_VISIBLE_DEVICES"), os.environ.get("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"))
+from hf_rocm_tune.machine import variables
+print(*[d.action for d in variables.DECISIONS])
+"""
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path) -> Path:
+    """Root of a machine with a gfx1036 before an RX 7900 XT, and a ROCm torch 2.9 that does nothing."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("")
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.9.1+rocm6.4'\nhip: Optional[str] = '6.4.4'\n")
+    for node, version, size in ((0, 100306, 1 << 29), (1, 110000, 20 << 30)):
+        directory = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
+        (directory / "mem_banks/0").mkdir(parents=True)
+        (directory / "properties").write_text(f"simd_count 8\ngfx_target_version {version}\n")
+        (directory / "mem_banks/0/properties").write_text(f"heap_type 1\nsize_in_bytes {size}\n")
+    return tmp_path
+
+
+def start(root: Path, first: str, extra: dict[str, str] | None = None) -> list[str]:
+    # The reader's default root is the only thing that differs from a real start on such a machine.
+    patch = (
+        "import types\n"
+        f"package = types.ModuleType('hf_rocm_tune'); package.__path__ = [{str(ROOT / 'hf_rocm_tune')!r}]\n"
+        "sys.modules['hf_rocm_tune'] = package\n"
+        "from hf_rocm_tune.machine import kfd\n"
+        f"kfd.read_topology.__defaults__ = (Path({str(root)!r}),)\n"
+        "del sys.modules['hf_rocm_tune']"
+    )
+    return run(START.format(fake=str(root), first=first, patch=patch), extra).splitlines()
+
+
+def test_a_start_before_torch_hides_the_integrated_gpu_and_sets_what_is_needed(two_gpus: Path) -> None:
+    assert start(two_gpus, "json") == ["1 1", "set set"]
+
+
+def test_a_start_after_torch_changes_nothing_and_names_both_variables(two_gpus: Path) -> None:
+    values, actions, *lines = start(two_gpus, "torch")
+    assert (values, actions) == ("None None", "warn warn")
+    assert ["HIP_VISIBLE_DEVICES" in lines[0], "AOTRITON" in lines[1]] == [True, True]
+    assert all("too late" in line for line in lines)
+
+
+def test_a_start_keeps_the_user_s_filter_and_flag(two_gpus: Path) -> None:
+    user = {"HIP_VISIBLE_DEVICES": "0,1", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "0"}
+    assert start(two_gpus, "json", user) == ["0,1 0", "keep keep"]

@@ -17,8 +17,8 @@ import pytest
 from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, run, run_groups, run_together
 from tests.doctor.together import together
 
-MODULE = "tests.doctor.acting_child"
-SOON = 1.5
+MODULE = "tests.machine.acting_child"
+SOON = 3.0
 LATE = 60.0
 
 

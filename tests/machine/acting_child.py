@@ -1,4 +1,4 @@
-"""A child that behaves as its request says. Run by `hardware.child`; imports no torch."""
+"""A child that behaves as its request says. Run by `machine.child`; imports no torch."""
 
 from __future__ import annotations
 

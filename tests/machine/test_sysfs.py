@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.sysfs import MAX_BYTES, LiveTree, RecordedTree, RecordingTree, Tree, as_tree
+from hf_rocm_tune.machine.sysfs import (
+    MAX_BYTES,
+    LiveTree,
+    RecordedTree,
+    RecordingTree,
+    Tree,
+    as_tree,
+    parse_int,
+    read_int,
+    read_text,
+)
 
 PATHS = (
     "text",
@@ -168,3 +178,17 @@ def test_a_plain_file_is_no_device_node(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such device"):
         LiveTree(tmp_path).node("kfd")
     assert LiveTree().node("dev/null").usable is True
+
+
+@pytest.mark.parametrize("text", ["+1", "-1", "1_0", " ", "0x10", "\u00b2", "\u0661", "18446744073709551616"])
+def test_only_plain_decimal_numbers_of_64_bits_are_numbers(tmp_path: Path, text: str) -> None:
+    assert parse_int(text) is None
+    (tmp_path / "number").write_text(text)
+    reading = read_int(tmp_path, "number")
+    assert reading.value is None and reading.reason
+    (tmp_path / "number").write_text(" 42\n")
+    assert read_int(tmp_path, "number").value == 42
+
+
+def test_an_oversized_file_is_not_taken_into_memory(odd: Path) -> None:
+    assert "more than" in read_text(odd, "/huge").reason

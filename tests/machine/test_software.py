@@ -15,12 +15,19 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.machine.software import PACKAGES, Software, read_software
+from hf_rocm_tune.machine.software import PACKAGES, VERSION_FILES, Software, read_rocm_version, read_software
 
+# One process reads many stand-ins, each as if nothing had been imported before: starting it is what costs time.
 _READ = """
-import json, sys
+import importlib, json, sys
 from hf_rocm_tune.machine.software import read_software
-print(json.dumps(read_software(deadline_s=float(sys.argv[1])).to_dict()))
+path = list(sys.path)
+for folder, deadline_s, in_process in json.load(sys.stdin):
+    sys.path[:] = [folder, *path]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    print(json.dumps(read_software(deadline_s=deadline_s, in_process=in_process).to_dict()))
 """
 ROCM_VERSION_PY = """
 from typing import Optional
@@ -43,7 +50,6 @@ _CARDS = [
 cuda = SimpleNamespace(init=lambda: None, device_count=lambda: len(_CARDS), get_device_properties=_CARDS.__getitem__,
                        get_arch_list=lambda: ["gfx1030", "gfx1100"])
 """
-AT_DEVICES = "cuda.init = lambda: {}\n"
 
 
 def stand_in(folder: Path, code: str, version_py: str = ROCM_VERSION_PY) -> Path:
@@ -55,14 +61,31 @@ def stand_in(folder: Path, code: str, version_py: str = ROCM_VERSION_PY) -> Path
     return folder
 
 
-def read_with(folder: Path, checkout: Path, *, deadline_s: float = 20, options: tuple[str, ...] = ()) -> Software:
-    """``read_software`` in a process that finds packages in ``folder`` first."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(checkout)]), "HF_ROCM_TUNE_QUIET": "1"}
-    command = [sys.executable, *options, "-P", "-c", _READ, str(deadline_s)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr, done.stderr
-    return Software.from_dict(json.loads(done.stdout))
+def read_all(
+    folders: list[Path],
+    checkout: Path,
+    *,
+    deadline_s: float = 20,
+    in_process: bool = False,
+    options: tuple[str, ...] = (),
+) -> list[Software]:
+    """``read_software`` in a process that finds packages in each folder first; ``-S`` leaves out all others."""
+    environ = {**os.environ, "PYTHONPATH": str(checkout), "HF_ROCM_TUNE_QUIET": "1"}
+    given = json.dumps([[str(folder), deadline_s, in_process] for folder in folders])
+    done = subprocess.run(
+        [sys.executable, *options, "-P", "-c", _READ],
+        input=given,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return [Software.from_dict(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def read_with(folder: Path, checkout: Path, **options: Any) -> Software:
+    return read_all([folder], checkout, **options)[0]
 
 
 def test_a_healthy_rocm_build_is_read_whole(tmp_path: Path, checkout: Path) -> None:
@@ -120,26 +143,22 @@ def test_the_remains_of_an_uninstalled_torch_are_no_torch(tmp_path: Path, checko
     assert software.torch_version.reason == "torch is not installed"
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("raise ImportError('libamdhip64.so.7: cannot open shared object file')", "libamdhip64.so.7: cannot open"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
-        ("import os; print('HSA_STATUS_ERROR_OUT_OF_RESOURCES', flush=True); os._exit(7)", "OUT_OF_RESOURCES"),
-        ("raise SystemExit(0)", "no result"),
-        ("import sys; sys.stdout.buffer.write(bytes(range(256)) * 4000); raise RuntimeError('no driver')", "no driver"),
-        ("", "AttributeError"),
-    ],
-)
-def test_what_fails_at_import_leaves_the_versions_of_its_files(
-    tmp_path: Path, checkout: Path, code: str, said: str
-) -> None:
-    software = read_with(stand_in(tmp_path, code), checkout)
-    assert software.torch_version.value == "2.13.0+rocm10.0.0" and software.hip_version == "7.15.26333"
-    for reading in (software.arch_list, software.devices, software.allocator_settings):
-        assert reading.value is None and said in reading.reason and "\n" not in reading.reason
-        assert reading.reason.isprintable()
+AT_IMPORT = [
+    ("raise ImportError('libamdhip64.so.7: cannot open shared object file')", "libamdhip64.so.7: cannot open"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+    ("import os; print('HSA_STATUS_ERROR_OUT_OF_RESOURCES', flush=True); os._exit(7)", "OUT_OF_RESOURCES"),
+    ("raise SystemExit(0)", "no result"),
+    ("import sys; sys.stdout.buffer.write(bytes(range(256)) * 4000); raise RuntimeError('no driver')", "no driver"),
+    ("", "AttributeError"),
+]
+
+
+def test_what_fails_at_import_leaves_the_versions_of_its_files(tmp_path: Path, checkout: Path) -> None:
+    folders = [stand_in(tmp_path / str(number), code) for number, (code, _) in enumerate(AT_IMPORT)]
+    for software, (_, said) in zip(read_all(folders, checkout), AT_IMPORT, strict=True):
+        assert software.torch_version.value == "2.13.0+rocm10.0.0" and software.hip_version == "7.15.26333"
+        for reading in (software.arch_list, software.devices, software.allocator_settings):
+            assert reading.value is None and said in reading.reason and reading.reason.isprintable()
 
 
 def test_what_hangs_at_import_is_killed_at_the_deadline(tmp_path: Path, checkout: Path) -> None:
@@ -151,52 +170,53 @@ def test_what_hangs_at_import_is_killed_at_the_deadline(tmp_path: Path, checkout
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("__import__('os').kill(__import__('os').getpid(), 11)", "SIGSEGV while asking torch for its devices"),
-        ("__import__('os')._exit(1)", "exit code 1"),
-        ("__import__('time').sleep(600)", "while asking torch for its devices"),
-        ("(_ for _ in ()).throw(RuntimeError('No HIP GPUs are available'))", "No HIP GPUs are available"),
-        ("print('\\x00\\x1b[2J' * 9000) or (_ for _ in ()).throw(OSError('odd'))", "OSError: odd"),
-    ],
-)
-def test_what_fails_at_the_devices_leaves_what_was_said_before(
-    tmp_path: Path, checkout: Path, code: str, said: str
-) -> None:
-    software = read_with(stand_in(tmp_path, HEALTHY + AT_DEVICES.format(code)), checkout, deadline_s=3)
-    assert software.devices.value is None and said in software.devices.reason
-    assert software.arch_list.value == ("gfx1030", "gfx1100")
-    assert software.allocator_settings.value == "max_split_size_mb:512"
+AT_DEVICES = [
+    ("__import__('os').kill(__import__('os').getpid(), 11)", "SIGSEGV while asking torch for its devices"),
+    ("__import__('time').sleep(600)", "while asking torch for its devices"),
+    ("(_ for _ in ()).throw(RuntimeError('No HIP GPUs are available'))", "No HIP GPUs are available"),
+    ("print('\\x00\\x1b[2J' * 9000) or (_ for _ in ()).throw(OSError('odd'))", "OSError: odd"),
+]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "cuda.get_arch_list = lambda: [1, 2]",
-        "cuda.get_arch_list = lambda: 'gfx1100'",
-        "_CARDS[0].total_memory = 'much'",
-        "_CARDS[0].total_memory = -1",
-        "_CARDS[0].name = None",
-        "_C._accelerator_getAllocatorSettings = lambda: 5",
-        "del _C._accelerator_getAllocatorSettings",
-        "version.hip = 7",
-    ],
-)
-def test_an_answer_that_makes_no_sense_is_unknown_with_its_reason(tmp_path: Path, checkout: Path, change: str) -> None:
-    software = read_with(stand_in(tmp_path, f"{HEALTHY}\n{change}\n"), checkout)
-    asked = (software.arch_list, software.devices, software.allocator_settings)
-    odd = [reading for reading in asked if reading.value is None]
-    assert software.torch_version.value == "2.13.0+rocm10.0.0" and software.hip_version == "7.15.26333"
-    assert len(odd) == ("version.hip" not in change)
-    assert all("torch" in reading.reason for reading in odd)
+def test_what_fails_at_the_devices_leaves_what_was_said_before(tmp_path: Path, checkout: Path) -> None:
+    folders = [
+        stand_in(tmp_path / str(number), f"{HEALTHY}cuda.init = lambda: {code}\n")
+        for number, (code, _) in enumerate(AT_DEVICES)
+    ]
+    for software, (_, said) in zip(read_all(folders, checkout, deadline_s=3), AT_DEVICES, strict=True):
+        assert software.devices.value is None and said in software.devices.reason
+        assert software.arch_list.value == ("gfx1030", "gfx1100")
+        assert software.allocator_settings.value == "max_split_size_mb:512"
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", "__version__ = 5", "\x00\x01"])
-def test_a_version_file_of_another_form_is_unknown_and_no_cpu_build(tmp_path: Path, checkout: Path, text: str) -> None:
-    software = read_with(stand_in(tmp_path, "raise ImportError('broken')", text), checkout)
-    assert software.torch_version.value is None and "broken" in software.torch_version.reason
-    assert software.build is None and software.hip_version is None
+NO_SENSE = [
+    "cuda.get_arch_list = lambda: [1, 2]",
+    "cuda.get_arch_list = lambda: 'gfx1100'",
+    "_CARDS[0].total_memory = 'much'",
+    "_CARDS[0].total_memory = -1",
+    "_CARDS[0].name = None",
+    "_C._accelerator_getAllocatorSettings = lambda: 5",
+    "del _C._accelerator_getAllocatorSettings",
+    "version.hip = 7",
+]
+
+
+def test_an_answer_that_makes_no_sense_is_unknown_with_its_reason(tmp_path: Path, checkout: Path) -> None:
+    folders = [stand_in(tmp_path / str(n), f"{HEALTHY}\n{change}\n") for n, change in enumerate(NO_SENSE)]
+    for software, change in zip(read_all(folders, checkout, in_process=True), NO_SENSE, strict=True):
+        asked = (software.arch_list, software.devices, software.allocator_settings)
+        odd = [reading for reading in asked if reading.value is None]
+        assert software.torch_version.value == "2.13.0+rocm10.0.0" and software.hip_version == "7.15.26333"
+        assert len(odd) == ("version.hip" not in change), change
+        assert all("torch" in reading.reason for reading in odd)
+
+
+def test_a_version_file_of_another_form_is_unknown_and_no_cpu_build(tmp_path: Path, checkout: Path) -> None:
+    texts = ["", "__version__ = 5", "\x00\x01"]
+    folders = [stand_in(tmp_path / str(n), "raise ImportError('broken')", text) for n, text in enumerate(texts)]
+    for software in read_all(folders, checkout):
+        assert software.torch_version.value is None and "broken" in software.torch_version.reason
+        assert software.build is None and software.hip_version is None
 
 
 def distribution(folder: Path, name: str, metadata: bytes) -> None:
@@ -267,3 +287,37 @@ def _record() -> dict[str, Any]:
         "rocm_version": {"value": "7.2.4"},
         "rocm_wheels": {"rocm": "10.0.0"},
     }
+
+
+def write(root: Path, path: str, content: bytes) -> None:
+    """A file below the root that stands for ``/``."""
+    file = root / path
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("path", VERSION_FILES)
+@pytest.mark.parametrize(
+    ("content", "version"),
+    [(b"7.2.4\n", "7.2.4"), (b"6.4.0-47", "6.4.0"), (b"10.0.0", "10.0.0"), (b"7.14.0a20260728\n", "7.14.0a20260728")],
+)
+def test_either_layout_gives_the_version_without_its_build_number(
+    tmp_path: Path, path: str, content: bytes, version: str
+) -> None:
+    write(tmp_path, path, content)
+    assert read_rocm_version(tmp_path).value == version
+
+
+def test_the_older_layout_comes_first(tmp_path: Path) -> None:
+    for path, content in zip(VERSION_FILES, (b"7.2.4", b"10.0.0"), strict=True):
+        write(tmp_path, path, content)
+    assert read_rocm_version(tmp_path).value == "7.2.4"
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff", b"rocm", b"7", b"7.2.4\n10.0.0", b"9" * 2_000_000, b"1.2 3"])
+def test_nonsense_is_unknown_and_the_other_place_is_still_read(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path, VERSION_FILES[0], content)
+    reading = read_rocm_version(tmp_path)
+    assert reading.value is None and VERSION_FILES[0] in reading.reason and VERSION_FILES[1] in reading.reason
+    write(tmp_path, VERSION_FILES[1], b"10.0.0")
+    assert read_rocm_version(tmp_path).value == "10.0.0"

@@ -1,0 +1,175 @@
+"""A process on its own sees one card, several ranks all see the same ones, and the user's own filter wins."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_rocm_tune.machine import visible
+from hf_rocm_tune.machine.kfd import GpuNode, decode_arch
+
+HIP = "HIP_VISIBLE_DEVICES"
+
+
+def nodes_of(*gpus: tuple[int, int], has_cpu: bool = False) -> tuple[GpuNode, ...]:
+    """GPUs of (gfx_target_version, VRAM in MiB); ``has_cpu`` is of the first."""
+    return tuple(
+        GpuNode(
+            index=index,
+            node=index + 1,
+            gfx_target_version=version,
+            arch=decode_arch(version),
+            simd_count=168,
+            vram_bytes=mib << 20,
+            pci_address=f"0000:{index + 1:02x}:00.0",
+            name="",
+            has_cpu=has_cpu and index == 0,
+        )
+        for index, (version, mib) in enumerate(gpus)
+    )
+
+
+XT = (110000, 20464)
+XTX = (110000, 24560)
+IGPU = (100306, 512)
+
+
+def test_without_an_amd_gpu_nothing_is_set_whatever_the_launcher_says() -> None:
+    for processes in (1, 2):
+        choice = visible.choose((), {"CUDA_VISIBLE_DEVICES": "0,1"}, processes=processes)
+        assert choice.variables == {}
+        assert not choice.troubled
+
+
+def test_a_card_on_its_own_needs_no_variable() -> None:
+    choice = visible.choose(nodes_of(XT), {})
+    assert choice.variables == {}
+    assert "gfx1100" in choice.reason
+
+
+def test_an_integrated_gpu_that_comes_first_is_hidden() -> None:
+    choice = visible.choose(nodes_of(IGPU, XT), {})
+    assert choice.variables == {HIP: "1"}
+    assert "gfx1036" in choice.reason
+
+
+@pytest.mark.parametrize("version", [90012, 100306, 110003, 110500, 110501])
+def test_an_integrated_gpu_with_much_memory_is_hidden_too(version: int) -> None:
+    assert visible.choose(nodes_of((version, 65536), XT), {}).variables == {HIP: "1"}
+
+
+def test_an_integrated_gpu_alone_is_left_visible() -> None:
+    choice = visible.choose(nodes_of((110501, 65536)), {})
+    assert choice.variables == {}
+    assert not choice.troubled
+
+
+def test_a_node_with_cpu_cores_is_integrated_whatever_its_architecture() -> None:
+    nodes = nodes_of((119900, 32 << 10), XT, has_cpu=True)
+    assert visible.choose(nodes, {}).variables == {HIP: "1"}
+
+
+def test_of_two_unlike_cards_the_larger_one_is_taken_not_the_first() -> None:
+    assert visible.choose(nodes_of(XT, XTX), {}).variables == {HIP: "1"}
+
+
+def test_every_rank_sees_all_discrete_cards_and_accelerate_numbers_them() -> None:
+    """A rank that sees one card alone fails in Accelerate, which takes LOCAL_RANK as the device index."""
+    nodes = nodes_of(XT, IGPU, XT)
+    for rank in ("0", "1"):
+        ranks = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+        assert visible.choose(nodes, ranks, processes=visible.local_processes(ranks)).variables == {HIP: "0,2"}
+
+
+def test_ranks_on_discrete_cards_alone_need_no_variable() -> None:
+    choice = visible.choose(nodes_of(XT, XT), {}, processes=2)
+    assert choice.variables == {}
+    assert not choice.troubled
+
+
+def test_more_processes_than_cards_sets_nothing_and_says_so() -> None:
+    choice = visible.choose(nodes_of(XT, IGPU), {}, processes=2)
+    assert choice.variables == {}
+    assert choice.troubled
+
+
+def test_a_split_sees_all_cards_but_no_integrated_gpu() -> None:
+    assert visible.choose(nodes_of(XT, IGPU, XTX), {}, split=True).variables == {HIP: "2,0"}
+
+
+def test_a_split_over_discrete_cards_needs_no_variable() -> None:
+    assert visible.choose(nodes_of(XT, XT), {}, split=True).variables == {}
+
+
+def test_indices_that_are_not_certain_are_not_used() -> None:
+    choice = visible.choose(nodes_of(XT, XT), {}, complete=False)
+    assert choice.variables == {}
+    assert choice.troubled
+
+
+@pytest.mark.parametrize("name", visible.FILTERS)
+@pytest.mark.parametrize("value", ["0", "1,0", "", "-1", "GPU-abc,GPU-def"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_user_s_filter_is_kept(name: str, value: str, processes: int) -> None:
+    nodes = nodes_of(XT, XT)
+    environ = {name: value}
+    visible.enact(visible.choose(nodes, environ, processes=processes), environ)
+    assert environ == {name: value}
+
+
+def test_a_user_s_filter_with_too_few_cards_is_warned_about() -> None:
+    nodes = nodes_of(XT, XT, XT)
+    assert visible.choose(nodes, {HIP: "0,1"}, processes=3).troubled
+    assert not visible.choose(nodes, {HIP: "0,1"}, processes=2).troubled
+    nested = {HIP: "0,1", "ROCR_VISIBLE_DEVICES": "1"}
+    assert visible.choose(nodes, nested, processes=2).troubled
+    assert not visible.choose(nodes, {"ROCR_VISIBLE_DEVICES": "GPU-abc"}, processes=2).troubled  # cannot be known
+
+
+def test_a_rank_does_not_take_its_parent_s_choice_for_the_user_s() -> None:
+    """A launcher that imports the package sees one card; its ranks inherit that variable and must see both."""
+    nodes = nodes_of(XT, XT)
+    parent: dict[str, str] = {}
+    visible.enact(visible.choose(nodes, parent), parent)
+    assert parent[HIP] == "0"
+    rank = dict(parent)
+    visible.enact(visible.choose(nodes, rank, processes=2), rank)
+    assert rank == {}
+
+
+def test_a_loader_s_worker_comes_to_the_choice_of_its_rank() -> None:
+    nodes = nodes_of(XT, IGPU, XT)
+    rank: dict[str, str] = {}
+    for _ in range(3):
+        visible.enact(visible.choose(nodes, rank, processes=2), rank)
+        assert rank[HIP] == "0,2"
+    rank[HIP] = "0"  # changed by the user below us: no longer ours
+    visible.enact(visible.choose(nodes, rank, processes=2), rank)
+    assert rank == {HIP: "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "seen"),
+    [
+        ({}, [0, 1, 2]),
+        ({HIP: "2,0"}, [2, 0]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, [1]),
+        ({HIP: "2", "CUDA_VISIBLE_DEVICES": "1"}, [2]),
+        ({HIP: "", "CUDA_VISIBLE_DEVICES": "1"}, [1]),
+        ({"ROCR_VISIBLE_DEVICES": "2,1", HIP: "0"}, [2]),
+        ({HIP: "0,7,1"}, [0]),
+        ({HIP: "-1"}, []),
+        ({HIP: "GPU-123"}, None),
+        ({HIP: "--1"}, None),
+        ({"ROCR_VISIBLE_DEVICES": ""}, None),
+    ],
+)
+def test_what_the_filters_leave_visible(environ: dict[str, str], seen: list[int] | None) -> None:
+    left = visible.visible_nodes(nodes_of(XT, IGPU, XTX), environ)
+    assert (None if left is None else [node.index for node in left]) == seen
+
+
+@pytest.mark.parametrize("text", ["", "-1", "0", "x", "1.0", "\u0661", "9" * 30])
+def test_nonsense_from_a_launcher_means_one_process(text: str) -> None:
+    assert visible.local_processes({"LOCAL_WORLD_SIZE": text}) == 1
+    assert visible.local_processes({}) == 1
+    assert visible.local_processes({"LOCAL_WORLD_SIZE": " 3 "}) == 3
