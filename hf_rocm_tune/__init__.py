@@ -1,10 +1,10 @@
 """Fine-tune Hugging Face models on ROCm cards, with every byte verified on its way to the device.
 
 Importing this package prepares the process before torch is imported: it chooses which cards are seen
-(``hardware.visible``: one by a process on its own, all discrete ones by each of several ranks) and applies the variable
-policy (``environ``). Both keep what the user has set and neither ends the import; ``environ.DECISIONS`` holds what was
-decided. If torch is there first, nothing is changed, and that is said. It imports no torch itself: the public names
-below are loaded when they are first used.
+(``machine.visible``: one by a process on its own, all discrete ones by each of several ranks) and applies the variable
+policy (``machine.variables``). Both keep what the user has set and neither ends the import; ``variables.DECISIONS``
+holds what was decided. If torch is there first, nothing is changed, and that is said. It imports no torch itself: the
+public names below are loaded when they are first used.
 
 Variables: HF_ROCM_TUNE_SPLIT=1 leaves all discrete cards visible to one process; HF_ROCM_TUNE_QUIET=1 prints warnings
 and errors only.
@@ -19,9 +19,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hf_rocm_tune import environ
-from hf_rocm_tune.environ.rules import Action
-from hf_rocm_tune.hardware import kfd, visible
+from hf_rocm_tune.machine import kfd, variables, visible
+from hf_rocm_tune.machine.variables import Action
 from hf_rocm_tune.version import __version__
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
 
 
-def _choose_card(topology: kfd.Topology, rocm: bool | None, torch_loaded: bool) -> list[environ.Decision]:
+def _choose_card(topology: kfd.Topology, rocm: bool | None, torch_loaded: bool) -> list[variables.Decision]:
     """Choose the cards that this process sees and write them to the environment, unless torch is there already."""
     choice = visible.choose(
         # A torch that is known to be no ROCm build sees none of these GPUs, and its own filter is not ours to narrow.
@@ -70,17 +69,19 @@ def _choose_card(topology: kfd.Topology, rocm: bool | None, torch_loaded: bool) 
         visible.enact(choice, os.environ)
         return made
     late = {name for name, value in choice.variables.items() if os.environ.get(name) != value}
-    return [environ.too_late(one) if one.action == "set" and one.variable in late else one for one in made]
+    return [variables.too_late(one) if one.action == "set" and one.variable in late else one for one in made]
 
 
-def _decision(variable: str, action: Action, value: str | None, choice: visible.Choice) -> environ.Decision:
-    return environ.Decision(variable=variable, action=action, value=value, reason=choice.reason, source=_CHOICE_SOURCE)
+def _decision(variable: str, action: Action, value: str | None, choice: visible.Choice) -> variables.Decision:
+    return variables.Decision(
+        variable=variable, action=action, value=value, reason=choice.reason, source=_CHOICE_SOURCE
+    )
 
 
 def _prepare_process() -> None:
     torch_loaded = "torch" in sys.modules
     topology = kfd.read_topology()
-    facts = environ.read_facts(archs=())
+    facts = variables.read_facts(archs=())
     chosen = _choose_card(topology, facts.is_rocm, torch_loaded)
     seen = visible.visible_nodes(topology.nodes, os.environ) if topology.complete else None
     if seen is not None:
@@ -88,8 +89,8 @@ def _prepare_process() -> None:
     else:
         why = "; ".join(topology.reasons) or "the filter of visible GPUs is not a plain list of indices"
         facts = replace(facts, archs=None, reasons={**facts.reasons, "archs": why})
-    environ.remember(chosen)
-    environ.announce([*chosen, *environ.apply(os.environ, facts, torch_loaded=torch_loaded)])
+    variables.remember(chosen)
+    variables.announce([*chosen, *variables.apply(os.environ, facts, torch_loaded=torch_loaded)])
 
 
 _prepare_process()

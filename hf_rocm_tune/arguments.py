@@ -24,12 +24,13 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 
-from hf_rocm_tune import defaults, process, recipe_file
+from hf_rocm_tune import defaults, recipe_file
 from hf_rocm_tune.defaults import Difference
 from hf_rocm_tune.distributed.preflight import Preflight
 from hf_rocm_tune.distributed.preflight_meeting import Meeting
 from hf_rocm_tune.distributed.sync_settings import SyncSettings
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine import process
 from hf_rocm_tune.ranks_arguments import RanksArguments, process_group
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
 from hf_rocm_tune.tune_arguments import TuneArguments

@@ -121,7 +121,7 @@ def version(argv: Sequence[str]) -> int:
 
 def env(argv: Sequence[str]) -> int:
     """show which environment variables were set, kept or are harmful, and why"""
-    from hf_rocm_tune import environ
+    from hf_rocm_tune.machine import variables
 
     parser = _Parser(prog=f"{PROGRAM} env", description=env.__doc__)
     form = parser.add_mutually_exclusive_group()
@@ -129,13 +129,13 @@ def env(argv: Sequence[str]) -> int:
     form.add_argument("--export", action="store_true", help="print shell lines that set what would be set")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when there is a warning or an error")
     wanted = parser.parse_args(argv)
-    decisions = environ.DECISIONS  # made when the package was imported
+    decisions = variables.DECISIONS  # made when the package was imported
     if wanted.json:
-        print(environ.to_json(decisions))
+        print(variables.to_json(decisions))
     elif wanted.export:
-        print(environ.exports(decisions), end="")
+        print(variables.exports(decisions), end="")
     else:
-        print(environ.explain(decisions, environ.known_facts()))
+        print(variables.explain(decisions, variables.known_facts()))
     bad = [decision.variable for decision in decisions if decision.action in ("warn", "error")]
     if wanted.strict and bad:
         print(f"{PROGRAM} env --strict: {', '.join(dict.fromkeys(bad))}: see `{PROGRAM} env`", file=sys.stderr)
@@ -199,7 +199,7 @@ def bench(argv: Sequence[str]) -> int:
     from hf_rocm_tune.bench.command import main as run_bench
 
     def trainer_class() -> Callable[..., Any]:
-        from hf_rocm_tune.process import prepare_process
+        from hf_rocm_tune.machine.process import prepare_process
 
         prepare_process(os.environ)
         from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
@@ -300,7 +300,7 @@ def _with_model(
     wanted = parser.parse_args(argv)
 
     def prepare() -> None:
-        from hf_rocm_tune.process import check_bitsandbytes, prepare_process
+        from hf_rocm_tune.machine.process import check_bitsandbytes, prepare_process
         from hf_rocm_tune.quick_start import uncollected
 
         with uncollected():

@@ -30,10 +30,11 @@ from typing import Any, NoReturn
 
 import yaml
 
-from hf_rocm_tune import configs, process, recipe_file
+from hf_rocm_tune import configs, recipe_file
 from hf_rocm_tune.endings import EXIT_FILE_VARIABLE, INTERRUPTED, PROGRAM, REFUSED_CODES
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.exits import ASKED_FILE, complete, write_atomically
+from hf_rocm_tune.machine import process
 from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.training.supervised import leave_terminal
 

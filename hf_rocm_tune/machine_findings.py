@@ -15,13 +15,13 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_rocm_tune import environ
 from hf_rocm_tune.doctor.access import of_decision
 from hf_rocm_tune.doctor.diagnose import quick
 from hf_rocm_tune.doctor.evidence import Evidence, own_environ
 from hf_rocm_tune.doctor.findings import Finding, from_row, unknown
-from hf_rocm_tune.hardware.software import Software, read_software
-from hf_rocm_tune.hardware.survey import survey
+from hf_rocm_tune.machine import variables
+from hf_rocm_tune.machine.software import Software, read_software
+from hf_rocm_tune.machine.survey import survey
 
 DEADLINE_S = 5.0
 _VARIABLES = "variables"
@@ -54,7 +54,7 @@ def look(*, doctor: bool, say: Callable[[str], None], deadline_s: float = DEADLI
                 say(_line(finding))
     told = {finding.subject for finding in found if finding.check == _VARIABLES}
     # A variable that is too late to set, or a choice of cards that cannot hold, is known to this process alone.
-    late = [one for one in environ.DECISIONS if one.action in ("warn", "error") and one.variable not in told]
+    late = [one for one in variables.DECISIONS if one.action in ("warn", "error") and one.variable not in told]
     return tuple(finding.to_dict() for finding in [*found, *(of_decision(one) for one in late)])
 
 

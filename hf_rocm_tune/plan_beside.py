@@ -9,7 +9,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
-from hf_rocm_tune.process import has_accelerator
+from hf_rocm_tune.machine.process import has_accelerator
 
 T = TypeVar("T")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.hardware.cards import CARDS, Card
-from hf_rocm_tune.hardware.machine import Gpu, Machine
-from hf_rocm_tune.hardware.survey import survey
+from hf_rocm_tune.machine.cards import CARDS, Card
+from hf_rocm_tune.machine.survey import Gpu, Machine, survey
 from hf_rocm_tune.memory.plan import DESKTOP_BYTES, GIB, CardMemory
 
 DEFAULT = "rx7900xt"

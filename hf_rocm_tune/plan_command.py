@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_rocm_tune import plan_beside, process
+from hf_rocm_tune import plan_beside
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
+from hf_rocm_tune.machine import process
 from hf_rocm_tune.memory.plan import GIB, CardMemory
 from hf_rocm_tune.memory.plan_optimizers import OPTIMIZERS
 from hf_rocm_tune.plan_card import card_memory

@@ -69,7 +69,7 @@ def _device(local_rank: int, accelerator: bool) -> dict[str, Any]:
         return {"device": "cpu", "address": None}
     import torch
 
-    from hf_rocm_tune.hardware.torch_probe import pci_address
+    from hf_rocm_tune.machine.software import pci_address
 
     if local_rank >= torch.cuda.device_count():
         return {"device": f"cuda:{local_rank}", "address": None}  # its trials say that it is not there

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from hf_rocm_tune import recipes
-from hf_rocm_tune.environ import covers
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine.variables import covers
 from hf_rocm_tune.redaction import one_line, remember
 
 FLAG = "--config"

@@ -10,8 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hf_rocm_tune import environ, process, recipe_file, split_start
+from hf_rocm_tune import recipe_file, split_start
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.machine import process, variables
 from hf_rocm_tune.quick_start import uncollected
 
 
@@ -34,7 +35,8 @@ def _start(argv: list[str]) -> int:
     before = dict(os.environ)
     recipe_file.apply_environment(argv, os.environ)
     if os.environ != before:
-        environ.announce(environ.apply(os.environ))  # the policy looked at the environment without the recipe's part
+        # The policy looked at the environment without the recipe's part.
+        variables.announce(variables.apply(os.environ))
     split_start.show_all_cards(argv, os.environ)
     with uncollected():
         process.prepare_process(os.environ)

@@ -20,8 +20,8 @@ from hf_rocm_tune.arguments import Arguments
 from hf_rocm_tune.cards import Cards
 from hf_rocm_tune.distributed.agree import highest, on_main_process
 from hf_rocm_tune.errors import MemoryFaultError
+from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.placement import release_memory
-from hf_rocm_tune.process import check_world, several_machines
 from hf_rocm_tune.sft_setup import Job, make_trainer, open_publisher, prepare
 from hf_rocm_tune.training import report, seam_probe, stall
 from hf_rocm_tune.training.oom_shortage import explain_native_exits

@@ -11,7 +11,8 @@ import re
 import sys
 from dataclasses import replace
 
-from hf_rocm_tune import arguments, process, recipes
+from hf_rocm_tune import arguments, recipes
+from hf_rocm_tune.machine import process
 from hf_rocm_tune.memory.plan import GIB, CardMemory
 from hf_rocm_tune.models.split import parse
 from hf_rocm_tune.plan_card import card_memory

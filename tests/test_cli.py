@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune import cli, configs, environ
+from hf_rocm_tune import cli, configs
+from hf_rocm_tune.machine import variables
 from hf_rocm_tune.version import __version__
 
 
@@ -115,8 +116,8 @@ def test_configs_are_listed_found_and_copied(tmp_path: Path, capsys: pytest.Capt
 def test_env_shows_the_decisions_and_strict_judges_them(
     action: str, strict: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = environ.Decision(variable="A_VARIABLE", action=action, value="a b", reason="because", source="a page")
-    monkeypatch.setattr(environ, "DECISIONS", [made])
+    made = variables.Decision(variable="A_VARIABLE", action=action, value="a b", reason="because", source="a page")
+    monkeypatch.setattr(variables, "DECISIONS", [made])
     code, out, _ = run(capsys, "env")
     assert (code, "A_VARIABLE" in out, "because" in out) == (0, True, True)
     code, out, _ = run(capsys, "env", "--json", "--strict")

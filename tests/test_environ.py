@@ -11,9 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune import environ as policy
-from hf_rocm_tune.environ import Decision, MachineFacts, announce, evaluate, explain, exports, show, to_json
-from hf_rocm_tune.environ.policy import POLICY
+from hf_rocm_tune.machine import show
+from hf_rocm_tune.machine import variables as policy
+from hf_rocm_tune.machine.variables import (
+    POLICY,
+    Decision,
+    MachineFacts,
+    announce,
+    evaluate,
+    explain,
+    exports,
+    to_json,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 XT = MachineFacts(torch_version="2.13.0+rocm7.2", hip_version="7.2.26015", archs=("gfx1100",))

@@ -13,11 +13,10 @@ from dataclasses import replace
 
 import pytest
 
-from hf_rocm_tune import cli, environ
-from hf_rocm_tune.environ import Decision, MachineFacts, evaluate, explain
-from hf_rocm_tune.environ import decide as deciding
-from hf_rocm_tune.environ.links import links_of
-from hf_rocm_tune.environ.policy import POLICY
+from hf_rocm_tune import cli
+from hf_rocm_tune.machine import decide as deciding
+from hf_rocm_tune.machine import variables
+from hf_rocm_tune.machine.variables import POLICY, Decision, MachineFacts, evaluate, explain, links_of
 
 XT = MachineFacts(torch_version="2.13.0+rocm7.2", hip_version="7.2.26015", archs=("gfx1100",))
 UNKNOWN = MachineFacts(
@@ -179,23 +178,23 @@ def test_every_issue_that_a_row_names_has_an_address() -> None:
 @pytest.fixture
 def judged_before() -> Iterator[None]:
     """This process has judged its variables on an RX 7900 XT; forgotten afterwards."""
-    kept, decisions = dict(deciding._FACTS), list(environ.DECISIONS)
-    environ.apply(os.environ, replace(XT, torch_version="2.9.1+rocm6.4", hip_version="6.4"), torch_loaded=True)
+    kept, decisions = dict(deciding._FACTS), list(variables.DECISIONS)
+    variables.apply(os.environ, replace(XT, torch_version="2.9.1+rocm6.4", hip_version="6.4"), torch_loaded=True)
     yield
     deciding._FACTS.clear()
     deciding._FACTS.update(kept)
-    environ.DECISIONS[:] = decisions
+    variables.DECISIONS[:] = decisions
 
 
 def test_a_second_look_knows_what_the_first_has_read(judged_before: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", "11.0.0")
 
     def said() -> Decision:
-        made = environ.apply(os.environ, torch_loaded=True)
+        made = variables.apply(os.environ, torch_loaded=True)
         return next(one for one in made if one.variable == "HSA_OVERRIDE_GFX_VERSION")
 
     assert (said().action, "not certain" in said().reason) == ("info", False)
-    known = environ.known_facts()
+    known = variables.known_facts()
     assert known is not None and known.archs == ("gfx1100",)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")  # other GPUs may be visible now
     assert "not certain" in said().reason or said().action == "keep"
@@ -205,7 +204,7 @@ def test_the_command_puts_the_gravest_first_with_cure_and_address(
     judged_before: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     present = {"RCCL_DEBUG": "1", "PYTORCH_ALLOC_CONF": PAIR, "NCCL_DEBUG": "INFO"}
-    monkeypatch.setattr(environ, "DECISIONS", evaluate(present, XT))
+    monkeypatch.setattr(variables, "DECISIONS", evaluate(present, XT))
     assert cli.main(["env", "--strict"]) == 1
     shown = capsys.readouterr()
     order = [shown.out.index(name) for name in ("PYTORCH_ALLOC_CONF", "RCCL_DEBUG", "NCCL_DEBUG=INFO")]

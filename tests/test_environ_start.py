@@ -29,7 +29,7 @@ def test_torch_is_read_as_text_and_never_imported(
     (tmp_path / "torch/__init__.py").write_text("raise SystemError('imported')\n")
     (tmp_path / "torch/version.py").write_text(text)
     code = (
-        "from hf_rocm_tune.environ import read_facts; f = read_facts(archs=()); "
+        "from hf_rocm_tune.machine.variables import read_facts; f = read_facts(archs=()); "
         "assert (f.torch_version is None) == ('torch_version' in f.reasons); print((f.torch_version, f.is_rocm))"
     )
     assert run(code, {"PYTHONPATH": f"{tmp_path}:{ROOT}"}) == repr((version, rocm))
@@ -65,7 +65,8 @@ import {first}
 {patch}
 import hf_rocm_tune, os
 print(os.environ.get("HIP_VISIBLE_DEVICES"), os.environ.get("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"))
-print(*[d.action for d in hf_rocm_tune.environ.DECISIONS])
+from hf_rocm_tune.machine import variables
+print(*[d.action for d in variables.DECISIONS])
 """
 
 
@@ -89,7 +90,7 @@ def start(root: Path, first: str, extra: dict[str, str] | None = None) -> list[s
         "import types\n"
         f"package = types.ModuleType('hf_rocm_tune'); package.__path__ = [{str(ROOT / 'hf_rocm_tune')!r}]\n"
         "sys.modules['hf_rocm_tune'] = package\n"
-        "from hf_rocm_tune.hardware import kfd\n"
+        "from hf_rocm_tune.machine import kfd\n"
         f"kfd.read_topology.__defaults__ = (Path({str(root)!r}),)\n"
         "del sys.modules['hf_rocm_tune']"
     )

@@ -28,7 +28,7 @@ STUB = """
     def main():
         how, rank = sys.argv[1], int(os.environ.get("RANK", "0"))
         if how == "world":
-            from hf_rocm_tune.process import check_world, prepare_process
+            from hf_rocm_tune.machine.process import check_world, prepare_process
             prepare_process(os.environ)
             from accelerate import Accelerator
             accelerator = Accelerator()

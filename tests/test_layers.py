@@ -27,8 +27,8 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 # From low to high. A module that is not named is an entry point.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "version", "redaction"}),
-    frozenset({"environ", "configs", "upstream"}),
-    frozenset({"hardware"}),
+    frozenset({"configs", "upstream"}),
+    frozenset({"machine"}),
     frozenset({"transfer"}),
     frozenset({"integrity", "data", "models", "distributed", "memory"}),
     frozenset({"training", "publish", "doctor", "bench"}),
@@ -38,10 +38,11 @@ ROOT = ENTRY + 1  # cli, __main__ and the package itself, whose lazy names point
 
 HUGGING_FACE = frozenset({"transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "huggingface_hub"})
 NO_HUGGING_FACE = frozenset(
-    {"errors", "version", "redaction", "environ", "configs", "upstream", "hardware", "transfer", "integrity", "memory"}
+    {"errors", "version", "redaction", "configs", "upstream", "machine", "transfer", "integrity", "memory"}
 )
 NO_TORCH = re.compile(
-    r"(errors|version|redaction|configs|environ|memory\.plan|hardware\.\w*sysfs\w*)(\.\w+)*|cli|__main__|__init__"
+    r"(errors|version|redaction|configs|memory\.plan)(\.\w+)*|cli|__main__|__init__"
+    r"|machine(\.(?!process|software|torch_probe|child)\w+)?"
 )
 
 DEVICE_NAME = re.compile(r"(^|_)(device|cuda|gpu)(s?$|_)|^dev$")
@@ -196,12 +197,12 @@ def test_what_must_come_before_torch_does_not_bring_it() -> None:
         ("memory.fit", "from hf_rocm_tune import models"),
         ("training.mixin", "from hf_rocm_tune.sft import main"),
         ("sft", "from hf_rocm_tune.cli import main"),
-        ("errors", "import importlib\nimportlib.import_module('hf_rocm_tune.environ')"),
+        ("errors", "import importlib\nimportlib.import_module('hf_rocm_tune.machine')"),
         ("transfer.ring", "import accelerate.utils"),
         ("integrity.manifest", "from transformers import Trainer"),
         ("memory.plan", "def lazily():\n    import torch"),
-        ("hardware.kfd_sysfs", "from torch import cuda"),
-        ("environ", "import torch.cuda"),
+        ("machine.kfd", "from torch import cuda"),
+        ("machine.variables", "import torch.cuda"),
     ],
 )
 def test_forbidden_import_is_seen(module: str, source: str) -> None:

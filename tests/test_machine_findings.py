@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune import machine_findings
-from hf_rocm_tune.hardware.software import Software
-from hf_rocm_tune.hardware.survey import survey
+from hf_rocm_tune.machine.software import Software
+from hf_rocm_tune.machine.survey import survey
 from tests.hardware.parts import RAPHAEL
 from tests.hardware.trees import Built
 from tests.machines.installs import cpu_stack, device, stack

@@ -10,9 +10,8 @@ import pytest
 
 from hf_rocm_tune import arguments
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.hardware.machine import Machine
-from hf_rocm_tune.hardware.survey import survey
-from hf_rocm_tune.hardware.sysfs_tree import as_tree
+from hf_rocm_tune.machine.survey import Machine, survey
+from hf_rocm_tune.machine.sysfs import as_tree
 from hf_rocm_tune.memory.plan import GIB, CardMemory, estimate
 from hf_rocm_tune.memory.plan_models import public_model
 from hf_rocm_tune.models.shapes_config import config_of
@@ -279,9 +278,9 @@ def test_what_a_desktop_holds_is_read_where_the_card_is_there(nothing_there: Mac
 def _machine_with_a_card(machine: Machine, *, used: int, total: int) -> Machine:
     from unittest.mock import Mock
 
-    from hf_rocm_tune.hardware.cards import identify
-    from hf_rocm_tune.hardware.sensors_sysfs import no_sensors
-    from hf_rocm_tune.hardware.sysfs import Reading
+    from hf_rocm_tune.machine.cards import identify
+    from hf_rocm_tune.machine.sensors import no_sensors
+    from hf_rocm_tune.machine.sysfs import Reading
 
     sensors = replace(no_sensors("x"), vram_used_bytes=Reading(value=used), vram_total_bytes=Reading(value=total))
     identity = identify(arch="gfx1100", vram_bytes=total, name="Radeon RX 7900 XT")

@@ -172,7 +172,7 @@ def test_validate_says_what_it_could_not_check(written: Callable[..., str], run:
 def test_validate_without_a_gpu_leaves_out_what_needs_one(
     written: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_rocm_tune.process.has_accelerator", lambda: False)
+    monkeypatch.setattr("hf_rocm_tune.machine.process.has_accelerator", lambda: False)
     assert "bf16 (there is no GPU here)" in validate(written(bf16=True)).unchecked
 
 

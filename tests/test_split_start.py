@@ -17,7 +17,7 @@ PROGRAM = """
 import json, os, sys
 import hf_rocm_tune
 from hf_rocm_tune import split_start
-from hf_rocm_tune.hardware import kfd
+from hf_rocm_tune.machine import kfd
 assert "torch" not in sys.modules
 node = lambda index, arch, gib: kfd.GpuNode(
     **{name: None for name in kfd.GpuNode.__dataclass_fields__}
@@ -25,7 +25,7 @@ node = lambda index, arch, gib: kfd.GpuNode(
 )
 nodes = (node(0, "gfx1036", 1), node(1, "gfx1100", 20), node(2, "gfx1100", 20))
 topology = kfd.Topology(nodes=nodes, reasons=(), complete=True)
-from hf_rocm_tune import environ
+from hf_rocm_tune.machine import variables
 split_start.policy.read_facts = lambda **_: type("Facts", (), {"is_rocm": True})
 variables = json.loads(sys.argv[1])
 for given in sys.argv[2:]:

@@ -24,7 +24,7 @@ from hf_rocm_tune.bench import machine
 from hf_rocm_tune.bench.figures import Spread, ratios, show_bytes, table
 from hf_rocm_tune.bench.result import Result, progress, publish
 from hf_rocm_tune.errors import StallError, UsageError
-from hf_rocm_tune.hardware.child import Task, run_together
+from hf_rocm_tune.machine.child import Task, run_together
 
 SMALLEST = 1 << 10
 GOAL = 1.05

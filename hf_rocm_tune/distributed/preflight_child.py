@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.hardware.child_main import answer, step
+from hf_rocm_tune.machine.child import answer, step
 
 PAIR, RANK = "pair", "rank"
 IMPORTING = "importing torch"

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.hardware.child_main import ENDINGS
+from hf_rocm_tune.machine.child import ENDINGS
 
 VARIABLE = "HF_ROCM_TUNE_PREFLIGHT_FAULT"
 

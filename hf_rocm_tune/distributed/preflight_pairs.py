@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer.damage import examine
 from hf_rocm_tune.transfer.diagnosis import POISON
 from hf_rocm_tune.transfer.pattern import PIECE_WORDS, fill_with_pattern, pattern

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import gb_per_s
 from hf_rocm_tune.transfer.damage import Damage, examine
 from hf_rocm_tune.transfer.pattern import PIECE_WORDS, pattern

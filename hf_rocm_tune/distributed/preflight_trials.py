@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_rocm_tune.distributed.preflight_child import IMPORTING, PAIR, RANK
-from hf_rocm_tune.hardware.child import Outcome, Task, run_groups, run_together
+from hf_rocm_tune.machine.child import Outcome, Task, run_groups, run_together
 
 MODULE = "hf_rocm_tune.distributed.preflight_child"
 

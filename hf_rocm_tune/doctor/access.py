@@ -8,10 +8,10 @@ from typing import Any
 
 from hf_rocm_tune.doctor.evidence import GIVEN_AWAY, NO_VARIABLES, Check, Evidence, arch_of, in_wheels
 from hf_rocm_tune.doctor.findings import Finding, Status, from_row, unknown
-from hf_rocm_tune.environ import Decision, evaluate
-from hf_rocm_tune.hardware.kfd import GpuNode
-from hf_rocm_tune.hardware.machine import Gpu, Machine
-from hf_rocm_tune.hardware.visible import FILTERS, OURS, choose, is_integrated
+from hf_rocm_tune.machine.kfd import GpuNode
+from hf_rocm_tune.machine.survey import Gpu, Machine
+from hf_rocm_tune.machine.variables import Decision, evaluate
+from hf_rocm_tune.machine.visible import FILTERS, OURS, choose, is_integrated
 
 _GIB = 1 << 30
 _STATUS: dict[str, Status] = {"error": "fail", "warn": "warn", "info": "info", "set": "info"}

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.doctor.findings import Finding, from_row
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_rocm_tune.doctor.arithmetic import DTYPES, Bench, name_of, spread
 from hf_rocm_tune.doctor.findings import Finding, from_row, unknown
 from hf_rocm_tune.doctor.measured import Again, with_evidence
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import step
 
 FLAG = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 TRAINED = ("bfloat16", "float16")
@@ -194,10 +194,13 @@ def _run(bench: Bench, case: Case, tensors: Sequence[Tensor], wish: str) -> tupl
     *inputs, upstream = [_place(bench, tensor, case.heads_last) for tensor in tensors]
     inputs = [tensor.requires_grad_() for tensor in inputs]
     mask = bench.move(~case.hidden()) if case.padding else None
-    options = {"is_causal": case.causal, "enable_gqa": case.sizes[1] != case.sizes[2]}
+    grouped = case.sizes[1] != case.sizes[2]
     recorder, backward = _Recorder(), _Recorder()
     with sdpa_kernel(BACKENDS[wish]) if wish in BACKENDS else nullcontext(), recorder:
-        output = scaled_dot_product_attention(*inputs, attn_mask=mask, **options)
+        query, key, value = inputs
+        output = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=case.causal, enable_gqa=grouped
+        )
     nodes = _nodes(output)
     with backward:
         gradients = torch.autograd.grad(output, inputs, upstream)

@@ -32,16 +32,15 @@ from typing import Any
 from hf_rocm_tune.doctor.evidence import GROUPS, Evidence
 from hf_rocm_tune.doctor.findings import Finding, all_rows
 from hf_rocm_tune.doctor.report import Report
-from hf_rocm_tune.environ.policy import POLICY
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.hardware.cards import CARDS
-from hf_rocm_tune.hardware.kernel_sysfs import PACKED_CONFIG
-from hf_rocm_tune.hardware.software import PACKAGES, Software, TorchDevice
-from hf_rocm_tune.hardware.survey import survey
-from hf_rocm_tune.hardware.sysfs_recording import Recording
-from hf_rocm_tune.hardware.sysfs_tree import RecordedTree
-from hf_rocm_tune.hardware.visible import FILTERS
 from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.machine.cards import CARDS
+from hf_rocm_tune.machine.host import PACKED_CONFIG
+from hf_rocm_tune.machine.software import PACKAGES, Software, TorchDevice
+from hf_rocm_tune.machine.survey import survey
+from hf_rocm_tune.machine.sysfs import RecordedTree, Recording
+from hf_rocm_tune.machine.variables import POLICY
+from hf_rocm_tune.machine.visible import FILTERS
 from hf_rocm_tune.redaction import redact
 from hf_rocm_tune.version import __version__
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.doctor.findings import Finding, from_row
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.raw_copies import Copies, RawCopies, copies_for, wait_for
 

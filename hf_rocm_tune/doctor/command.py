@@ -39,9 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """
     wanted = _parser().parse_args(list(argv))
     # ``--only links,bar variables`` is three names.
-    only, skip = (
-        [name for words in given for name in words.split(",") if name] for given in (wanted.only, wanted.skip)
-    )
+    only, skip = (list(filter(None, ",".join(given).split(","))) for given in (wanted.only, wanted.skip))
     checks = select(all_checks(), only=only, skip=skip)
     if wanted.list:
         _show(listing(checks))

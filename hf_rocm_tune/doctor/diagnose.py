@@ -1,4 +1,4 @@
-"""All checks, the choice among them, and running them: none stops another, and what was not run is said with its reason."""
+"""All checks, the choice among them, and running them: none stops another, and what was not run is said with why."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from hf_rocm_tune.doctor import access, measured, pcie, software, system
 from hf_rocm_tune.doctor.evidence import GROUPS, Check, Evidence, read_here
 from hf_rocm_tune.doctor.findings import Finding, all_rows, from_row, skipped
-from hf_rocm_tune.environ import evaluate
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine.variables import evaluate
 
 NOTHING_THERE = "there is nothing of the kind on this machine"
 MEASURE_SECONDS = 10.0
@@ -91,7 +91,7 @@ def listing(checks: Sequence[Check]) -> str:
             notes = ["with --full only"] if check.full else []
             notes += ["on an accelerator"] if check.needs_gpu else []
             notes += [f"with {check.needs_cards} cards"] if check.needs_cards > 1 else []
-            lines.append(f"  {check.name:<{width}}  {check.about}{f' ({", ".join(notes)})' if notes else ''}")
+            lines.append(f"  {check.name:<{width}}  {check.about}" + (f" ({', '.join(notes)})" if notes else ""))
         blocks += ["\n".join([f"{group}: {title}", *lines])] if lines else []
     return "\n\n".join(blocks)
 

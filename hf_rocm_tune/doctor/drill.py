@@ -139,9 +139,7 @@ class Drill:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         injected = self.injected
-        tallies = [
-            {"kind": kind, "persist": persist, **asdict(one)} for (kind, persist), one in injected.tallies.items()
-        ]
+        tallies = [{"kind": key[0], "persist": key[1], **asdict(one)} for key, one in injected.tallies.items()]
         return {
             "schema": 1,
             "settings": asdict(self.settings),
@@ -203,7 +201,11 @@ def watch_canaries(device: torch.device, seed: int) -> CanaryWatch:
     rehearsed = rehearsal is not None and (rehearsal.cycle, rehearsal.kind) == (_REHEARSED_CYCLE, "zeros")
     settings = CanarySettings.for_device(device, cycles=_CANARY_CYCLES, seed=seed)
     with _bar("canary cycles", settings.cycles) as advance:
-        fault = watch(device, settings, on_cycle=lambda *_: advance() and None)
+
+        def on_cycle(cycle: int, canaries: Canaries) -> None:
+            advance()
+
+        fault = watch(device, settings, on_cycle=on_cycle)
     return CanaryWatch(settings=settings, rehearsed=rehearsed, fault=fault)
 
 
@@ -277,8 +279,8 @@ def table(drill: Drill) -> str:
         sizing = watched.settings
         said = (
             f"{sizing.canaries} of {sizing.canary_bytes >> 20} MiB beside up to {sizing.churn_bytes >> 20:,} MiB that "
-            f"come and go, {sizing.cycles} cycles: {'held' if watched.fault is None else 'one changed'}; the one harmed "
-            f"on purpose was {'found' if watched.rehearsed else 'MISSED'}"
+            f"come and go, {sizing.cycles} cycles: {'held' if watched.fault is None else 'one changed'}; the one "
+            f"harmed on purpose was {'found' if watched.rehearsed else 'MISSED'}"
         )
     lines.append(f"canaries     {said}")
     lines.append(f"verdict      {'; '.join(failures) if failures else 'every fault was found, and nothing else'}")

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_rocm_tune.doctor.findings import Finding, knowledge_data
-from hf_rocm_tune.environ import MachineFacts
-from hf_rocm_tune.environ.decide import MARK_SET
-from hf_rocm_tune.hardware.joined import JoinedDevice, join
-from hf_rocm_tune.hardware.kfd import GpuNode
-from hf_rocm_tune.hardware.machine import Gpu, Machine
-from hf_rocm_tune.hardware.software import DEADLINE_S, Software, TorchDevice, read_software
-from hf_rocm_tune.hardware.survey import record
-from hf_rocm_tune.hardware.visible import choose, users_environ, visible_nodes
+from hf_rocm_tune.machine.kfd import GpuNode
+from hf_rocm_tune.machine.software import DEADLINE_S, Software, TorchDevice, read_software
+from hf_rocm_tune.machine.survey import Gpu, JoinedDevice, Machine, join, record
+from hf_rocm_tune.machine.variables import MARK_SET, MachineFacts
+from hf_rocm_tune.machine.visible import choose, users_environ, visible_nodes
 
 NO_VARIABLES = "the recording holds no variables"
 NO_SOFTWARE = "the recording holds no software"

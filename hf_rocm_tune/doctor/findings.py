@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_rocm_tune.environ.links import issue_link, links_of
+from hf_rocm_tune.machine.variables import issue_link, links_of
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
 #: Tables that checks look things up in (`knowledge_data`); all other files hold rows.

@@ -1,4 +1,4 @@
-"""Matrix products by dtype, shape and layout (``gemm``), again and again (``gemm_repeat``), by two libraries (``blas``).
+"""Matrix products by dtype, shape and layout (``gemm``), repeated (``gemm_repeat``), by two libraries (``blas``).
 
 Faults: see `arithmetic`; ``where=bfloat16`` or ``where=127x257`` harms one of those products, ``where=int8`` the 37th
 repeat of that dtype, ``where=rocblas`` or ``where=hipblaslt`` the products of a library.
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from hf_rocm_tune.doctor.arithmetic import DTYPES, Bench, exact_factors, harmed, name_of, product, spread
 from hf_rocm_tune.doctor.findings import Finding, from_row, skipped
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import step
 
 SHAPES = (
     *((1, 1, 1), (3, 5, 7), (17, 31, 63), (64, 64, 64), (127, 257, 129)),

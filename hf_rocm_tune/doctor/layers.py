@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from hf_rocm_tune.doctor.arithmetic import DTYPES, Bench, name_of, product, signs, spread
 from hf_rocm_tune.doctor.findings import Finding, from_row, skipped
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import step
 
 SIZES = ((33, 1000), (7, 4096), (1, 63))
 FULL_SIZES = ((512, 4096), (129, 11008))
@@ -101,10 +101,8 @@ def _softmax(x: Tensor) -> Tensor:
 
 def _cross_entropy(bench: Bench, dtype: torch.dtype, classes: int) -> None:
     """Mean cross entropy over a vocabulary; torch stores the logarithms of the probabilities in the dtype."""
-    x, target = (
-        spread((17, classes), dtype, bench.generator),
-        torch.randint(0, classes, (17,), generator=bench.generator),
-    )
+    x = spread((17, classes), dtype, bench.generator)
+    target = torch.randint(0, classes, (17,), generator=bench.generator)
     placed = bench.move(target)
 
     def formula(x: Tensor) -> Tensor:
@@ -245,7 +243,7 @@ class _Weight:
 
         At most 128 of a row are not zero, so that sums up to 256 are exact in bfloat16.
         """
-        label, (outputs, width) = f"{self._label}, exact product with {rows} rows", self._shape
+        label, width = f"{self._label}, exact product with {rows} rows", self._shape[1]
         step(f"computing {label}")
         generator = self._bench.generator
         few = torch.rand(self._shape, generator=generator).argsort(dim=1) < min(128, width // 2)

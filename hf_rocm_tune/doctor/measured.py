@@ -24,9 +24,8 @@ from hf_rocm_tune.distributed.preflight_trials import DEVICE_ERRORS
 from hf_rocm_tune.doctor.evidence import Check, Evidence
 from hf_rocm_tune.doctor.findings import Finding, from_row, unknown
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.hardware.child import Outcome, run
-from hf_rocm_tune.hardware.child_main import ENDINGS, answer
-from hf_rocm_tune.hardware.software import TorchDevice
+from hf_rocm_tune.machine.child import ENDINGS, Outcome, answer, run
+from hf_rocm_tune.machine.software import TorchDevice
 
 VARIABLE = "HF_ROCM_TUNE_DOCTOR_FAULT"
 MODULE = "hf_rocm_tune.doctor.measured"

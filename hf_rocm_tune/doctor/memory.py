@@ -1,4 +1,4 @@
-"""``bandwidth``: what the card's link gives; ``canaries``: memory that must not change while other memory comes and goes.
+"""The rate of the card's link (``bandwidth``), and memory that must not change beside other (``canaries``).
 
 Faults: ``slow``; ``zeros`` (a range of a canary) and ``flip`` (one bit), in the second cycle.
 """
@@ -17,11 +17,10 @@ from hf_rocm_tune.doctor.findings import Finding, from_row, knowledge_data
 from hf_rocm_tune.doctor.measured import Again, with_evidence
 from hf_rocm_tune.doctor.pairs import size_words
 from hf_rocm_tune.doctor.pcie import rate_gb_s
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
-from hf_rocm_tune.hardware.path_sysfs import read_upward
-from hf_rocm_tune.hardware.sysfs_tree import LiveTree
 from hf_rocm_tune.integrity.canaries import Canaries, CanarySettings, watch
+from hf_rocm_tune.machine.child import device_of, step
+from hf_rocm_tune.machine.pci import read_upward
+from hf_rocm_tune.machine.sysfs import LiveTree
 from hf_rocm_tune.transfer import gb_per_s
 from hf_rocm_tune.transfer.raw_copies import RawCopies, wait_for
 
@@ -70,7 +69,8 @@ def bandwidth(request: Mapping[str, Any]) -> list[Finding]:
                 time.sleep((_SLOWED - 1) * (time.perf_counter() - began))
             rates[way].append(gb_per_s(_QUEUED * nbytes, time.perf_counter() - began))
     # The first round wakes the link and is left out.
-    return judge_bandwidth(request, *(statistics.median(all_of[1:]) for all_of in rates.values()), links)
+    to_device, from_device = (statistics.median(all_of[1:]) for all_of in rates.values())
+    return judge_bandwidth(request, to_device, from_device, links)
 
 
 def judge_bandwidth(request: Mapping[str, Any], there: float, back: float, links: Sequence[LinkState]) -> list[Finding]:

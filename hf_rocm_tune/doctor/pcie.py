@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hf_rocm_tune.doctor.evidence import Check, Evidence
 from hf_rocm_tune.doctor.findings import Finding, from_row, knowledge_data, unknown
-from hf_rocm_tune.hardware.machine import Gpu, Link
-from hf_rocm_tune.hardware.survey import survey
-from hf_rocm_tune.hardware.sysfs import Reading
+from hf_rocm_tune.machine.pci import Link
+from hf_rocm_tune.machine.survey import Gpu, survey
+from hf_rocm_tune.machine.sysfs import Reading
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _CORRECTED = "correctable"
@@ -88,7 +89,7 @@ def _link(gpu: Gpu, slowest: Narrowest) -> Finding:
     speed, width, rate = f"{slowest.speed:g}", slowest.width, rate_gb_s(slowest.speed, slowest.width)
     limits = bounds["link_gb_s"]
     row = "link_full" if rate >= limits["x8"] else "link_half" if rate >= limits["x4"] else "link_narrow"
-    values: dict[str, object] = {"expect": bounds["expected"].get(speed, {}).get(f"x{width}", "")}
+    values: dict[str, Any] = {"expect": bounds["expected"].get(speed, {}).get(f"x{width}", "")}
     values |= {"width": width, "speed": speed, "rate": rate}
     values |= {"where": slowest.link.device} if row != "link_full" else {}
     return from_row(row, subject=gpu.address, evidence=map(_describe, gpu.path), **values)

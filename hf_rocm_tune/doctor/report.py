@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -135,11 +136,10 @@ def _lines(report: Report, console: Console) -> Iterator[Text]:
     def wrapped(text: str, head: Text | None = None, style: str = "") -> Iterator[Text]:
         """The text behind a head, which stands in the first line only; no word is cut."""
         head = head or Text()
-        indent = len(head)
-        parts = Text(plain(text), style=style).wrap(console, max(console.width - indent, 1), overflow="ignore")
-        for number, part in enumerate(parts):
-            part.rstrip()
-            yield Text.assemble(" " * indent if number else head, part)
+        indent, width = len(head), max(console.width - len(head), 1)
+        lines = textwrap.wrap(plain(text), width, break_on_hyphens=False, break_long_words=False) or [""]
+        for number, line in enumerate(lines):
+            yield Text.assemble(" " * indent if number else head, (line, style))
 
     def first(finding_status: Status, text: str, style: str = "") -> Iterator[Text]:
         mark, colour = _MARKS[finding_status]

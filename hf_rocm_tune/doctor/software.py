@@ -1,4 +1,4 @@
-"""torch, ROCm and bitsandbytes: whether the builds fit the machine and each other, and the versions that were tested."""
+"""torch, ROCm and bitsandbytes: whether the builds fit the machine and each other, and the tested versions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hf_rocm_tune.doctor.evidence import (
     within,
 )
 from hf_rocm_tune.doctor.findings import Finding, from_row, knowledge_data, skipped, unknown
-from hf_rocm_tune.hardware.software import Software
-from hf_rocm_tune.hardware.visible import FILTERS
+from hf_rocm_tune.machine.software import Software
+from hf_rocm_tune.machine.visible import FILTERS
 
 NO_ROCM_BUILD = "torch is no ROCm build"
 _BUILDS = {"cpu": "processors", "cuda": "NVIDIA cards"}

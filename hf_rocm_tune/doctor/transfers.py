@@ -1,7 +1,7 @@
 """Bytes to the device and back (``round_trip``), and tensors of mapped files against the heap (``mmap_heap``).
 
-Faults: those of ``raw_copies``; ``where=to cuda:0`` harms the way there, ``where=back`` the way back; ``slow`` makes the
-mapped copy take long.
+Faults: those of ``raw_copies``; ``where=to cuda:0`` harms the way there, ``where=back`` the way back; ``slow`` is of
+the mapped copy.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from hf_rocm_tune.doctor.drill_faults import DTYPES
 from hf_rocm_tune.doctor.findings import Finding, from_row
 from hf_rocm_tune.doctor.measured import Again, with_evidence
 from hf_rocm_tune.doctor.pairs import problem_lines, size_words
-from hf_rocm_tune.hardware.child_device import device_of
-from hf_rocm_tune.hardware.child_main import step
+from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.damage import Damage, examine
 from hf_rocm_tune.transfer.diagnosis import POISON
@@ -250,7 +249,7 @@ def mmap_heap(request: Mapping[str, Any]) -> list[Finding]:
     copies = copies_for(request)
 
     def once(file: Path) -> tuple[float, float, float, int]:
-        """Seconds of a copy out of a fresh mapping, from the heap and by our own mover, and the first one's wrong bytes."""
+        """Seconds out of a fresh mapping, from the heap and by our own mover, and wrong bytes of the first."""
         with safe_open(file, framework="pt") as opened:
             mapped, arrived = _timed(copies, opened.get_tensor("weight"), "a mapped tensor", device)
         with safe_open(file, framework="pt") as opened:

@@ -6,7 +6,8 @@ import argparse
 import os
 from collections.abc import Callable
 
-from hf_rocm_tune import process, recipe_file, recipes
+from hf_rocm_tune import recipe_file, recipes
+from hf_rocm_tune.machine import process
 
 
 def add_actions(parser: argparse.ArgumentParser) -> None:

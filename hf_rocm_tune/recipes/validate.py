@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_rocm_tune import arguments, environ, process, recipe_file
+from hf_rocm_tune import arguments, recipe_file
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine import process, variables
 from hf_rocm_tune.training.loggers import check_loggers
 from hf_rocm_tune.training.offload import check_offloads
 
@@ -50,7 +51,7 @@ def validate(given: str | Path) -> Verdict:
     check_loggers(job.training.report_to)
     check_offloads(job.training)
     _check_paths(job)
-    decided = environ.evaluate(os.environ, environ.known_facts() or environ.read_facts())
+    decided = variables.evaluate(os.environ, variables.known_facts() or variables.read_facts())
     harmful = [one for one in decided if one.action in ("warn", "error") and one.variable in recipe.env]
     return Verdict(
         path=recipe.path,

@@ -17,8 +17,8 @@ from types import FrameType
 
 from hf_rocm_tune.endings import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM
 from hf_rocm_tune.errors import StallError
-from hf_rocm_tune.hardware.resets import core_dumps
 from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.machine.sensors import core_dumps
 from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.supervisor.child import Child
 from hf_rocm_tune.supervisor.command import shown, to_start

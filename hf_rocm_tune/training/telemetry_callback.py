@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from hf_rocm_tune.hardware.sysfs_tree import LiveTree, Tree
+from hf_rocm_tune.machine.sysfs import LiveTree, Tree
 from hf_rocm_tune.training.telemetry import Telemetry
 from hf_rocm_tune.training.telemetry_source import Sample, card_of, sample, torch_memory
 

@@ -11,12 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_rocm_tune.hardware.machine import Sensors
-from hf_rocm_tune.hardware.sensors_sysfs import read_sensors
-from hf_rocm_tune.hardware.sysfs import Reading
-from hf_rocm_tune.hardware.sysfs_tree import Tree
-from hf_rocm_tune.hardware.throttle_sysfs import throttle_causes
-from hf_rocm_tune.hardware.torch_probe import pci_address
+from hf_rocm_tune.machine.sensors import Sensors, read_sensors, throttle_causes
+from hf_rocm_tune.machine.software import pci_address
+from hf_rocm_tune.machine.sysfs import Reading, Tree
 
 GIB = 1 << 30
 # Field of the sensors' record: name of the metric, and the factor to its unit.

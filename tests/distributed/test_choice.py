@@ -14,7 +14,7 @@ from hf_rocm_tune.distributed.preflight_child import IMPORTING
 from hf_rocm_tune.distributed.preflight_fault import VARIABLE, PreflightFault
 from hf_rocm_tune.distributed.preflight_trials import PairTrial, ReduceTrial, Verdict
 from hf_rocm_tune.errors import StallError, UsageError
-from hf_rocm_tune.hardware.child import Outcome
+from hf_rocm_tune.machine.child import Outcome
 
 DAMAGE = {"kind": "zeros", "wrong": 8, "nbytes": 64, "first_offset": 16, "found": "0000", "right": "abcd"}
 CARDS = [{"device": "cuda:0", "address": None}, {"device": "cuda:1", "address": None}]

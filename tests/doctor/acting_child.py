@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.hardware.child_main import DIRECTORY, RESULT, answer, step
+from hf_rocm_tune.machine.child import DIRECTORY, RESULT, answer, step
 
 
 def act(request: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_rocm_tune.doctor import live
-from hf_rocm_tune.hardware.software import Software, read_software
+from hf_rocm_tune.machine.software import Software, read_software
 
 
 @pytest.fixture(scope="session")

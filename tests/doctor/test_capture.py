@@ -17,9 +17,9 @@ from hf_rocm_tune.doctor.live import own_environ
 from hf_rocm_tune.doctor.redact import Identity, scrub_text, scrub_variable
 from hf_rocm_tune.doctor.registry import all_checks
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.hardware.software import Software
-from hf_rocm_tune.hardware.survey import record
-from hf_rocm_tune.hardware.sysfs_tree import RecordedTree
+from hf_rocm_tune.machine.software import Software
+from hf_rocm_tune.machine.survey import record
+from hf_rocm_tune.machine.sysfs import RecordedTree
 from tests.hardware.parts import RAPHAEL, XT, Slot
 from tests.hardware.trees import NODES, Built
 from tests.machines.installs import stack

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.hardware.child import Outcome, Task, run, run_groups, run_together
-from hf_rocm_tune.hardware.child_main import ENDINGS
+from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, run, run_groups, run_together
 from tests.doctor.together import together
 
 MODULE = "tests.doctor.acting_child"
@@ -151,7 +150,7 @@ def test_a_grandchild_that_escapes_does_not_hold_the_parent(tmp_path: Path) -> N
 def test_a_child_does_not_outlive_its_parent(number: signal.Signals, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     program = (
-        "from hf_rocm_tune.hardware.child import run\n"
+        "from hf_rocm_tune.machine.child import run\n"
         f"run({MODULE!r}, request={{'act': 'slow', 'seconds': 600, 'pid_file': {str(file)!r}}}, deadline_s=600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)

@@ -17,10 +17,9 @@ from hf_rocm_tune.doctor.finding import Finding, from_row
 from hf_rocm_tune.doctor.measured import conduct
 from hf_rocm_tune.doctor.registry import all_checks
 from hf_rocm_tune.doctor.rows import all_rows
-from hf_rocm_tune.hardware.machine import Machine
-from hf_rocm_tune.hardware.software import Software
-from hf_rocm_tune.hardware.survey import survey
-from hf_rocm_tune.hardware.sysfs import Reading
+from hf_rocm_tune.machine.software import Software
+from hf_rocm_tune.machine.survey import Machine, survey
+from hf_rocm_tune.machine.sysfs import Reading
 from tests.hardware.parts import XT, Slot
 from tests.hardware.trees import Built
 from tests.machines.installs import cpu_stack, device, stack

@@ -11,7 +11,7 @@ import pytest
 from hf_rocm_tune.doctor.measured import MEASURED, attention, attention_child, blas
 from hf_rocm_tune.doctor.measured.conduct import run_measured
 from hf_rocm_tune.doctor.measured.tally import Tally
-from hf_rocm_tune.hardware.child import Outcome
+from hf_rocm_tune.machine.child import Outcome
 from tests.doctor.arithmetic import found, measured
 
 # ---- which backend runs ------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from hf_rocm_tune.doctor.measured import MEASURED, all_reduce, grad_sync, pairs
 from hf_rocm_tune.doctor.measured.conduct import Ask, run_measured
 from hf_rocm_tune.doctor.measured.faults import DoctorFault
 from hf_rocm_tune.doctor.measured.transfer import RANK_FAULTS
-from hf_rocm_tune.hardware.child import Outcome
+from hf_rocm_tune.machine.child import Outcome
 from tests.doctor.together import together
 
 CPU = {"device": "cpu"}

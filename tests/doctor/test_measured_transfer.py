@@ -23,8 +23,7 @@ from hf_rocm_tune.doctor.measured.conduct import Ask, failure, run_measured
 from hf_rocm_tune.doctor.measured.faults import VARIABLE, DoctorFault
 from hf_rocm_tune.doctor.measured.transfer import COPY_FAULTS, TRANSFER
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.hardware.child import Outcome
-from hf_rocm_tune.hardware.child_main import ENDINGS
+from hf_rocm_tune.machine.child import ENDINGS, Outcome
 from hf_rocm_tune.transfer.raw_copies import FAULTS
 from tests.doctor.together import together
 

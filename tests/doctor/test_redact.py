@@ -13,9 +13,9 @@ from hf_rocm_tune.doctor.diagnose import diagnose
 from hf_rocm_tune.doctor.redact import Identity, scrub_text
 from hf_rocm_tune.doctor.registry import all_checks
 from hf_rocm_tune.doctor.rows import all_rows
-from hf_rocm_tune.environ.policy import POLICY
-from hf_rocm_tune.hardware.survey import record
-from hf_rocm_tune.hardware.sysfs_tree import RecordedTree
+from hf_rocm_tune.machine.survey import record
+from hf_rocm_tune.machine.sysfs import RecordedTree
+from hf_rocm_tune.machine.variables import POLICY
 from tests.hardware.parts import RAPHAEL, XT, Slot
 from tests.hardware.trees import Built
 from tests.machines.installs import stack

@@ -14,9 +14,8 @@ from hf_rocm_tune.doctor import rows
 from hf_rocm_tune.doctor.finding import from_row, skipped, unknown
 from hf_rocm_tune.doctor.links import link_of
 from hf_rocm_tune.doctor.rows import DATA_FILES, KNOWLEDGE, all_rows, knowledge_data, load_rows
-from hf_rocm_tune.environ.links import links_of
-from hf_rocm_tune.environ.policy import POLICY
-from hf_rocm_tune.hardware.cards import CARDS
+from hf_rocm_tune.machine.cards import CARDS
+from hf_rocm_tune.machine.variables import POLICY, links_of
 from hf_rocm_tune.transfer import AcceleratorBackend, TransferSettings
 
 SOURCES = [ast.parse(file.read_text("utf-8")) for file in sorted(KNOWLEDGE.parent.rglob("*.py"))]

@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune.hardware.software_record import Software, TorchDevice
-from hf_rocm_tune.hardware.sysfs import Reading
-from hf_rocm_tune.hardware.sysfs_tree import RecordedTree, Tree
+from hf_rocm_tune.machine.software import Software, TorchDevice
+from hf_rocm_tune.machine.sysfs import Reading, RecordedTree, Tree
 
 
 class _Hanging(RecordedTree):

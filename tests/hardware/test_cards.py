@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hf_rocm_tune.hardware.cards import CARDS, GIB, identify
+from hf_rocm_tune.machine.cards import CARDS, GIB, identify
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.key)

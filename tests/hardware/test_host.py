@@ -7,9 +7,7 @@ import gzip
 
 import pytest
 
-from hf_rocm_tune.hardware.host_sysfs import read_host
-from hf_rocm_tune.hardware.kernel_sysfs import parse_cmdline, parse_config, read_kernel
-from hf_rocm_tune.hardware.machine import Host
+from hf_rocm_tune.machine.host import Host, parse_cmdline, parse_config, read_host, read_kernel
 from tests.hardware.parts import GIB
 from tests.hardware.trees import Built
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hf_rocm_tune.hardware.joined import JoinedDevice, join
-from hf_rocm_tune.hardware.software_record import TorchDevice
-from hf_rocm_tune.hardware.survey import survey
+from hf_rocm_tune.machine.software import TorchDevice
+from hf_rocm_tune.machine.survey import JoinedDevice, join, survey
 from tests.hardware.parts import RAPHAEL, XT, XTX
 from tests.hardware.trees import Built
 

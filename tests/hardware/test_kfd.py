@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from hf_rocm_tune.hardware import kfd, sysfs
-from hf_rocm_tune.hardware.sysfs_tree import LiveTree, RecordedTree, RecordingTree
+from hf_rocm_tune.machine import kfd, sysfs
+from hf_rocm_tune.machine.sysfs import LiveTree, RecordedTree, RecordingTree
 
 NODES = "sys/class/kfd/kfd/topology/nodes"
 NONSENSE = [

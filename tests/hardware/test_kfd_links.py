@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hf_rocm_tune.hardware.machine import Gpu
-from hf_rocm_tune.hardware.survey import survey
-from hf_rocm_tune.hardware.sysfs_tree import RecordedTree
+from hf_rocm_tune.machine.survey import Gpu, survey
+from hf_rocm_tune.machine.sysfs import RecordedTree
 from tests.hardware.parts import GIB, P2P_CONFIG
 from tests.hardware.trees import NODES, Built
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hf_rocm_tune.hardware.machine import Gpu
-from hf_rocm_tune.hardware.path_sysfs import read_upward
-from hf_rocm_tune.hardware.survey import survey
-from hf_rocm_tune.hardware.sysfs_tree import RecordedTree
+from hf_rocm_tune.machine.pci import read_upward
+from hf_rocm_tune.machine.survey import Gpu, survey
+from hf_rocm_tune.machine.sysfs import RecordedTree
 from tests.hardware.parts import STRIX_HALO, XT, XT_9070, Slot
 from tests.hardware.trees import DEVICES, Built
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_rocm_tune.hardware.resets import core_dumps
+from hf_rocm_tune.machine.sensors import core_dumps
 
 
 def dump(root: Path, name: str, *, driver: str | None, device: str = "0000:03:00.0") -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune.hardware.rocm_userspace import VERSION_FILES, read_rocm_version
+from hf_rocm_tune.machine.software import VERSION_FILES, read_rocm_version
 
 
 def write(root: Path, path: str, content: bytes) -> None:

@@ -6,9 +6,7 @@ import struct
 
 import pytest
 
-from hf_rocm_tune.hardware.machine import Sensors
-from hf_rocm_tune.hardware.sensors_sysfs import read_sensors
-from hf_rocm_tune.hardware.throttle_sysfs import parse_throttle, throttle_causes
+from hf_rocm_tune.machine.sensors import Sensors, parse_throttle, read_sensors, throttle_causes
 from tests.hardware.parts import Readings, metrics_v1_3, metrics_v2_1
 from tests.hardware.trees import DEVICES, Built
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.hardware.software import PACKAGES, Software, read_software
+from hf_rocm_tune.machine.software import PACKAGES, Software, read_software
 
 _READ = """
 import json, sys
-from hf_rocm_tune.hardware.software import read_software
+from hf_rocm_tune.machine.software import read_software
 print(json.dumps(read_software(deadline_s=float(sys.argv[1])).to_dict()))
 """
 ROCM_VERSION_PY = """

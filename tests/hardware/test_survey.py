@@ -14,10 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_rocm_tune.hardware.machine import Machine
-from hf_rocm_tune.hardware.survey import record, survey
-from hf_rocm_tune.hardware.sysfs import Reading
-from hf_rocm_tune.hardware.sysfs_tree import LiveTree, RecordedTree
+from hf_rocm_tune.machine.survey import Machine, record, survey
+from hf_rocm_tune.machine.sysfs import LiveTree, Reading, RecordedTree
 from tests.hardware.parts import RAPHAEL, STRIX_HALO, XT, XTX, Slot
 from tests.hardware.trees import Built
 

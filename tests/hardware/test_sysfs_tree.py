@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.hardware.sysfs import MAX_BYTES
-from hf_rocm_tune.hardware.sysfs_tree import LiveTree, RecordedTree, RecordingTree, Tree, as_tree
+from hf_rocm_tune.machine.sysfs import MAX_BYTES, LiveTree, RecordedTree, RecordingTree, Tree, as_tree
 
 PATHS = (
     "text",

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from hf_rocm_tune.hardware import kfd, visible
+from hf_rocm_tune.machine import kfd, visible
 
 HIP = "HIP_VISIBLE_DEVICES"
 

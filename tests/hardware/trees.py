@@ -16,7 +16,7 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-from hf_rocm_tune.hardware.sysfs_tree import RecordedTree
+from hf_rocm_tune.machine.sysfs import RecordedTree
 from tests.hardware.parts import (
     AT_REST,
     FULL_SLOT,

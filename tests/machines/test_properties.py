@@ -16,9 +16,9 @@ from hf_rocm_tune.doctor.finding import NOT_TESTED_HERE, Finding
 from hf_rocm_tune.doctor.links import link_of
 from hf_rocm_tune.doctor.redact import Identity
 from hf_rocm_tune.doctor.rows import all_rows
-from hf_rocm_tune.environ.policy import POLICY
-from hf_rocm_tune.hardware.survey import record
-from hf_rocm_tune.hardware.sysfs_tree import RecordedTree
+from hf_rocm_tune.machine.survey import record
+from hf_rocm_tune.machine.sysfs import RecordedTree
+from hf_rocm_tune.machine.variables import POLICY
 from tests.machines.catalogue import MACHINES
 from tests.machines.conftest import COLUMNS
 from tests.machines.replay import Replay, command, written

@@ -13,9 +13,8 @@ import pytest
 from hf_rocm_tune.doctor import command as doctor_command
 from hf_rocm_tune.doctor.checks import pcie
 from hf_rocm_tune.doctor.evidence import Evidence
-from hf_rocm_tune.hardware.machine import Machine
-from hf_rocm_tune.hardware.software import Software
-from hf_rocm_tune.hardware.survey import survey
+from hf_rocm_tune.machine.software import Software
+from hf_rocm_tune.machine.survey import Machine, survey
 from tests.hardware.trees import Built
 from tests.machines.installs import stack
 from tests.machines.replay import command

@@ -53,7 +53,7 @@ def main() -> None:
     """Imports everything, says so, and serves requests until standard input closes."""
     import bitsandbytes  # noqa: F401
 
-    from hf_rocm_tune import process
+    from hf_rocm_tune.machine import process
     from hf_rocm_tune.publish import merge  # noqa: F401
 
     process.prepare_process(os.environ)

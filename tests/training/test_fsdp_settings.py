@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune import process
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine import process
 from hf_rocm_tune.models.placement import Coverage
 from hf_rocm_tune.training.deepspeed import check_deepspeed, with_deepspeed
 from hf_rocm_tune.training.fsdp_settings import check_fsdp
