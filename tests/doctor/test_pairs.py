@@ -21,11 +21,9 @@ from hf_rocm_tune.distributed.choice import GradSyncChoice, SyncWay
 from hf_rocm_tune.distributed.preflight import LIMIT_S
 from hf_rocm_tune.distributed.preflight_fault import PreflightFault
 from hf_rocm_tune.distributed.preflight_trials import PairTrial, ReduceTrial, Way, try_all_reduce, try_pairs
-from hf_rocm_tune.doctor.finding import Finding
-from hf_rocm_tune.doctor.measured import MEASURED, all_reduce, grad_sync, pairs
-from hf_rocm_tune.doctor.measured.conduct import Ask, run_measured
-from hf_rocm_tune.doctor.measured.faults import DoctorFault
-from hf_rocm_tune.doctor.measured.transfer import RANK_FAULTS
+from hf_rocm_tune.doctor import pairs
+from hf_rocm_tune.doctor.findings import Finding
+from hf_rocm_tune.doctor.measured import MEASURED, DoctorFault, run_measured
 from hf_rocm_tune.machine.child import Outcome
 from tests.doctor.together import together
 
@@ -47,7 +45,7 @@ def judged(result: dict[str, Any] | None, **outcome: Any) -> Finding:
         destination="cuda:1",
         outcome=Outcome(status=outcome.pop("status", "done"), result=result, **outcome),
     )
-    return pairs._finding(Ask(measured=MEASURED["pairs"], request={}), trial, None)
+    return pairs.judge_pair(trial, None, "copies")
 
 
 SUMS: dict[str, dict[str, Any] | None] = {
@@ -197,7 +195,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Sequence[str]) -> list[W
         outcome = Outcome(status=statuses.get(verdict, "done"), result=None if verdict in statuses else good)  # type: ignore[arg-type]
         return ReduceTrial(way=way, outcomes=(outcome, outcome))
 
-    monkeypatch.setattr(all_reduce, "try_all_reduce", trial)
+    monkeypatch.setattr(pairs, "try_all_reduce", trial)
     return tried
 
 
@@ -240,7 +238,7 @@ def test_the_decision_that_training_would_take_is_named(
         asked.append((devices, fault, limit_s))
         return GradSyncChoice(way=way, reason="the reason", evidence=("a trial",), shown=shown)
 
-    monkeypatch.setattr(grad_sync, "try_machine", chosen)
+    monkeypatch.setattr(pairs, "try_machine", chosen)
     fault = DoctorFault(check="grad_sync", kind="hang", where="cold")
     marked, finding = run_measured(MEASURED["grad_sync"], [{"devices": TWO}], fault=fault)
     assert (marked.row, finding.row, finding.status) == ("fault_on_purpose", row, status)
@@ -257,18 +255,6 @@ def test_sums_are_exact_for_any_number_of_ranks_and_depend_on_place_and_rank() -
             assert torch.equal(sum(part.double() for part in parts), sum(parts).double())  # type: ignore[union-attr]
             assert world > 8 or not torch.equal(parts[0], parts[1])
             assert parts[0][:100].unique().numel() > 3 or world > 8
-
-
-def test_trials_and_checks_are_made_without_torch() -> None:
-    program = (
-        "import sys, hf_rocm_tune.distributed.preflight_trials, hf_rocm_tune.doctor.measured.conduct as conduct\n"
-        "from importlib import import_module\n"
-        "from hf_rocm_tune.doctor.measured import MEASURED, PACKAGE\n"
-        "modules = [import_module(f'{PACKAGE}.{one.module}') for one in MEASURED.values()]\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
-    assert RANK_FAULTS == preflight_ranks.FAULTS, "a copy of what cannot be imported without torch"
 
 
 def test_each_half_can_be_tried_by_hand() -> None:
