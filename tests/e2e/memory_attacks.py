@@ -228,7 +228,8 @@ def _counted_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -
             if not _done and self.state.global_step == step - 1:
                 labels = rng.choice(batch_samples)["labels"]
                 assert labels.device.type == "cpu"
-                at = int((labels == -100).flatten().nonzero()[0]) if rng.random() < 0.5 else labels.numel() - 1
+                masked = (labels == -100).flatten().nonzero()
+                at = int(masked[0]) if len(masked) and rng.random() < 0.5 else labels.numel() - 1
                 ctypes.c_int64.from_address(labels.data_ptr() + 8 * at).value ^= 127
                 tell("labels")
             return stock(self, batch_samples, *arguments, **keywords)
