@@ -143,7 +143,7 @@ def env(argv: Sequence[str]) -> int:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """is this machine fit to train, and if not, what cures it?"""
+    """is this machine fit to train, and if not, how is it fixed?"""
     from hf_rocm_tune.doctor.command import main as examine
 
     return examine(argv)
@@ -178,8 +178,7 @@ def drill(argv: Sequence[str]) -> int:
     wanted = parser.parse_args(argv)
     if wanted.json and (wanted.json.is_dir() or not wanted.json.parent.is_dir()):
         raise UsageError(f"--json {wanted.json} is not a file in a directory that exists; choose another")
-    from hf_rocm_tune.doctor.drill import DrillSettings, run
-    from hf_rocm_tune.doctor.drill_table import table
+    from hf_rocm_tune.doctor.drill import DrillSettings, run, table
 
     counts = {"faults": 10_000, "clean": 1_000_000} if wanted.full else {}
     counts |= {name: value for name in ("faults", "clean") if (value := getattr(wanted, name)) is not None}
@@ -219,7 +218,7 @@ def push(argv: Sequence[str]) -> int:
 
 def report(argv: Sequence[str]) -> int:
     """plots of a run, and what it verified and met with as one HTML page"""
-    from hf_rocm_tune.doctor.links import link_of
+    from hf_rocm_tune.doctor.findings import link_of
     from hf_rocm_tune.publish.page_command import main as run_report
 
     return run_report(argv, link_of=link_of)
