@@ -31,6 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"hardware"}),
     frozenset({"transfer"}),
     frozenset({"integrity", "data", "models", "distributed", "memory"}),
+    frozenset({"plan"}),
     frozenset({"training", "publish", "doctor", "bench"}),
 )
 ENTRY = len(LAYERS)
@@ -41,7 +42,8 @@ NO_HUGGING_FACE = frozenset(
     {"errors", "version", "redaction", "environ", "configs", "upstream", "hardware", "transfer", "integrity", "memory"}
 )
 NO_TORCH = re.compile(
-    r"(errors|version|redaction|configs|environ|memory\.plan|hardware\.\w*sysfs\w*)(\.\w+)*|cli|__main__|__init__"
+    r"(errors|version|redaction|configs|environ|hardware\.\w*sysfs\w*)(\.\w+)*|cli|__main__|__init__"
+    r"|plan\.(estimate|request|candidates|public_models|split|text|command)"
 )
 
 DEVICE_NAME = re.compile(r"(^|_)(device|cuda|gpu)(s?$|_)|^dev$")
@@ -193,13 +195,13 @@ def test_what_must_come_before_torch_does_not_bring_it() -> None:
         ("data.loader", "def lazily():\n    from ..models.loading import load"),
         ("data.loader", "from hf_rocm_tune import VerifiedSFTTrainer"),
         ("data.loader", "import hf_rocm_tune"),
-        ("memory.fit", "from hf_rocm_tune import models"),
+        ("memory.stepdown", "from hf_rocm_tune import models"),
         ("training.mixin", "from hf_rocm_tune.sft import main"),
         ("sft", "from hf_rocm_tune.cli import main"),
         ("errors", "import importlib\nimportlib.import_module('hf_rocm_tune.environ')"),
         ("transfer.ring", "import accelerate.utils"),
         ("integrity.manifest", "from transformers import Trainer"),
-        ("memory.plan", "def lazily():\n    import torch"),
+        ("plan.estimate", "import torch"),
         ("hardware.kfd_sysfs", "from torch import cuda"),
         ("environ", "import torch.cuda"),
     ],
@@ -217,7 +219,7 @@ def test_forbidden_import_is_seen(module: str, source: str) -> None:
         ("training.mixin", "from hf_rocm_tune.errors import SeamError\nimport torch"),
         ("demo", "from hf_rocm_tune import sft"),
         ("cli", "def command():\n    import torch\n    from hf_rocm_tune.sft import main"),
-        ("memory.fit", "import torch"),
+        ("memory.stepdown", "import torch"),
     ],
 )
 def test_allowed_import_passes(module: str, source: str) -> None:
