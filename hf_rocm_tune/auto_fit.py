@@ -41,17 +41,11 @@ Say = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What is chosen before the model is loaded.
+    """What is chosen before the model is loaded."""
 
-    Args:
-        choice: the way.
-        candidates: all ways, for the probe; none when the choice is settled.
-        settled: nothing is left to correct: it is the plan's, or the one of ``run.json``.
-    """
-
-    choice: Choice
-    candidates: tuple[Candidate, ...] = ()
-    settled: bool = True
+    choice: Choice  # the way
+    candidates: tuple[Candidate, ...] = ()  # all ways, for the probe; none when the choice is settled
+    settled: bool = True  # nothing is left to correct: it is the plan's, or the one of ``run.json``
 
 
 def fit(arguments: Arguments, recorded: Mapping[str, Any] | None, *, libraries: int, say: Say) -> Fit | None:

@@ -19,15 +19,10 @@ _SUFFIX = ".yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class NamedFiles:
-    """YAML files that ship with the package, found by name.
+    """YAML files that ship with the package, found by name."""
 
-    Args:
-        what: one of them, in words, for messages.
-        directory: gives the directory that they stand in.
-    """
-
-    what: str
-    directory: Callable[[], Path]
+    what: str  # one of them, in words, for messages
+    directory: Callable[[], Path]  # gives the directory that they stand in
 
     def names(self) -> list[str]:
         """All names, sorted, without ``.yaml``."""

@@ -49,15 +49,11 @@ Average = Callable[[Tensor], Tensor]
 
 @dataclass
 class Timings:
-    """Of one way and size.
+    """Of one way and size."""
 
-    Attributes:
-        seconds: of one average each, the way of the result to the device included.
-        wrong: how many of the timings ended with a wrong average.
-    """
-
+    # of one average each, the way of the result to the device included
     seconds: list[float] = field(default_factory=list)
-    wrong: int = 0
+    wrong: int = 0  # how many of the timings ended with a wrong average
 
 
 def measure(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,15 +122,10 @@ _EVERY_SECONDS = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Bytes of resident memory; None where the system does not say (only Linux does).
+    """Bytes of resident memory; None where the system does not say (only Linux does)."""
 
-    Args:
-        anonymous: memory that no file backs (``RssAnon``).
-        resident: all of it, mapped files included (``VmRSS``, its peak ``VmHWM``).
-    """
-
-    anonymous: int | None
-    resident: int | None
+    anonymous: int | None  # memory that no file backs (``RssAnon``)
+    resident: int | None  # all of it, mapped files included (``VmRSS``, its peak ``VmHWM``)
 
 
 class PeakMemory:

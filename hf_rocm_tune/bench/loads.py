@@ -46,21 +46,13 @@ _KILLED = -9
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
-    """What one child loads.
+    """What one child loads."""
 
-    Args:
-        model: checkpoint directory.
-        side: ``stock``: ``from_pretrained``; ``ours``: the same through the mover.
-        device: where to.
-        verify: what ours verifies.
-        load_in_4bit: NF4, double quantisation.
-    """
-
-    model: str
-    side: str
-    device: str
-    verify: str
-    load_in_4bit: bool
+    model: str  # checkpoint directory
+    side: str  # ``stock``: ``from_pretrained``; ``ours``: the same through the mover
+    device: str  # where to
+    verify: str  # what ours verifies
+    load_in_4bit: bool  # NF4, double quantisation
 
 
 def run(wanted: Namespace) -> None:
@@ -293,19 +285,12 @@ _POOL = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Widths of the checkpoint.
+    """Widths of the checkpoint."""
 
-    Args:
-        groups: groups of four query heads and one key and value head.
-        head: width of a head.
-        vocabulary: tokens.
-        layers: decoder layers.
-    """
-
-    groups: int
-    head: int
-    vocabulary: int
-    layers: int
+    groups: int  # groups of four query heads and one key and value head
+    head: int  # width of a head
+    vocabulary: int  # tokens
+    layers: int  # decoder layers
 
     @property
     def hidden(self) -> int:

@@ -61,14 +61,10 @@ def run(wanted: Namespace) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Direction:
-    """From where to where.
+    """From where to where."""
 
-    Args:
-        name: ``host to device``, ``device to host`` or ``device to device``.
-        source, target: the two devices; on a machine without an accelerator both are the CPU.
-    """
-
-    name: str
+    name: str  # ``host to device``, ``device to host`` or ``device to device``
+    # source, target: the two devices; on a machine without an accelerator both are the CPU
     source: torch.device
     target: torch.device
 

@@ -25,19 +25,12 @@ MOST_UPWARD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What the choice must hold to.
+    """What the choice must hold to."""
 
-    Args:
-        each: sequences of one optimizer step on one rank.
-        ranks: how many; the effective batch is ``each * ranks``.
-        micro_batch: kept as the user set it; None: to be chosen.
-        checkpointing: likewise.
-    """
-
-    each: int
-    ranks: int
-    micro_batch: int | None
-    checkpointing: bool | None
+    each: int  # sequences of one optimizer step on one rank
+    ranks: int  # how many; the effective batch is ``each * ranks``
+    micro_batch: int | None  # kept as the user set it; None: to be chosen
+    checkpointing: bool | None  # likewise
 
     @property
     def effective_batch(self) -> int:
@@ -99,17 +92,11 @@ def with_slack(peak: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to run the effective batch.
+    """A way to run the effective batch."""
 
-    Args:
-        micro_batch: sequences at a time on one card; rows where sequences are packed.
-        accumulation: micro-batches to one optimizer step.
-        checkpointing: activations are recomputed.
-    """
-
-    micro_batch: int
-    accumulation: int
-    checkpointing: bool
+    micro_batch: int  # sequences at a time on one card; rows where sequences are packed
+    accumulation: int  # micro-batches to one optimizer step
+    checkpointing: bool  # activations are recomputed
 
     def describe(self) -> str:
         """In words."""
@@ -119,15 +106,10 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Way):
-    """A way that the plan has looked at.
+    """A way that the plan has looked at."""
 
-    Args:
-        predicted: peak of torch's allocator, in bytes.
-        tokens_per_second: by the plan's estimate, which ranks ways and is no figure of a card.
-    """
-
-    predicted: int
-    tokens_per_second: float
+    predicted: int  # peak of torch's allocator, in bytes
+    tokens_per_second: float  # by the plan's estimate, which ranks ways and is no figure of a card
 
     @classmethod
     def of(cls, option: Estimate) -> Candidate:
@@ -147,16 +129,11 @@ class Candidate(Way):
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A way that was tried.
+    """A way that was tried."""
 
-    Args:
-        candidate: the way.
-        fits: a worst-case step went through on all ranks, within the budget.
-        measured: its peak, the highest of all ranks, in bytes; None where it ended early or nothing measures it.
-    """
-
-    candidate: Candidate
-    fits: bool
+    candidate: Candidate  # the way
+    fits: bool  # a worst-case step went through on all ranks, within the budget
+    # its peak, the highest of all ranks, in bytes; None where it ended early or nothing measures it
     measured: int | None
 
 
@@ -206,21 +183,13 @@ def _ruled_out(candidate: Candidate, failed: Candidate) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice(Way):
-    """What a run was given, as ``run.json`` and the report have it.
+    """What a run was given, as ``run.json`` and the report have it."""
 
-    Args:
-        mode: ``plan`` or ``probe``.
-        budget_bytes: what there was for torch's allocator on the rank that had least.
-        predicted_bytes: the allocator's peak by the plan.
-        measured_bytes: in the probe's step, on the rank that took most; None where nothing measured it.
-        tries: worst-case steps that the probe ran.
-    """
-
-    mode: str
-    budget_bytes: int
-    predicted_bytes: int
-    measured_bytes: int | None = None
-    tries: int = 0
+    mode: str  # ``plan`` or ``probe``
+    budget_bytes: int  # what there was for torch's allocator on the rank that had least
+    predicted_bytes: int  # the allocator's peak by the plan
+    measured_bytes: int | None = None  # in the probe's step, on the rank that took most; None where nothing measured it
+    tries: int = 0  # worst-case steps that the probe ran
 
     @classmethod
     def of(cls, candidate: Candidate, *, mode: str, budget: int, measured: int | None = None, tries: int = 0) -> Choice:

@@ -57,44 +57,30 @@ LENGTH_STEP = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A stretch of a step.
+    """A stretch of a step."""
 
-    Args:
-        role: ``start`` (embeddings, masks), ``forward``, ``head`` (last norm, head, loss), ``loss`` (their backward),
-            ``backward``, ``end`` (backward of the embeddings), in this order.
-        layer: position among the recorded layers; -1 for a stretch that belongs to none.
-        flops: floating point operations of its matrix multiplications.
-        written: bytes of all tensors that came into being in it.
-        launches: operations that wrote a tensor.
-    """
-
+    # ``start`` (embeddings, masks), ``forward``, ``head`` (last norm, head, loss), ``loss`` (their backward),
+    # ``backward``, ``end`` (backward of the embeddings), in this order
     role: str
-    layer: int = -1
-    flops: int = 0
-    written: int = 0
-    launches: int = 0
+    layer: int = -1  # position among the recorded layers; -1 for a stretch that belongs to none
+    flops: int = 0  # floating point operations of its matrix multiplications
+    written: int = 0  # bytes of all tensors that came into being in it
+    launches: int = 0  # operations that wrote a tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tape:
-    """What was recorded of one step.
+    """What was recorded of one step."""
 
-    Args:
-        batch, length: sequences and tokens of each.
-        segments: in order of time; each pair of role and layer is there once.
-        events: (segment, storage, +1 or -1) in order of time; 0 where a storage has become a parameter's gradient.
-        sizes: bytes of each storage.
-        owners: segment in which each storage came into being.
-        tiles: storages whose size stops growing with the batch at ``tile_tokens`` tokens.
-    """
-
+    # batch, length: sequences and tokens of each
     batch: int
     length: int
-    segments: Sequence[Segment]
+    segments: Sequence[Segment]  # in order of time; each pair of role and layer is there once
+    # (segment, storage, +1 or -1) in order of time; 0 where a storage has become a parameter's gradient
     events: Sequence[tuple[int, int, int]]
-    sizes: Sequence[int]
-    owners: Sequence[int]
-    tiles: frozenset[int] = frozenset()
+    sizes: Sequence[int]  # bytes of each storage
+    owners: Sequence[int]  # segment in which each storage came into being
+    tiles: frozenset[int] = frozenset()  # storages whose size stops growing with the batch at ``tile_tokens`` tokens
     tile_tokens: int = 4096
 
     @property
@@ -129,18 +115,14 @@ def _growths(first: tuple[int, int], second: tuple[int, int], powers: Sequence[t
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """Bytes of each storage: ``fixed + slope * batch ** i * length ** j``, or those of a tile.
+    """Bytes of each storage: ``fixed + slope * batch ** i * length ** j``, or those of a tile."""
 
-    Args:
-        fixed, slope, batch_power, length_power: one value a storage.
-        tile: bytes a token of a storage that stops growing at ``tile_tokens`` tokens; 0 for others.
-    """
-
+    # fixed, slope, batch_power, length_power: one value a storage
     fixed: Floats
     slope: Floats
     batch_power: Floats
     length_power: Floats
-    tile: Floats
+    tile: Floats  # bytes a token of a storage that stops growing at ``tile_tokens`` tokens; 0 for others
     tile_tokens: int
 
     @classmethod
@@ -197,26 +179,17 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The highest level of a step, in bytes above what is there before it.
+    """The highest level of a step, in bytes above what is there before it."""
 
-    Args:
-        total: the level.
-        role, layer: the stretch in which it is reached; the layer is one of the real model, from 0, or -1.
-        kept: activations kept for backward when that stretch begins.
-        quadratic: of those, what grows with the square of the length.
-        gradients: gradients of parameters that exist when that stretch begins.
-        by_role: the highest level in each kind of stretch.
-        all_gradients: bytes of the gradients when the step is done.
-    """
-
-    total: float
+    total: float  # the level
+    # role, layer: the stretch in which it is reached; the layer is one of the real model, from 0, or -1
     role: str
     layer: int
-    kept: float
-    quadratic: float
-    gradients: float
-    by_role: dict[str, float]
-    all_gradients: float
+    kept: float  # activations kept for backward when that stretch begins
+    quadratic: float  # of those, what grows with the square of the length
+    gradients: float  # gradients of parameters that exist when that stretch begins
+    by_role: dict[str, float]  # the highest level in each kind of stretch
+    all_gradients: float  # bytes of the gradients when the step is done
 
     @property
     def working(self) -> float:
@@ -226,17 +199,11 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a step computes.
+    """What a step computes."""
 
-    Args:
-        flops: floating point operations of matrix products and attention, recomputation included.
-        written: bytes of all tensors that are written.
-        launches: operations that write a tensor.
-    """
-
-    flops: float
-    written: float
-    launches: float
+    flops: float  # floating point operations of matrix products and attention, recomputation included
+    written: float  # bytes of all tensors that are written
+    launches: float  # operations that write a tensor
 
 
 class Trace:
@@ -396,17 +363,11 @@ _BLOCK_8_BIT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Tensors of one size that are trained.
+    """Tensors of one size that are trained."""
 
-    Args:
-        elements: of one tensor.
-        itemsize: bytes of an element, and of an element of its gradient.
-        count: how many such tensors.
-    """
-
-    elements: int
-    itemsize: int
-    count: int = 1
+    elements: int  # of one tensor
+    itemsize: int  # bytes of an element, and of an element of its gradient
+    count: int = 1  # how many such tensors
 
     @property
     def nbytes(self) -> int:
@@ -424,22 +385,14 @@ class Optimizer:
     4096 elements keep float32; 32-bit states are float32 whatever the parameter; paged states live in managed memory)
     and ``backends/cpu/ops.py`` (there an 8-bit step works on float32 copies of one parameter, its gradient and its
     states, and two of what it writes). How paged states behave on RDNA3 was not tried; they are counted as host memory.
-
-    Args:
-        states: values kept for each parameter.
-        bits: of a value; 0 for the parameter's own dtype.
-        paged: kept in managed memory.
-        copies: of all trained parameters that a step takes while it runs.
-        copies_of_one: of the largest of them instead, where they are stepped one by one.
-        floats_of_one: the same in float32, whatever the parameter.
     """
 
-    states: int
-    bits: int = 0
-    paged: bool = False
-    copies: float = 0.0
-    copies_of_one: float = 0.0
-    floats_of_one: int = 0
+    states: int  # values kept for each parameter
+    bits: int = 0  # of a value; 0 for the parameter's own dtype
+    paged: bool = False  # kept in managed memory
+    copies: float = 0.0  # of all trained parameters that a step takes while it runs
+    copies_of_one: float = 0.0  # of the largest of them instead, where they are stepped one by one
+    floats_of_one: int = 0  # the same in float32, whatever the parameter
 
     def kept(self, trained: Iterable[Trained]) -> int:
         """Bytes of state, wherever it lives."""
@@ -498,40 +451,24 @@ def optimizer(name: str, *, on_cpu: bool = False) -> Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter or buffer that is there during the whole step.
+    """A parameter or buffer that is there during the whole step."""
 
-    Args:
-        group: ``base``, ``adapter``, ``quantisation`` or ``buffer``.
-        layer: position among the recorded layers, or -1 where it belongs to none.
-        elements: what it stands for, where it is packed.
-        nbytes: what it takes.
-        itemsize: bytes of an element of its gradient.
-        trained: whether it has a gradient and optimizer state.
-    """
-
-    group: str
-    layer: int
-    elements: int
-    nbytes: int
-    itemsize: int
-    trained: bool = False
+    group: str  # ``base``, ``adapter``, ``quantisation`` or ``buffer``
+    layer: int  # position among the recorded layers, or -1 where it belongs to none
+    elements: int  # what it stands for, where it is packed
+    nbytes: int  # what it takes
+    itemsize: int  # bytes of an element of its gradient
+    trained: bool = False  # whether it has a gradient and optimizer state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Totals of a model as it is trained.
+    """Totals of a model as it is trained."""
 
-    Args:
-        parts: bytes by group: ``weights``, ``quantisation``, ``adapters``.
-        trained: the tensors that have gradients.
-        parameters: of the model, adapters not counted, packed ones as what they stand for.
-        largest: bytes that the largest tensor has before it is quantised; 0 where nothing is.
-    """
-
-    parts: Mapping[str, int]
-    trained: tuple[Trained, ...]
-    parameters: int
-    largest: int
+    parts: Mapping[str, int]  # bytes by group: ``weights``, ``quantisation``, ``adapters``
+    trained: tuple[Trained, ...]  # the tensors that have gradients
+    parameters: int  # of the model, adapters not counted, packed ones as what they stand for
+    largest: int  # bytes that the largest tensor has before it is quantised; 0 where nothing is
 
     @classmethod
     def total(cls, tensors: Iterable[Weight], layer_of: Sequence[int]) -> Weights:
@@ -553,23 +490,14 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class CardMemory:
-    """The memory of one card, in bytes.
+    """The memory of one card, in bytes."""
 
-    Args:
-        name: as it is shown.
-        usable: what torch can see of it.
-        desktop: held by others.
-        desktop_source: how that is known.
-        context: held by the runtime.
-        bandwidth: bytes a second, for the estimate of speed.
-    """
-
-    name: str
-    usable: int
-    desktop: int = DESKTOP_BYTES
-    desktop_source: str = "assumed"
-    context: int = CONTEXT_BYTES
-    bandwidth: float = 800e9
+    name: str  # as it is shown
+    usable: int  # what torch can see of it
+    desktop: int = DESKTOP_BYTES  # held by others
+    desktop_source: str = "assumed"  # how that is known
+    context: int = CONTEXT_BYTES  # held by the runtime
+    bandwidth: float = 800e9  # bytes a second, for the estimate of speed
 
     @property
     def free(self) -> int:
@@ -579,23 +507,14 @@ class CardMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to run a step.
+    """One way to run a step."""
 
-    Args:
-        micro_batch: sequences on one card at a time.
-        length: tokens of a sequence.
-        checkpointing: activations are recomputed.
-        packing: a row holds several sequences, and all rows become one (TRL's ``bfd``).
-        accumulation: micro-batches to one optimizer step.
-        cards: that hold the whole model each and average gradients.
-    """
-
-    micro_batch: int
-    length: int
-    checkpointing: bool
-    packing: bool = False
-    accumulation: int = 1
-    cards: int = 1
+    micro_batch: int  # sequences on one card at a time
+    length: int  # tokens of a sequence
+    checkpointing: bool  # activations are recomputed
+    packing: bool = False  # a row holds several sequences, and all rows become one (TRL's ``bfd``)
+    accumulation: int = 1  # micro-batches to one optimizer step
+    cards: int = 1  # that hold the whole model each and average gradients
 
     @property
     def content(self) -> str:
@@ -610,35 +529,22 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A model and a method.
+    """A model and a method."""
 
-    Args:
-        name: ``lora``, ``qlora`` or ``full``.
-        weights: its totals.
-        trace: gives the recorded step for a case, scaled to its batch and length.
-        exact: the same, recorded at the case's own length.
-        optimizer: the one that trains it.
-        can_checkpoint: whether activations can be recomputed.
-    """
-
-    name: str
-    weights: Weights
-    trace: Callable[[Case], Trace]
-    exact: Callable[[Case], Trace]
-    optimizer: Optimizer
-    can_checkpoint: bool = True
+    name: str  # ``lora``, ``qlora`` or ``full``
+    weights: Weights  # its totals
+    trace: Callable[[Case], Trace]  # gives the recorded step for a case, scaled to its batch and length
+    exact: Callable[[Case], Trace]  # the same, recorded at the case's own length
+    optimizer: Optimizer  # the one that trains it
+    can_checkpoint: bool = True  # whether activations can be recomputed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How fast a case is estimated to be.
+    """How fast a case is estimated to be."""
 
-    Args:
-        tokens_per_second: on all cards, padding counted as tokens.
-        products, traffic, launches: shares of the time.
-    """
-
-    tokens_per_second: float
+    tokens_per_second: float  # on all cards, padding counted as tokens
+    # products, traffic, launches: shares of the time
     products: float
     traffic: float
     launches: float
@@ -646,27 +552,16 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a case takes.
+    """What a case takes."""
 
-    Args:
-        variant: name of the method.
-        case: the case.
-        parts: bytes at the peak, by part, in the order in which they are shown.
-        moment: where the peak is.
-        moments: highest level at each kind of moment, in bytes of torch's allocator.
-        total: bytes of the card, everything included.
-        spare: bytes left over; negative: missing.
-        speed: an estimate.
-    """
-
-    variant: str
-    case: Case
-    parts: Mapping[str, float]
-    moment: str
-    moments: Mapping[str, float]
-    total: float
-    spare: float
-    speed: Speed
+    variant: str  # name of the method
+    case: Case  # the case
+    parts: Mapping[str, float]  # bytes at the peak, by part, in the order in which they are shown
+    moment: str  # where the peak is
+    moments: Mapping[str, float]  # highest level at each kind of moment, in bytes of torch's allocator
+    total: float  # bytes of the card, everything included
+    spare: float  # bytes left over; negative: missing
+    speed: Speed  # an estimate
 
     @property
     def fits(self) -> bool:

@@ -62,42 +62,25 @@ _PROBE = Case(micro_batch=2, length=2, checkpointing=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a plan needs to know of a model besides its steps.
+    """What a plan needs to know of a model besides its steps."""
 
-    Args:
-        architecture: name of the model's class.
-        weights: of the recorded layers and of what is outside them.
-        layer_of: for each layer of the model, its stand-in among the recorded ones.
-        notes: what a reader of the plan should know.
-        can_checkpoint: whether transformers can recompute this model's layers.
-        events: allocations and releases of its first recorded step.
-    """
-
-    architecture: str
-    weights: tuple[Weight, ...]
-    layer_of: Counts
-    notes: tuple[str, ...]
-    can_checkpoint: bool
-    events: int
+    architecture: str  # name of the model's class
+    weights: tuple[Weight, ...]  # of the recorded layers and of what is outside them
+    layer_of: Counts  # for each layer of the model, its stand-in among the recorded ones
+    notes: tuple[str, ...]  # what a reader of the plan should know
+    can_checkpoint: bool  # whether transformers can recompute this model's layers
+    events: int  # allocations and releases of its first recorded step
 
 
 @dataclass
 class Recordings:
-    """Gives the step of a case, recorded when a case first asks for it.
+    """Gives the step of a case, recorded when a case first asks for it."""
 
-    Args:
-        config: the model's configuration.
-        request: what the planner is asked.
-        method: one of its methods.
-        lengths: the lengths that are asked for often, ascending.
-        layers_only: see `Trace`.
-    """
-
-    config: Any
-    request: PlanRequest
-    method: str
-    lengths: tuple[int, ...]
-    layers_only: bool = False
+    config: Any  # the model's configuration
+    request: PlanRequest  # what the planner is asked
+    method: str  # one of its methods
+    lengths: tuple[int, ...]  # the lengths that are asked for often, ascending
+    layers_only: bool = False  # see `Trace`
     _tapes: dict[tuple[str, bool, int, int], Tape] = field(default_factory=dict)
     _traces: dict[tuple[str, bool, tuple[int, int]], Trace | None] = field(default_factory=dict)
     _events_of_first: int = 0
@@ -265,31 +248,18 @@ def _batches(case: Case, lengths: tuple[int, int]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer.
+    """The answer."""
 
-    Args:
-        request: the question, with what was settled on the way.
-        architecture: name of the model's class.
-        layers: of the model.
-        card: the memory that is planned for.
-        grid: every case that was considered, other lengths included.
-        variants: by method, for what else one may ask.
-        limit: tokens that the model was made for, or None.
-        scales: whether the step is known at other lengths than the wanted one.
-        notes: what a reader should know.
-        found_longest: by method, what ``longest`` has said already.
-    """
-
-    request: PlanRequest
-    architecture: str
-    layers: int
-    card: CardMemory
-    grid: tuple[Estimate, ...]
-    variants: dict[str, Variant]
-    limit: int | None
-    scales: bool
-    notes: tuple[str, ...]
-    found_longest: dict[str, int | None] = field(default_factory=dict)
+    request: PlanRequest  # the question, with what was settled on the way
+    architecture: str  # name of the model's class
+    layers: int  # of the model
+    card: CardMemory  # the memory that is planned for
+    grid: tuple[Estimate, ...]  # every case that was considered, other lengths included
+    variants: dict[str, Variant]  # by method, for what else one may ask
+    limit: int | None  # tokens that the model was made for, or None
+    scales: bool  # whether the step is known at other lengths than the wanted one
+    notes: tuple[str, ...]  # what a reader should know
+    found_longest: dict[str, int | None] = field(default_factory=dict)  # by method, what ``longest`` has said already
 
     @property
     def parameters(self) -> int:

@@ -13,16 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class PublicModel:
-    """A public model's shape.
+    """A public model's shape."""
 
-    Args:
-        name: Hub id.
-        billions: published number of parameters, in units of 10^9.
-        fields: of its ``config.json``; what transformers takes as default is left out.
-    """
-
-    name: str
-    billions: float
+    name: str  # Hub id
+    billions: float  # published number of parameters, in units of 10^9
+    # of its ``config.json``; what transformers takes as default is left out
     fields: Mapping[str, Any] = field(repr=False)
 
 

@@ -34,38 +34,21 @@ DEFAULT_OPTIMIZER = "adamw_torch_fused"
 class PlanRequest:
     """A question to the planner.
 
-    Args:
-        model: directory or Hub id; only the configuration is read. Empty where a configuration is handed over.
-        revision, trust_remote_code: as for loading.
-        methods: of ``lora``, ``qlora`` and ``full``, those to choose from.
-        length: tokens of the longest sequence.
-        effective_batch: sequences to one optimizer step, over all cards.
-        cards: that hold the whole model each.
-        packing: several sequences in a row.
-        rank, alpha, dropout, targets, modules_to_save, dora, rslora: of the adapters. Without a ``dropout`` it is 0.05,
-            and 0 where PEFT adapts the model only so.
-        nested: the constants of 4-bit weights are quantised too.
-        dtype: of weights that are not quantised; None: ``bfloat16`` below adapters, ``float32`` when all are trained.
-        autocast: mixed precision in bfloat16.
-        attention: ``sdpa`` or ``eager``.
-        optim: optimizer, by transformers' name.
-        platform: whose kernels count.
-        workers: data loader workers, for the host's memory.
-        micro_batch: only this one, instead of all that reach the effective batch.
-        checkpointing: only with (True) or without (False).
-
     Raises:
         UsageError: a value that cannot be, naming it.
     """
 
-    model: str = ""
+    model: str = ""  # directory or Hub id; only the configuration is read. Empty where a configuration is handed over
+    # revision, trust_remote_code: as for loading
     revision: str = "main"
     trust_remote_code: bool = False
-    methods: tuple[str, ...] = ("lora", "qlora")
-    length: int = 2048
-    effective_batch: int = 16
-    cards: int = 1
-    packing: bool = False
+    methods: tuple[str, ...] = ("lora", "qlora")  # of ``lora``, ``qlora`` and ``full``, those to choose from
+    length: int = 2048  # tokens of the longest sequence
+    effective_batch: int = 16  # sequences to one optimizer step, over all cards
+    cards: int = 1  # that hold the whole model each
+    packing: bool = False  # several sequences in a row
+    # rank, alpha, dropout, targets, modules_to_save, dora, rslora: of the adapters. Without a ``dropout`` it is 0.05,
+    # and 0 where PEFT adapts the model only so
     rank: int = 16
     alpha: int = 32
     dropout: float | None = None
@@ -73,15 +56,16 @@ class PlanRequest:
     modules_to_save: tuple[str, ...] = ()
     dora: bool = False
     rslora: bool = False
-    nested: bool = True
+    nested: bool = True  # the constants of 4-bit weights are quantised too
+    # of weights that are not quantised; None: ``bfloat16`` below adapters, ``float32`` when all are trained
     dtype: str | None = None
-    autocast: bool = True
-    attention: str = "sdpa"
-    optim: str = DEFAULT_OPTIMIZER
-    platform: str = "hip"
-    workers: int = 0
-    micro_batch: int | None = None
-    checkpointing: bool | None = None
+    autocast: bool = True  # mixed precision in bfloat16
+    attention: str = "sdpa"  # ``sdpa`` or ``eager``
+    optim: str = DEFAULT_OPTIMIZER  # optimizer, by transformers' name
+    platform: str = "hip"  # whose kernels count
+    workers: int = 0  # data loader workers, for the host's memory
+    micro_batch: int | None = None  # only this one, instead of all that reach the effective batch
+    checkpointing: bool | None = None  # only with (True) or without (False)
 
     def __post_init__(self) -> None:
         least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1)}

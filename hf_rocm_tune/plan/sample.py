@@ -26,26 +26,16 @@ from hf_rocm_tune.plan.request import ALL_LINEAR, FOREIGN_ERRORS, PlanRequest, f
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A model with few layers, ready to be recorded.
+    """A model with few layers, ready to be recorded."""
 
-    Args:
-        model: on the meta device; a PEFT model where there are adapters.
-        base: the causal language model itself.
-        layers: its recorded layers, in order.
-        layer_of: for each layer of the real model, the position of its stand-in among ``layers``.
-        config: the text configuration.
-        notes: what a reader of the plan should know.
-        keep: one of ``KEEPS``: how its layers were kept.
-        kernels: what operators gave before, for all its recordings; see `recorder.remembered`.
-    """
-
-    model: nn.Module
-    base: Any
-    layers: nn.ModuleList
-    layer_of: Counts
-    config: Any
-    notes: tuple[str, ...]
-    keep: str
+    model: nn.Module  # on the meta device; a PEFT model where there are adapters
+    base: Any  # the causal language model itself
+    layers: nn.ModuleList  # its recorded layers, in order
+    layer_of: Counts  # for each layer of the real model, the position of its stand-in among ``layers``
+    config: Any  # the text configuration
+    notes: tuple[str, ...]  # what a reader of the plan should know
+    keep: str  # one of ``KEEPS``: how its layers were kept
+    # what operators gave before, for all its recordings; see `recorder.remembered`
     kernels: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def weights(self) -> Iterator[Weight]:

@@ -24,15 +24,10 @@ from hf_rocm_tune.plan.request import PlanRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A way to share out the layers.
+    """A way to share out the layers."""
 
-    Args:
-        counts: layers on each card.
-        estimates: what each card takes.
-    """
-
-    counts: Counts
-    estimates: tuple[Estimate, ...]
+    counts: Counts  # layers on each card
+    estimates: tuple[Estimate, ...]  # what each card takes
 
     @property
     def fits(self) -> bool:
@@ -47,19 +42,12 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPlan:
-    """The answer.
+    """The answer."""
 
-    Args:
-        plan: the same question for one card, from which model, cases and speed are.
-        option: the case, as one card would have it.
-        cut: how the layers are shared out, and what each card takes.
-        cards: the memory of each.
-    """
-
-    plan: Plan
-    option: Estimate
-    cut: Cut
-    cards: tuple[CardMemory, ...]
+    plan: Plan  # the same question for one card, from which model, cases and speed are
+    option: Estimate  # the case, as one card would have it
+    cut: Cut  # how the layers are shared out, and what each card takes
+    cards: tuple[CardMemory, ...]  # the memory of each
 
     @property
     def counts(self) -> Counts:

@@ -75,19 +75,12 @@ _NEED_A_CARD = ("bf16", "fp16", "activation_offloading")
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was found in a recipe that can be used.
+    """What was found in a recipe that can be used."""
 
-    Args:
-        path: the file.
-        settings: how many it gives.
-        warnings: what it will do that a user should know; one line each.
-        unchecked: what only the run can tell.
-    """
-
-    path: Path
-    settings: int
-    warnings: tuple[str, ...]
-    unchecked: tuple[str, ...]
+    path: Path  # the file
+    settings: int  # how many it gives
+    warnings: tuple[str, ...]  # what it will do that a user should know; one line each
+    unchecked: tuple[str, ...]  # what only the run can tell
 
 
 def validate(given: str | Path) -> Verdict:
