@@ -32,6 +32,8 @@ from hf_rocm_tune.plan.estimate import Case, Segment, Tape
 from hf_rocm_tune.plan.request import FOREIGN_ERRORS, PLATFORMS, TooManyOperations, first_line
 from hf_rocm_tune.plan.sample import Sample
 
+aten = torch.ops.aten
+
 # ---- recording a step -------------------------------------------------------------------------------------------
 
 
@@ -470,33 +472,31 @@ class DeviceMode(TorchFunctionMode):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
+    ) -> Any:
         if self._platform == "cpu" and (dropout_p > 0 or query.shape[-1] != value.shape[-1]):
             more = {"scale": scale, "enable_gqa": enable_gqa}  # by plain products, as on the meta device
-            return _tensor(stock(query, key, value, attn_mask, dropout_p, is_causal, **more))
+            return stock(query, key, value, attn_mask, dropout_p, is_causal, **more)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device="meta")
         if self._platform == "cpu":
-            return _first(
-                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-                )
-            )
+            return aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
         if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]:
-            return _first(
-                torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
-            )
+            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if key.shape[1] != query.shape[1]:  # the memory-efficient kernel wants as many heads
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if attn_mask is not None:
-            attn_mask = _aligned(attn_mask).expand(*query.shape[:3], key.shape[2])
+            # it wants rows at multiples of 8 elements, too; torch pads a mask that has others
+            short = -attn_mask.shape[-1] % 8
+            if short:
+                attn_mask = torch.nn.functional.pad(attn_mask, (0, short))[..., : attn_mask.shape[-1]]
+            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
         wants_grad = query.requires_grad or key.requires_grad or value.requires_grad
-        return _first(
-            torch.ops.aten._scaled_dot_product_efficient_attention(
-                query, key, value, attn_mask, wants_grad, dropout_p, is_causal, scale=scale
-            )
-        )
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, wants_grad, dropout_p, is_causal, scale=scale
+        )[0]
 
 
 @contextmanager
@@ -548,7 +548,7 @@ def _workspaces(platform: str) -> dict[Any, Callable[..., int]]:
     """Bytes that kernels take while they run and that no operator shows, by operator."""
     found: dict[Any, Callable[..., int]] = {}
     if platform == "cuda":  # flash attention 2 collects the gradient of the queries in float32
-        found[torch.ops.aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward_cuda
+        found[aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward_cuda
     if hasattr(torch.ops, "bitsandbytes") and hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         found[torch.ops.bitsandbytes.gemm_4bit.default] = _unpacked
     return found
@@ -568,15 +568,9 @@ def _unpacked(x: Tensor, packed: Tensor, shape: tuple[int, ...], *rest: Any, **m
     return elements * x.element_size() + constants
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     del inplace
-    return _first(torch.native_dropout(input, p, True)) if training and p > 0 else input
-
-
-def _aligned(mask: Tensor) -> Tensor:
-    """The kernel wants rows at multiples of 8 elements; torch pads a mask that has others."""
-    short = -mask.shape[-1] % 8
-    return torch.nn.functional.pad(mask, (0, short))[..., : mask.shape[-1]] if short else mask
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
 
 
 def _on_meta(args: tuple[Any, ...]) -> bool:
@@ -585,15 +579,6 @@ def _on_meta(args: tuple[Any, ...]) -> bool:
 
 def _is_low(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-
-
-def _first(outputs: tuple[Any, ...]) -> Tensor:
-    return _tensor(outputs[0])
-
-
-def _tensor(value: Any) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
 
 
 # ---- the head and the loss -------------------------------------------------------------------------------------------
