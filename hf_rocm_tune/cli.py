@@ -151,11 +151,17 @@ def doctor(argv: Sequence[str]) -> int:
 
 def plan(argv: Sequence[str]) -> int:
     """what a training job takes of the card, and the fastest way that fits; no weights, no GPU"""
-    from hf_rocm_tune.plan_command import main as plan_job
+    from hf_rocm_tune.plan.command import main as plan_job
     from hf_rocm_tune.quick_start import uncollected, uncompiled
 
+    def prepare() -> None:
+        from hf_rocm_tune.machine.process import check_bitsandbytes, prepare_process
+
+        prepare_process(os.environ)  # or libraries remark on this machine's lack of a GPU while they are imported
+        check_bitsandbytes()  # PEFT imports it
+
     with uncollected(), uncompiled():
-        return plan_job(argv)
+        return plan_job(argv, prepare=prepare)
 
 
 def demo(argv: Sequence[str]) -> int:

@@ -31,6 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"machine"}),
     frozenset({"transfer"}),
     frozenset({"integrity", "data", "models", "distributed", "memory"}),
+    frozenset({"plan"}),
     frozenset({"training", "publish", "doctor", "bench"}),
 )
 ENTRY = len(LAYERS)
@@ -41,8 +42,9 @@ NO_HUGGING_FACE = frozenset(
     {"errors", "version", "redaction", "configs", "upstream", "machine", "transfer", "integrity", "memory"}
 )
 NO_TORCH = re.compile(
-    r"(errors|version|redaction|configs|memory\.plan)(\.\w+)*|cli|__main__|__init__"
+    r"(errors|version|redaction|configs)(\.\w+)*|cli|__main__|__init__"
     r"|machine(\.(?!process|software|torch_probe|child)\w+)?"
+    r"|plan\.(estimate|request|candidates|public_models|split|text|command)"
 )
 
 DEVICE_NAME = re.compile(r"(^|_)(device|cuda|gpu)(s?$|_)|^dev$")
@@ -194,13 +196,13 @@ def test_what_must_come_before_torch_does_not_bring_it() -> None:
         ("data.loader", "def lazily():\n    from ..models.loading import load"),
         ("data.loader", "from hf_rocm_tune import VerifiedSFTTrainer"),
         ("data.loader", "import hf_rocm_tune"),
-        ("memory.fit", "from hf_rocm_tune import models"),
+        ("memory.stepdown", "from hf_rocm_tune import models"),
         ("training.mixin", "from hf_rocm_tune.sft import main"),
         ("sft", "from hf_rocm_tune.cli import main"),
         ("errors", "import importlib\nimportlib.import_module('hf_rocm_tune.machine')"),
         ("transfer.ring", "import accelerate.utils"),
         ("integrity.manifest", "from transformers import Trainer"),
-        ("memory.plan", "def lazily():\n    import torch"),
+        ("plan.estimate", "import torch"),
         ("machine.kfd", "from torch import cuda"),
         ("machine.variables", "import torch.cuda"),
     ],
@@ -218,7 +220,7 @@ def test_forbidden_import_is_seen(module: str, source: str) -> None:
         ("training.mixin", "from hf_rocm_tune.errors import SeamError\nimport torch"),
         ("demo", "from hf_rocm_tune import sft"),
         ("cli", "def command():\n    import torch\n    from hf_rocm_tune.sft import main"),
-        ("memory.fit", "import torch"),
+        ("memory.stepdown", "import torch"),
     ],
 )
 def test_allowed_import_passes(module: str, source: str) -> None:
