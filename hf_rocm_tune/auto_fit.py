@@ -19,7 +19,6 @@ import torch
 from accelerate.utils import str_to_bool
 
 from hf_rocm_tune.arguments import Arguments
-from hf_rocm_tune.distributed.agree import highest, on_main_process
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
 from hf_rocm_tune.memory.fit import (
     Candidate,
@@ -34,6 +33,7 @@ from hf_rocm_tune.memory.plan import CONTEXT_BYTES, GIB, CardMemory
 from hf_rocm_tune.memory.plan_choice import fastest, nearest
 from hf_rocm_tune.plan_job import plan_for
 from hf_rocm_tune.plan_request import PlanRequest, from_training
+from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.training.probe import set_way, try_on_all_ranks
 
 if TYPE_CHECKING:

@@ -175,7 +175,7 @@ def test_a_signal_reaches_the_job_once(place: Path, config: str, number: signal.
 def test_accelerate_launch_as_given_ends_as_the_job_ended(place: Path) -> None:
     """A configuration of the user's own, in the launcher's own words."""
     (place / "mine.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n")
-    command = [sys.executable, "-m", "hf_rocm_tune.supervisor.accelerate_launch", "--config_file", "mine.yaml"]
+    command = [sys.executable, "-m", "hf_rocm_tune.launch", "--config_file", "mine.yaml"]
     done = subprocess.run(
         [*command, "-m", "stub_job", "5"],
         env=environment(place),

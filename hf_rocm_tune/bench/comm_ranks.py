@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_rocm_tune.distributed.host_sync import HostAveraging
-from hf_rocm_tune.distributed.sync_settings import SyncSettings
 from hf_rocm_tune.hardware.child_main import answer, step
+from hf_rocm_tune.ranks.averaging import HostAveraging, SyncSettings
 from hf_rocm_tune.transfer import Mover, TransferSettings
 from hf_rocm_tune.transfer.raw_copies import wait_for
 

@@ -22,10 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from hf_rocm_tune.bench.comm_ranks import HOST_WAYS
-from hf_rocm_tune.distributed.gradients import GradientCheck, watch
-from hf_rocm_tune.distributed.sync_settings import SyncSettings
 from hf_rocm_tune.hardware.child_main import step as tell
 from hf_rocm_tune.models.placement import place
+from hf_rocm_tune.ranks.averaging import SyncSettings
+from hf_rocm_tune.ranks.gradients import GradientCheck, watch
 from hf_rocm_tune.transfer import Mover, TransferSettings
 from hf_rocm_tune.transfer.raw_copies import wait_for
 

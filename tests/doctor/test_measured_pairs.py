@@ -16,17 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_rocm_tune.distributed import preflight_pairs, preflight_ranks
-from hf_rocm_tune.distributed.choice import GradSyncChoice, SyncWay
-from hf_rocm_tune.distributed.preflight import LIMIT_S
-from hf_rocm_tune.distributed.preflight_fault import PreflightFault
-from hf_rocm_tune.distributed.preflight_trials import PairTrial, ReduceTrial, Way, try_all_reduce, try_pairs
 from hf_rocm_tune.doctor.finding import Finding
 from hf_rocm_tune.doctor.measured import MEASURED, all_reduce, grad_sync, pairs
 from hf_rocm_tune.doctor.measured.conduct import Ask, run_measured
 from hf_rocm_tune.doctor.measured.faults import DoctorFault
 from hf_rocm_tune.doctor.measured.transfer import RANK_FAULTS
 from hf_rocm_tune.hardware.child import Outcome
+from hf_rocm_tune.ranks import trial_measures
+from hf_rocm_tune.ranks.preflight import LIMIT_S, GradSyncChoice, PreflightFault, SyncWay
+from hf_rocm_tune.ranks.trials import PairTrial, ReduceTrial, Way, try_all_reduce, try_pairs
 from tests.doctor.together import together
 
 CPU = {"device": "cpu"}
@@ -37,7 +35,7 @@ LATE = 120
 
 def pair_result(fault: dict[str, str] | None = None) -> dict[str, Any]:
     """One pair, measured in this process."""
-    return preflight_pairs.measure({"source": CPU, "destination": CPU, **SMALL, "fault": fault})
+    return trial_measures.measure_pair({"source": CPU, "destination": CPU, **SMALL, "fault": fault})
 
 
 def judged(result: dict[str, Any] | None, **outcome: Any) -> Finding:
@@ -96,14 +94,14 @@ def test_a_wrong_copy_is_found_with_its_case_while_the_way_through_the_host_is_r
 
 
 def test_bytes_that_come_late_are_wrong_and_told_as_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight_pairs, "_count", lambda target, number: 5)
+    monkeypatch.setattr(trial_measures, "_count", lambda target, number: 5)
     result = pair_result()
     assert result["wrong"] == result["cases"]
     assert "right when it was read back" in judged({**result, "staged_wrong": 0}).evidence[0]
 
 
 def test_what_only_the_host_reads_wrong_counts_when_it_reads_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight_pairs, "_count", lambda target, number: 0)
+    monkeypatch.setattr(trial_measures, "_count", lambda target, number: 0)
     assert pair_result({"kind": "zeros", "where": "cold"})["wrong"] == 1
     reads = iter(range(1, 1000))
 
@@ -111,7 +109,7 @@ def test_what_only_the_host_reads_wrong_counts_when_it_reads_the_same_twice(monk
         """Every reading is another one."""
         return read.clone().view(torch.uint8).fill_(next(reads) % 251)
 
-    monkeypatch.setattr(preflight_pairs, "as_bytes", changing)
+    monkeypatch.setattr(trial_measures, "as_bytes", changing)
     assert pair_result()["wrong"] == 0
 
 
@@ -171,7 +169,7 @@ def test_a_rank_that_never_joins_holds_the_others_until_the_deadline() -> None:
 def test_the_sums_of_a_rank_are_compared_bit_for_bit(kind: str, tmp_path: Path) -> None:
     try:
         request = {**CPU, "rank": 0, "world": 1, "backend": "gloo", "store": str(tmp_path / "store"), "timeout_s": 60}
-        result = preflight_ranks.measure({**request, "largest": 4096, "repeats": 1, "fault": {"kind": kind}})
+        result = trial_measures.measure_sums({**request, "largest": 4096, "repeats": 1, "fault": {"kind": kind}})
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -179,9 +177,9 @@ def test_the_sums_of_a_rank_are_compared_bit_for_bit(kind: str, tmp_path: Path) 
 
 
 def test_a_sum_to_which_nothing_was_added_is_told_as_that() -> None:
-    mine, other = (preflight_ranks._numbers(5, rank, 999, torch.bfloat16, 2, torch.device("cpu")) for rank in (0, 1))
-    assert preflight_ranks._look(mine + other, mine, 5, 2) == (None, False)
-    damage, own = preflight_ranks._look(mine.clone(), mine, 5, 2)
+    mine, other = (trial_measures._numbers(5, rank, 999, torch.bfloat16, 2, torch.device("cpu")) for rank in (0, 1))
+    assert trial_measures._compare(mine + other, mine, 5, 2) == (None, False)
+    damage, own = trial_measures._compare(mine.clone(), mine, 5, 2)
     assert damage is not None and own
 
 
@@ -250,10 +248,8 @@ def test_the_decision_that_training_would_take_is_named(
 
 def test_sums_are_exact_for_any_number_of_ranks_and_depend_on_place_and_rank() -> None:
     for world in (2, 3, 8, 64):
-        for dtype in preflight_ranks._DTYPES:
-            parts = [
-                preflight_ranks._numbers(1, rank, 5000, dtype, world, torch.device("cpu")) for rank in range(world)
-            ]
+        for dtype in trial_measures._DTYPES:
+            parts = [trial_measures._numbers(1, rank, 5000, dtype, world, torch.device("cpu")) for rank in range(world)]
             assert torch.equal(sum(part.double() for part in parts), sum(parts).double())  # type: ignore[union-attr]
             assert world > 8 or not torch.equal(parts[0], parts[1])
             assert parts[0][:100].unique().numel() > 3 or world > 8
@@ -261,18 +257,18 @@ def test_sums_are_exact_for_any_number_of_ranks_and_depend_on_place_and_rank() -
 
 def test_trials_and_checks_are_made_without_torch() -> None:
     program = (
-        "import sys, hf_rocm_tune.distributed.preflight_trials, hf_rocm_tune.doctor.measured.conduct as conduct\n"
+        "import sys, hf_rocm_tune.ranks.trials, hf_rocm_tune.doctor.measured.conduct as conduct\n"
         "from importlib import import_module\n"
         "from hf_rocm_tune.doctor.measured import MEASURED, PACKAGE\n"
         "modules = [import_module(f'{PACKAGE}.{one.module}') for one in MEASURED.values()]\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
-    assert RANK_FAULTS == preflight_ranks.FAULTS, "a copy of what cannot be imported without torch"
+    assert RANK_FAULTS == trial_measures.SUM_FAULTS, "a copy of what cannot be imported without torch"
 
 
 def test_each_half_can_be_tried_by_hand() -> None:
-    module = "hf_rocm_tune.distributed.preflight_child"
+    module = "hf_rocm_tune.ranks.trials"
     done = subprocess.run([sys.executable, "-m", module, "nothing"], input=b"{}", capture_output=True, timeout=60)
     assert done.returncode == 2 and b"give pair or rank" in done.stdout
 

@@ -75,7 +75,7 @@ def test_a_sound_machine_passes_in_a_child(name: str, passed: dict[str, list[Fin
 
 
 # A long form is the same module with other sizes; of blas there is no short one.
-# grad_sync decides, and a trial that gives no result is part of that: see tests/distributed/test_choice.py.
+# grad_sync decides, and a trial that gives no result is part of that: see tests/ranks/test_choice.py.
 SHORT = [one.name for one in MEASURED.values() if (not one.full or one.name == "blas") and one.name != "grad_sync"]
 
 

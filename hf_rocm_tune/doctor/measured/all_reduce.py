@@ -1,7 +1,7 @@
-"""``all_reduce``: sums over all cards by value (``distributed.preflight_ranks`` measures, one child a rank).
+"""``all_reduce``: sums over all cards by value (``ranks.trial_measures`` measures, one child a rank).
 
 Where RCCL fails, it is tried with NCCL_P2P_DISABLE=1 and then gloo, to say what works here. Faults: see
-``preflight_ranks``; they harm the last rank on every way, unless ``where=over nccl`` picks the sums of one.
+``ranks.trial_measures``; they harm the last rank on every way, unless ``where=over nccl`` picks the sums of one.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_rocm_tune.distributed.preflight_trials import ReduceTrial, Way, try_all_reduce
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.doctor.measured.conduct import Ask
 from hf_rocm_tune.doctor.measured.words import problem_lines, size_words
+from hf_rocm_tune.ranks.trials import ReduceTrial, Way, try_all_reduce
 
 _TAIL_LINES = 4
 _WORDS: Mapping[Way, str] = {

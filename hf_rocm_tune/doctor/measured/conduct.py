@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_rocm_tune.distributed.preflight_trials import DEVICE_ERRORS
 from hf_rocm_tune.doctor.check import Check
 from hf_rocm_tune.doctor.child import measure_in_child
 from hf_rocm_tune.doctor.evidence import Evidence
@@ -17,6 +16,7 @@ from hf_rocm_tune.doctor.measured import MEASURED, PACKAGE, Measured
 from hf_rocm_tune.doctor.measured.faults import VARIABLE, DoctorFault
 from hf_rocm_tune.hardware.child import Outcome
 from hf_rocm_tune.hardware.software import TorchDevice
+from hf_rocm_tune.ranks.trials import DEVICE_ERRORS
 
 _TAIL_LINES = 6
 _STACK_HEAD = "(most recent call first):"

@@ -10,11 +10,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hf_rocm_tune.distributed.choice import SyncWay
-from hf_rocm_tune.distributed.preflight import try_machine
-from hf_rocm_tune.distributed.preflight_fault import PreflightFault
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.doctor.measured.conduct import Ask
+from hf_rocm_tune.ranks.preflight import PreflightFault, SyncWay, try_machine
 
 _ROWS: Mapping[SyncWay, str] = {
     "ddp": "grad_sync_ddp",

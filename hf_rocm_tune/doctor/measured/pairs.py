@@ -1,4 +1,4 @@
-"""``pairs``: copies between every ordered pair of cards (``distributed.preflight_pairs`` measures, in own children).
+"""``pairs``: copies between every ordered pair of cards (``ranks.trial_measures`` measures, in own children).
 
 Faults: those of ``raw_copies``; ``where=cuda:1 to cuda:0`` harms one direction, ``where=cold`` the first copy,
 ``where=strided`` or ``where=cast`` those that a kernel makes, ``where=through the host`` the staged copy.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_rocm_tune.distributed.preflight_trials import PairTrial, try_pairs
 from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
 from hf_rocm_tune.doctor.measured.conduct import Ask, failure
 from hf_rocm_tune.doctor.measured.words import problem_lines
+from hf_rocm_tune.ranks.trials import PairTrial, try_pairs
 
 _PEER_ENGINES_OFF = {"HSA_ENABLE_PEER_SDMA": "0"}
 

@@ -7,7 +7,7 @@ from hf_rocm_tune.doctor.measured.entry import Measured
 # The kinds of transfer.raw_copies.FAULTS, which imports torch.
 COPY_FAULTS = ("zeros", "zero_range", "flip", "stale", "drop", "unstable")
 
-RANK_FAULTS = ("wrong", "zeros", "own", "absent")  # of distributed.preflight_ranks, likewise
+RANK_FAULTS = ("wrong", "zeros", "own", "absent")  # of ranks.trial_measures, likewise
 _NEVER = 10**9  # seconds: JSON has no infinity
 
 TRANSFER: tuple[Measured, ...] = (
