@@ -236,19 +236,12 @@ def _is_the_agents(environ: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a process ended.
-
-    Args:
-        code: its exit code.
-        message: one line that says what is wrong, what was found and what to do.
-        rank: the global rank of the process.
-        follows: it only follows from another rank's end; a launcher that knows of that one tells it instead.
-    """
+    """How a process ended."""
 
     code: int
-    message: str
-    rank: int = 0
-    follows: bool = False
+    message: str  # one line that says what is wrong, what was found and what to do
+    rank: int = 0  # of the job
+    follows: bool = False  # it only follows from another rank's end; a launcher that knows of that one tells it instead
 
     def line(self) -> str:
         """The line for the terminal; it names the rank where that is not the first."""

@@ -57,17 +57,11 @@ _ENDED_BY_REQUEST = frozenset({*(-number for number in _PASSED_ON), *(128 + numb
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """A command line taken apart.
-
-    Args:
-        accelerate_config: the value of ``--accelerate_config``, or None.
-        launcher: flags of ``accelerate launch`` with their values.
-        job: everything else; the job itself refuses what it does not know.
-    """
+    """A command line taken apart."""
 
     accelerate_config: str | None
-    launcher: list[str]
-    job: list[str]
+    launcher: list[str]  # flags of ``accelerate launch`` with their values
+    job: list[str]  # everything else; the job itself refuses what it does not know
 
 
 def split(argv: Sequence[str]) -> CommandLine:
@@ -126,11 +120,7 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
 
 
 def launch_as_given(argv: Sequence[str]) -> int:
-    """``accelerate launch ARGV`` as accelerate reads it, with its own choice of a configuration, but our endings.
-
-    Returns, raises:
-        As `launch`.
-    """
+    """``accelerate launch ARGV`` as accelerate reads it, with its own choice of a configuration, but our endings."""
     return _launch(_parse_launcher_flags(argv), argv)
 
 

@@ -200,40 +200,24 @@ def _is_ours(module: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """How a start ended that should have gone on.
+    """How a start ended that should have gone on."""
 
-    Args:
-        how: for people: "ended by SIGKILL".
-        code: what the supervisor would return for it.
-        phase: what was going on at the last sign of life; None before the job said anything.
-        step: optimizer steps done by then.
-        resumed_at: step of the checkpoint from which this start went on; 0 from the start.
-        checkpoint: step of the newest verified checkpoint now; 0 for none.
-    """
-
-    how: str
-    code: int
-    phase: Phase | None
-    step: int
-    resumed_at: int
-    checkpoint: int
+    how: str  # for people: "ended by SIGKILL"
+    code: int  # what the supervisor would return for it
+    phase: Phase | None  # at the last sign of life; None before the job said anything
+    step: int  # optimizer steps done by then
+    resumed_at: int  # step of the checkpoint from which this start went on; 0 from the start
+    checkpoint: int  # step of the newest verified checkpoint now; 0 for none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do now.
-
-    Args:
-        action: "restart" or "stop".
-        reason: for people.
-        skip: an optimizer step to leave out from now on.
-        wait_seconds: before the restart.
-    """
+    """What to do now, and why, for people."""
 
     action: Literal["restart", "stop"]
     reason: str
-    skip: int | None = None
-    wait_seconds: float = 0.0
+    skip: int | None = None  # an optimizer step to leave out from now on
+    wait_seconds: float = 0.0  # before the restart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,12 +295,7 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings
 
 
 class Child:
-    """A started command.
-
-    Args:
-        argv: the command.
-        environ: its environment; `supervised.VARIABLE` is added.
-        directory: the supervisor's own, which is the mark of every process.
+    """A started command; ``directory`` is the supervisor's own, the mark of every process of it.
 
     Raises:
         UsageError: there is no such program.
@@ -342,11 +321,7 @@ class Child:
                 self._process.send_signal(number)
 
     def end(self, grace_seconds: float) -> list[int]:
-        """SIGTERM, then SIGKILL to all that is left of it.
-
-        Returns:
-            Process ids that even SIGKILL did not end.
-        """
+        """SIGTERM, then SIGKILL to all that is left of it; the process ids that even SIGKILL did not end."""
         self.send(signal.SIGTERM)
         _wait(lambda: self.poll() is not None, grace_seconds)
         left = self._left()
@@ -373,14 +348,9 @@ def _wait(happened: Callable[[], bool], seconds: float) -> None:
 
 
 class Watch:
-    """Whether one start of the job is alive and how far it is, seen from the files that it writes.
+    """Whether one start of the job is alive and how far it is, seen from the files that it writes into ``directory``.
 
-    What an earlier start left in the directory is put aside first.
-
-    Args:
-        directory: where the job writes.
-        settings: the limits.
-        clock: seconds that only grow, and not while the machine sleeps.
+    What an earlier start left there is put aside first. ``clock`` does not run while the machine sleeps.
     """
 
     def __init__(self, directory: Path, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
@@ -415,13 +385,8 @@ class Watch:
 
 class Ledger:
     """The journal of one supervision, ``survival.jsonl``: kept in memory until it is known that the directory is this
-    run's, because a job that is refused (another run's directory, wrong flags) never begins.
-
-    On several machines that is for one supervisor to write, see `belongs_to`; the machine with rank 0 may be another
-    one at the next start.
-
-    Attributes:
-        failure: why the last entry could not be written.
+    run's, because a job that is refused (another run's directory, wrong flags) never begins. On several machines one
+    supervisor writes, see `belongs_to`. ``failure`` says why the last entry could not be written.
     """
 
     def __init__(self) -> None:

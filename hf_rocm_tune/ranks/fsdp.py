@@ -49,19 +49,12 @@ _ADVICE = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Gather:
-    """Weights of one unit that were gathered.
-
-    Attributes:
-        name: of the unit.
-        sent: int64[2], the digest of what this rank sent.
-        arrived: int64[ranks, 2], digests of what came from each rank, its own part too.
-        nbytes: that came from the other ranks.
-    """
+    """Weights of one unit that were gathered."""
 
     name: str
-    sent: Tensor
-    arrived: Tensor
-    nbytes: int
+    sent: Tensor  # int64[2], the digest of what this rank sent
+    arrived: Tensor  # int64[ranks, 2], digests of what came from each rank, its own part too
+    nbytes: int  # that came from the other ranks
 
     def words(self) -> Tensor:
         return torch.cat([self.sent, self.arrived.flatten()])
@@ -69,21 +62,13 @@ class _Gather:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Reduction:
-    """Gradients of one unit that were averaged, each rank getting its part.
-
-    Attributes:
-        name: of the unit.
-        number: counts those of the whole run, alike on all ranks; for injected faults.
-        sent: copy of this rank's gradients, 1-dimensional: the parts of all ranks, one after the other.
-        projected: float64[ranks, blocks, 3], `project` of each part, from the gradients and not from the copy.
-        average: this rank's part of the average, 1-dimensional, in the memory that FSDP2 reads.
-    """
+    """Gradients of one unit that were averaged, each rank getting its part."""
 
     name: str
-    number: int
-    sent: Tensor
-    projected: Tensor
-    average: Tensor
+    number: int  # counts those of the whole run, alike on all ranks; for injected faults
+    sent: Tensor  # copy of this rank's gradients, 1-dimensional: the parts of all ranks, one after the other
+    projected: Tensor  # float64[ranks, blocks, 3], `project` of each part, from the gradients and not from the copy
+    average: Tensor  # this rank's part of the average, 1-dimensional, in the memory that FSDP2 reads
 
     @property
     def nbytes(self) -> int:

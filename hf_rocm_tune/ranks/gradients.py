@@ -57,17 +57,14 @@ class Bucket:
     """The gradients of one bucket of DistributedDataParallel.
 
     Attributes:
-        index: DistributedDataParallel's number of it.
-        number: counts the buckets of the whole run, alike on all ranks; for injected faults.
         sent: the local gradients as they went into the average, 1-dimensional, kept until the verdict.
         wire: dtype in which the ranks' gradients are added up; None where the result is not to be their average, but
             near it, and nothing is projected.
         projected: `project` of what travels, taken from the bucket itself, not from a copy; float64[blocks, 3].
-        places: of the parameters.
     """
 
-    index: int
-    number: int
+    index: int  # DistributedDataParallel's number of it
+    number: int  # counts the buckets of the whole run, alike on all ranks; for injected faults
     sent: Tensor
     wire: torch.dtype | None
     projected: Tensor
@@ -82,12 +79,7 @@ class Bucket:
         wire: torch.dtype | None,
         copied: bool,
     ) -> Bucket:
-        """Record a bucket that is about to be averaged, as the communication hook gets it.
-
-        Args:
-            bucket, number, wire: see `Bucket`.
-            copied: whether `sent` must be a copy, because the average will be written over the bucket.
-        """
+        """Record a bucket as the communication hook gets it; ``copied``: the average will be written over it."""
         buffer = bucket.buffer()
         places, start = [], 0
         for parameter in bucket.parameters():
@@ -157,19 +149,11 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class _Verdict:
-    """On the average of one bucket.
+    """On the average of one bucket; first and last element of the wrong blocks, or of all when the place is unknown."""
 
-    Attributes:
-        finite: whether no rank's gradients held NaN or an infinity; otherwise nothing was compared.
-        ranks: those whose average is wrong, or whose gradients were not finite.
-        kind: ``zeros``, ``wrong average``, ``differs between ranks``, ``not made``; None when it is right.
-        first: element where the first wrong block begins; 0 when the place is not known.
-        last: element where the last one ends; the bucket's last when the place is not known.
-    """
-
-    finite: bool = True
-    ranks: tuple[int, ...] = ()
-    kind: str | None = None
+    finite: bool = True  # no rank's gradients held NaN or an infinity; otherwise nothing was compared
+    ranks: tuple[int, ...] = ()  # whose average is wrong, or whose gradients were not finite
+    kind: str | None = None  # ``zeros``, ``wrong average``, ``differs between ranks``, ``not made``; None when right
     first: int = 0
     last: int = 0
 

@@ -150,19 +150,12 @@ class PreflightFault:
 
 @dataclass(frozen=True, kw_only=True)
 class GradSyncChoice:
-    """How gradients are averaged, and why.
-
-    Attributes:
-        way: one of `WAYS`.
-        reason: one line.
-        evidence: one line for each trial: what was tried, what came out, how long it took.
-        shown: whether a trial showed that this way gives right sums.
-    """
+    """How gradients are averaged, and why."""
 
     way: SyncWay
-    reason: str
-    evidence: tuple[str, ...] = ()
-    shown: bool = True
+    reason: str  # one line
+    evidence: tuple[str, ...] = ()  # one line for each trial: what was tried, what came out, how long it took
+    shown: bool = True  # a trial showed that this way gives right sums
 
     @property
     def name(self) -> str:
@@ -176,19 +169,12 @@ class GradSyncChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What came out, the same on every rank of a machine.
+    """What came out, the same on every rank of a machine."""
 
-    Attributes:
-        asked: how the user wants gradients to be averaged.
-        choice: how they are.
-        seconds: from the meeting of the ranks to the decision.
-        fault: what was harmed on purpose; empty without.
-    """
-
-    asked: Asked
-    choice: GradSyncChoice
-    seconds: float
-    fault: str = ""
+    asked: Asked  # how the user wants gradients to be averaged
+    choice: GradSyncChoice  # how they are
+    seconds: float  # from the meeting of the ranks to the decision
+    fault: str = ""  # what was harmed on purpose
 
     def to_dict(self) -> dict[str, Any]:
         """For the report, as plain JSON values."""

@@ -44,22 +44,14 @@ _WAIT_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessState:
-    """A process, seen from outside.
-
-    Args:
-        pid: its number.
-        state: of its main thread: R runs, S sleeps, D sleeps in a driver and cannot be interrupted, T stopped, t held
-            by a debugger, Z ended.
-        waits_in: function of the kernel in which the main thread waits; "" where it does not or it is not told.
-        kernel_stack: innermost function first; empty where it may not be read.
-        tracer: process id of its debugger; 0 for none.
-    """
+    """A process, seen from outside. ``state`` is its main thread's: R runs, S sleeps, D sleeps in a driver and cannot
+    be interrupted, T stopped, t held by a debugger, Z ended."""
 
     pid: int
     state: str
-    waits_in: str = ""
-    kernel_stack: tuple[str, ...] = ()
-    tracer: int = 0
+    waits_in: str = ""  # function of the kernel; "" where the main thread does not wait or it is not told
+    kernel_stack: tuple[str, ...] = ()  # innermost function first; empty where it may not be read
+    tracer: int = 0  # process id of its debugger; 0 for none
 
 
 def process_state(pid: int, root: Path = Path("/proc")) -> ProcessState | None:
@@ -134,24 +126,14 @@ def collectives() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What is known of one rank.
-
-    Args:
-        rank: its number in the job.
-        pid: its process.
-        where: what it was at: "in step 12".
-        silent_s: seconds without progress, by its own count.
-        statement: ``stacks`` and ``collectives``, see the functions; None for a rank that did not answer.
-        process: seen from outside; None when it is gone.
-        children: its child processes, seen from outside.
-    """
+    """What is known of one rank."""
 
     rank: int
     pid: int
-    where: str
-    silent_s: float
-    statement: Mapping[str, Any] | None
-    process: ProcessState | None
+    where: str  # what it was at: "in step 12"
+    silent_s: float  # seconds without progress, by its own count
+    statement: Mapping[str, Any] | None  # ``stacks`` and ``collectives``; None for a rank that did not answer
+    process: ProcessState | None  # None when it is gone
     children: Sequence[ProcessState] = field(default=())
 
     @property
