@@ -137,7 +137,7 @@ def test_two_processes_without_a_gpu_know_of_each_other(place: Path) -> None:
     assert "code world 0" in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 @pytest.mark.parametrize("config", [pytest.param("cpu", marks=pytest.mark.long), "cpu_dual"])
 def test_a_signal_reaches_the_job_once(place: Path, config: str, number: signal.Signals) -> None:
     if config == "cpu_dual":  # every rank waits: rank 0 has to be a waiting one as well

@@ -70,8 +70,7 @@ def told(place: Path) -> list[dict[str, Any]]:
 DONE = {"step": 9, "phase": "end", "end": 0}
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 130])
-@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize(("code", "silent"), [(0, False), (2, True), (3, False), (130, True)])
 def test_an_end_is_not_started_again(place: Path, code: int, silent: bool) -> None:
     assert run(place, {"end": code, "silent": silent}) == code
     assert attempts(place) == 1
@@ -210,7 +209,10 @@ def _until(happened: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG), signal.SIGHUP])
 def test_a_signal_is_passed_on_once_and_the_checkpoint_is_waited_for(place: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
         supervisor(*words(place, {"step": 3, "end": "wait"})), stdout=subprocess.PIPE, text=True, start_new_session=True

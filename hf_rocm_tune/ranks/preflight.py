@@ -223,6 +223,7 @@ def run(
     while harmed and harmed.kind == "absent" and rank == (world - 1 if harmed.rank is None else harmed.rank):
         time.sleep(0.2)
     meeting.make_place(place)
+    (place / f"left-{rank}").unlink(missing_ok=True)  # of a job that was killed here
     mine = {"rank": rank, "pid": os.getpid(), "born": meeting.born(os.getpid()), "device": dict(device)}
     meeting.write(place / f"rank-{rank}", mine)
     ranks = range(rank // here * here, rank // here * here + here)

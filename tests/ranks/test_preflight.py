@@ -99,6 +99,7 @@ def test_a_rank_that_is_gone_or_stands_still_is_named_by_the_other(
 def test_what_is_left_of_another_job_does_not_count(tmp_path: Path) -> None:
     meeting.make_place(tmp_path / "place")
     meeting.write(tmp_path / "place" / "rank-1", {"rank": 1, "pid": os.getpid(), "born": 1.0, "device": {}})
+    (tmp_path / "place" / "left-0").touch()
     environ = {"WORLD_SIZE": "2", "RANK": "0"}
     with pytest.raises(StallError, match="rank 1 of 2 did not come"):
         preflight.run(asked="auto", device={"device": "cpu"}, environ=environ, place=tmp_path / "place", meet_s=0.2)
