@@ -15,9 +15,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_rocm_tune.endings import PROGRAM
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +51,7 @@ def sft(argv: Sequence[str]) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """supervise a training command: after a crash or a stall it goes on from its newest checkpoint"""
-    from hf_rocm_tune.supervisor.settings import Settings
+    from hf_rocm_tune.supervisor import Settings
 
     usual = Settings()
     parser = _Parser(prog=f"{PROGRAM} run", description=run.__doc__, usage="%(prog)s [flags] -- COMMAND ...")
@@ -72,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     if stray or split == len(argv):
         got = f"; got {stray[0]}" if stray else ""
         raise UsageError(f"give the training command after `--`: `{PROGRAM} run -- accelerate launch ...`{got}")
-    from hf_rocm_tune.supervisor.loop import supervise
+    from hf_rocm_tune.supervisor import supervise
 
     return supervise(argv[split + 1 :], Settings(**vars(wanted)))
 

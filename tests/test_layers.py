@@ -1,7 +1,7 @@
 """The layering rule of the package, enforced on its source.
 
     imports point down only, and packages of one layer do not import each other (imports inside functions count too)
-    Hugging Face libraries are imported from data, models, distributed and training upward only. `data` is among them
+    Hugging Face libraries are imported from data, models, ranks and training upward only. `data` is among them
         because the verified loader is a true subclass of accelerate's, and because datasets are its subject
     what has to run before torch imports no torch; nor does the command line until a command needs it
     above `transfer` nobody moves a tensor between devices: only the mover does
@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"configs", "upstream"}),
     frozenset({"machine"}),
     frozenset({"transfer"}),
-    frozenset({"integrity", "data", "models", "distributed", "memory"}),
+    frozenset({"integrity", "data", "models", "ranks", "memory"}),
     frozenset({"plan"}),
     frozenset({"training", "publish", "doctor", "bench"}),
 )

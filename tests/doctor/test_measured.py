@@ -172,9 +172,9 @@ def test_every_fault_of_every_check_can_be_asked_for() -> None:
 def test_the_parents_half_imports_no_torch() -> None:
     code = "import sys, hf_rocm_tune.doctor.command, hf_rocm_tune.doctor.pairs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
-    from hf_rocm_tune.distributed import preflight_ranks
+    from hf_rocm_tune.ranks import trial_measures
 
-    assert (COPY_FAULTS, RANK_FAULTS) == (FAULTS, preflight_ranks.FAULTS), "copies of what imports torch"
+    assert (COPY_FAULTS, RANK_FAULTS) == (FAULTS, trial_measures.SUM_FAULTS), "copies of what imports torch"
 
 
 def test_a_check_that_does_not_exist_is_refused_by_hand() -> None:
