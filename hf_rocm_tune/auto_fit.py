@@ -37,7 +37,7 @@ from hf_rocm_tune.plan_request import PlanRequest, from_training
 from hf_rocm_tune.training.probe import set_way, try_on_all_ranks
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.training.mixin import VerifiedTransferMixin
+    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
 Say = Callable[..., None]
 

@@ -186,7 +186,7 @@ def test_what_must_come_before_torch_does_not_bring_it() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("transfer.ring", "from hf_rocm_tune.training.mixin import VerifiedTransferMixin"),
+        ("transfer.ring", "from hf_rocm_tune.training.trainer import VerifiedTransferMixin"),
         ("transfer.ring", "def lazily():\n    from hf_rocm_tune import training"),
         ("transfer.ring", "from ..models import loading"),
         ("data.loader", "import hf_rocm_tune.models.loading"),

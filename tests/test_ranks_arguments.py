@@ -7,7 +7,7 @@ import pytest
 from hf_rocm_tune.arguments import parse
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.ranks_arguments import RanksArguments, process_group
-from hf_rocm_tune.training.run_record import fingerprint
+from hf_rocm_tune.training.run import fingerprint
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from hf_rocm_tune import arguments, environ, process, recipe_file
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.training.loggers import check_loggers
-from hf_rocm_tune.training.offload import check_offloads
+from hf_rocm_tune.training.refusals import check_loggers, check_offloads
 
 _NEED_A_CARD = ("bf16", "fp16", "activation_offloading")
 

@@ -27,8 +27,7 @@ from hf_rocm_tune.supervisor.policy import Death, Decision, decide
 from hf_rocm_tune.supervisor.settings import Settings
 from hf_rocm_tune.supervisor.watch import Watch
 from hf_rocm_tune.training.journal import FILE_NAME
-from hf_rocm_tune.training.rotation import list_checkpoints
-from hf_rocm_tune.training.run_record import read_record, skip_step
+from hf_rocm_tune.training.run import list_checkpoints, read_record, skip_step
 from hf_rocm_tune.training.supervised import Begun, leave_terminal
 
 _LOOK_SECONDS = 0.2

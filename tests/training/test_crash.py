@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.training.crash import COUNT_FILE, VARIABLE, Crashes, CrashSpec
+from hf_rocm_tune.training.faults import COUNT_FILE, Crashes, CrashSpec
+from hf_rocm_tune.training.faults import CRASH_VARIABLE as VARIABLE
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_several_are_read_in_order() -> None:
 CODE = """
 import sys
 from pathlib import Path
-from hf_rocm_tune.training.crash import Crashes
+from hf_rocm_tune.training.faults import Crashes
 crashes = Crashes({"HF_ROCM_TUNE_CRASH": sys.argv[2], "RANK": sys.argv[3]})
 for step in range(1, 6):
     for at in ("step", "save"):

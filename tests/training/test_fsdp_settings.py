@@ -12,7 +12,7 @@ from hf_rocm_tune import process
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.placement import Coverage
 from hf_rocm_tune.training.deepspeed import check_deepspeed, with_deepspeed
-from hf_rocm_tune.training.fsdp_settings import check_fsdp
+from hf_rocm_tune.training.refusals import check_fsdp
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",

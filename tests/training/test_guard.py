@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.errors import DivergedError
+from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from hf_rocm_tune.training.guard import SKIPPED_AMONG, StepGuard
-from hf_rocm_tune.training.oom_faults import VARIABLE
 from tests import tiny
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -13,9 +14,9 @@ import pytest
 import torch
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.training.oom_faults import VARIABLE, StepFaultSpec
-from hf_rocm_tune.training.oom_state import STATE_FILE, read_divisor, write_divisor
-from hf_rocm_tune.training.oom_window import RandomState
+from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
+from hf_rocm_tune.training.faults import StepFaultSpec
+from hf_rocm_tune.training.oom import STATE_FILE, RandomState, read_state
 
 
 def test_a_random_state_is_put_back_whole() -> None:
@@ -30,18 +31,21 @@ def test_a_random_state_is_put_back_whole() -> None:
 
 
 def test_what_a_run_has_learned_is_not_another_run_s(tmp_path: Path) -> None:
-    write_divisor(tmp_path, run_id="run-1", batch_size=4, divisor=2)
-    assert read_divisor(tmp_path, run_id="run-1", batch_size=4, resumed=True) == 2
-    assert read_divisor(tmp_path, run_id="run-1", batch_size=4, resumed=False) == 2  # died before its first checkpoint
-    assert read_divisor(tmp_path, run_id="run-2", batch_size=4, resumed=True) == 1
-    assert read_divisor(tmp_path, run_id="run-1", batch_size=2, resumed=True) == 1
-    write_divisor(tmp_path, run_id="", batch_size=4, divisor=8)
-    assert read_divisor(tmp_path, run_id="", batch_size=4, resumed=True) == 8  # a trainer of the user's own
-    assert read_divisor(tmp_path, run_id="", batch_size=4, resumed=False) == 1
+    def read(run_id: str, batch_size: int, *, resumed: bool) -> int:
+        args = SimpleNamespace(output_dir=str(tmp_path), per_device_train_batch_size=batch_size)
+        return read_state(SimpleNamespace(run_id=run_id, args=args), resumed=resumed)[0]
+
     body = {"run_id": "run-1", "batch_size": 4}
+    (tmp_path / STATE_FILE).write_text(json.dumps({**body, "divisor": 2}))
+    assert read("run-1", 4, resumed=True) == 2
+    assert read("run-1", 4, resumed=False) == 2  # died before its first checkpoint
+    assert read("run-2", 4, resumed=True) == read("run-1", 2, resumed=True) == 1
+    (tmp_path / STATE_FILE).write_text(json.dumps({**body, "run_id": "", "divisor": 8}))
+    assert read("", 4, resumed=True) == 8  # a trainer of the user's own
+    assert read("", 4, resumed=False) == 1
     for nonsense in ("", "{", "[]", json.dumps(body), json.dumps({**body, "divisor": "many"}), "\udcff"):
         (tmp_path / STATE_FILE).write_text(nonsense, errors="surrogateescape")
-        assert read_divisor(tmp_path, run_id="run-1", batch_size=4, resumed=True) == 1
+        assert read("run-1", 4, resumed=True) == 1
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from hf_rocm_tune.ranks_arguments import RanksArguments
 from hf_rocm_tune.supervisor.settings import Settings
 from hf_rocm_tune.supervisor.watch import Watch
 from hf_rocm_tune.training import supervised
-from hf_rocm_tune.training.run_record import fingerprint
+from hf_rocm_tune.training.run import fingerprint
 from hf_rocm_tune.training.stall import Limits, Pace, watched
-from hf_rocm_tune.training.supervised import Heart, Patience, Phase, hold_on, read_pulse
+from hf_rocm_tune.training.supervised import Heartbeat, Patience, Phase, hold_on, read_pulse
 
 AUTO = Limits.of("auto", None)
 assert AUTO is not None
@@ -171,7 +171,7 @@ def test_the_supervisor_says_how_long_it_waits_and_holds_on_when_asked(
     watch.look()
     now.now = 150.0
     assert watch.silence() is None, "it waits as long again"
-    Heart().beat(step=3, phase="step")
+    Heartbeat().beat(step=3, phase="step")
     watch.look()
     now.now = 161.0
     assert watch.silence() == 11.0

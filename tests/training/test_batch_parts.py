@@ -13,7 +13,7 @@ from transformers import DataCollatorWithFlattening
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_rocm_tune.memory.stepdown import group, layout, next_divisor, split
+from hf_rocm_tune.training.oom import group, layout, next_divisor, split
 
 # The long way round: which labels count, as `Trainer._get_num_items_in_batch` has it.
 ROWS = [
