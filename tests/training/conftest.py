@@ -16,7 +16,7 @@ from tests import tiny
 from tests.training.savers import STEPS, Make, VerifiedSFT
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama on disk."""
     return tiny.build("llama3", tmp_path_factory.mktemp("models"))

@@ -173,7 +173,7 @@ def _run_rank(rank: int, port: int, model_path: Path, tmp_path: Path) -> None:
         _full_disk(Trainer, "_save", lambda trainer: rank == 0 and trainer.state.global_step == 2)
         _full_disk(Trainer, "_save_rng_state", lambda trainer: rank == 1 and trainer.state.global_step == 3)
         model = AutoModelForCausalLM.from_pretrained(model_path)
-        trainer = VerifiedPlain(model=model, args=args, train_dataset=rows, eval_dataset=rows)
+        trainer = VerifiedPlain(model=model, args=args, train_dataset=rows, eval_dataset=rows, run_id="run-2")
         trainer.train()
         trainer.save_model()
         trainer.seal_output()

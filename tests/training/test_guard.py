@@ -21,7 +21,6 @@ from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.errors import DivergedError
 from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from hf_rocm_tune.training.guard import SKIPPED_AMONG, StepGuard
-from tests import tiny
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -111,12 +110,6 @@ class Verified(VerifiedTransferMixin, Trainer):
 
 
 Make = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
-    return tiny.build("llama3", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from trl import SFTConfig, SFTTrainer
 from hf_rocm_tune import VerifiedTransferMixin, was_verified
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
-from tests import tiny
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -45,12 +44,6 @@ OPTIONS: dict[str, Any] = {
     "disable_tqdm": True,
     "seed": 5,
 }
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
-    return tiny.build("llama3", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -25,7 +26,7 @@ from trl import SFTConfig, SFTTrainer
 from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.errors import OutOfMemoryError
 from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
-from tests import tiny
+from hf_rocm_tune.training.oom import STATE_FILE, read_state
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -59,12 +60,6 @@ class UncountedLoss(VerifiedSFT):
 
     def _get_num_items_in_batch(self, *_: Any) -> None:
         return None
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
-    return tiny.build("llama3", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -349,6 +344,24 @@ def test_a_restart_cuts_from_the_start_and_ends_like_the_undisturbed_run(make: M
     expected = adapter(clean)
     for name, weight in adapter(second).items():
         torch.testing.assert_close(weight, expected[name], rtol=2e-2, atol=2e-4)
+
+
+def test_what_a_run_has_learned_is_not_another_run_s(tmp_path: Path) -> None:
+    def read(run_id: str, batch_size: int, *, resumed: bool) -> int:
+        args = SimpleNamespace(output_dir=str(tmp_path), per_device_train_batch_size=batch_size)
+        return read_state(SimpleNamespace(run_id=run_id, args=args), resumed=resumed)[0]
+
+    body = {"run_id": "run-1", "batch_size": 4}
+    (tmp_path / STATE_FILE).write_text(json.dumps({**body, "divisor": 2}))
+    assert read("run-1", 4, resumed=True) == 2
+    assert read("run-1", 4, resumed=False) == 2  # died before its first checkpoint
+    assert read("run-2", 4, resumed=True) == read("run-1", 2, resumed=True) == 1
+    (tmp_path / STATE_FILE).write_text(json.dumps({**body, "run_id": "", "divisor": 8}))
+    assert read("", 4, resumed=True) == 8  # a trainer of the user's own
+    assert read("", 4, resumed=False) == 1
+    for nonsense in ("", "{", "[]", json.dumps(body), json.dumps({**body, "divisor": "many"}), "\udcff"):
+        (tmp_path / STATE_FILE).write_text(nonsense, errors="surrogateescape")
+        assert read("run-1", 4, resumed=True) == 1
 
 
 @pytest.mark.gpu
