@@ -514,7 +514,7 @@ class OutOfMemoryRecovery:
             self._report(shortages, "failed")
             raise OutOfMemoryError(f"{who}{self._refusal(found)}")
         cut = f"micro-batches cut into up to {found.wanted} parts (the effective batch stays)"
-        self._write_state(found.wanted, found.incident | {"rank": args.process_index} if several else None)
+        self._write_state(found.wanted, found.incident | {"on_rank": args.process_index} if several else None)
         if several:
             raise OutOfMemoryError(
                 f"{who}no memory for {found.what} at step {step} ({found.said}): start the same command again, it goes "

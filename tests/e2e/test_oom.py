@@ -155,7 +155,7 @@ def assert_went_on(output: Path, clean: Path) -> None:
     )
     assert last - before == other - earlier  # of all ranks, however many parts each had
     (found,) = shortages_of(output)
-    assert (found["rank"], found["outcome"]) == (1, "recovered")
+    assert (found["on_rank"], found["outcome"]) == (1, "recovered")
     report = report_of(output)
     assert report["memory"]["micro_batch_divisor"] > found["divisor"] and report["replicas"]["mismatches"] == 0
 

@@ -221,18 +221,6 @@ def test_sound_training_is_not_touched(make: Make, caplog: pytest.LogCaptureFixt
     assert trainer.transfer_report.to_dict()["guard"] == {"skipped_steps": 0, "warnings": 0}
 
 
-def test_it_stops_after_the_limit_and_names_the_newest_checkpoint(make: Make, tmp_path: Path) -> None:
-    trainer = make(
-        fault="kind=nan,first=3", max_steps=20, save_strategy="steps", save_steps=2, extra={"max_skipped_steps": 2}
-    )
-    with pytest.raises(DivergedError) as caught:
-        trainer.train()
-    assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
-    assert "step 5: loss" in str(caught.value) and "checkpoint-4 is the newest checkpoint" in str(caught.value)
-    assert guarded(trainer)[-1] == (5, "not finite", "stopped")
-    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
-
-
 def test_weights_that_are_not_finite_are_never_saved(make: Make, tmp_path: Path) -> None:
     class Spoiling(TrainerCallback):
         """What an optimizer does whose step overflows."""
