@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_rocm_tune.training.device_memory import (
     LOOK_EVERY,
     FragmentationCallback,
     Reading,
-    largest_free_block,
     read,
     reason_to_empty,
 )
@@ -58,16 +55,6 @@ def test_counters_are_read_by_torch_s_names() -> None:
     }
 
 
-def test_an_allocator_that_was_never_used_has_no_counters() -> None:
-    found = Reading.of({}, [], free=TOTAL, total=TOTAL)
-    assert found.reserved == found.largest_free == 0 and reason_to_empty(found, None) is None
-
-
-def test_only_free_blocks_count_as_free() -> None:
-    assert largest_free_block([]) == 0
-    assert largest_free_block([{"blocks": [{"size": 9, "state": "active_awaiting_free"}]}]) == 0
-
-
 def test_a_pool_full_of_what_was_never_in_use_is_given_back_before_a_request_fails() -> None:
     reason = reason_to_empty(reading(), None)
     assert reason is not None and "6.7 GiB are reserved beyond" in reason and "0.4 GiB are left" in reason
@@ -91,13 +78,6 @@ def test_an_allocator_that_had_to_give_back_its_cache_within_a_step_is_helped_be
     assert "3 requests failed at first" in (reason_to_empty(troubled, healthy) or "")
     assert reason_to_empty(troubled, troubled) is None  # not again for the same ones
     assert reason_to_empty(troubled, None) is None  # of before the run
-
-
-@given(free=st.integers(0, TOTAL), peak=st.integers(0, TOTAL), reserved=st.integers(0, TOTAL), total=st.just(TOTAL))
-def test_the_rule_is_the_one_that_is_stated(free: int, peak: int, reserved: int, total: int) -> None:
-    now = reading(free=free, allocated_peak=peak, reserved=reserved)
-    wanted = free < 0.05 * total and reserved - peak > 0.10 * total
-    assert (reason_to_empty(now, None) is not None) == wanted
 
 
 class Trouble:
@@ -143,15 +123,6 @@ def test_on_a_processor_nothing_is_read(monkeypatch: pytest.MonkeyPatch, tmp_pat
     callback = FragmentationCallback(torch.device("cpu"), TransferReport())
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     callback.on_step_end(args, TrainerState(global_step=LOOK_EVERY), TrainerControl())
-
-
-@pytest.mark.parametrize(
-    "flags", [["--train_sampling_strategy", "group_by_length"], ["--pad_to_multiple_of", "64"], ["--packing"]]
-)
-def test_the_settings_that_are_advised_exist(flags: list[str]) -> None:
-    from hf_rocm_tune.arguments import build_parser
-
-    build_parser().parse_args(flags)
 
 
 @pytest.mark.gpu

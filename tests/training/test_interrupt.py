@@ -81,19 +81,6 @@ def test_the_users_own_handlers_and_ignored_signals_are_left_alone() -> None:
     assert heard == [signal.SIGTERM] and requests.received == 0
 
 
-def test_in_another_thread_it_does_nothing() -> None:
-    found: list[Any] = []
-
-    def work() -> None:
-        with StopRequests().installed():
-            found.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [signal.SIG_DFL]
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # python 3.12: other threads are not forked
 def test_a_forked_worker_does_not_take_the_signal_for_its_own() -> None:
     """A loader's worker inherits the handler: Ctrl-C must not end it, SIGTERM must."""
