@@ -23,11 +23,11 @@ from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
 from hf_rocm_tune.publish.plots import loss_panel
 from hf_rocm_tune.publish.privacy import Private, local_paths
 from hf_rocm_tune.training import report
-from hf_rocm_tune.training.run_record import deciding_settings
+from hf_rocm_tune.training.run import deciding_settings
 
 if TYPE_CHECKING:
     from hf_rocm_tune.arguments import Arguments
-    from hf_rocm_tune.training.mixin import VerifiedTransferMixin
+    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
 PICTURE_NAME = "loss.png"
 # Names by which `datasets` reads files, not datasets of the Hub.

@@ -207,7 +207,7 @@ def bench(argv: Sequence[str]) -> int:
         from hf_rocm_tune.machine.process import prepare_process
 
         prepare_process(os.environ)
-        from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
+        from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
 
         return VerifiedSFTTrainer
 

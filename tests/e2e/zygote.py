@@ -27,7 +27,7 @@ def _dump_logits_after_saving(target: str) -> None:
     """When the command has saved its result, the logits of the live model for fixed tokens go to a file."""
     import torch
 
-    from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
+    from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
     from tests.e2e.probe import logits
 
     stock = VerifiedSFTTrainer.save_model
@@ -115,7 +115,7 @@ def main() -> None:
 
     import hf_rocm_tune.publish.plots_draw
     import hf_rocm_tune.sft_job
-    import hf_rocm_tune.training.trainers  # noqa: F401
+    import hf_rocm_tune.training.trainer  # noqa: F401
 
     gc.collect()
     gc.freeze()

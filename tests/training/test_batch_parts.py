@@ -13,7 +13,7 @@ from transformers import DataCollatorWithFlattening
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_rocm_tune.memory.stepdown import group, layout, next_divisor, split
+from hf_rocm_tune.training.oom import group, layout, next_divisor, split
 
 # The long way round: which labels count, as `Trainer._get_num_items_in_batch` has it.
 ROWS = [
@@ -32,14 +32,6 @@ def packed(**options: Any) -> dict[str, Any]:
 
 
 sizes = st.lists(st.integers(1, 300), min_size=1, max_size=40)
-
-
-@given(sizes=sizes, parts=st.integers(1, 50))
-@settings(deadline=None)
-def test_groups_are_all_units_in_order_in_no_more_parts_than_asked(sizes: list[int], parts: int) -> None:
-    groups = group(sizes, parts)
-    assert [unit for each in groups for unit in each] == list(range(len(sizes)))
-    assert 1 <= len(groups) <= parts and all(len(each) for each in groups)
 
 
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=7), parts=st.integers(1, 7))
@@ -119,19 +111,6 @@ def test_shares_of_a_batch_without_any_label_are_by_size() -> None:
     batch = padded()
     batch["labels"] = torch.full_like(batch["labels"], -100)
     assert [part.share for part in split(batch, 2, labels_shifted=True)] == [3 / 5, 2 / 5]
-
-
-def test_labels_of_classes_are_one_a_row() -> None:
-    batch = {"input_ids": torch.ones(4, 6, dtype=torch.int64), "labels": torch.tensor([0, 1, 2, 1])}
-    assert [part.share for part in split(batch, 2, labels_shifted=False)] == [0.5, 0.5]
-
-
-def test_cutting_costs_no_copy_and_changes_nothing_of_the_batch() -> None:
-    batch = padded()
-    before = {name: value.clone() for name, value in batch.items()}
-    (first, _) = split(batch, 2, labels_shifted=True)
-    assert first.inputs["input_ids"].data_ptr() == batch["input_ids"].data_ptr()
-    assert all(torch.equal(batch[name], value) for name, value in before.items())
 
 
 def test_a_label_that_belongs_to_the_sequence_before_keeps_the_two_together() -> None:

@@ -1,4 +1,4 @@
-"""Crashes on request: what is asked for is checked, and each strikes as often as asked over all starts of a run."""
+"""Faults on request: what is asked for is checked, and crashes strike as often as asked over all starts of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.training.crash import COUNT_FILE, VARIABLE, Crashes, CrashSpec
+from hf_rocm_tune.training.faults import (
+    COUNT_FILE,
+    CRASH_VARIABLE,
+    STEP_VARIABLE,
+    Crashes,
+    CrashSpec,
+    StepFaultSpec,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,13 +37,13 @@ from hf_rocm_tune.training.crash import COUNT_FILE, VARIABLE, Crashes, CrashSpec
     ],
 )
 def test_a_wrong_text_is_one_message(text: str, named: str) -> None:
-    with pytest.raises(UsageError, match=VARIABLE) as caught:
-        Crashes({VARIABLE: text})
+    with pytest.raises(UsageError, match=CRASH_VARIABLE) as caught:
+        Crashes({CRASH_VARIABLE: text})
     assert named in str(caught.value)
 
 
 def test_several_are_read_in_order() -> None:
-    crashes = Crashes({VARIABLE: " kind=kill, step=4 ; at=save,kind=exit,times=3,rank=1 "})
+    crashes = Crashes({CRASH_VARIABLE: " kind=kill, step=4 ; at=save,kind=exit,times=3,rank=1 "})
     assert crashes._specs == [CrashSpec(kind="kill", step=4), CrashSpec(kind="exit", at="save", times=3, rank=1)]
     assert Crashes({}).text is None
 
@@ -44,7 +51,7 @@ def test_several_are_read_in_order() -> None:
 CODE = """
 import sys
 from pathlib import Path
-from hf_rocm_tune.training.crash import Crashes
+from hf_rocm_tune.training.faults import Crashes
 crashes = Crashes({"HF_ROCM_TUNE_CRASH": sys.argv[2], "RANK": sys.argv[3]})
 for step in range(1, 6):
     for at in ("step", "save"):
@@ -74,3 +81,29 @@ def test_nonsense_in_the_counts_counts_as_none(tmp_path: Path, content: str) -> 
     (tmp_path / COUNT_FILE).write_text(content)
     assert start(tmp_path, "kind=segv,step=1")[0] == -11
     assert json.loads((tmp_path / COUNT_FILE).read_text())["run_id"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("kind=ooom", "one of oom nan"),
+        ("rate=1", "'kind' is missing"),
+        ("kind=oom,rate=2", "from 0 to 1"),
+        ("kind=oom,rows=-1", "from 0 on"),
+        ("kind=oom,rows=two", "expected a number"),
+        ("kind=oom,where=left", "forward backward"),
+        ("kind=oom,first=0", "from 1 on"),
+        ("kind=oom,count=0", "from 1 on"),
+        ("kind=oom,kind=nan", "given twice"),
+        ("kind=oom;rate=1", "one of oom nan"),
+        ("oom", "valid keys"),
+    ],
+)
+def test_a_step_fault_that_is_not_understood_is_refused(text: str, named: str) -> None:
+    with pytest.raises(UsageError, match=STEP_VARIABLE) as caught:
+        StepFaultSpec.parse(text)
+    assert named in str(caught.value)
+
+
+def test_no_fault_is_asked_for_by_an_empty_variable() -> None:
+    assert StepFaultSpec.from_environment({}) is StepFaultSpec.from_environment({STEP_VARIABLE: " "}) is None
