@@ -18,8 +18,7 @@ from huggingface_hub import ModelCard
 from hf_rocm_tune import cli
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish.card import is_ours
-from hf_rocm_tune.publish.history_read import collect
-from hf_rocm_tune.publish.history_verdict import judge
+from hf_rocm_tune.publish.history import collect, judge
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,31 +19,10 @@ import pytest
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.publish.chat import Chat
-from hf_rocm_tune.publish.generate import answer, apply_template
-from hf_rocm_tune.publish.generate_model import Loaded, loaded_model
-from hf_rocm_tune.publish.generate_settings import LoadSettings, Sampling
-from tests import tiny
-from tests.publish.merge_cases import lora, merged
+from hf_rocm_tune.publish.generate import Loaded, answer, apply_template
+from hf_rocm_tune.publish.generate_command import Sampling
 
 SHORT = Sampling(max_new_tokens=6, temperature=0)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    scratch = tmp_path_factory.mktemp("chat")
-    base, adapter, out, _ = merged(lora("llama3"), scratch, "adapter")
-    return {
-        "base": base,
-        "adapter": adapter,
-        "merged": out,
-        "bare": tiny.build("llama3", scratch / "models", chat_template=False),
-    }
-
-
-@pytest.fixture(scope="module")
-def loaded(made: dict[str, Path]) -> Iterator[Loaded]:
-    with loaded_model(LoadSettings(model=str(made["adapter"])), lambda _: None) as model:
-        yield model
 
 
 @pytest.fixture
@@ -227,6 +206,7 @@ class Terminal:
         os.close(self._end)
 
 
+@pytest.mark.long
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_quit_ends_the_session(made: dict[str, Path]) -> None:
     with Terminal("chat", str(made["adapter"]), "--max_new_tokens", "240", "--temperature", "0") as terminal:
         terminal.until("/reset forgets")

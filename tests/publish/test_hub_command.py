@@ -73,8 +73,6 @@ def test_a_push_that_is_killed_goes_on_where_it_was(hub: LoopbackHub, tmp_path: 
     assert len(sent) == 1 and adapter in sent[0], "what had arrived was sent again"
     assert on_hub(hub, REPO)["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
     assert "the Hub serves what was trained" in printed and TOKEN not in printed + said
-    third = start(hub, tmp_path, str(out), REPO, "--checkpoints", "all")
-    assert "MB; 0 sent, 19 there already" in third.communicate()[0]
 
 
 def test_ctrl_c_ends_it_with_130_and_says_how_to_go_on(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -127,5 +125,5 @@ def test_wrong_input_is_one_line_and_2(arguments: list[str], says: str, capsys: 
 
 
 def test_the_command_imports_no_torch() -> None:
-    look = "import sys, hf_rocm_tune.publish.hub_command; sys.exit('torch' in sys.modules)"
+    look = "import sys, hf_rocm_tune.publish.hub; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", look], env={**os.environ, "HF_ROCM_TUNE_QUIET": "1"}).returncode == 0

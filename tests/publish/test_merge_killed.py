@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,10 +16,10 @@ import pytest
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish import merge as merging
-from hf_rocm_tune.publish.merge_settings import MergeSettings
+from hf_rocm_tune.publish.merge_command import MergeSettings
 from tests.publish.merge_cases import load_base, logits, lora, merged, reference
 
-KILLS = 25
+KILLS = 8
 Ask = Callable[..., dict[str, Any]]
 
 
@@ -45,7 +46,8 @@ def ask() -> Iterator[Ask]:
 
     yield request
     process.stdin.close()
-    process.wait(10)
+    process.kill()
+    process.wait()
     process.stdout.close()
 
 
@@ -92,8 +94,10 @@ def test_kills_at_random_moments(ask: Ask, case: dict[str, Path], tmp_path: Path
 def test_sigterm_ends_it_in_one_line_and_removes_what_was_begun(
     ask: Ask, case: dict[str, Path], tmp_path: Path
 ) -> None:
-    for _ in range(20):
-        answer = ask(**{**case, "out": tmp_path / "out"}, kill_after=0.1, term=True)
+    for tries in range(1, 20):  # until it is neither too early for our handler nor too late
+        answer = ask(**{**case, "out": tmp_path / "out"}, kill_after=0.1 * tries, term=True)
+        if answer["code"] == 0:
+            shutil.rmtree(tmp_path / "out")
         if answer["code"] == 130:
             break
     assert answer["code"] == 130, answer["stderr"]

@@ -11,8 +11,8 @@ import torch
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.publish.generate_model import loaded_model
-from hf_rocm_tune.publish.generate_settings import LoadSettings
+from hf_rocm_tune.publish.generate import loaded_model
+from hf_rocm_tune.publish.generate_command import LoadSettings
 from tests import tiny
 from tests.e2e import probe
 from tests.e2e.command import CommandServer
