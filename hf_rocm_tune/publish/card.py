@@ -18,7 +18,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from hf_rocm_tune.publish.history import (
     last,
     number,
     plain,
+    shown_settings,
     table,
     text,
     unverified,
@@ -48,7 +48,7 @@ from hf_rocm_tune.publish.history import (
 from hf_rocm_tune.publish.staging import CARD_NAME, published_name
 from hf_rocm_tune.redaction import Private, scrub_json, scrub_text
 
-__all__ = ["CARD_NAME", "CardFacts", "build", "is_ours", "kept", "shown_settings"]
+__all__ = ["CARD_NAME", "CardFacts", "build", "is_ours", "kept"]
 
 _SIGNED = re.compile(
     r"\A(?P<text>.*)\n\n<!-- hf-rocm-tune wrote this card \((?P<sha256>[0-9a-f]{64})\)[^\n]*-->\s*\Z", re.S
@@ -56,16 +56,6 @@ _SIGNED = re.compile(
 _ACTIVE = re.compile(r"([\\`*_\[\]<>|#~$])")
 _MOST_FINDINGS = 8
 _INCIDENT_COLUMNS = ("step", "stage", "tensor", "kind", "where", "recovered by", "outcome")
-_SHOWN_SETTINGS = (
-    *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "num_train_epochs", "max_steps"),
-    *("max_length", "packing", "bf16", "fp16", "dtype"),
-    *("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
-    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora", "use_rslora"),
-    *("loss_type", "assistant_only_loss", "completion_only_loss", "gradient_checkpointing", "neftune_noise_alpha"),
-    "seed",
-)
-_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 _QUANTIZATION = ("load_in_4bit", "load_in_8bit")
 _QUANTIZATION_4BIT = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 _DTYPES = frozenset({"float32", "float16", "bfloat16"})
@@ -270,26 +260,6 @@ def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         if any(figures):
             lines.append((f"card of rank {count(seen, 'rank')}", ", ".join(filter(None, figures))))
     return lines + [(_prose(name), _code(plain(value))) for name, value in table(report, "versions").items() if value]
-
-
-def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide what a model becomes and say something here, by name, and the effective batch.
-
-    What is off, unset, or of no effect beside the others is left out.
-    """
-    found = {}
-    for name in _SHOWN_SETTINGS:
-        value = settings.get(name)
-        without_effect = (name.startswith("lora_") and settings.get("use_peft") is False) or (
-            name in ("bnb_4bit_quant_type", "use_bnb_nested_quant") and settings.get("load_in_4bit") is not True
-        )
-        if value is not None and value is not False and value != [] and not without_effect:
-            found[name] = value
-    found.pop("num_train_epochs" if (number(settings, "max_steps") or 0) > 0 else "max_steps", None)
-    parts = [number(settings, name) for name in _BATCH]
-    if None not in parts:
-        found["effective_batch_size"] = prod(int(part or 0) for part in parts)
-    return found
 
 
 # ---- the code that loads it -----------------------------------------------------------------------------------------

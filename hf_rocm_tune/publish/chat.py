@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.generate_command import (
     LoadSettings,
     Messages,
@@ -27,7 +28,6 @@ from hf_rocm_tune.publish.generate_command import (
     lines_of,
     reader_may_leave,
 )
-from hf_rocm_tune.publish.merge_command import say
 
 if TYPE_CHECKING:
     from hf_rocm_tune.publish.generate import Loaded

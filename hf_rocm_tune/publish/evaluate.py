@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError, device_shortage
+from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.generate_command import LoadSettings, add_model_flags
-from hf_rocm_tune.publish.merge_command import say
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.publish.merge_command import say
+from hf_rocm_tune.publish import say
 
 if TYPE_CHECKING:
     from hf_rocm_tune.publish.generate import Loaded

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -217,6 +218,38 @@ def figures(rows: Iterable[Row]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in found if value]
 
 
+_SHOWN_SETTINGS = (
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "num_train_epochs", "max_steps"),
+    *("max_length", "packing", "bf16", "fp16", "dtype"),
+    *("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora", "use_rslora"),
+    *("loss_type", "assistant_only_loss", "completion_only_loss", "gradient_checkpointing", "neftune_noise_alpha"),
+    "seed",
+)
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+
+
+def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide what a model becomes and say something here, by name, and the effective batch.
+
+    What is off, unset, or of no effect beside the others is left out.
+    """
+    found = {}
+    for name in _SHOWN_SETTINGS:
+        value = settings.get(name)
+        without_effect = (name.startswith("lora_") and settings.get("use_peft") is False) or (
+            name in ("bnb_4bit_quant_type", "use_bnb_nested_quant") and settings.get("load_in_4bit") is not True
+        )
+        if value is not None and value is not False and value != [] and not without_effect:
+            found[name] = value
+    found.pop("num_train_epochs" if (number(settings, "max_steps") or 0) > 0 else "max_steps", None)
+    parts = [number(settings, name) for name in _BATCH]
+    if None not in parts:
+        found["effective_batch_size"] = prod(int(part or 0) for part in parts)
+    return found
+
+
 # ---- a directory -----------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +268,6 @@ class Left:
         directory: the run's.
         run_id: empty where nothing tells it.
         rows: the log history, oldest first.
-        rows_from: the file that they are from; empty without any.
         step, max_steps: optimizer steps done and wanted; None where unknown.
         trained: `Trained` as plain values; empty where unknown.
         report: the transfer report; empty without one.
@@ -248,7 +280,6 @@ class Left:
     directory: Path
     run_id: str = ""
     rows: Sequence[Row] = ()
-    rows_from: str = ""
     step: int | None = None
     max_steps: int | None = None
     trained: Mapping[str, Any] = field(default_factory=dict)
@@ -282,10 +313,10 @@ def collect(directory: Path) -> Left:
         what = "is a file" if os.path.exists(directory) else "does not exist"
         raise UsageError(f"{directory} {what}: name the --output_dir of a run")
     try:
-        checkpoints = _checkpoints(directory)
+        found = checkpoints(directory)
     except OSError as error:
         raise UsageError(f"{directory} cannot be read: {error.strerror}; name the --output_dir of a run") from error
-    if not checkpoints and not any((directory / name).exists() for name in _TRACES):
+    if not found and not any((directory / name).exists() for name in _TRACES):
         raise UsageError(f"{directory} holds nothing that a training run leaves: name the --output_dir of a run")
     missing: list[str] = []
     record = _read(directory / "run.json", missing)
@@ -293,7 +324,7 @@ def collect(directory: Path) -> Left:
     known = text(record, "run_id") or (inspection.manifest.run_id if inspection.manifest else "")
     report = _of_run(known, _read(directory / REPORT_NAME, missing), REPORT_NAME, missing)
     log = _of_run(known, _read(directory / LOG_NAME, missing), LOG_NAME, missing)
-    log, rows_from = _newest_log(directory, log, checkpoints, missing)
+    log = _newest_log(directory, log, found, missing)
     run_id = known or text(log, "run_id") or text(report, "run_id")
     if inspection.manifest is None:
         why = inspection.problems[0]
@@ -301,13 +332,13 @@ def collect(directory: Path) -> Left:
             f"{manifest.MANIFEST_NAME}: the run has not come to its end" if why.kind == "missing" else str(why)
         )
     rows = log.get("log", log.get("log_history"))
+    step = number(log, "step" if "step" in log else "global_step")
     return Left(
         directory=directory,
         run_id=run_id,
         rows=[row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else [],
-        rows_from=rows_from,
-        step=_whole(number(log, "step") if "step" in log else number(log, "global_step")),
-        max_steps=_whole(number(log, "max_steps")),
+        step=None if step is None else int(step),
+        max_steps=count(log, "max_steps") or None,
         trained=table(log, "trained"),
         report=report,
         settings=table(record, "settings"),
@@ -317,13 +348,10 @@ def collect(directory: Path) -> Left:
     )
 
 
-def _newest_log(
-    directory: Path, log: dict[str, Any], checkpoints: list[Path], missing: list[str]
-) -> tuple[dict[str, Any], str]:
-    """The log that has come furthest, and the name of its file."""
-    best, name = (log, LOG_NAME) if log else ({}, "")
-    states = [directory / _STATE, *(path / _STATE for path in checkpoints[-1:])]
-    for path in states:
+def _newest_log(directory: Path, log: dict[str, Any], found: list[Path], missing: list[str]) -> dict[str, Any]:
+    """The log that has come furthest."""
+    best = log
+    for path in [directory / _STATE, *(path / _STATE for path in found[-1:])]:
         if not path.is_file():
             continue
         state = _read(path, missing)
@@ -331,10 +359,9 @@ def _newest_log(
         if state and (number(state, "global_step") or 0) > (-1 if reached is None else reached):
             # What was trained does not change over a run, and a trainer's state does not tell it.
             best = {**state, "trained": table(best, "trained") or table(log, "trained")}
-            name = path.relative_to(directory).as_posix()
     if not best:
         missing.append(f"{LOG_NAME}: no log of the training, so there are no curves")
-    return best, name
+    return best
 
 
 def _of_run(run_id: str, content: dict[str, Any], name: str, missing: list[str]) -> dict[str, Any]:
@@ -385,7 +412,7 @@ _MEANING = {
 }
 
 
-def _checkpoints(directory: Path) -> list[Path]:
+def checkpoints(directory: Path) -> list[Path]:
     """Directories of checkpoints, the oldest first."""
     found = [(int(name[1]), path) for path in directory.iterdir() if (name := _CHECKPOINT.fullmatch(path.name))]
     return [path for _, path in sorted(found) if path.is_dir()]
@@ -407,10 +434,6 @@ def _journal(directory: Path, run_id: str) -> Sequence[Row]:
         if not run_id or text(entry, "run_id") in ("", run_id):
             entries.append(entry)
     return entries
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------

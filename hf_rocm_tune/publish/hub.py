@@ -22,7 +22,6 @@ import os
 import random
 import re
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, NoReturn, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import httpx2
 from huggingface_hub import (
@@ -55,6 +54,8 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_st
 from hf_rocm_tune.errors import CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, Manifest
+from hf_rocm_tune.publish import CommandParser, say
+from hf_rocm_tune.publish.history import checkpoints
 from hf_rocm_tune.publish.staging import Entry, Staged, check_directory, is_hub_id, stage
 from hf_rocm_tune.redaction import Private, redact, remember, scrub_text
 from hf_rocm_tune.version import __version__
@@ -65,7 +66,6 @@ Verify = Literal["download", "hashes"]
 Say = Callable[[str], None]
 
 LAST_CHECKPOINT = "last-checkpoint/"
-_CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 _LIBRARY = {"library_name": "hf-rocm-tune", "library_version": __version__}
 _ROUNDS = 2  # a second push of what arrived wrong; more would hide a broken storage
 _LONGEST_ASKED_WAIT_S = 600.0
@@ -271,8 +271,7 @@ def _checkpoints(directory: Path, which: Checkpoints) -> list[tuple[str, Path]]:
     """Folder on the Hub and directory here of each checkpoint to push."""
     if which == "none":
         return []
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _CHECKPOINT.match(path.name))]
-    paths = [path for _, path in sorted(found) if path.is_dir()]
+    paths = checkpoints(directory)
     if not paths:
         raise UsageError(f"--checkpoints {which}: there is no checkpoint-N in {directory}; leave the flag away")
     return [(LAST_CHECKPOINT, paths[-1])] if which == "last" else [(f"{path.name}/", path) for path in paths]
@@ -657,27 +656,20 @@ def _explained(error: BaseException, repo_id: str) -> TuneError:
 
 def _of_status(status: int, message: str | None, repo_id: str) -> TuneError:
     """The line for an answer of the Hub or of its storage."""
-    said = f": {message}" if message else ""
-    if status == 401:
-        return UsageError(
-            f"the Hub does not accept the token (401{said}): it is wrong, expired or revoked, or none was sent; make "
-            f"one with write access at {_TOKENS_PAGE}, then `hf auth login` or set HF_TOKEN"
-        )
-    if status == 403:
-        return UsageError(
-            f"the token may not write to {repo_id} (403{said}): give it write permission there at {_TOKENS_PAGE}, or "
-            "name a repository of your own"
-        )
-    if status == 404:
-        return UsageError(
-            f"{repo_id} is not there, or the token may not see it (404{said}): check the name, and that the "
-            "organisation exists and you are in it"
-        )
+    said = f"({status}: {message})" if message else f"({status})"
     if status == 429:
-        return HubError(f"the Hub asks for fewer requests (429{said}): try again in some minutes")
-    if status >= 500 or status in _BUSY or status in _CONFLICTS:
-        return HubError(f"the Hub answers {status}{said}: try again later")
-    return UsageError(f"the Hub refuses it ({status}{said}): change what it names")
+        return HubError(f"the Hub asks for fewer requests {said}: try again in some minutes")
+    if status >= 500 or status in (*_BUSY, *_CONFLICTS):
+        return HubError(f"the Hub answers {said[1:-1]}: try again later")
+    lines = {
+        401: f"the Hub does not accept the token {said}: it is wrong, expired or revoked, or none was sent; make one "
+        f"with write access at {_TOKENS_PAGE}, then `hf auth login` or set HF_TOKEN",
+        403: f"the token may not write to {repo_id} {said}: give it write permission there at {_TOKENS_PAGE}, or name "
+        "a repository of your own",
+        404: f"{repo_id} is not there, or the token may not see it {said}: check the name, and that the organisation "
+        "exists and you are in it",
+    }
+    return UsageError(lines.get(status, f"the Hub refuses it {said}: change what it names"))
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -701,7 +693,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     try:
-        done = push(directory, repo_id, settings=settings, say=_say)
+        done = push(directory, repo_id, settings=settings, say=say)
     except HubError as error:
         raise HubError(f"{error}. {_AGAIN}") from error
     except KeyboardInterrupt as stop:
@@ -710,20 +702,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _say(line: str) -> None:
-    print(f"hf-rocm-tune: {line}", file=sys.stderr, flush=True)
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with its errors as ``UsageError``."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say it in one line; the usage is one ``--help`` away."""
-        raise UsageError(f"{message}; see `{self.prog} --help`")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="hf-rocm-tune push",
         description="Upload a finished run to the Hugging Face Hub, without this machine's paths, and verify that the "
         "Hub serves what was trained. The token is the one of `hf auth login` or HF_TOKEN.",

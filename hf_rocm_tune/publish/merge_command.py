@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.publish import say
 
 DTYPES = ("float32", "float16", "bfloat16")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -76,11 +76,6 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     more = [str(directory), wanted.push, *(["--private"] if wanted.private else [])]
     say(f"pushing it; if that fails, `hf-rocm-tune push {' '.join(more)}` continues it")
     return push(more)
-
-
-def say(line: str) -> None:
-    """A line about the work."""
-    print(f"hf-rocm-tune: {line}", file=sys.stderr, flush=True)
 
 
 def _parse_size(text: str) -> int:

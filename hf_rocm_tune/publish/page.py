@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
-from hf_rocm_tune.publish.card import shown_settings
+from hf_rocm_tune.publish import CommandParser, say
 from hf_rocm_tune.publish.history import (
     Left,
     collect,
@@ -38,6 +37,7 @@ from hf_rocm_tune.publish.history import (
     judge,
     number,
     plain,
+    shown_settings,
     table,
     text,
     unverified,
@@ -92,7 +92,7 @@ def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -
         *verdict.notes,
         *(f"missing: {line}" for line in left.missing),
     ):
-        print(f"hf-rocm-tune: {' '.join(line.split())}", file=sys.stderr, flush=True)
+        say(line)
     print(*[target, *pictures], sep="\n")
     return 0
 
@@ -126,16 +126,8 @@ def _clean(left: Left, private: Private) -> Left:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with its errors as ``UsageError``."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say it in one line."""
-        raise UsageError(f"{message}; see `{self.prog} --help`")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="hf-rocm-tune report",
         description="Plots of a run as PNG files, and its report as one HTML page without scripts or outside requests. "
         "Reads whatever a run left, finished or not, and says what is missing.",

@@ -16,6 +16,7 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from hf_rocm_tune.publish.generate import Loaded, loaded_model
 from hf_rocm_tune.publish.generate_command import LoadSettings
 from tests import tiny
+from tests.e2e.command import CommandServer
 from tests.publish.hub_fixtures import use
 from tests.publish.hub_server import LoopbackHub, loopback_hub
 from tests.publish.merge_cases import lora, merged
@@ -29,6 +30,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tiny.build_tokenizer().save_pretrained(adapter)
     bare = tiny.build("llama3", scratch / "models", chat_template=False)
     return {"base": base, "adapter": adapter, "merged": out, "bare": bare, "scratch": scratch}
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
+    """Runs commands as processes of their own."""
+    server = CommandServer(tmp_path_factory.mktemp("commands"))
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="module")

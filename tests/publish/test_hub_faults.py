@@ -186,15 +186,6 @@ def test_a_wrong_token_and_none_at_all(hub: LoopbackHub, tmp_path: Path, monkeyp
     assert "or none was sent" in str(failure(out))
 
 
-def test_a_token_that_may_only_read(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, reader = write_run(tmp_path / "out"), "hf_" + "r" * 34
-    hub.store.readers.add(reader)
-    monkeypatch.setenv("HF_TOKEN", reader)
-    assert "may not write to" in str(failure(out))
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert "may not write to somebody/else" in str(failure(out, repo="somebody/else"))
-
-
 def test_a_hub_that_is_away_and_an_offline_machine(
     hub: LoopbackHub,
     tmp_path: Path,

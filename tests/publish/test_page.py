@@ -137,7 +137,6 @@ def test_hostile_strings_everywhere_stay_text(tmp_path: Path) -> None:
         directory=directory,
         run_id=HOSTILE,
         rows=[*rows(), {HOSTILE: 1.0, "step": 1, f"eval_{HOSTILE}_loss": 2.0}],
-        rows_from=HOSTILE,
         step=1,
         trained=spoiled(left.trained),
         report=spoiled(
