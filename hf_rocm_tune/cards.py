@@ -20,8 +20,8 @@ from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
-from hf_rocm_tune.publish.plots import loss_panel
-from hf_rocm_tune.publish.privacy import Private, local_paths
+from hf_rocm_tune.publish.plots import loss_panel, write_png
+from hf_rocm_tune.redaction import Private, local_paths
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.run import deciding_settings
 
@@ -130,8 +130,6 @@ class Cards:
         panel = loss_panel(self.trainer.state.log_history, content)
         if panel is None:
             return []
-        from hf_rocm_tune.publish.plots_draw import write_png
-
         write_png(panel, self._output_dir / PICTURE_NAME)
         return [PICTURE_NAME]
 

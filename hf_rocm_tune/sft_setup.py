@@ -26,8 +26,8 @@ from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source,
 from hf_rocm_tune.models.split_loading import device_map
 from hf_rocm_tune.publish import hub_during as publishing
 from hf_rocm_tune.publish.hub_during import Publisher
-from hf_rocm_tune.publish.privacy import local_paths
 from hf_rocm_tune.ranks.agree import on_main_process
+from hf_rocm_tune.redaction import local_paths
 from hf_rocm_tune.split_setup import make_mover
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.device_memory import warm_up
