@@ -30,13 +30,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hf_rocm_tune import process  # noqa: E402
 from hf_rocm_tune.errors import UsageError  # noqa: E402
-from hf_rocm_tune.memory.plan import GIB, CardMemory  # noqa: E402
-from hf_rocm_tune.plan_request import PlanRequest  # noqa: E402
+from hf_rocm_tune.machine import process  # noqa: E402
+from hf_rocm_tune.plan import (  # noqa: E402
+    GIB,
+    CardMemory,
+    PlanRequest,
+)
 
 CARD = CardMemory(name="Radeon RX 7900 XT", usable=int(19.9 * GIB))
-IMPORTS = ("hf_rocm_tune.plan_job", "torch", "transformers.modeling_utils", "peft", "bitsandbytes", "torch._dynamo")
+IMPORTS = ("hf_rocm_tune.plan", "torch", "transformers.modeling_utils", "peft", "bitsandbytes", "torch._dynamo")
 LIMIT = 8.0  # seconds
 #: What a real checkpoint says and the default configuration leaves out.
 FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -64,8 +67,8 @@ def default_config(model_type: str) -> Any:
     """
     from huggingface_hub.errors import StrictDataclassError
 
-    from hf_rocm_tune.models.shapes_config import config_of
-    from hf_rocm_tune.models.shapes_model import FOREIGN_ERRORS
+    from hf_rocm_tune.plan import config_of
+    from hf_rocm_tune.plan.request import FOREIGN_ERRORS
 
     try:
         config = config_of({"model_type": model_type, **FIELDS.get(model_type, {})})
@@ -77,8 +80,8 @@ def default_config(model_type: str) -> Any:
 
 def plan_one(model_type: str) -> dict[str, Any]:
     """Plans one architecture in this process as the command would without further flags, its text included."""
-    from hf_rocm_tune.plan_job import plan_for
-    from hf_rocm_tune.plan_text import as_text
+    from hf_rocm_tune.plan import plan_for
+    from hf_rocm_tune.plan.text import as_text
 
     row: dict[str, Any] = {"model_type": model_type, "architecture": architectures()[model_type]}
     started = time.process_time()

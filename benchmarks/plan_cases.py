@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_rocm_tune.plan_request import PlanRequest
+from hf_rocm_tune.plan import PlanRequest
 
 _SMALL = {
     "hidden_size": 384,
@@ -154,7 +154,7 @@ def gpu_cases() -> tuple[Case, ...]:
     """1B, 3B and 8B shapes in bfloat16, as they are trained on a 20 GB card."""
     import torch
 
-    from hf_rocm_tune.memory.plan_models import public_model
+    from hf_rocm_tune.plan import public_model
 
     found = []
     for name, method, batch, length, check in (

@@ -36,8 +36,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.plan_cases import CPU_CASES, SIMULATED_CASES, Case, gpu_cases  # noqa: E402
-from hf_rocm_tune.memory.plan import GIB, CardMemory, Estimate  # noqa: E402
-from hf_rocm_tune.plan_request import PlanRequest  # noqa: E402
+from hf_rocm_tune.plan import (  # noqa: E402
+    GIB,
+    CardMemory,
+    Estimate,
+    PlanRequest,
+)
 
 CARD_GIB = 20.0
 STEPS = 2  # the second one has the optimizer's state from the start
@@ -45,15 +49,14 @@ STEPS = 2  # the second one has the optimizer's state from the start
 
 def predict(case: Case, *, device: str) -> Estimate:
     """What the planner says, from the configuration alone."""
-    from hf_rocm_tune.models.shapes_config import config_of
-    from hf_rocm_tune.plan_job import plan_for
+    from hf_rocm_tune.plan import config_of, plan_for
 
     request = case.request
     if device == "cpu":
         request = replace(request, platform="cpu")
     card = CardMemory(name="any", usable=1 << 40, desktop=0, context=0)
     plan = plan_for(request, card=card, config=config_of(case.fields))
-    return next(each.estimate for each in plan.grid if each.estimate.case.length == request.length)
+    return next(each for each in plan.grid if each.case.length == request.length)
 
 
 def measure(case: Case, *, device: str) -> dict[str, float]:
@@ -113,7 +116,7 @@ def _job(case: Case, device: str, scratch: Path) -> dict[str, Any]:
 def _random_model(case: Case, device: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from hf_rocm_tune.models.shapes_config import config_of
+    from hf_rocm_tune.plan import config_of
 
     asked = case.request
     method = asked.methods[0]

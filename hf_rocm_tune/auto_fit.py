@@ -19,9 +19,9 @@ import torch
 from accelerate.utils import str_to_bool
 
 from hf_rocm_tune.arguments import Arguments
-from hf_rocm_tune.distributed.agree import highest, on_main_process
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
-from hf_rocm_tune.memory.fit import (
+from hf_rocm_tune.plan import CONTEXT_BYTES, GIB, CardMemory, PlanRequest, from_training, plan_for
+from hf_rocm_tune.plan.candidates import (
     Candidate,
     Choice,
     Demand,
@@ -30,10 +30,7 @@ from hf_rocm_tune.memory.fit import (
     fastest_that_fitted,
     next_candidate,
 )
-from hf_rocm_tune.memory.plan import CONTEXT_BYTES, GIB, CardMemory
-from hf_rocm_tune.memory.plan_choice import fastest, nearest
-from hf_rocm_tune.plan_job import plan_for
-from hf_rocm_tune.plan_request import PlanRequest, from_training
+from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.training.probe import set_way, try_on_all_ranks
 
 if TYPE_CHECKING:
@@ -44,17 +41,11 @@ Say = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What is chosen before the model is loaded.
+    """What is chosen before the model is loaded."""
 
-    Args:
-        choice: the way.
-        candidates: all ways, for the probe; none when the choice is settled.
-        settled: nothing is left to correct: it is the plan's, or the one of ``run.json``.
-    """
-
-    choice: Choice
-    candidates: tuple[Candidate, ...] = ()
-    settled: bool = True
+    choice: Choice  # the way
+    candidates: tuple[Candidate, ...] = ()  # all ways, for the probe; none when the choice is settled
+    settled: bool = True  # nothing is left to correct: it is the plan's, or the one of ``run.json``
 
 
 def fit(arguments: Arguments, recorded: Mapping[str, Any] | None, *, libraries: int, say: Say) -> Fit | None:
@@ -185,16 +176,15 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int) -> Fit:
     # What others hold is not free, and so not in the budget; nor is the context.
     card = CardMemory(name="this card", usable=budget, desktop=0, desktop_source="read", context=0)
     plan = plan_for(_request(arguments, wanted), card=card, grid=False)
-    chosen = fastest(plan.grid)
-    if chosen is None and mode == "plan":
-        least = nearest(plan.grid)
+    least = plan.nearest
+    if plan.choice is None and mode == "plan":
         raise OutOfMemoryError(
             f"--auto_fit plan: nothing fits by estimate: {Candidate.of(least).describe()} needs "
-            f"{_gib(least.estimate.total)} GiB, and {_gib(budget)} GiB are free: {_advice(arguments.training)}; or try "
+            f"{_gib(least.total)} GiB, and {_gib(budget)} GiB are free: {_advice(arguments.training)}; or try "
             "it with --auto_fit probe"
         )
     return Fit(
-        choice=Choice.of(Candidate.of(chosen or nearest(plan.grid)), mode=mode, budget=budget),
+        choice=Choice.of(Candidate.of(least), mode=mode, budget=budget),
         candidates=tuple(Candidate.of(option) for option in plan.grid),
         settled=mode == "plan",
     )

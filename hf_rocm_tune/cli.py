@@ -15,9 +15,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_rocm_tune.endings import PROGRAM
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +51,7 @@ def sft(argv: Sequence[str]) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """supervise a training command: after a crash or a stall it goes on from its newest checkpoint"""
-    from hf_rocm_tune.supervisor.settings import Settings
+    from hf_rocm_tune.supervisor import Settings
 
     usual = Settings()
     parser = _Parser(prog=f"{PROGRAM} run", description=run.__doc__, usage="%(prog)s [flags] -- COMMAND ...")
@@ -72,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     if stray or split == len(argv):
         got = f"; got {stray[0]}" if stray else ""
         raise UsageError(f"give the training command after `--`: `{PROGRAM} run -- accelerate launch ...`{got}")
-    from hf_rocm_tune.supervisor.loop import supervise
+    from hf_rocm_tune.supervisor import supervise
 
     return supervise(argv[split + 1 :], Settings(**vars(wanted)))
 
@@ -143,7 +142,7 @@ def env(argv: Sequence[str]) -> int:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """is this machine fit to train, and if not, what cures it?"""
+    """is this machine fit to train, and if not, how is it fixed?"""
     from hf_rocm_tune.doctor.command import main as examine
 
     return examine(argv)
@@ -151,11 +150,17 @@ def doctor(argv: Sequence[str]) -> int:
 
 def plan(argv: Sequence[str]) -> int:
     """what a training job takes of the card, and the fastest way that fits; no weights, no GPU"""
-    from hf_rocm_tune.plan_command import main as plan_job
+    from hf_rocm_tune.plan.command import main as plan_job
     from hf_rocm_tune.quick_start import uncollected, uncompiled
 
+    def prepare() -> None:
+        from hf_rocm_tune.machine.process import check_bitsandbytes, prepare_process
+
+        prepare_process(os.environ)  # or libraries remark on this machine's lack of a GPU while they are imported
+        check_bitsandbytes()  # PEFT imports it
+
     with uncollected(), uncompiled():
-        return plan_job(argv)
+        return plan_job(argv, prepare=prepare)
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -178,8 +183,7 @@ def drill(argv: Sequence[str]) -> int:
     wanted = parser.parse_args(argv)
     if wanted.json and (wanted.json.is_dir() or not wanted.json.parent.is_dir()):
         raise UsageError(f"--json {wanted.json} is not a file in a directory that exists; choose another")
-    from hf_rocm_tune.doctor.drill import DrillSettings, run
-    from hf_rocm_tune.doctor.drill_table import table
+    from hf_rocm_tune.doctor.drill import DrillSettings, run, table
 
     counts = {"faults": 10_000, "clean": 1_000_000} if wanted.full else {}
     counts |= {name: value for name in ("faults", "clean") if (value := getattr(wanted, name)) is not None}
@@ -219,7 +223,7 @@ def push(argv: Sequence[str]) -> int:
 
 def report(argv: Sequence[str]) -> int:
     """plots of a run, and what it verified and met with as one HTML page"""
-    from hf_rocm_tune.doctor.links import link_of
+    from hf_rocm_tune.doctor.findings import link_of
     from hf_rocm_tune.publish.page_command import main as run_report
 
     return run_report(argv, link_of=link_of)

@@ -1,7 +1,7 @@
 """The accelerate configurations that ship with the package: list them, find them, copy them.
 
 They stand in ``accelerate_configs/`` at the top of a checkout, and inside the package in an installed wheel; the
-callers need not know which. `Shelf` is the part that is not about accelerate: a directory of YAML files with names.
+callers need not know which. `NamedFiles`, a directory of YAML files with names, serves recipes too.
 """
 
 from __future__ import annotations
@@ -18,16 +18,11 @@ _SUFFIX = ".yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shelf:
-    """YAML files that ship with the package, found by name.
+class NamedFiles:
+    """YAML files that ship with the package, found by name."""
 
-    Args:
-        what: one of them, in words, for messages.
-        directory: gives the directory that they stand in.
-    """
-
-    what: str
-    directory: Callable[[], Path]
+    what: str  # one of them, in words, for messages
+    directory: Callable[[], Path]  # gives the directory that they stand in
 
     def names(self) -> list[str]:
         """All names, sorted, without ``.yaml``."""
@@ -92,5 +87,5 @@ def _directory() -> Path:
     return installed if installed.is_dir() else package.parent / "accelerate_configs"
 
 
-_SHELF = Shelf(what="accelerate configuration", directory=lambda: _directory())
-names, path, describe, copy = _SHELF.names, _SHELF.path, _SHELF.describe, _SHELF.copy
+_FILES = NamedFiles(what="accelerate configuration", directory=lambda: _directory())
+names, path, describe, copy = _FILES.names, _FILES.path, _FILES.describe, _FILES.copy

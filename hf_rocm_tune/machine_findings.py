@@ -15,11 +15,10 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_rocm_tune.doctor.brief import quick
-from hf_rocm_tune.doctor.checks.variables import of_decision
-from hf_rocm_tune.doctor.evidence import Evidence
-from hf_rocm_tune.doctor.finding import Finding, from_row, unknown
-from hf_rocm_tune.doctor.live import own_environ
+from hf_rocm_tune.doctor.access import of_decision
+from hf_rocm_tune.doctor.diagnose import quick
+from hf_rocm_tune.doctor.evidence import Evidence, own_environ
+from hf_rocm_tune.doctor.findings import Finding, from_row, unknown
 from hf_rocm_tune.machine import variables
 from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
@@ -56,7 +55,7 @@ def look(*, doctor: bool, say: Callable[[str], None], deadline_s: float = DEADLI
     told = {finding.subject for finding in found if finding.check == _VARIABLES}
     # A variable that is too late to set, or a choice of cards that cannot hold, is known to this process alone.
     late = [one for one in variables.DECISIONS if one.action in ("warn", "error") and one.variable not in told]
-    return tuple(finding.to_dict() for finding in [*found, *(of_decision(_VARIABLES, one) for one in late)])
+    return tuple(finding.to_dict() for finding in [*found, *(of_decision(one) for one in late)])
 
 
 def _within(deadline_s: float, software: Software, variables: Mapping[str, str]) -> list[Finding]:
@@ -69,14 +68,14 @@ def _within(deadline_s: float, software: Software, variables: Mapping[str, str])
             found.extend(quick(evidence, measure_seconds=0.0))
         except Exception as error:  # a bug of ours; it is reported as such, and is no reason to refuse a run
             what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            found.append(from_row("machine", "check_crashed", name="machine", error=what))
+            found.append(from_row("check_crashed", check="machine", name="machine", error=what))
 
     reader = threading.Thread(target=read, name="doctor", daemon=True)
     reader.start()
     reader.join(deadline_s)
     if reader.is_alive():
         reason = f"reading the kernel's files took more than {deadline_s:g} seconds; `hf-rocm-tune doctor` may say more"
-        return [unknown("machine", reason)]
+        return [unknown(reason, check="machine")]
     return found
 
 

@@ -25,16 +25,12 @@ FLAG = "--config"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a recipe file says.
+    """What a recipe file says."""
 
-    Args:
-        path: the file.
-        values: flag names without dashes and their YAML values, not yet checked.
-        env: environment variables, of those that the policy (`environ`) has a row on.
-    """
-
-    path: Path
+    path: Path  # the file
+    # flag names without dashes and their YAML values, not yet checked
     values: Mapping[str, Any] = field(default_factory=dict)
+    # environment variables, of those that the policy (`environ`) has a row on
     env: Mapping[str, str] = field(default_factory=dict)
 
     def apply_environment(self, environ: MutableMapping[str, str]) -> None:

@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune import announce, auto_fit, exits, machine_findings, ranks_start, upstream
+from hf_rocm_tune import announce, auto_fit, exits, machine_findings, ranks_arguments, upstream
 from hf_rocm_tune import arguments as command_line
 from hf_rocm_tune.arguments import Arguments
 from hf_rocm_tune.cards import Cards
-from hf_rocm_tune.distributed.agree import highest, on_main_process
 from hf_rocm_tune.errors import MemoryFaultError
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.placement import release_memory
+from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.sft_setup import Job, make_trainer, open_publisher, prepare
 from hf_rocm_tune.training import report, seam_probe, stall
 from hf_rocm_tune.training.oom_shortage import explain_native_exits
@@ -42,7 +42,9 @@ def run(argv: Sequence[str]) -> int:
     Returns:
         0; whatever goes wrong is raised.
     """
-    preflight = partial(ranks_start.decide, environ=os.environ, say=announce.say)
+    met_at = exits.meeting_place()
+    place = met_at.with_name(f"{met_at.name}-preflight") if met_at is not None else None
+    preflight = partial(ranks_arguments.decide, environ=os.environ, place=place, say=announce.say)
     arguments = command_line.parse(argv, before_meeting=preflight)
     if arguments.tune.print_config:
         print(arguments.to_yaml(), end="")

@@ -19,8 +19,6 @@ from hf_rocm_tune.arguments import Arguments
 from hf_rocm_tune.data.formats import check_format
 from hf_rocm_tune.data.mixture import load_mixture
 from hf_rocm_tune.data.sources import Splits, load_source
-from hf_rocm_tune.distributed.agree import on_main_process
-from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.memory.libraries import warm_up
 from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
@@ -28,11 +26,10 @@ from hf_rocm_tune.models.split_loading import device_map
 from hf_rocm_tune.publish import hub_during as publishing
 from hf_rocm_tune.publish.hub_during import Publisher
 from hf_rocm_tune.publish.privacy import local_paths
+from hf_rocm_tune.ranks.agree import on_main_process
 from hf_rocm_tune.split_setup import make_mover
 from hf_rocm_tune.training import report
-from hf_rocm_tune.training.batch_shares import choose_rows
 from hf_rocm_tune.training.crash import Crashes
-from hf_rocm_tune.training.deepspeed import check_deepspeed
 from hf_rocm_tune.training.fsdp_settings import check_fsdp, is_wanted
 from hf_rocm_tune.training.loggers import check_loggers, count_in_logs
 from hf_rocm_tune.training.offload import check_offloads
@@ -62,7 +59,6 @@ class Job:
     publisher: Publisher | None
     guard: StallGuard
     findings: tuple[dict[str, Any], ...] = ()
-    batch_rows: tuple[int, ...] | None = None
 
 
 def open_publisher(arguments: Arguments) -> Publisher | None:
@@ -106,7 +102,6 @@ def prepare(
     check_source(source, training.device)
     check_loggers(training.report_to)
     check_offloads(training)
-    check_deepspeed(os.environ, verify=tune.verify, consent=tune.consent_unverified)
     check_fsdp(training, arguments.model, os.environ, others=_not_for_shards(arguments))
     if crashes := Crashes().text:
         announce.say(f"crashes are injected on request: {crashes}")
@@ -117,7 +112,6 @@ def prepare(
     _check_formats(arguments, data, tokenizer)
     mover = make_mover(arguments, source, say=announce.say)
     libraries = _warm_up(mover, source)
-    batch_rows = _batch_rows(arguments)
     fit = auto_fit.fit(arguments, plan.record.auto_fit, libraries=libraries, say=announce.say)
     telemetry = of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
     return Job(
@@ -132,7 +126,6 @@ def prepare(
         telemetry=telemetry if tune.telemetry_every > 0 else None,
         publisher=publisher,
         guard=guard,
-        batch_rows=batch_rows,
     )
 
 
@@ -154,7 +147,6 @@ def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
         "--grad_sync host": ranks.grad_sync == "host",
         "--grad_compression": ranks.grad_compression != "none",
         "--split_layers": ranks.split_layers is not None,
-        "--batch_shares": ranks.batch_shares is not None,
     }
 
 
@@ -194,7 +186,6 @@ def make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
             consent_unverified=tune.consent_unverified,
             on_oom=tune.on_oom,
             max_skipped_steps=tune.max_skipped_steps,
-            batch_rows=job.batch_rows,
             grad_sync=job.arguments.grad_sync.way,
             grad_compression=job.arguments.grad_sync.compression,
         )
@@ -239,23 +230,6 @@ def _data(arguments: Arguments) -> Splits:
         eval_split_size=arguments.tune.eval_rows,
         seed=training.seed if training.data_seed is None else training.data_seed,
     )
-
-
-def _batch_rows(arguments: Arguments) -> tuple[int, ...] | None:
-    """Rows of a micro-step for each rank, where --batch_shares asks for uneven ones; every rank hears of the choice."""
-    wanted, training = arguments.ranks.batch_shares, arguments.training
-    if wanted is None:
-        return None
-    if arguments.tune.auto_fit != "off":
-        raise UsageError(
-            "--batch_shares does not go with --auto_fit, which chooses one micro-batch for all ranks: give "
-            "--per_device_train_batch_size and leave --auto_fit out"
-        )
-    chosen = choose_rows(
-        wanted, ranks=training.world_size, batch_size=training.per_device_train_batch_size, device=training.device
-    )
-    announce.say(chosen.line())
-    return chosen.rows
 
 
 def _check_formats(arguments: Arguments, data: Splits, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -12,14 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.memory.plan import CONTEXT_BYTES, CardMemory
-from hf_rocm_tune.memory.plan_split import even_counts
 from hf_rocm_tune.models.split import FLAG, Split, counts_for, parse, stack_of
 from hf_rocm_tune.models.split_mover import SplitMover
-from hf_rocm_tune.plan_card import card_memory
-from hf_rocm_tune.plan_request import from_training
-from hf_rocm_tune.plan_split import SplitPlan, split_plan
-from hf_rocm_tune.plan_split_text import memory_lines
+from hf_rocm_tune.plan import CONTEXT_BYTES, CardMemory, SplitPlan, card_memory, from_training, split_plan
+from hf_rocm_tune.plan.split import even_counts, memory_lines
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:

@@ -25,11 +25,10 @@ import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = [sys.executable, "-m", "hf_rocm_tune"]
@@ -50,16 +49,8 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of the run.
-
-    Args:
-        name: as the result has it.
-        seconds: its deadline, cut to what is left of the whole.
-        command: what is run; "{out}" is a directory of its own.
-        accepted: exit codes that mean that it has done its work.
-    """
+class Part(NamedTuple):
+    """A part of the run: its name, its deadline, what is run ("{out}" is a directory of its own), accepted codes."""
 
     name: str
     seconds: float
@@ -71,9 +62,10 @@ def parts() -> list[Part]:
     """In the order of what is most worth knowing."""
     own = (sys.executable, __file__, "--inside")
     bench, tests = (*OURS, "bench"), (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    small = ("--simulated",) if SIMULATED else ("--only", "Llama-3.2-1B")
-    width = ("--hidden", "64", "--layers", "2", "--batch", "2", "--seq", "32") if SIMULATED else ()
-    steps = (*bench, "step", *width, "--turns", "4", "--steps", "2" if SIMULATED else "4")
+    small = ("--simulated", "--only", "Qwen3") if SIMULATED else ("--only", "Llama-3.2-1B")
+    # on the simulated card a processor computes: what a card does in seconds must be small to end at all
+    width = ("--hidden", "64", "--layers", "1", "--batch", "1", "--seq", "16") if SIMULATED else ()
+    steps = (*bench, "step", *width, "--turns", "1" if SIMULATED else "4", "--steps", "2" if SIMULATED else "4")
     size, scale, count = ("1MiB", "0.0005", "100") if SIMULATED else ("256MiB", "0.1", "1000")
     shortage = (*own, "shortage") if SIMULATED else (*tests, "-m", "gpu", "tests/training/test_oom.py")
     json_to = ("--json", "{out}/result.json")
@@ -118,7 +110,12 @@ def main() -> int:
 def _run(wanted: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     began, deadline = datetime.now(UTC), time.monotonic() + 60 * wanted.minutes
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(scratch / "hf")}
-    path = [str(ROOT), *_carried(wanted.wheels, scratch / "wheels"), environ.get("PYTHONPATH", "")]
+    path = [str(ROOT), environ.get("PYTHONPATH", "")]
+    if wanted.wheels is not None:  # nothing is fetched, and no dependency is followed
+        target, files = str(scratch / "wheels"), sorted(map(str, wanted.wheels.glob("*.whl")))
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target]
+        subprocess.run([*pip, *files], check=True)
+        path.insert(1, target)
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     rows: list[dict[str, Any]] = []
@@ -143,16 +140,6 @@ def _run(wanted: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "left_out": left_out,
         "parts": rows,
     }
-
-
-def _carried(wheels: Path | None, target: Path) -> list[str]:
-    """The directory into which the wheels were unpacked; nothing is fetched, and no dependency is followed."""
-    if wheels is None:
-        return []
-    files = sorted(map(str, wheels.glob("*.whl")))
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(target)]
-    subprocess.run([*pip, *files], check=True)
-    return [str(target)]
 
 
 def _part(part: Part, seconds: float, environ: dict[str, str], out: Path) -> dict[str, Any]:

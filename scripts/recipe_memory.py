@@ -13,12 +13,8 @@ from dataclasses import replace
 
 from hf_rocm_tune import arguments, recipes
 from hf_rocm_tune.machine import process
-from hf_rocm_tune.memory.plan import GIB, CardMemory
 from hf_rocm_tune.models.split import parse
-from hf_rocm_tune.plan_card import card_memory
-from hf_rocm_tune.plan_job import plan_for
-from hf_rocm_tune.plan_request import PlanRequest, from_training
-from hf_rocm_tune.plan_split import split_plan
+from hf_rocm_tune.plan import GIB, CardMemory, PlanRequest, card_memory, from_training, plan_for, split_plan
 
 DESKTOP_GIB = 1.0
 
@@ -59,10 +55,9 @@ def planned(name: str, card: CardMemory) -> str:
     choice = plan_for(request, card=card, grid=False).choice
     if choice is None:
         raise ValueError(f"{name} does not fit {card.name}")
-    found = choice.estimate
     each = " on each card" if cards > 1 else ""
     return (
-        f"{found.total / GIB:.1f} of {card.usable / GIB:.1f} GiB{each}, {DESKTOP_GIB:g} GiB of a desktop included; "
+        f"{choice.total / GIB:.1f} of {card.usable / GIB:.1f} GiB{each}, {DESKTOP_GIB:g} GiB of a desktop included; "
         "planned, not measured on a card."
     )
 

@@ -1,7 +1,7 @@
 """The layering rule of the package, enforced on its source.
 
     imports point down only, and packages of one layer do not import each other (imports inside functions count too)
-    Hugging Face libraries are imported from data, models, distributed and training upward only. `data` is among them
+    Hugging Face libraries are imported from data, models, ranks and training upward only. `data` is among them
         because the verified loader is a true subclass of accelerate's, and because datasets are its subject
     what has to run before torch imports no torch; nor does the command line until a command needs it
     above `transfer` nobody moves a tensor between devices: only the mover does
@@ -31,7 +31,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"configs", "upstream"}),
     frozenset({"machine"}),
     frozenset({"transfer"}),
-    frozenset({"integrity", "data", "models", "distributed", "memory"}),
+    frozenset({"integrity", "data", "models", "ranks", "memory"}),
+    frozenset({"plan"}),
     frozenset({"training", "publish", "doctor", "bench"}),
 )
 ENTRY = len(LAYERS)
@@ -42,8 +43,9 @@ NO_HUGGING_FACE = frozenset(
     {"errors", "version", "redaction", "configs", "upstream", "machine", "transfer", "integrity", "memory"}
 )
 NO_TORCH = re.compile(
-    r"(errors|version|redaction|configs|memory\.plan)(\.\w+)*|cli|__main__|__init__"
+    r"(errors|version|redaction|configs)(\.\w+)*|cli|__main__|__init__"
     r"|machine(\.(?!process|software|child)\w+)?"
+    r"|plan\.(estimate|request|candidates|public_models|split|text|command)"
 )
 
 DEVICE_NAME = re.compile(r"(^|_)(device|cuda|gpu)(s?$|_)|^dev$")
@@ -198,13 +200,13 @@ def test_what_must_come_before_torch_does_not_bring_it() -> None:
         ("data.loader", "def lazily():\n    from ..models.loading import load"),
         ("data.loader", "from hf_rocm_tune import VerifiedSFTTrainer"),
         ("data.loader", "import hf_rocm_tune"),
-        ("memory.fit", "from hf_rocm_tune import models"),
+        ("memory.stepdown", "from hf_rocm_tune import models"),
         ("training.mixin", "from hf_rocm_tune.sft import main"),
         ("sft", "from hf_rocm_tune.cli import main"),
         ("errors", "import importlib\nimportlib.import_module('hf_rocm_tune.machine')"),
         ("transfer.ring", "import accelerate.utils"),
         ("integrity.manifest", "from transformers import Trainer"),
-        ("memory.plan", "def lazily():\n    import torch"),
+        ("plan.estimate", "import torch"),
         ("machine.kfd", "from torch import cuda"),
         ("machine.variables", "import torch.cuda"),
     ],
@@ -222,7 +224,7 @@ def test_forbidden_import_is_seen(module: str, source: str) -> None:
         ("training.mixin", "from hf_rocm_tune.errors import SeamError\nimport torch"),
         ("demo", "from hf_rocm_tune import sft"),
         ("cli", "def command():\n    import torch\n    from hf_rocm_tune.sft import main"),
-        ("memory.fit", "import torch"),
+        ("memory.stepdown", "import torch"),
     ],
 )
 def test_allowed_import_passes(module: str, source: str) -> None:

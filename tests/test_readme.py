@@ -1,4 +1,4 @@
-"""The README's commands are run as they stand, with a tiny model under the name that they use."""
+"""The commands of the README and of docs/ are run as they stand, with a tiny model under the name that they use."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import pytest
 from tests import tiny
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODEL = "meta-llama/Llama-3.2-1B-Instruct"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "two_cards.md", ROOT / "accelerate_configs" / "README.md"]
-PROSE = "\n".join(page.read_text() for page in PAGES)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "accelerate_configs" / "README.md"]
+PROSE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 OTHERS = {"stall_seconds", "public"}  # of `hf-rocm-tune run` and `push`
-BLOCKS = re.findall(r"<!-- run(?:: (\w+))? -->\n```(bash|python)\n(.*?)```", README, flags=re.DOTALL)
+BLOCKS = re.findall(r"<!-- run(?:: (\w+))? -->\n```(bash|python)\n(.*?)```", PROSE, flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import yaml
 
 from hf_rocm_tune import arguments, cli, recipe_file, recipes
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.recipes.validate import validate
+from hf_rocm_tune.recipes.command import validate
 
 NAMES = [
     "llama_1b_lora",

@@ -2,7 +2,7 @@
 
 Two processes on this machine measure together (`comm_ranks`). First, averages of one tensor: by the process group (RCCL
 or NCCL where there are two cards, gloo) and through the host, verified and not, cast and not; each is compared with the
-right one. Then a small Llama with LoRA adapters trains on one rank and on two (`comm_training`), every way in turns in
+right one. Then a small Llama with LoRA adapters trains on one rank and on two , every way in turns in
 one run.
 
 Not covered: several machines; averages after backward instead of in it, as a trainer makes them that steps down when
@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import os
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from hf_rocm_tune.bench import machine
-from hf_rocm_tune.bench.figures import Spread, ratios, show_bytes, table
-from hf_rocm_tune.bench.result import Result, progress, publish
-from hf_rocm_tune.errors import StallError, UsageError
+from hf_rocm_tune.bench import report
+from hf_rocm_tune.bench.report import Row, Spread, ratios, show_bytes, table
+from hf_rocm_tune.errors import StallError
 from hf_rocm_tune.machine.child import Task, run_together
 
 SMALLEST = 1 << 10
@@ -33,44 +31,6 @@ _MODULE = "hf_rocm_tune.bench.comm_ranks"
 _RANKS, _REFERENCE = 2, "gloo"
 _ALONE, _DDP, _AGAIN, _HOST = "1 rank", "ddp", "ddp, again", "host"
 _DEADLINE_S = 3600.0
-_HEAD = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommBench:
-    """Settings of ``bench comm``; None: chosen for the device.
-
-    Args:
-        device: cpu or cuda; None for accelerators where there are any. With one card, both processes share it.
-        max_size: bytes of the largest average.
-        repeats: timings of each way and size.
-        hidden, layers: size of the Llama that is trained; hidden is a multiple of 64.
-        batch, seq: rows of a rank's batch, tokens of a row.
-        turns: stretches of each training; 0: no training.
-        steps: of a stretch.
-    """
-
-    device: str | None = None
-    max_size: int = 64 << 20
-    repeats: int = 7
-    hidden: int | None = None
-    layers: int | None = None
-    batch: int | None = None
-    seq: int | None = None
-    turns: int = 8
-    steps: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("repeats", "hidden", "layers", "batch", "seq", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name} is {value}; give a whole number from 1 on")
-        if self.turns < 0:
-            raise UsageError(f"--turns is {self.turns}; give 0 (no training) or more")
-        if self.hidden is not None and self.hidden % _HEAD:
-            raise UsageError(f"--hidden is {self.hidden}; give a multiple of {_HEAD}")
-        if self.max_size < SMALLEST:
-            raise UsageError(f"--max_size is {self.max_size} bytes; give at least {show_bytes(SMALLEST)}")
 
 
 _MODELS = {
@@ -79,41 +39,23 @@ _MODELS = {
 }
 
 
-def run(bench: CommBench, command: str, *, json_file: Path | None) -> None:
+def run(wanted: Namespace) -> None:
     """Measures, prints, writes.
 
     Raises:
         UsageError: the device is not there.
         StallError: a process died or did not come to its end.
     """
-    device = machine.choose_device(bench.device)
-    about = machine.describe(device)
+    device = report.choose_device(wanted.device)
+    machine = report.describe(device)
     devices, left_out = _devices(device)
-    nccl = len(set(devices)) == _RANKS
-    chosen = {name: getattr(bench, name) or value for name, value in _MODELS[device.type].items()}
-    training = {**chosen, "turns": bench.turns, "steps": bench.steps} if bench.turns else None
-    progress(f"two processes on {', '.join(devices)}; this takes some minutes")
-    found = _measure(devices, nccl, bench, training)
+    chosen = {name: getattr(wanted, name) or value for name, value in _MODELS[device.type].items()}
+    training = {**chosen, "turns": wanted.turns, "steps": wanted.steps} if wanted.turns else None
+    report.progress(f"two processes on {', '.join(devices)}; this takes some minutes")
+    found = _measure(devices, wanted, training)
     rows = [*_average_rows(found["all_reduce"]), *_training_rows(found["training"], chosen)]
-    result = Result(
-        bench="comm",
-        command=command,
-        machine=about,
-        settings={**asdict(bench), **chosen, "device": devices},
-        rows=rows,
-        notes=_notes(device, rows),
-        left_out=left_out,
-    )
-    publish(result, _tables(rows), json_file)
-
-
-def sizes(largest: int) -> list[int]:
-    """1 KiB, 4 KiB, 16 KiB ... up to `largest`, which is the last whatever it is, in whole float32."""
-    found, nbytes = [], SMALLEST
-    while nbytes < largest:
-        found.append(nbytes)
-        nbytes *= 4
-    return [*found, largest // 4 * 4]
+    settings = {**chosen, "device": devices}
+    report.publish(wanted, machine, settings, rows, _tables(rows), _notes(device, rows), left_out)
 
 
 def _devices(device: torch.device) -> tuple[list[str], list[dict[str, str]]]:
@@ -125,9 +67,7 @@ def _devices(device: torch.device) -> tuple[list[str], list[dict[str, str]]]:
     return [str(device)] * _RANKS, [{"what": "RCCL or NCCL", "reason": reason}]
 
 
-def _measure(
-    devices: Sequence[str], nccl: bool, bench: CommBench, training: dict[str, Any] | None
-) -> dict[str, list[dict[str, Any]]]:
+def _measure(devices: Sequence[str], wanted: Namespace, training: Row | None) -> dict[str, list[Row]]:
     threads = max(1, len(os.sched_getaffinity(0)) // _RANKS)
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-bench-", ignore_cleanup_errors=True) as folder:
         tasks = [
@@ -137,9 +77,9 @@ def _measure(
                     "rank": rank,
                     "store": str(Path(folder) / "store"),
                     "device": device,
-                    "nccl": nccl,
-                    "sizes": sizes(bench.max_size),
-                    "repeats": bench.repeats,
+                    "nccl": len(set(devices)) == _RANKS,
+                    "sizes": report.sizes(SMALLEST, wanted.max_size // 4 * 4),
+                    "repeats": wanted.repeats,
                     "training": training,
                     "threads": threads,
                 },
@@ -156,7 +96,7 @@ def _measure(
     return result
 
 
-def _average_rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _average_rows(found: Sequence[Row]) -> list[Row]:
     reference = {row["bytes"]: row["seconds"] for row in found if row["way"] == _REFERENCE}
     return [
         {
@@ -171,7 +111,7 @@ def _average_rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _training_rows(found: Sequence[dict[str, Any]], size: dict[str, int]) -> list[dict[str, Any]]:
+def _training_rows(found: Sequence[Row], size: dict[str, int]) -> list[Row]:
     by_way = {row["way"]: row for row in found}
     tokens = size["batch"] * size["seq"]
     rows = []
@@ -198,7 +138,7 @@ def _training_rows(found: Sequence[dict[str, Any]], size: dict[str, int]) -> lis
     return rows
 
 
-def _notes(device: torch.device, rows: Sequence[dict[str, Any]]) -> list[str]:
+def _notes(device: torch.device, rows: Sequence[Row]) -> list[str]:
     notes = [
         "averages: seconds of one, the way of the result to the device included, on two processes; ratios are taken "
         "pair by pair in the same turn"
@@ -226,7 +166,7 @@ def _notes(device: torch.device, rows: Sequence[dict[str, Any]]) -> list[str]:
     return notes
 
 
-def _tables(rows: Sequence[dict[str, Any]]) -> str:
+def _tables(rows: Sequence[Row]) -> str:
     averages = [
         [
             f"{show_bytes(row['bytes'])}",
@@ -243,10 +183,10 @@ def _tables(rows: Sequence[dict[str, Any]]) -> str:
         [
             row["way"],
             str(row["ranks"]),
-            Spread(**row["seconds"]).show_quartiles(1, 1e3),
+            Spread(**row["seconds"]).show(1, 1e3, quartiles=True),
             f"{row['tokens_per_second']['median']:,.0f}",
-            Spread(**row["time_to_ddp"]).show_quartiles(3) if row["way"] != _DDP else "reference",
-            Spread(**row["processor_time_to_ddp"]).show_quartiles(3) if row["way"] != _DDP else "reference",
+            Spread(**row["time_to_ddp"]).show(3, quartiles=True) if row["way"] != _DDP else "reference",
+            Spread(**row["processor_time_to_ddp"]).show(3, quartiles=True) if row["way"] != _DDP else "reference",
             "-" if row["bytes_between_ranks_per_step"] is None else f"{row['bytes_between_ranks_per_step'] / 1e6:.2f}",
             "-" if row["wait_seconds_per_step"] is None else f"{1e3 * row['wait_seconds_per_step']:.1f}",
         ]

@@ -13,6 +13,7 @@ from hf_rocm_tune.errors import UsageError
 
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _PROGRAM = "hf-rocm-tune bench"
+_CHOSEN = "(default: chosen for the device)"
 
 
 def main(argv: Sequence[str], *, trainer_class: Callable[[], Callable[..., Any]]) -> int:
@@ -25,118 +26,128 @@ def main(argv: Sequence[str], *, trainer_class: Callable[[], Callable[..., Any]]
     Returns:
         0; whatever goes wrong is raised.
     """
-    wanted = vars(_parser().parse_args(list(argv)))
-    which = wanted.pop("bench")
-    command = shlex.join([*_PROGRAM.split(), *argv])
-    _check_files(wanted["json_file"], wanted.get("plot"))
-    if which == "transfer":
+    wanted = _parser().parse_args(list(argv))
+    wanted.command = shlex.join([*_PROGRAM.split(), *argv])
+    _check_files(wanted.json_file, wanted.plot)
+    if wanted.bench == "transfer":
         from hf_rocm_tune.bench import transfers
 
-        files = {name: wanted.pop(name) for name in ("json_file", "plot")}
-        transfers.run(transfers.TransferBench(**wanted), command, **files)
-    elif which == "load":
+        transfers.run(wanted)
+    elif wanted.bench == "load":
         from hf_rocm_tune.bench import loads
 
-        files = {name: wanted.pop(name) for name in ("json_file", "plot")}
-        loads.run(loads.LoadBench(**{**wanted, "caches": tuple(wanted["caches"])}), command, **files)
-    elif which == "comm":
+        loads.run(wanted)
+    elif wanted.bench == "comm":
         from hf_rocm_tune.bench import comm
 
-        json_file = wanted.pop("json_file")
-        comm.run(comm.CommBench(**wanted), command, json_file=json_file)
+        comm.run(wanted)
     else:
         trainer = trainer_class()  # first: it prepares the process before anything else is imported
         from hf_rocm_tune.bench import steps
 
-        json_file = wanted.pop("json_file")
-        steps.run(steps.StepBench(**wanted), command, json_file=json_file, trainer_class=trainer)
+        steps.run(wanted, trainer)
     return 0
-
-
-def byte_size(text: str) -> int:
-    """``65536``, ``64K``, ``64KiB``, ``1.5GiB`` as bytes; units are powers of 1024.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none of these.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), flags=re.IGNORECASE)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 65536, 64KiB, 16MiB or 1GiB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def _check_files(json_file: Path | None, plot: Path | None) -> None:
     """Refuse what cannot be written, before anything is measured."""
-    from hf_rocm_tune.bench.plots import check_plot
-    from hf_rocm_tune.bench.result import check_writable
+    for path, flag in ((json_file, "--json"), (plot, "--plot")):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UsageError(f"{flag} {path}: give a file in a directory that exists")
+    if plot is None:
+        return
+    if plot.suffix.lower() != ".png":
+        raise UsageError(f"--plot {plot}: give a file whose name ends in .png")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"--plot needs matplotlib ({error}): `pip install matplotlib`") from error
 
-    check_writable(json_file, "--json")
-    check_writable(plot, "--plot")
-    check_plot(plot)
+
+def byte_size(text: str, *, least: int = 0) -> int:
+    """``65536``, ``64K``, ``64KiB``, ``1.5GiB`` as bytes; units are powers of 1024.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none of these, or less than the least.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), flags=re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 65536, 64KiB, 16MiB or 1GiB")
+    size = int(float(found[1]) * _UNITS[found[2].upper()])
+    if size < least:
+        raise argparse.ArgumentTypeError(f"{size} bytes are too few; give at least {least >> 10} KiB")
+    return size
+
+
+def _number(least: int, multiple: int = 1) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least or int(text) % multiple:
+            what = "whole number" if multiple == 1 else f"multiple of {multiple}"
+            raise argparse.ArgumentTypeError(f"it is {text}; give a {what} from {least} on")
+        return int(text)
+
+    return parse
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no directory; give one with room for the checkpoint")
+    return Path(text)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog=_PROGRAM, description="Measure transfers, loading, steps and averages on this machine.")
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="transfer|load|step|comm", parser_class=_Parser)
-    _transfer_flags(kinds.add_parser("transfer", help="copies by size: raw, torch, accelerate, ours"))
-    _load_flags(kinds.add_parser("load", help="an 8B-shaped checkpoint: stock from_pretrained and ours"))
-    _step_flags(kinds.add_parser("step", help="training steps: verified and unverified"))
-    _comm_flags(kinds.add_parser("comm", help="two processes: averages by size and way, training on one and two ranks"))
+    transfer = kinds.add_parser("transfer", help="copies by size: raw, torch, accelerate, ours")
+    load = kinds.add_parser("load", help="an 8B-shaped checkpoint: stock from_pretrained and ours")
+    step = kinds.add_parser("step", help="training steps: verified and unverified")
+    comm = kinds.add_parser("comm", help="two processes: averages by size and way, training on one and two ranks")
+    for each in (transfer, load, step, comm):
+        each.add_argument("--device", help="cpu, cuda or cuda:1 (default: the first accelerator, else cpu)")
+        each.add_argument("--json", type=Path, dest="json_file", metavar="FILE", help="write the JSON object here too")
+        each.set_defaults(plot=None)
+    for each in (transfer, load):
+        each.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it; needs the extra `plots`")
+
+    size = "largest copy (default: 1GiB on an accelerator, 64MiB on the CPU)"
+    transfer.add_argument("--max_size", type=lambda text: byte_size(text, least=4 << 10), metavar="SIZE", help=size)
+    transfer.add_argument("--repeats", type=_number(1), default=7, help="timings of each way and size (default: 7)")
+
+    scale = "share of the 8B model's parameters (default: what free memory and disk allow; 1.2 GB on the CPU)"
+    load.add_argument("--scale", type=float, help=scale)
+    load.add_argument("--repeats", type=_number(1), default=3, help="loads of each side and cache state (default: 3)")
+    caches, modes = ("warm", "cold"), ("full", "sample", "off")
+    states = "states of the page cache (default: both)"
+    load.add_argument("--caches", nargs="+", choices=caches, default=caches, help=states)
+    load.add_argument("--verify", choices=modes, default="full", help="what ours verifies (default: full)")
+    load.add_argument("--load_in_4bit", action="store_true", help="NF4 on both sides")
+    where = "where the checkpoint is built, and removed again (default: the system's temporary directory)"
+    load.add_argument("--dir", type=_folder, dest="directory", metavar="DIR", help=where)
+
+    _model_flags(step, rows="rows of a batch")
+    step.add_argument("--turns", type=_number(1), default=16, help="stretches of each trainer (default: 16)")
+    step.add_argument("--steps", type=_number(1), default=4, help="measured steps of a stretch (default: 4)")
+    sentinel = "as in sft, for the trainers that verify (default: 50)"
+    step.add_argument("--sentinel_every", type=_number(0), default=50, help=sentinel)
+
+    largest, least = "largest (default: 64MiB)", 1 << 10
+    comm.add_argument(
+        "--max_size", type=lambda text: byte_size(text, least=least), default=64 << 20, metavar="SIZE", help=largest
+    )
+    comm.add_argument("--repeats", type=_number(1), default=7, help="timings of each way and size (default: 7)")
+    _model_flags(comm, rows="rows of a rank's batch")
+    turns = "stretches of each training; 0: no training (default: 8)"
+    comm.add_argument("--turns", type=_number(0), default=8, help=turns)
+    comm.add_argument("--steps", type=_number(1), default=3, help="steps of a stretch (default: 3)")
     return parser
 
 
-def _transfer_flags(parser: argparse.ArgumentParser) -> None:
-    _common_flags(parser, plot=True)
-    size = "largest copy (default: 1GiB on an accelerator, 64MiB on the CPU)"
-    parser.add_argument("--max_size", type=byte_size, metavar="SIZE", help=size)
-    parser.add_argument("--repeats", type=int, default=7, help="timings of each way and size (default: 7)")
-
-
-def _load_flags(parser: argparse.ArgumentParser) -> None:
-    _common_flags(parser, plot=True)
-    scale = "share of the 8B model's parameters (default: what free memory and disk allow; 1.2 GB on the CPU)"
-    parser.add_argument("--scale", type=float, help=scale)
-    parser.add_argument("--repeats", type=int, default=3, help="loads of each side and cache state (default: 3)")
-    caches, modes = ("warm", "cold"), ("full", "sample", "off")
-    states = "states of the page cache (default: both)"
-    parser.add_argument("--caches", nargs="+", choices=caches, default=caches, help=states)
-    parser.add_argument("--verify", choices=modes, default="full", help="what ours verifies (default: full)")
-    parser.add_argument("--load_in_4bit", action="store_true", help="NF4 on both sides")
-    where = "where the checkpoint is built, and removed again (default: the system's temporary directory)"
-    parser.add_argument("--dir", type=Path, dest="directory", metavar="DIR", help=where)
-
-
-def _step_flags(parser: argparse.ArgumentParser) -> None:
-    _common_flags(parser, plot=False)
-    chosen = "(default: chosen for the device)"
-    parser.add_argument("--hidden", type=int, help=f"width of the Llama, a multiple of 64 {chosen}")
-    parser.add_argument("--layers", type=int, help=f"its layers {chosen}")
-    parser.add_argument("--batch", type=int, help=f"rows of a batch {chosen}")
-    parser.add_argument("--seq", type=int, help=f"tokens of a row {chosen}")
-    parser.add_argument("--turns", type=int, default=16, help="stretches of each trainer (default: 16)")
-    parser.add_argument("--steps", type=int, default=4, help="measured steps of a stretch (default: 4)")
-    sentinel = "as in sft, for the trainers that verify (default: 50)"
-    parser.add_argument("--sentinel_every", type=int, default=50, help=sentinel)
-
-
-def _comm_flags(parser: argparse.ArgumentParser) -> None:
-    _common_flags(parser, plot=False)
-    parser.add_argument("--max_size", type=byte_size, default=64 << 20, metavar="SIZE", help="largest (default: 64MiB)")
-    parser.add_argument("--repeats", type=int, default=7, help="timings of each way and size (default: 7)")
-    chosen = "(default: chosen for the device)"
-    parser.add_argument("--hidden", type=int, help=f"width of the Llama that is trained, a multiple of 64 {chosen}")
-    parser.add_argument("--layers", type=int, help=f"its layers {chosen}")
-    parser.add_argument("--batch", type=int, help=f"rows of a rank's batch {chosen}")
-    parser.add_argument("--seq", type=int, help=f"tokens of a row {chosen}")
-    parser.add_argument("--turns", type=int, default=8, help="stretches of each training; 0: no training (default: 8)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a stretch (default: 3)")
-
-
-def _common_flags(parser: argparse.ArgumentParser, *, plot: bool) -> None:
-    parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: the first accelerator, else cpu)")
-    parser.add_argument("--json", type=Path, dest="json_file", metavar="FILE", help="write the JSON object here too")
-    if plot:
-        parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it; needs the extra `plots`")
+def _model_flags(parser: argparse.ArgumentParser, *, rows: str) -> None:
+    width = f"width of the Llama that is trained, a multiple of 64 {_CHOSEN}"
+    parser.add_argument("--hidden", type=_number(64, 64), help=width)
+    parser.add_argument("--layers", type=_number(1), help=f"its layers {_CHOSEN}")
+    parser.add_argument("--batch", type=_number(1), help=f"{rows} {_CHOSEN}")
+    parser.add_argument("--seq", type=_number(1), help=f"tokens of a row {_CHOSEN}")
 
 
 class _Parser(argparse.ArgumentParser):

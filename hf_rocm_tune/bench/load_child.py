@@ -5,12 +5,15 @@ Everything is imported and the device is woken before the clock starts, the same
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +21,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausa
 from transformers.utils import logging as transformers_logging
 from trl.trainer import utils as trl_utils
 
-from hf_rocm_tune.bench.load_spec import LoadSpec
-from hf_rocm_tune.bench.memory import PeakMemory
+from hf_rocm_tune.bench.loads import LoadSpec
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError, device_shortage
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.placement import coverage
@@ -109,6 +111,73 @@ def _nf4() -> BitsAndBytesConfig:
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_EVERY_SECONDS = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """Bytes of resident memory; None where the system does not say (only Linux does)."""
+
+    anonymous: int | None  # memory that no file backs (``RssAnon``)
+    resident: int | None  # all of it, mapped files included (``VmRSS``, its peak ``VmHWM``)
+
+
+class PeakMemory:
+    """Watches the peaks within a ``with`` block.
+
+    ``resident`` is the kernel's own peak. ``anonymous`` is looked at every 10 ms, because the kernel keeps no peak of
+    it: a shorter peak may be missed.
+    """
+
+    def __init__(self) -> None:
+        self.before = HostMemory(anonymous=_read("RssAnon"), resident=_read("VmRSS"))
+        self._anonymous = self.before.anonymous
+        self._done = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
+
+    @property
+    def peak(self) -> HostMemory:
+        """The peaks so far."""
+        return HostMemory(anonymous=self._anonymous, resident=_read("VmHWM"))
+
+    def __enter__(self) -> PeakMemory:
+        # Where it is refused, the peak is that of the process so far, which imports alone have not raised much.
+        with contextlib.suppress(OSError):
+            _CLEAR.write_text("5", encoding="ascii")  # the kernel's peak starts anew, see proc(5)
+        self._watcher.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._watcher.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._done.wait(_EVERY_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        now = _read("RssAnon")
+        if now is not None:
+            self._anonymous = max(now, self._anonymous or 0)
+
+
+def _read(name: str) -> int | None:
+    """A field of this process's status, in bytes; None where there is none."""
+    try:
+        lines = _STATUS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    row = next((line for line in lines if line.startswith(f"{name}:")), None)
+    return None if row is None else int(row.split()[1]) * 1024
 
 
 def main(spec_file: str, answer_file: str) -> int:

@@ -2,135 +2,119 @@
 first ``forward``.
 
 Up to the ``forward``, because on a CPU stock loading returns views of the mapped file and the reading comes later. Each
-load is a process of its own, so that one's peak memory is not the other's; the two sides alternate.
+load is a process of its own (`load_child`), so that one's peak memory is not the other's; the two sides alternate.
 
 Not covered: reading from a network; several processes that load at once.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
+import mmap
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
+from safetensors.torch import save_file
 
-from hf_rocm_tune.bench import checkpoint, machine, pagecache, plots
-from hf_rocm_tune.bench.figures import Spread, ratios, table
-from hf_rocm_tune.bench.load_spec import SIDES, LoadSpec
-from hf_rocm_tune.bench.result import Result, progress, publish
+from hf_rocm_tune.bench import report
+from hf_rocm_tune.bench.report import Row, Spread, ratios, table
 from hf_rocm_tune.errors import CorruptionError, OutOfMemoryError, SeamError, StallError, UsageError
 from hf_rocm_tune.transfer import gb_per_s
 
-CACHES = ("warm", "cold")
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import LlamaConfig
+
+SIDES = ("stock", "ours")
+#: Without an accelerator a gigabyte is enough to see the rates, and done in a few minutes on two cores.
 _CPU_DEFAULT_BYTES = 1.2e9
-"""Without an accelerator a gigabyte is enough to see the rates, and done in a few minutes on two cores."""
 _DEADLINE_SECONDS = 1800
 _KILLED = -9
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadBench:
-    """Settings of ``bench load``.
+class LoadSpec:
+    """What one child loads."""
 
-    Args:
-        device: cpu, cuda, cuda:1; None for the first accelerator, else the CPU.
-        scale: share of the 8B model's parameters; None for what the machine has room for.
-        caches: states of the page cache: ``warm``, ``cold``.
-        repeats: loads of each side and state.
-        verify: what ours verifies: full, sample, off.
-        load_in_4bit: NF4 by bitsandbytes, on both sides.
-        directory: where the checkpoint is built and removed again; None for the system's temporary directory.
-    """
-
-    device: str | None = None
-    scale: float | None = None
-    caches: tuple[str, ...] = CACHES
-    repeats: int = 3
-    verify: str = "full"
-    load_in_4bit: bool = False
-    directory: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise UsageError(f"--repeats is {self.repeats}; give a whole number from 1 on")
-        if self.scale is not None:
-            checkpoint.shape_for(self.scale)
-        if self.directory is not None and not self.directory.is_dir():
-            raise UsageError(f"--dir {self.directory} is no directory; give one with room for the checkpoint")
+    model: str  # checkpoint directory
+    side: str  # ``stock``: ``from_pretrained``; ``ours``: the same through the mover
+    device: str  # where to
+    verify: str  # what ours verifies
+    load_in_4bit: bool  # NF4, double quantisation
 
 
-def run(bench: LoadBench, command: str, *, json_file: Path | None, plot: Path | None) -> None:
+def run(wanted: Namespace) -> None:
     """Builds the checkpoint, measures, prints, writes, and removes the checkpoint.
 
     Raises:
         UsageError: no room for the checkpoint, or a child refused its input.
         CorruptionError, OutOfMemoryError: a child ended so.
     """
-    device = machine.choose_device(bench.device)
-    directory = bench.directory or Path(tempfile.gettempdir())
-    scale, why = _choose_scale(bench, device, directory)
-    shape = checkpoint.shape_for(scale)
+    if wanted.scale is not None:
+        shape_for(wanted.scale)
+    device = report.choose_device(wanted.device)
+    directory = wanted.directory or Path(tempfile.gettempdir())
+    scale, why = _choose_scale(wanted, device, directory)
+    shape = shape_for(scale)
     _check_room(shape, directory)
-    about = machine.describe(device)
+    machine = report.describe(device)
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-bench-", dir=directory) as folder:
-        progress(f"building {_describe(shape)} in {directory} ({why})")
-        files = checkpoint.write(shape, Path(folder))
-        samples, left_out = _measure(bench, device, Path(folder), files)
+        report.progress(f"building {_describe(shape)} in {directory} ({why})")
+        files = write(shape, Path(folder))
+        samples, left_out = _measure(wanted, device, Path(folder), files)
     rows = _rows(samples, shape)
-    result = Result(
-        bench="load",
-        command=command,
-        machine=about,
-        settings={**_settings(bench), "device": str(device), "scale": scale, "shape": _shape_settings(shape)},
-        rows=rows,
-        notes=[f"checkpoint: {_describe(shape)}, {why}", *_notes(bench, samples)],
-        left_out=left_out,
-    )
-    if plot is not None:
-        plots.loads(result, plot)
-    publish(result, _table(rows), json_file)
+    if wanted.plot is not None:
+        report.plot_loads(wanted, machine, rows)
+    about = {**asdict(shape), "parameters": shape.parameters, "bytes": shape.nbytes, "shards": SHARDS}
+    notes = [f"checkpoint: {_describe(shape)}, {why}", *_notes(wanted, samples)]
+    settings = {"device": str(device), "scale": scale, "shape": about}
+    report.publish(wanted, machine, settings, rows, _table(rows), notes, left_out)
 
 
-Samples = dict[tuple[str, str], list[dict[str, Any]]]
+Samples = dict[tuple[str, str], list[Row]]
 
 
 def _measure(
-    bench: LoadBench, device: torch.device, folder: Path, files: list[Path]
+    wanted: Namespace, device: torch.device, folder: Path, files: list[Path]
 ) -> tuple[Samples, list[dict[str, str]]]:
     """What the children say, by cache state and side; and the states that cannot be had here."""
     spec = LoadSpec(
-        model=str(folder), side="", device=str(device), verify=bench.verify, load_in_4bit=bench.load_in_4bit
+        model=str(folder), side="", device=str(device), verify=wanted.verify, load_in_4bit=wanted.load_in_4bit
     )
     samples: Samples = {}
     left_out = []
-    for cache in bench.caches:
-        reason = pagecache.drop(files) if cache == "cold" else None
+    for cache in wanted.caches:
+        reason = drop(files) if cache == "cold" else None
         if reason is not None:
             left_out.append({"what": "cold page cache", "reason": reason})
             continue
         samples.update({(cache, side): [] for side in SIDES})
-        for repeat in range(bench.repeats):
+        for repeat in range(wanted.repeats):
             for side in SIDES if repeat % 2 == 0 else SIDES[::-1]:
                 if cache == "cold":
-                    pagecache.drop(files)
+                    drop(files)
                 else:
-                    pagecache.warm(files)
-                cached = pagecache.cached_share(files)
-                progress(f"{cache} cache, {side}, {repeat + 1} of {bench.repeats}")
+                    warm(files)
+                cached = cached_share(files)
+                report.progress(f"{cache} cache, {side}, {repeat + 1} of {wanted.repeats}")
                 answer = _child(replace(spec, side=side))
                 samples[cache, side].append({**answer, "cached_share_before": cached})
     return samples, left_out
 
 
-def _child(spec: LoadSpec) -> dict[str, Any]:
+def _child(spec: LoadSpec) -> Row:
     """Run one load in a process of its own.
 
     Raises:
@@ -150,13 +134,13 @@ def _child(spec: LoadSpec) -> dict[str, Any]:
             )
         except subprocess.TimeoutExpired as error:
             raise StallError(f"a load ({spec.side}) has not ended in {_DEADLINE_SECONDS} s and was stopped") from error
-        answer: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8")) if answered.exists() else {}
+        answer: Row = json.loads(answered.read_text(encoding="utf-8")) if answered.exists() else {}
     if done.returncode:
         raise _child_error(spec.side, done.returncode, done.stderr, answer)
     return answer
 
 
-def _child_error(side: str, code: int, stderr: str, answer: dict[str, Any]) -> Exception:
+def _child_error(side: str, code: int, stderr: str, answer: Row) -> Exception:
     """What a child's end means here."""
     kinds = {kind.exit_code: kind for kind in (SeamError, UsageError, CorruptionError, StallError, OutOfMemoryError)}
     if answer:
@@ -166,10 +150,10 @@ def _child_error(side: str, code: int, stderr: str, answer: dict[str, Any]) -> E
     return RuntimeError(f"loading ({side}) ended with code {code}:\n{stderr[-4000:]}")
 
 
-def _choose_scale(bench: LoadBench, device: torch.device, directory: Path) -> tuple[float, str]:
+def _choose_scale(wanted: Namespace, device: torch.device, directory: Path) -> tuple[float, str]:
     """The scale, and why."""
-    if bench.scale is not None:
-        return bench.scale, "scale as given"
+    if wanted.scale is not None:
+        return wanted.scale, "scale as given"
     memory, disk = psutil.virtual_memory().available, shutil.disk_usage(directory).free
     # A quarter of the memory: the file in the page cache, the model in memory, and room for everybody else.
     budget = min(memory / 4, disk / 2)
@@ -179,10 +163,10 @@ def _choose_scale(bench: LoadBench, device: torch.device, directory: Path) -> tu
         budget, limits = min(budget, 0.85 * room), f"{limits}, {room / 1e9:.0f} GB on the device"
     else:
         budget, limits = min(budget, _CPU_DEFAULT_BYTES), f"{limits}, at most 1.2 GB without an accelerator"
-    return checkpoint.largest_scale(budget), f"chosen because {limits}"
+    return largest_scale(budget), f"chosen because {limits}"
 
 
-def _check_room(shape: checkpoint.Shape, directory: Path) -> None:
+def _check_room(shape: Shape, directory: Path) -> None:
     disk, memory = shutil.disk_usage(directory).free, psutil.virtual_memory().available
     if shape.nbytes * 1.05 > disk:
         raise UsageError(
@@ -196,7 +180,7 @@ def _check_room(shape: checkpoint.Shape, directory: Path) -> None:
         )
 
 
-def _rows(samples: Samples, shape: checkpoint.Shape) -> list[dict[str, Any]]:
+def _rows(samples: Samples, shape: Shape) -> list[Row]:
     """One row for each cache state and side."""
     rows = []
     for (cache, side), taken in samples.items():
@@ -222,7 +206,7 @@ def _rows(samples: Samples, shape: checkpoint.Shape) -> list[dict[str, Any]]:
     return rows
 
 
-def _added(taken: list[dict[str, Any]], name: str) -> dict[str, int] | None:
+def _added(taken: list[Row], name: str) -> dict[str, int] | None:
     """The largest peak of one kind of host memory in bytes, with what the process had before it loaded."""
     pairs = [(one["host_peak"][name], one["host_before"][name]) for one in taken]
     if any(peak is None or before is None for peak, before in pairs):
@@ -231,13 +215,13 @@ def _added(taken: list[dict[str, Any]], name: str) -> dict[str, int] | None:
     return {"peak": peak, "before": before}
 
 
-def _notes(bench: LoadBench, samples: Samples) -> list[str]:
+def _notes(wanted: Namespace, samples: Samples) -> list[str]:
     logits = {one["logits"] for taken in samples.values() for one in taken}
     same = "the first forward gave the same bits on both sides and in every repeat"
     other = (
         "the first forward did NOT give the same bits everywhere (on a CPU with AVX512-BF16, stock 4-bit layers repack "
         "their weights in it, which ours forbids)"
-        if bench.load_in_4bit
+        if wanted.load_in_4bit
         else "the first forward did NOT give the same bits everywhere"
     )
     return [
@@ -247,22 +231,14 @@ def _notes(bench: LoadBench, samples: Samples) -> list[str]:
     ]
 
 
-def _settings(bench: LoadBench) -> dict[str, Any]:
-    return {**asdict(bench), "caches": list(bench.caches), "directory": bench.directory and str(bench.directory)}
-
-
-def _shape_settings(shape: checkpoint.Shape) -> dict[str, int]:
-    return {**asdict(shape), "parameters": shape.parameters, "bytes": shape.nbytes, "shards": checkpoint.SHARDS}
-
-
-def _describe(shape: checkpoint.Shape) -> str:
+def _describe(shape: Shape) -> str:
     return (
         f"a Llama of {shape.parameters / 1e9:.3f} B parameters ({shape.nbytes / 1e9:.2f} GB in bfloat16, hidden "
-        f"{shape.hidden}, {shape.layers} layers, {checkpoint.SHARDS} shards)"
+        f"{shape.hidden}, {shape.layers} layers, {SHARDS} shards)"
     )
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[Row]) -> str:
     header = [
         "cache",
         "side",
@@ -286,3 +262,209 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 def _megabytes(memory: dict[str, int] | None) -> str:
     return "-" if memory is None else f"{(memory['peak'] - memory['before']) / 1e6:.0f}"
+
+
+# ---- the checkpoint ---------------------------------------------------------------------------------------------
+#
+# Shape of Llama-3.1-8B (its config.json): hidden 4096, intermediate 14336, 32 layers, 32 heads of 128 with 8 for keys
+# and values, vocabulary 128256, untied, bfloat16: 8.03 billion parameters, 16.06 GB, four shards. A smaller scale keeps
+# the layers and the proportions and narrows the widths, in steps of whole groups of four heads; below the narrowest it
+# takes fewer layers. The values repeat, so a file system that compresses would read them faster than trained ones.
+
+SHARDS = 4
+SMALLEST_SCALE = 1 / 4096
+_FULL_GROUPS = 8
+"""Groups of the full size: each has four query heads and one of keys and values."""
+_LAYERS = 32
+_HEAD = 128
+_NARROWEST = 1 / (4 * _FULL_GROUPS**2)
+"""Scale of one group with heads of half the width. 4-bit kernels want widths in multiples of 64: none are narrower."""
+_VOCABULARY = 128256
+_POOL = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Widths of the checkpoint."""
+
+    groups: int  # groups of four query heads and one key and value head
+    head: int  # width of a head
+    vocabulary: int  # tokens
+    layers: int  # decoder layers
+
+    @property
+    def hidden(self) -> int:
+        """Width of the model."""
+        return 4 * self.groups * self.head
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        attention = self.hidden * self.hidden * 2 + 2 * self.hidden * self.groups * self.head
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return 2 * self.vocabulary * self.hidden + self.layers * layer + self.hidden
+
+    @property
+    def intermediate(self) -> int:
+        """Width inside the feed-forward block."""
+        return self.hidden * 7 // 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in bfloat16."""
+        return 2 * self.parameters
+
+    def config(self) -> LlamaConfig:
+        """The configuration that goes with it."""
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=4 * self.groups,
+            num_key_value_heads=self.groups,
+            head_dim=self.head,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=8192,
+            tie_word_embeddings=False,
+            architectures=["LlamaForCausalLM"],
+            dtype="bfloat16",
+        )
+
+
+def shape_for(scale: float) -> Shape:
+    """The shape with about `scale` times the parameters of the full size.
+
+    Raises:
+        UsageError: the scale is not between 1/4096 and 1.
+    """
+    if not SMALLEST_SCALE <= scale <= 1:
+        raise UsageError(f"--scale is {scale:g}; give a number from {SMALLEST_SCALE:g} to 1 (the 8B model itself)")
+    width = math.sqrt(scale)
+    vocabulary = max(64, round(_VOCABULARY * width / 64) * 64)
+    groups = _FULL_GROUPS * width
+    if groups >= 0.75:  # nearer to one whole group than to one with heads of half the width
+        return Shape(groups=max(1, round(groups)), head=_HEAD, vocabulary=vocabulary, layers=_LAYERS)
+    layers = min(_LAYERS, max(1, round(_LAYERS * scale / _NARROWEST)))
+    return Shape(groups=1, head=_HEAD // 2, vocabulary=vocabulary, layers=layers)
+
+
+def largest_scale(budget: float) -> float:
+    """The largest scale whose weights have at most `budget` bytes, among those with whole groups of heads."""
+    scales = [(groups / _FULL_GROUPS) ** 2 for groups in range(_FULL_GROUPS, 0, -1)]
+    return next((scale for scale in scales if shape_for(scale).nbytes <= budget), SMALLEST_SCALE)
+
+
+def write(shape: Shape, folder: Path) -> list[Path]:
+    """Write the checkpoint, a shard at a time, and see it on the disk.
+
+    Returns:
+        The weight files.
+    """
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(shape.config()).state_dict().items()}
+    pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    files, where = [], {}
+    for number, names in enumerate(_split(shapes), start=1):
+        file = folder / f"model-{number:05d}-of-{SHARDS:05d}.safetensors"
+        tensors = {name: _weight(name, shapes[name], pool) for name in names}
+        save_file(tensors, file, metadata={"format": "pt"})
+        where.update(dict.fromkeys(names, file.name))
+        files.append(file)
+    index = {"metadata": {"total_size": shape.nbytes, "total_parameters": shape.parameters}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    shape.config().save_pretrained(folder)
+    return files
+
+
+def _split(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
+    """The names in their order, cut into shards of about the same size, none of them empty."""
+    total, passed = sum(size.numel() for size in shapes.values()), 0
+    shards: list[list[str]] = [[] for _ in range(SHARDS)]
+    for name, size in shapes.items():
+        shards[min(passed * SHARDS // total, SHARDS - 1)].append(name)
+        passed += size.numel()
+    yield from shards
+
+
+def _weight(name: str, size: torch.Size, pool: Tensor) -> Tensor:
+    """Ones for a norm, else values of the pool from a place that is another for each name."""
+    if len(size) == 1:
+        return torch.ones(size, dtype=torch.bfloat16)
+    weight = torch.empty(size.numel(), dtype=torch.bfloat16)
+    start = sum(map(ord, name)) * 7919 % _POOL
+    turned = pool.roll(-start)
+    for position in range(0, weight.numel(), _POOL):
+        piece = weight[position : position + _POOL]
+        piece[:] = turned[: piece.numel()]
+    return weight.view(size)
+
+
+# ---- the page cache -----------------------------------------------------------------------------------------------
+
+_DROPPED = 0.01
+"""Share of a file that may stay in the cache and the file still counts as dropped (a page under way, metadata)."""
+_READ_BYTES = 8 << 20
+
+
+def warm(files: Iterable[Path]) -> None:
+    """Read the files once, so that they are in the cache if they fit."""
+    buffer = bytearray(_READ_BYTES)
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+
+def drop(files: Sequence[Path]) -> str | None:
+    """Ask the system to forget the files' pages (``posix_fadvise`` DONTNEED, after writing back what is dirty).
+
+    Returns:
+        None when it has, else why the cache is not cold.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return "this system has no posix_fadvise"
+    for file in files:
+        handle = os.open(file, os.O_RDWR)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+    share = cached_share(files)
+    if share is None:
+        return "whether the files have left the page cache cannot be seen on this system"
+    if share > _DROPPED:
+        return f"{100 * share:.0f} % of the files stay in the page cache (a file system in memory keeps all of them)"
+    return None
+
+
+def cached_share(files: Iterable[Path]) -> float | None:
+    """Share of the files' pages that are in the cache, by ``mincore``; None where the system cannot say.
+
+    Linux answers for files that the caller may write only; for others it says that everything is cached.
+    """
+    mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
+    if mincore is None:
+        return None
+    pages = cached = 0
+    for file in files:
+        size = file.stat().st_size
+        if not size:
+            continue
+        with file.open("r+b") as stream, mmap.mmap(stream.fileno(), size) as mapped:
+            count = -(-size // mmap.PAGESIZE)
+            states = (ctypes.c_ubyte * count)()
+            first = ctypes.c_char.from_buffer(mapped)
+            try:
+                failed = mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), states)
+            finally:
+                del first  # the map cannot be closed while something points into it
+            if failed:
+                return None
+            pages += count
+            cached += sum(state & 1 for state in bytes(states))
+    return cached / pages if pages else 0.0

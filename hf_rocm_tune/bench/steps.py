@@ -19,6 +19,7 @@ from __future__ import annotations
 import tempfile
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -32,8 +33,6 @@ from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     PrinterCallback,
     TrainerCallback,
@@ -42,10 +41,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from trl import SFTConfig
 
-from hf_rocm_tune.bench import machine
-from hf_rocm_tune.bench.figures import Spread, ratios, table
-from hf_rocm_tune.bench.result import Result, progress, publish
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.bench import report
+from hf_rocm_tune.bench.report import VOCABULARY, Row, Spread, ratios, table
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.transfer import Mover, TransferSettings
 
@@ -57,46 +54,11 @@ REFERENCE, CONTROL = "off", "off again"
 SIDES = {REFERENCE: "off", CONTROL: "off", "sample": "sample", "full": "full"}
 GOALS = {"cpu": 1.02, "cuda": 1.01}
 """Verified over unverified step time that the project wants to stay below."""
-_VOCABULARY = 4096
-_HEAD = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepBench:
-    """Settings of ``bench step``; None: chosen for the device.
-
-    Args:
-        device: cpu, cuda, cuda:1; None for the first accelerator, else the CPU.
-        hidden, layers: size of the Llama; hidden is a multiple of 64.
-        batch, seq: rows of a batch, tokens of a row.
-        turns: stretches of each trainer.
-        steps: measured steps of a stretch.
-        sentinel_every: as in ``sft``, for the trainers that verify; the unverified ones have no sentinel.
-    """
-
-    device: str | None = None
-    hidden: int | None = None
-    layers: int | None = None
-    batch: int | None = None
-    seq: int | None = None
-    turns: int = 16
-    steps: int = 4
-    sentinel_every: int = 50
-
-    def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "batch", "seq", "turns", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name} is {value}; give a whole number from 1 on")
-        if self.hidden is not None and self.hidden % _HEAD:
-            raise UsageError(f"--hidden is {self.hidden}; give a multiple of {_HEAD}")
-        if self.sentinel_every < 0:
-            raise UsageError(f"--sentinel_every is {self.sentinel_every}; give 0 (off) or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What is trained: see `StepBench`."""
+    """What is trained: width and layers of the Llama, rows of a batch, tokens of a row."""
 
     hidden: int
     layers: int
@@ -113,19 +75,21 @@ _SIZES = {
 Trainer = Callable[..., Any]
 
 
-def run(bench: StepBench, command: str, *, json_file: Path | None, trainer_class: Trainer) -> None:
+def run(wanted: Namespace, trainer_class: Trainer) -> None:
     """Trains, prints, writes.
 
     Args:
+        wanted: the flags.
         trainer_class: ``VerifiedSFTTrainer``, or another SFT trainer behind the mixin.
 
     Raises:
         UsageError: the device is not there.
         CorruptionError: a transfer could not be made right.
     """
-    device = machine.choose_device(bench.device)
-    about = machine.describe(device)
-    size = _size(bench, device)
+    device = report.choose_device(wanted.device)
+    machine = report.describe(device)
+    default = asdict(_SIZES[device.type])
+    size = Size(**{name: getattr(wanted, name) or value for name, value in default.items()})
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     datasets_logging.disable_progress_bar()
@@ -134,24 +98,17 @@ def run(bench: StepBench, command: str, *, json_file: Path | None, trainer_class
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         base = Path(scratch) / "base"
         set_seed(0)
-        _model(size).save_pretrained(base)
-        sides = {name: _Side(trainer_class, bench, size, device, verify, base) for name, verify in SIDES.items()}
+        report.small_llama(size.hidden, size.layers, size.seq).save_pretrained(base)
+        sides = {name: _Side(trainer_class, wanted, size, device, verify, base) for name, verify in SIDES.items()}
         parameters = sum(parameter.numel() for parameter in sides[REFERENCE].trainer.model.parameters())
         try:
-            seconds = _interleave(sides, bench.turns)
+            seconds = _interleave(sides, wanted.turns)
         finally:
             for side in sides.values():
                 side.trainer.mover.close()
     rows = [_row(name, seconds, sides[name]) for name in sides]
-    result = Result(
-        bench="step",
-        command=command,
-        machine=about,
-        settings={**asdict(bench), **asdict(size), "device": str(device), "parameters": parameters},
-        rows=rows,
-        notes=_notes(device, size, parameters, rows),
-    )
-    publish(result, _table(rows), json_file)
+    settings = {**asdict(size), "device": str(device), "parameters": parameters}
+    report.publish(wanted, machine, settings, rows, _table(rows), _notes(device, size, parameters, rows))
 
 
 class _Clock(TrainerCallback):
@@ -178,7 +135,7 @@ class _Side:
     """One trainer and its clock."""
 
     def __init__(
-        self, trainer_class: Trainer, bench: StepBench, size: Size, device: torch.device, verify: str, base: Path
+        self, trainer_class: Trainer, wanted: Namespace, size: Size, device: torch.device, verify: str, base: Path
     ) -> None:
         self._clock = _Clock(device)
         self.loss = 0.0
@@ -189,13 +146,13 @@ class _Side:
         set_seed(0)  # of the adapter
         self.trainer = trainer_class(
             model=model,
-            args=_training_arguments(bench, size, device, base.parent / "out"),
-            train_dataset=_random_tokens(size, bench.steps + 1),
+            args=_training_arguments(wanted, size, device, base.parent / "out"),
+            train_dataset=_random_tokens(size, wanted.steps + 1),
             processing_class=_tokenizer(),
             peft_config=LoraConfig(target_modules="all-linear", r=16, lora_alpha=32),
             callbacks=[self._clock],
             mover=mover,
-            sentinel_every=0 if verify == "off" else bench.sentinel_every,
+            sentinel_every=0 if verify == "off" else wanted.sentinel_every,
         )
         self.trainer.remove_callback(PrinterCallback)
 
@@ -206,40 +163,12 @@ class _Side:
         return self._clock.samples()
 
 
-def _size(bench: StepBench, device: torch.device) -> Size:
-    default = _SIZES[device.type]
-    return Size(
-        hidden=bench.hidden or default.hidden,
-        layers=bench.layers or default.layers,
-        batch=bench.batch or default.batch,
-        seq=bench.seq or default.seq,
-    )
-
-
-def _model(size: Size) -> LlamaForCausalLM:
-    heads = size.hidden // _HEAD
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=size.hidden,
-            intermediate_size=size.hidden * 11 // 4,
-            num_hidden_layers=size.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 4 if heads % 4 == 0 else heads,
-            vocab_size=_VOCABULARY,
-            max_position_embeddings=max(size.seq, 128),
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
-    )
-
-
-def _training_arguments(bench: StepBench, size: Size, device: torch.device, output: Path) -> SFTConfig:
+def _training_arguments(wanted: Namespace, size: Size, device: torch.device, output: Path) -> SFTConfig:
     return SFTConfig(
         output_dir=str(output),
         per_device_train_batch_size=size.batch,
         max_length=size.seq,
-        max_steps=bench.steps + 1,
+        max_steps=wanted.steps + 1,
         learning_rate=2e-4,
         lr_scheduler_type="constant",
         use_cpu=device.type == "cpu",
@@ -256,7 +185,7 @@ def _training_arguments(bench: StepBench, size: Size, device: torch.device, outp
 
 def _random_tokens(size: Size, steps: int) -> Dataset:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(2, _VOCABULARY, (steps * size.batch, size.seq), generator=generator)
+    rows = torch.randint(2, VOCABULARY, (steps * size.batch, size.seq), generator=generator)
     return Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
 
 
@@ -270,7 +199,7 @@ def _interleave(sides: dict[str, _Side], turns: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     for turn in range(turns + 1):
-        progress(f"turn {turn} of {turns}" if turn else "warming up")
+        report.progress(f"turn {turn} of {turns}" if turn else "warming up")
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             taken = sides[name].stretch()
@@ -279,7 +208,7 @@ def _interleave(sides: dict[str, _Side], turns: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _row(name: str, seconds: dict[str, list[float]], side: _Side) -> dict[str, Any]:
+def _row(name: str, seconds: dict[str, list[float]], side: _Side) -> Row:
     batches = side.trainer.transfer_report.to_dict()["batches"]
     return {
         "side": name,
@@ -293,7 +222,7 @@ def _row(name: str, seconds: dict[str, list[float]], side: _Side) -> dict[str, A
     }
 
 
-def _notes(device: torch.device, size: Size, parameters: int, rows: list[dict[str, Any]]) -> list[str]:
+def _notes(device: torch.device, size: Size, parameters: int, rows: list[Row]) -> list[str]:
     by_side = {row["side"]: row["ratio"]["median"] for row in rows}
     goal, seen, noise = GOALS[device.type], by_side["full"], by_side[CONTROL]
     verdict = "reached" if seen <= goal else "not reached"
@@ -308,7 +237,7 @@ def _notes(device: torch.device, size: Size, parameters: int, rows: list[dict[st
     ]
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[Row]) -> str:
     header = [
         "side",
         "ms a step (q1 .. q3)",
@@ -321,7 +250,13 @@ def _table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         seconds, ratio = Spread(**row["seconds"]), Spread(**row["ratio"])
         share = f"{100 * row['batch_verified_bytes'] / row['batch_bytes']:.0f} %"
-        ratio_text = ratio.show_quartiles(4) if row["side"] != REFERENCE else "reference"
-        cells = [seconds.show_quartiles(2, 1e3), ratio_text, f"{row['ratio_of_totals']:.4f}", str(seconds.n), share]
+        ratio_text = ratio.show(4, quartiles=True) if row["side"] != REFERENCE else "reference"
+        cells = [
+            seconds.show(2, 1e3, quartiles=True),
+            ratio_text,
+            f"{row['ratio_of_totals']:.4f}",
+            str(seconds.n),
+            share,
+        ]
         lines.append([row["side"], *cells])
     return table(header, lines)

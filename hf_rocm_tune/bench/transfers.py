@@ -3,112 +3,151 @@
 What arrives is digested once in every repeat, outside of the time, and compared with the source: a fast copy of wrong
 bytes is counted as wrong.
 
-Not covered: overlap with computing. A training run hides the transfer of the next batch behind the present one, which
-`bench step` shows.
+Not covered: overlap with computing, which `bench step` shows; a verified transfer back to the host, which no run makes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
-from hf_rocm_tune.bench import machine, plots
-from hf_rocm_tune.bench.figures import Spread, ratios, show_bytes, table
-from hf_rocm_tune.bench.result import Result, publish
-from hf_rocm_tune.bench.ways import (
-    REFERENCES,
-    Direction,
-    Movers,
-    Way,
-    directions,
-    missing_ways,
-    prepare,
-    wait_for,
-)
+from hf_rocm_tune.bench import report
+from hf_rocm_tune.bench.report import Row, Spread, ratios, show_bytes, table
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Digest, Mover, TransferSettings, digest, gb_per_s
 
 SMALLEST = 4 << 10
-_PER_TIMING = 4 << 20
-"""Small copies are repeated within one timing until about this many bytes have crossed: a clock is not that fine."""
-_MOST_PER_TIMING = 50
+#: Small copies are repeated within one timing until about this many bytes have crossed: a clock is not that fine.
+_PER_TIMING, _MOST_PER_TIMING = 4 << 20, 50
+#: Buffers of one size that exist at once: source, page-locked source, raw target, fresh target.
 _BUFFERS = 4
-"""Buffers of one size that exist at once: source, page-locked source, raw target, fresh target."""
+#: Names of raw copies, best first: every direction is compared with the first of these that it has.
+_REFERENCES = ("raw pinned", "raw pageable", "raw peer")
+HOST = torch.device("cpu")
+
+Send = Callable[[], Tensor]
+"""Copies a source once and returns what has arrived; its bytes may be used when the device has been waited for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransferBench:
-    """Settings of ``bench transfer``.
-
-    Args:
-        device: cpu, cuda, cuda:1; None for the first accelerator, else the CPU.
-        max_size: largest copy in bytes; None for 1 GiB on an accelerator and 64 MiB on the CPU.
-        repeats: timings of each way and size.
-    """
-
-    device: str | None = None
-    max_size: int | None = None
-    repeats: int = 7
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise UsageError(f"--repeats is {self.repeats}; give a whole number from 1 on")
-        if self.max_size is not None and self.max_size < SMALLEST:
-            raise UsageError(f"--max_size is {self.max_size} bytes; give at least {show_bytes(SMALLEST)}")
-
-
-def run(bench: TransferBench, command: str, *, json_file: Path | None, plot: Path | None) -> None:
+def run(wanted: Namespace) -> None:
     """Measures, prints, writes.
 
     Raises:
         UsageError: the device is not there, or the largest copy does not fit in memory.
     """
-    device = machine.choose_device(bench.device)
-    largest = bench.max_size or (1 << 30 if device.type == "cuda" else 64 << 20)
+    device = report.choose_device(wanted.device)
+    largest = wanted.max_size or (1 << 30 if device.type == "cuda" else 64 << 20)
     _check_room(largest, device)
     found, left_out = directions(device)
-    about = machine.describe(device)
-    rows: list[dict[str, Any]] = []
+    machine = report.describe(device)
+    rows: list[Row] = []
     for direction in found:
         left_out += missing_ways(direction)
-        for nbytes in sizes(largest):
-            rows += measure(direction, nbytes, bench.repeats)
-    result = Result(
-        bench="transfer",
-        command=command,
-        machine=about,
-        settings={**asdict(bench), "device": str(device), "max_size": largest},
-        rows=rows,
-        notes=_notes(device, rows),
-        left_out=left_out,
-    )
-    if plot is not None:
-        plots.transfers(result, plot)
-    publish(result, _table(rows), json_file)
+        for nbytes in report.sizes(SMALLEST, largest):
+            rows += measure(direction, nbytes, wanted.repeats)
+    if wanted.plot is not None:
+        report.plot_transfers(wanted, machine, rows)
+    settings = {"device": str(device), "max_size": largest}
+    report.publish(wanted, machine, settings, rows, _table(rows), _notes(device, rows), left_out)
 
 
-def sizes(largest: int) -> list[int]:
-    """4 KiB, 16 KiB, 64 KiB ... up to `largest`, which is the last whatever it is."""
-    found = []
-    nbytes = SMALLEST
-    while nbytes < largest:
-        found.append(nbytes)
-        nbytes *= 4
-    return [*found, largest]
+@dataclass(frozen=True, kw_only=True)
+class Direction:
+    """From where to where."""
+
+    name: str  # ``host to device``, ``device to host`` or ``device to device``
+    # source, target: the two devices; on a machine without an accelerator both are the CPU
+    source: torch.device
+    target: torch.device
+
+    @property
+    def on_host(self) -> bool:
+        """Whether no accelerator takes part."""
+        return self.source.type == self.target.type == "cpu"
 
 
-def measure(direction: Direction, nbytes: int, repeats: int) -> list[dict[str, Any]]:
+def directions(device: torch.device) -> tuple[list[Direction], list[dict[str, str]]]:
+    """The directions that this machine has for `device`, and those that it has not, with the reason."""
+    if device.type == "cpu":
+        reason = "without an accelerator both ends are host memory: one direction says it all"
+        missing = [{"what": name, "reason": reason} for name in ("device to host", "device to device")]
+        return [Direction(name="host to device", source=HOST, target=HOST)], missing
+    found = [
+        Direction(name="host to device", source=HOST, target=device),
+        Direction(name="device to host", source=device, target=HOST),
+    ]
+    count = torch.cuda.device_count()
+    if count < 2:
+        return found, [{"what": "device to device", "reason": "torch sees one accelerator"}]
+    other = torch.device("cuda", (int(device.index or 0) + 1) % count)
+    return [*found, Direction(name="device to device", source=device, target=other)], []
+
+
+def missing_ways(direction: Direction) -> list[dict[str, str]]:
+    """The ways that a direction has not, with the reason."""
+    if direction.on_host:
+        missing = {
+            "raw pinned": "page-locked memory needs an accelerator",
+            "send_to_device": "Accelerate copies nothing when the tensor is on its device already",
+        }
+    elif direction.source.type == "cpu":
+        missing = {}
+    else:
+        missing = {"ours": "the mover brings tensors to the device only"}
+    return [{"what": f"{direction.name}, {name}", "reason": reason} for name, reason in missing.items()]
+
+
+def prepare(direction: Direction, source: Tensor, movers: Mapping[str, Mover]) -> dict[str, Send]:
+    """The ways of a direction for one source, by name; buffers that a user would keep are allocated here.
+
+    Args:
+        source: uint8[n] in ordinary (pageable) memory of the source device.
+        movers: for each way of ours; their device is the direction's target.
+    """
+    target = direction.target
+    there = torch.empty_like(source, device=target)
+
+    def copy(into: Tensor, given: Tensor) -> Send:
+        return lambda: into.copy_(given, non_blocking=True)  # device: the raw copy that ours is compared with
+
+    ways: dict[str, Send] = {}
+    if direction.source.type == target.type == "cuda":
+        ways["raw peer"] = copy(there, source)
+    else:
+        if not direction.on_host:
+            locked = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=True)
+            locked[:] = source
+            ways["raw pinned"] = copy(there, locked) if direction.source.type == "cpu" else copy(locked, source)
+        ways["raw pageable"] = copy(there, source)
+    # On the host `.to` returns the tensor itself unless it is told to copy.
+    ways["tensor.to"] = lambda: source.to(target, copy=True)  # device: it is what is measured
+    if not direction.on_host:
+        ways["send_to_device"] = lambda: send_to_device(source, target)
+    if direction.source.type == "cpu":
+        ways |= {name: partial(mover.move, source, name="bytes") for name, mover in movers.items()}
+    return ways
+
+
+def _wait_for(direction: Direction) -> None:
+    """Wait until the devices of a direction have done what was queued."""
+    for device in (direction.source, direction.target):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def measure(direction: Direction, nbytes: int, repeats: int) -> list[Row]:
     """All ways of a direction with copies of one size, interleaved: one row for each way."""
     source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=direction.source)
     expected = digest(source)
-    movers: Movers = {}
+    movers: dict[str, Mover] = {}
     if direction.source.type == "cpu":
         for name, verify in (("ours, unverified", "off"), ("ours, verified", "full")):
             movers[name] = Mover(direction.target, settings=TransferSettings(verify=verify))
@@ -118,7 +157,7 @@ def measure(direction: Direction, nbytes: int, repeats: int) -> list[dict[str, A
     finally:
         for mover in movers.values():
             mover.close()
-    reference = next(name for name in REFERENCES if name in taken)
+    reference = next(name for name in _REFERENCES if name in taken)
     base = [seconds for seconds, _ in taken[reference]]
     return [
         {
@@ -136,27 +175,24 @@ def measure(direction: Direction, nbytes: int, repeats: int) -> list[dict[str, A
 
 
 def _interleave(
-    direction: Direction, ways: list[Way], nbytes: int, repeats: int, expected: Digest
+    direction: Direction, ways: Mapping[str, Send], nbytes: int, repeats: int, expected: Digest
 ) -> dict[str, list[tuple[float, bool]]]:
     """Seconds of one copy, and whether it arrived right, by way; the first repeat of all is thrown away."""
     times = max(1, min(_MOST_PER_TIMING, _PER_TIMING // nbytes))
-    taken: dict[str, list[tuple[float, bool]]] = {way.name: [] for way in ways}
+    taken: dict[str, list[tuple[float, bool]]] = {name: [] for name in ways}
+    names = list(ways)
     for repeat in range(repeats + 1):
-        turn = repeat % len(ways)
-        for way in ways[turn:] + ways[:turn]:  # nobody is always the one after another
-            seconds, arrived = _time(direction, way.send, times)
+        turn = repeat % len(names)
+        for name in names[turn:] + names[:turn]:  # nobody is always the one after another
+            _wait_for(direction)
+            started = time.perf_counter()
+            for _ in range(times):
+                arrived = ways[name]()
+                _wait_for(direction)
+            seconds = (time.perf_counter() - started) / times
             if repeat:
-                taken[way.name].append((seconds, digest(arrived) == expected))
+                taken[name].append((seconds, digest(arrived) == expected))
     return taken
-
-
-def _time(direction: Direction, send: Callable[[], Tensor], times: int) -> tuple[float, Tensor]:
-    wait_for(direction)
-    started = time.perf_counter()
-    for _ in range(times):
-        arrived = send()
-        wait_for(direction)
-    return (time.perf_counter() - started) / times, arrived
 
 
 def _check_room(largest: int, device: torch.device) -> None:
@@ -170,7 +206,7 @@ def _check_room(largest: int, device: torch.device) -> None:
         raise UsageError(f"--max_size {show_bytes(largest)} needs {show_bytes(need)} on {device}; give a smaller one")
 
 
-def _notes(device: torch.device, rows: list[dict[str, Any]]) -> list[str]:
+def _notes(device: torch.device, rows: list[Row]) -> list[str]:
     notes = [
         "seconds of one copy, from the call until its bytes may be used; raw copies write to memory that is allocated "
         "once, the other ways allocate what they return; speed is relative to the reference of the direction, pair by "
@@ -186,13 +222,13 @@ def _notes(device: torch.device, rows: list[dict[str, Any]]) -> list[str]:
     return notes
 
 
-def _goal(row: dict[str, Any]) -> str:
+def _goal(row: Row) -> str:
     seen = row["speed_to_reference"]["median"]
     verdict = "reached" if seen >= 0.95 else "not reached"
     return f"goal 95 % of {row['reference']} at {show_bytes(row['bytes'])}: {100 * seen:.1f} % seen, {verdict}"
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[Row]) -> str:
     header = ["direction", "size", "way", "GB/s (min .. max)", "microseconds", "speed to reference", "wrong"]
     lines = []
     for row in rows:

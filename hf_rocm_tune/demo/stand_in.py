@@ -68,7 +68,7 @@ def _why_not(model: str) -> str | None:
     """Why a model cannot be trained here, or None where it can."""
     import torch
 
-    from hf_rocm_tune.models.shapes_config import load_config
+    from hf_rocm_tune.plan import load_config
 
     if model == DEMO:
         return f"{VARIABLE}={DEMO}"

@@ -1,32 +1,30 @@
-"""Casts between float32, bfloat16 and float16 on the device and on the way to and from it, against those of the CPU.
+"""``casts``: changes of dtype on the device and on the way to and from it, against those of the CPU.
 
 Weights are cast on the device after they were verified, so a conversion kernel that is wrong would come after the last
 digest (pytorch#16448 was one that gave zeros). A copy that changes the dtype is cast by the CPU when it is blocking and
 by the device when it is not (torch's Copy.cu), so both are tried. Every 16-bit pattern is cast, and float32 with every
-exponent and sign; sizes are odd and views unaligned, because vectorised kernels treat those apart.
+exponent and sign; sizes are odd and views unaligned, because vectorised kernels treat those apart. NaN count as equal
+whatever their payload: processors choose that differently.
 
-NaN count as equal whatever their payload: processors choose that differently.
+Faults: those of ``raw_copies``; ``where=non_blocking`` or ``where=torch.bfloat16`` harms some of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_rocm_tune.doctor.findings import Finding, from_row
+from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
-from hf_rocm_tune.transfer.raw_copies import Copies, RawCopies, wait_for
+from hf_rocm_tune.transfer.raw_copies import Copies, RawCopies, copies_for, wait_for
 
-PAIRS = (
-    (torch.float32, torch.bfloat16),
-    (torch.float32, torch.float16),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float32),
-    (torch.bfloat16, torch.float16),
-    (torch.float16, torch.bfloat16),
-)
+PAIRS = tuple(itertools.permutations((torch.float32, torch.bfloat16, torch.float16), 2))
 WAYS = (
     "on the device",
     "to the device, blocking",
@@ -34,10 +32,8 @@ WAYS = (
     "from the device, blocking",
     "from the device, non_blocking",
 )
-
-POISONED = -21.5
+_POISONED = -21.5
 """What stands where a cast goes; any value that is exact in all three dtypes will do."""
-
 _PATTERNS = 1 << 16
 _VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda tensor: tensor,
@@ -58,10 +54,19 @@ class Casts:
     wrong: int = 0
     example: str | None = None
 
-    @property
-    def good(self) -> bool:
-        """Whether no element differs."""
-        return self.wrong == 0
+
+def casts(request: Mapping[str, Any]) -> list[Finding]:
+    """Compare all casts.
+
+    Args:
+        request: ``device``, ``address``, ``fault``.
+    """
+    device = device_of(request)
+    step(f"casting on {device}, and to and from it")
+    found = compare_casts(device, seed=0, copies=copies_for(request))
+    evidence = [f"{found.elements:,} elements in {found.compared} casts, {found.wrong:,} differ"]
+    evidence += [f"the first: {found.example}"] if found.wrong else []
+    return [from_row("casts_wrong" if found.wrong else "casts_right", subject=request["device"], evidence=evidence)]
 
 
 def compare_casts(device: torch.device, *, seed: int, copies: Copies | None = None) -> Casts:
@@ -75,50 +80,39 @@ def compare_casts(device: torch.device, *, seed: int, copies: Copies | None = No
     Raises:
         CorruptionError: a source did not arrive.
     """
-    found, caster = Casts(), _Caster(device, copies or RawCopies())
+    found, caster = Casts(), copies or RawCopies()
     with Mover(device) as mover:
         for source, target in PAIRS:
             for values in _sources(source, seed):
                 arrived = mover.move(values, name=f"{source} values")
-                for view in _VIEWS:
-                    right = view(values).to(target)
-                    for way in WAYS:
-                        cast = caster.cast(view(values), view(arrived), target, way)
-                        _compare(cast, right, f"{source} to {target} {way}", found)
+                for view, way in itertools.product(_VIEWS, WAYS):
+                    words = f"{source} to {target} {way}"
+                    cast = _cast(view(values if way.startswith("to") else arrived), target, way, words, device, caster)
+                    _compare(cast, view(values).to(target), words, found)
     return found
 
 
-class _Caster:
-    def __init__(self, device: torch.device, copies: Copies) -> None:
-        self._device, self._copies = device, copies
-
-    def cast(self, host: Tensor, there: Tensor, dtype: torch.dtype, way: str) -> Tensor:
-        """The same values from the host or from the device, cast in one of `WAYS`; on the host."""
-        source = host if way.startswith("to") else there
-        target = torch.full(
-            source.shape, POISONED, dtype=dtype, device="cpu" if way.startswith("from") else self._device
-        )
-        words = f"{source.dtype} to {dtype} {way}"
-        self._copies.copy(target, source, what=words, non_blocking=way.endswith("non_blocking"))
-        wait_for(target, source)
-        return target.cpu()
+def _cast(source: Tensor, dtype: torch.dtype, way: str, words: str, device: torch.device, copies: Copies) -> Tensor:
+    """A tensor of the host or the device, cast in one of `WAYS`; on the host."""
+    place = torch.device("cpu") if way.startswith("from") else device
+    target = torch.full(source.shape, _POISONED, dtype=dtype, device=place)
+    copies.copy(target, source, what=words, non_blocking=way.endswith("non_blocking"))
+    wait_for(target, source)
+    return target.cpu()
 
 
-def _sources(dtype: torch.dtype, seed: int) -> Iterator[Tensor]:
+def _sources(dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
     """Every 16-bit pattern, also as the upper half of a float32 with random lower halves; once of an odd length."""
-    patterns = torch.arange(_PATTERNS, dtype=torch.int32)
+    bits = torch.arange(_PATTERNS, dtype=torch.int32)
     if dtype is torch.float32:
         generator = torch.Generator().manual_seed(seed)
         lower = torch.randint(0, _PATTERNS, (4, _PATTERNS), generator=generator, dtype=torch.int32)
         # Lower halves that decide how the cut-off part is rounded: nothing, just below, at and just above the middle.
         edges = torch.tensor([[0], [0x7FFF], [0x8000], [0x8001]], dtype=torch.int32).expand(4, _PATTERNS)
-        bits = (patterns << 16 | torch.cat((lower, edges))).flatten()
-        yield bits.view(dtype)
-        yield bits[:-1].view(dtype)
+        bits = (bits << 16 | torch.cat((lower, edges))).flatten()
     else:
-        bits16 = patterns.to(torch.int16)
-        yield bits16.view(dtype)
-        yield bits16[:-1].view(dtype)
+        bits = bits.to(torch.int16)
+    return bits.view(dtype), bits[:-1].view(dtype)
 
 
 def _compare(found: Tensor, right: Tensor, pair: str, casts: Casts) -> None:

@@ -10,20 +10,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
-from hf_rocm_tune.doctor import capture, markdown
-from hf_rocm_tune.doctor.check import Check
-from hf_rocm_tune.doctor.diagnose import diagnose
-from hf_rocm_tune.doctor.live import read_here
-from hf_rocm_tune.doctor.measured.faults import VARIABLE, DoctorFault
-from hf_rocm_tune.doctor.outcome import Report, about
-from hf_rocm_tune.doctor.redact import Identity
-from hf_rocm_tune.doctor.registry import all_checks, listing, select
-from hf_rocm_tune.doctor.table import Table
+from rich.console import Console
+
+from hf_rocm_tune.doctor import capture
+from hf_rocm_tune.doctor.diagnose import all_checks, diagnose, listing, select
+from hf_rocm_tune.doctor.evidence import Check, read_here
+from hf_rocm_tune.doctor.measured import VARIABLE, DoctorFault
+from hf_rocm_tune.doctor.report import Report, about, markdown, table
 from hf_rocm_tune.errors import UsageError
 
 PROGRAM = "hf-rocm-tune doctor"
+NARROWEST, WIDEST = 60, 120
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +38,9 @@ def main(argv: Sequence[str]) -> int:
         UsageError: a flag, a file or the variable for faults is wrong.
     """
     wanted = _parser().parse_args(list(argv))
-    checks = select(all_checks(), only=_names(wanted.only), skip=_names(wanted.skip))
+    # ``--only links,bar variables`` is three names.
+    only, skip = (list(filter(None, ",".join(given).split(","))) for given in (wanted.only, wanted.skip))
+    checks = select(all_checks(), only=only, skip=skip)
     if wanted.list:
         _show(listing(checks))
         return 0
@@ -47,14 +48,17 @@ def main(argv: Sequence[str]) -> int:
         return _capture(wanted.capture)
     report = _examine(checks, full=wanted.full, recording=wanted.recording)
     if wanted.json or wanted.markdown:  # these are made to be given to others; the table is for who sits here
-        report = report.scrubbed(Identity.of_this_machine(os.environ))
+        report = capture.Identity.of_this_machine(os.environ).out_of_report(report)
     if wanted.json:
         _show(json.dumps(report.to_dict(), indent=2))
     elif wanted.markdown:
-        _show(markdown.render(report))
+        _show(markdown(report))
     else:
         width = shutil.get_terminal_size((100, 24)).columns
-        _show(Table(width=width, colour=has_colour(sys.stdout)).render(report))
+        console = Console(width=min(max(width, NARROWEST), WIDEST), highlight=False)
+        with console.capture() as printed:
+            table(report, console)
+        _show(printed.get().removesuffix("\n"))
     return report.diagnosis.exit_code
 
 
@@ -101,11 +105,6 @@ def _show(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def has_colour(stream: TextIO) -> bool:
-    """Whether colours are shown: on a terminal that knows them, unless NO_COLOR is set to something."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
 def _announce(check: Check) -> None:
     if check.measured:
         _say(f"{check.about} (about {max(check.seconds, 1):.0f} s)")
@@ -118,15 +117,10 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
-def _names(given: Sequence[str]) -> list[str]:
-    """``--only links,bar variables`` as three names."""
-    return [name for words in given for name in words.split(",") if name]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=PROGRAM,
-        description="Is this machine fit to train, and if not, what exactly is wrong and what cures it? "
+        description="Is this machine fit to train, and if not, what exactly is wrong and how is it fixed? "
         "Exit code: 0 fine, 1 warnings, 2 failures.",
     )
     form = parser.add_mutually_exclusive_group()

@@ -137,7 +137,9 @@ def is_recomputed(model: nn.Module, name: str, tensor: Tensor, mover: Mover) -> 
         mover: brings it to the host. There a device's own rounding (4 units in the last place) is let pass.
     """
     path, _, attribute = name.rpartition(".")
-    module = model.get_submodule(path)
+    module = dict(model.named_modules()).get(path)
+    if module is None:
+        return False  # a tensor of a quantisation state, which is named below the weight
     expected = [fresh for found, fresh in _recomputed(model) if found == name]
     expected += _rotary_tables(module, attribute)
     with mover.fetched(tensor.detach(), name=name, stage="weights") as found:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_rocm_tune.configs import Shelf
+from hf_rocm_tune.configs import NamedFiles
 
 #: Begins the line of the opening comment that ``scripts/recipe_memory.py`` writes.
 MEMORY = "# Memory:"
 
-_SHELF = Shelf(what="recipe", directory=lambda: Path(__file__).resolve().parent)
-names, path, describe, copy = _SHELF.names, _SHELF.path, _SHELF.describe, _SHELF.copy
+_FILES = NamedFiles(what="recipe", directory=lambda: Path(__file__).resolve().parent)
+names, path, describe, copy = _FILES.names, _FILES.path, _FILES.describe, _FILES.copy
 
 
 def planned_memory(name: str) -> str:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_rocm_tune import recipe_file, recipes
-from hf_rocm_tune.machine import process
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine import process, variables
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.arguments import Arguments
 
 
 def add_actions(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +41,7 @@ def run(wanted: argparse.Namespace) -> int:
     Raises:
         UsageError: no such recipe, a copy that cannot be written, or a recipe that cannot be used.
     """
-    actions: dict[str, Callable[[argparse.Namespace], None]] = {
-        "ls": _list,
-        "show": _show,
-        "cp": _copy,
-        "validate": _validate,
-    }
+    actions = {"ls": _list, "show": _show, "cp": _copy, "validate": _validate}
     actions[wanted.action](wanted)
     return 0
 
@@ -63,10 +64,70 @@ def _copy(wanted: argparse.Namespace) -> None:
 
 def _validate(wanted: argparse.Namespace) -> None:
     process.prepare_process(os.environ)  # before the libraries that what follows imports
-    from hf_rocm_tune.recipes.validate import validate
-
     found = validate(wanted.file)
     for warning in found.warnings:
         print(f"warning: {warning}")
     unchecked = ", ".join(found.unchecked)
     print(f"{found.path}: {found.settings} settings, all valid; only a run can check {unchecked}")
+
+
+_NEED_A_CARD = ("bf16", "fp16", "activation_offloading")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was found in a recipe that can be used."""
+
+    path: Path  # the file
+    settings: int  # how many it gives
+    warnings: tuple[str, ...]  # what it will do that a user should know; one line each
+    unchecked: tuple[str, ...]  # what only the run can tell
+
+
+def validate(given: str | Path) -> Verdict:
+    """Check a recipe: its YAML, names, types, bounds, what excludes what, loggers, optimizer, variables, local paths.
+
+    On a machine without a GPU, settings that need one are left out of the check and named in ``unchecked``.
+
+    Args:
+        given: a path, or the name of a recipe that ships with the package.
+
+    Raises:
+        UsageError: it cannot be used; one message names all that could be found at once.
+    """
+    from hf_rocm_tune import arguments
+    from hf_rocm_tune.training.loggers import check_loggers
+    from hf_rocm_tune.training.offload import check_offloads
+
+    recipe = recipe_file.read_recipe(given)
+    accelerator = process.has_accelerator()
+    left_out = () if accelerator else tuple(name for name in _NEED_A_CARD if recipe.values.get(name))
+    overrides = [f"--{name}=false" for name in left_out]
+    job = arguments.parse([recipe_file.FLAG, str(recipe.path), *overrides])  # its `env` is in place from here on
+    check_loggers(job.training.report_to)
+    check_offloads(job.training)
+    _check_paths(job)
+    decided = variables.evaluate(os.environ, variables.known_facts() or variables.read_facts())
+    harmful = [one for one in decided if one.action in ("warn", "error") and one.variable in recipe.env]
+    return Verdict(
+        path=recipe.path,
+        settings=len(recipe.values) + len(recipe.env),
+        warnings=tuple(f"{one.variable}: {one.reason} ({one.source})" for one in harmful),
+        unchecked=("the model", "the data", *(f"{name} (there is no GPU here)" for name in left_out)),
+    )
+
+
+def _check_paths(job: Arguments) -> None:
+    """Settings that are written as a path must lead somewhere."""
+    wanted = {
+        "model_name_or_path": job.model.model_name_or_path,
+        "dataset_name": job.script.dataset_name,
+        "chat_template_path": job.training.chat_template_path,
+    }
+    lost = [
+        f"{name} {value} does not exist"
+        for name, value in wanted.items()
+        if value and value.startswith((".", "/", "~")) and not Path(value).expanduser().exists()
+    ]
+    if lost:
+        raise UsageError("; ".join(lost) + ": correct the path, or give a Hub id")

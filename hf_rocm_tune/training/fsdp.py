@@ -6,7 +6,7 @@ looks at it (coverage, sentinels, reports) sees what will be trained. Accelerate
 What upstream does over the path between cards without a check, and what is done here instead:
 
     broadcast of all weights from rank 0         each rank reads the files and sends its own rows through the mover
-    gathering weights, averaging gradients       upstream's, judged before the optimizer (`distributed.fsdp_traffic`)
+    gathering weights, averaging gradients       upstream's, judged before the optimizer (`ranks.fsdp`)
     norm over all gradients                      added up over gloo
     gathering the whole model for each save      only what is trained and the optimizer's state, over gloo, compared
 
@@ -27,13 +27,13 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from hf_rocm_tune.distributed.agree import everyone
-from hf_rocm_tune.distributed.fsdp_traffic import Traffic
 from hf_rocm_tune.errors import SeamError, UsageError
 from hf_rocm_tune.integrity.replicas import compare_replicas
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.models.sharding import shard
 from hf_rocm_tune.models.shards import fsdp_modules, is_sharded, rows_of
+from hf_rocm_tune.ranks.agree import everyone
+from hf_rocm_tune.ranks.fsdp import Traffic
 from hf_rocm_tune.training.fsdp_settings import check_plugin, is_wanted
 from hf_rocm_tune.training.fsdp_state import WholeState
 

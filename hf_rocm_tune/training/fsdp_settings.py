@@ -20,7 +20,6 @@ _WHY = {
     "--grad_sync host": "FSDP2 averages gradients by itself; leave it out",
     "--grad_compression": "FSDP2 averages gradients by itself; leave it out",
     "--split_layers": "it is the other way of training a model that is larger than a card; choose one",
-    "--batch_shares": "FSDP2 averages gradients by itself, evenly; leave it out",
 }
 _OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})
 

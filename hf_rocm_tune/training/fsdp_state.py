@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_rocm_tune.distributed.agree import highest
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.shards import reshard, shard_digest
+from hf_rocm_tune.ranks.agree import highest
 from hf_rocm_tune.training.readback import host_copy
 from hf_rocm_tune.transfer import Digest, Mover, combine, digest
 from hf_rocm_tune.transfer.host_group import host_group

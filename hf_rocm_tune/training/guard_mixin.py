@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from hf_rocm_tune.distributed.agree import everyone, highest
 from hf_rocm_tune.errors import DivergedError
 from hf_rocm_tune.models.shards import local
+from hf_rocm_tune.ranks.agree import everyone, highest
 from hf_rocm_tune.training.guard import Finding, StepGuard
 from hf_rocm_tune.training.guard_adapters import MovementCallback
 from hf_rocm_tune.training.rotation import list_checkpoints

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_rocm_tune.distributed.agree import highest
 from hf_rocm_tune.errors import Interrupted
 from hf_rocm_tune.integrity.manifest import MANIFEST_NAME
+from hf_rocm_tune.ranks.agree import highest
 from hf_rocm_tune.training.supervised import leave_terminal
 
 if TYPE_CHECKING:

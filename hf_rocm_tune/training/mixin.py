@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,18 +31,16 @@ from typing_extensions import override
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import verify_loader
 from hf_rocm_tune.data.prefetch import Prefetch, require_unchanged
-from hf_rocm_tune.distributed.agree import everyone
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.attest import attest
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import Coverage, coverage, digests_before, mark_computed, mark_rewritten, place
 from hf_rocm_tune.models.quantised import keep_trainable_on_cpu
 from hf_rocm_tune.models.shards import local
-from hf_rocm_tune.training.batch_shares import BatchSharesMixin
+from hf_rocm_tune.ranks.agree import everyone
 from hf_rocm_tune.training.callbacks import SentinelCallback, is_foreign
 from hf_rocm_tune.training.cards import CardMixin
 from hf_rocm_tune.training.checkpoint import VerifiedCheckpointMixin
-from hf_rocm_tune.training.deepspeed import with_deepspeed
 from hf_rocm_tune.training.fsdp import ShardsMixin
 from hf_rocm_tune.training.guard_mixin import GuardMixin
 from hf_rocm_tune.training.offload import OptimizerTablesCallback, with_offloads
@@ -79,7 +78,6 @@ class VerifiedTransferMixin(
     CardMixin,
     VerifiedCheckpointMixin,
     SplitMixin,
-    BatchSharesMixin,
 ):
     """Stands in front of a trainer class; see the module's description.
 
@@ -197,7 +195,11 @@ class VerifiedTransferMixin(
         for model in self._references:
             found += coverage(model, self.mover)
         found = with_offloads(found, self.args)
-        return with_deepspeed(found, enabled=self.is_deepspeed_enabled)
+        if self.is_deepspeed_enabled:
+            reason = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
+            row = {"tensor": "weights and gradients under DeepSpeed", "reason": reason}
+            found = replace(found, unverified=[*found.unverified, row])
+        return found
 
     # ---- batches --------------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
-from hf_rocm_tune.distributed.agree import on_main_process
 from hf_rocm_tune.memory.fragmentation import read
 from hf_rocm_tune.memory.stepdown import Part, split
+from hf_rocm_tune.ranks.agree import on_main_process
 from hf_rocm_tune.training.oom_average import averager
 from hf_rocm_tune.training.oom_faults import StepFaults, StepFaultSpec
 from hf_rocm_tune.training.oom_state import read_divisor
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import Trainer as _Base
 
-    from hf_rocm_tune.distributed.fsdp_traffic import Traffic
-    from hf_rocm_tune.distributed.gradients import GradientCheck
+    from hf_rocm_tune.ranks.fsdp import Traffic
+    from hf_rocm_tune.ranks.gradients import GradientCheck
 else:
     _Base = object
 

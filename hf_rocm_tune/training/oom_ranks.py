@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import concatenate
 
-from hf_rocm_tune.distributed.agree import highest
+from hf_rocm_tune.ranks.agree import highest
 from hf_rocm_tune.transfer import map_tensors, tree_tensors
 from hf_rocm_tune.transfer.host_group import host_group
 

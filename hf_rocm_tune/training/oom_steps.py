@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_rocm_tune.distributed.agree import highest
 from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
 from hf_rocm_tune.memory.stepdown import Part, layout, split
+from hf_rocm_tune.ranks.agree import highest
 from hf_rocm_tune.training.oom_average import average
 from hf_rocm_tune.training.oom_ranks import Meetings, PeerOutOfMemory
 from hf_rocm_tune.training.oom_shortage import Shortage, note, refusal

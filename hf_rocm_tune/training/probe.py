@@ -25,12 +25,12 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from hf_rocm_tune.distributed.agree import highest
 from hf_rocm_tune.errors import UsageError, device_shortage
-from hf_rocm_tune.memory.fit import Candidate, Trial, with_slack
-from hf_rocm_tune.memory.plan_optimizers import Trained, optimizer
 from hf_rocm_tune.memory.stepdown import split
 from hf_rocm_tune.models.placement import release_memory
+from hf_rocm_tune.plan.candidates import Candidate, Trial, with_slack
+from hf_rocm_tune.plan.estimate import Trained, optimizer
+from hf_rocm_tune.ranks.agree import highest
 from hf_rocm_tune.training.oom import StepDownMixin
 from hf_rocm_tune.training.oom_window import Window
 

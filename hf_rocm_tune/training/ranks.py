@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.distributed.fsdp_traffic import Traffic
-from hf_rocm_tune.distributed.gradients import GradientCheck, watch
-from hf_rocm_tune.distributed.sync_settings import Compression, SyncSettings, Way
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.models.shards import is_sharded
+from hf_rocm_tune.ranks.averaging import Compression, SyncSettings, Way
+from hf_rocm_tune.ranks.fsdp import Traffic
+from hf_rocm_tune.ranks.gradients import GradientCheck, watch
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base

@@ -98,7 +98,6 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         **counters,
         "preflight": facts.preflight,
         "grad_sync": trainer.describe_grad_sync(),
-        "batch_rows": trainer.batch_rows,
         "weights": {
             **counters["weights"],
             "load_seconds": round(facts.load_seconds, 4),

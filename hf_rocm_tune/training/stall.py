@@ -21,12 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_rocm_tune.distributed.watchdog import Look, Stall, Watchdog, briefly
-from hf_rocm_tune.distributed.watchdog_board import Board
-from hf_rocm_tune.distributed.watchdog_lost import is_lost_peer, lost_peer
-from hf_rocm_tune.distributed.watchdog_text import render
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.ranks.stall_report import is_lost_peer, lost_peer, render
+from hf_rocm_tune.ranks.watchdog import Board, Look, Stall, Watchdog, briefly
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.supervised import Patience, Phase, hold_on, patience
 

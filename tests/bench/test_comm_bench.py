@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from hf_rocm_tune.bench.comm import sizes
 from hf_rocm_tune.bench.command import main
 from hf_rocm_tune.errors import UsageError
 
@@ -48,12 +47,6 @@ def test_all_ways_are_measured_and_right() -> None:
     assert all(any(line.startswith(way + " ") for line in lines) for way in training)
     assert sum("goal: " in note for note in result["notes"]) == 1
     assert result["left_out"][0]["what"] == "RCCL or NCCL"
-
-
-def test_sizes_end_with_the_largest() -> None:
-    assert sizes(1024) == [1024]
-    assert sizes(64 << 20)[-3:] == [4 << 20, 16 << 20, 64 << 20]
-    assert sizes(5003)[-1] == 5000, "whole float32"
 
 
 @pytest.mark.parametrize(

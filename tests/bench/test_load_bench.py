@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +11,19 @@ import pytest
 import torch
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.bench import checkpoint, loads, pagecache
-from hf_rocm_tune.bench.load_child import measure
-from hf_rocm_tune.bench.load_spec import LoadSpec
-from hf_rocm_tune.bench.memory import PeakMemory
+from hf_rocm_tune.bench import loads
+from hf_rocm_tune.bench.load_child import PeakMemory, measure
+from hf_rocm_tune.bench.loads import LoadSpec
 from hf_rocm_tune.errors import CorruptionError, OutOfMemoryError, UsageError
 
-TINY = checkpoint.Shape(groups=1, head=64, vocabulary=128, layers=2)
+TINY = loads.Shape(groups=1, head=64, vocabulary=128, layers=2)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint as the benchmark builds it."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    checkpoint.write(TINY, folder)
+    loads.write(TINY, folder)
     return folder
 
 
@@ -32,7 +32,7 @@ def spec(model: Path, side: str, *, load_in_4bit: bool = False) -> LoadSpec:
 
 
 def test_full_scale_is_llama_8b() -> None:
-    shape = checkpoint.shape_for(1)
+    shape = loads.shape_for(1)
     config = shape.config()
     assert shape.parameters == 8_030_261_248, "as Llama-3.1-8B has"
     assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (4096, 14336, 32)
@@ -41,20 +41,20 @@ def test_full_scale_is_llama_8b() -> None:
 
 @pytest.mark.parametrize("scale", [1 / 4096, 0.001, 1 / 64, 0.03, 1 / 16, 0.5, 1])
 def test_scale_is_about_what_is_asked_for(scale: float) -> None:
-    shape = checkpoint.shape_for(scale)
+    shape = loads.shape_for(scale)
     assert 0.4 < shape.parameters / (scale * 8.03e9) < 2.2
     assert shape.head in (64, 128) and shape.hidden == 4 * shape.groups * shape.head
 
 
 def test_default_scale_fits_its_budget() -> None:
     for budget in (2e7, 3e8, 1.2e9, 5e9, 17e9, 1e12):
-        assert checkpoint.shape_for(checkpoint.largest_scale(budget)).nbytes <= budget
+        assert loads.shape_for(loads.largest_scale(budget)).nbytes <= budget
 
 
 def test_checkpoint_is_complete_and_real(model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    assert len(list(model.glob("*.safetensors"))) == checkpoint.SHARDS
+    assert len(list(model.glob("*.safetensors"))) == loads.SHARDS
     loaded, found = AutoModelForCausalLM.from_pretrained(model, dtype="auto", output_loading_info=True)
     assert not any(found[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
@@ -94,13 +94,13 @@ def test_the_command_compares_both_sides_and_removes_its_checkpoint(
 def test_cold_is_cold_and_warm_is_warm(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(bytes(4 << 20))
-    reason = pagecache.drop([file])
+    reason = loads.drop([file])
     if reason is not None:
         assert "page cache" in reason or "posix_fadvise" in reason
         pytest.skip(reason)
-    assert pagecache.cached_share([file]) == 0
-    pagecache.warm([file])
-    assert pagecache.cached_share([file]) == 1
+    assert loads.cached_share([file]) == 0
+    loads.warm([file])
+    assert loads.cached_share([file]) == 1
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no file system in memory at /dev/shm")
@@ -108,14 +108,14 @@ def test_a_cache_that_cannot_be_dropped_is_said(tmp_path: Path) -> None:
     file = Path("/dev/shm") / f"{tmp_path.parent.name}-{tmp_path.name}"
     try:
         file.write_bytes(bytes(1 << 20))
-        assert "100 %" in str(pagecache.drop([file]))
+        assert "100 %" in str(loads.drop([file]))
     finally:
         file.unlink()
 
 
 def test_cold_is_left_out_with_the_reason(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pagecache, "drop", lambda files: "it stays")
-    bench = loads.LoadBench(caches=("cold",))
+    monkeypatch.setattr(loads, "drop", lambda files: "it stays")
+    bench = Namespace(caches=("cold",), verify="full", load_in_4bit=False, repeats=1)
     samples, left_out = loads._measure(bench, torch.device("cpu"), model, [])
     assert (samples, left_out) == ({}, [{"what": "cold page cache", "reason": "it stays"}])
 

@@ -16,9 +16,8 @@ import torch
 from hf_rocm_tune import cli
 from hf_rocm_tune.bench import transfers
 from hf_rocm_tune.bench.command import byte_size
-from hf_rocm_tune.bench.figures import Spread, ratios, show_bytes
-from hf_rocm_tune.bench.transfers import measure, sizes
-from hf_rocm_tune.bench.ways import HOST, Direction, Way, directions, missing_ways
+from hf_rocm_tune.bench.report import Spread, ratios, show_bytes, sizes
+from hf_rocm_tune.bench.transfers import HOST, Direction, Send, directions, measure, missing_ways
 from hf_rocm_tune.transfer import Mover
 
 ON_HOST = Direction(name="host to device", source=HOST, target=HOST)
@@ -81,9 +80,8 @@ def test_ours_verifies_on_one_side_only(monkeypatch: pytest.MonkeyPatch) -> None
 def test_wrong_bytes_are_counted_and_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     stock = transfers.prepare
 
-    def prepare(direction: Direction, source: torch.Tensor, movers: Any) -> list[Way]:
-        ways = stock(direction, source, movers)
-        return [*ways, Way(name="zeroing", send=lambda: torch.zeros_like(source))]
+    def prepare(direction: Direction, source: torch.Tensor, movers: Any) -> dict[str, Send]:
+        return {**stock(direction, source, movers), "zeroing": lambda: torch.zeros_like(source)}
 
     monkeypatch.setattr(transfers, "prepare", prepare)
     code, out, _ = run(capsys, "transfer", "--device", "cpu", "--max_size", "4KiB", "--repeats", "3")
@@ -105,9 +103,9 @@ def test_on_an_accelerator_every_way_is_there() -> None:
 
 
 def test_sizes_reach_the_largest_and_do_not_pass_it() -> None:
-    assert sizes(4096) == [4096]
-    assert sizes(100_000) == [4096, 16384, 65536, 100_000]
-    assert sizes(1 << 30)[-2:] == [1 << 28, 1 << 30]
+    assert sizes(4096, 4096) == [4096]
+    assert sizes(4096, 100_000) == [4096, 16384, 65536, 100_000]
+    assert sizes(4096, 1 << 30)[-2:] == [1 << 28, 1 << 30]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune.doctor import capture
-from hf_rocm_tune.doctor.capture import of_policy, pack, read, write
-from hf_rocm_tune.doctor.diagnose import diagnose
-from hf_rocm_tune.doctor.evidence import Evidence
-from hf_rocm_tune.doctor.live import own_environ
-from hf_rocm_tune.doctor.redact import Identity, scrub_text, scrub_variable
-from hf_rocm_tune.doctor.registry import all_checks
+from hf_rocm_tune.doctor.capture import Identity, of_policy, pack, read, write
+from hf_rocm_tune.doctor.diagnose import all_checks, diagnose
+from hf_rocm_tune.doctor.evidence import Evidence, own_environ
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import record
@@ -153,7 +150,7 @@ def test_the_names_of_this_machine_are_found_and_public_ones_left_alone() -> Non
     ],
 )
 def test_what_says_nothing_about_anybody_stays_as_it_is(text: str) -> None:
-    assert scrub_text(text, OWNER) == text == scrub_variable(text, OWNER)
+    assert OWNER.out_of(text) == text == OWNER.out_of_variable(text)
 
 
 def test_binary_files_that_no_check_reads_are_left_out() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -13,12 +12,9 @@ from pathlib import Path
 import pytest
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.doctor import command
-from hf_rocm_tune.doctor.check import GROUPS
-from hf_rocm_tune.doctor.command import has_colour
-from hf_rocm_tune.doctor.measured.faults import VARIABLE
-from hf_rocm_tune.doctor.registry import all_checks
-from hf_rocm_tune.doctor.table import Table
+from hf_rocm_tune.doctor.diagnose import all_checks
+from hf_rocm_tune.doctor.evidence import GROUPS
+from hf_rocm_tune.doctor.measured import VARIABLE
 from tests.machines.catalogue import MACHINES
 
 ESCAPE = "\x1b["
@@ -60,7 +56,7 @@ def test_the_table_says_everything_about_a_failure(machine: Path, capsys: pytest
     block = next(block for block in blocks if block.startswith("FAIL"))
     assert block.splitlines()[0] == "FAIL  HSA_OVERRIDE_GFX_VERSION=11.0.0"
     labels = [line.split()[0] for line in block.splitlines()[1:]]
-    assert {"cure", "source"} <= set(labels)
+    assert {"fix", "source"} <= set(labels)
     assert "https://github.com/ROCm/TheRock/issues/5543" in block
     assert out.index(GROUPS["access"]) < out.index(GROUPS["variables"]) < out.index(GROUPS["links"])
     assert "1 failure, 1 note" in " ".join(out.split("\n\n")[-1].split())
@@ -177,48 +173,26 @@ def test_without_a_gpu_the_whole_doctor_says_what_it_could_not_check(tmp_path: P
     assert not [one for one in told["findings"] if one["row"] == "check_crashed"]
 
 
-def test_colours_are_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal:
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    assert has_colour(Terminal())  # type: ignore[arg-type]
-    assert not has_colour(io.StringIO())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not has_colour(Terminal())  # type: ignore[arg-type]
-    monkeypatch.setenv("NO_COLOR", "")
-    monkeypatch.setenv("TERM", "dumb")
-    assert not has_colour(Terminal())  # type: ignore[arg-type]
+def test_colours_are_for_terminals_only_and_change_no_word(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, plain, _ = run(capsys, "--from", str(machine))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    _, coloured, _ = run(capsys, "--from", str(machine))
+    assert ESCAPE in coloured and ESCAPE not in plain
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured).splitlines()[:-1] == plain.splitlines()[:-1]
 
 
-def test_a_coloured_table_is_the_plain_one_with_colours(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {}
-    for colour in (True, False):
-        monkeypatch.setattr(command, "has_colour", lambda stream, colour=colour: colour)
-        monkeypatch.setattr(command, "_show", lambda text, colour=colour: seen.update({colour: text}))
-        command.main(["--from", str(machine)])
-    assert ESCAPE in seen[True]
-    assert re.sub(r"\x1b\[[0-9;]*m", "", seen[True]).splitlines()[:-1] == seen[False].splitlines()[:-1]
-
-
-@pytest.mark.parametrize("width", [1, 40, 80, 500])
-def test_any_width_is_readable(width: int, machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines: list[str] = []
-
-    class Narrow(Table):
-        def __init__(self, *, width: int, colour: bool) -> None:
-            super().__init__(width=requested, colour=colour)
-
-    requested = width
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "Table", Narrow)
-        run_code, out, _ = run(capsys, "--from", str(machine))
-    lines = out.splitlines()
-    assert run_code == 2
-    assert max(len(line) for line in lines if "http" not in line and "/" not in line) <= 120
-    assert "FAIL" in out
+@pytest.mark.parametrize("width", [1, 40, 500])
+def test_any_width_is_readable(
+    width: int, machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, _ = run(capsys, "--from", str(machine))
+    assert code == 2 and "FAIL" in out
+    lines = [line for line in out.splitlines() if "http" not in line and "/" not in line]
+    assert 50 < max(map(len, lines)) <= 120
 
 
 def test_a_terminal_without_the_letters_of_a_name_shows_them_escaped(machine: Path) -> None:

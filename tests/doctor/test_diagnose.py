@@ -7,16 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from hf_rocm_tune.doctor import quick
-from hf_rocm_tune.doctor.brief import affordable
-from hf_rocm_tune.doctor.check import GROUPS, Check
-from hf_rocm_tune.doctor.checks import pcie
-from hf_rocm_tune.doctor.diagnose import NOTHING_THERE, diagnose, in_order
-from hf_rocm_tune.doctor.evidence import Evidence
-from hf_rocm_tune.doctor.finding import Finding, from_row
-from hf_rocm_tune.doctor.measured import conduct
-from hf_rocm_tune.doctor.registry import all_checks
-from hf_rocm_tune.doctor.rows import all_rows
+from hf_rocm_tune.doctor import pcie, quick
+from hf_rocm_tune.doctor.diagnose import NOTHING_THERE, affordable, all_checks, diagnose, in_order
+from hf_rocm_tune.doctor.evidence import GROUPS, Check, Evidence
+from hf_rocm_tune.doctor.findings import Finding, all_rows, from_row
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import Machine, survey
 from hf_rocm_tune.machine.sysfs import Reading
@@ -43,7 +37,7 @@ def check(name: str, *finds: Finding, group: str = "links", **more: object) -> C
 
 
 def finding(name: str, row: str = "kfd_missing") -> Finding:
-    return from_row(name, row, address="0000:03:00.0")
+    return from_row(row, check=name, address="0000:03:00.0")
 
 
 def crashing(error: BaseException) -> Check:
@@ -100,7 +94,7 @@ def test_a_check_that_is_not_run_says_why() -> None:
 def test_after_two_hangs_nothing_more_is_measured() -> None:
     def hanging(name: str, row: str = "measurement_hung") -> Check:
         values = {"source": "0", "destination": "1"} if row == "pair_hung" else {"what": name}
-        return check(name, from_row(name, row, how="had not ended", **values), measured=True, needs_gpu=True)
+        return check(name, from_row(row, how="had not ended", **values), measured=True, needs_gpu=True)
 
     def statuses(*checks: Check) -> list[str]:
         return [one.status for one in diagnose(evidence(2), checks).findings]
@@ -120,7 +114,8 @@ def test_between_cards_nothing_is_measured_where_torch_sees_one(monkeypatch: pyt
     named = [measured for measured in all_checks() if measured.needs_cards > 1 and measured.measured]
     assert len(named) > 2
     asked: list[str] = []
-    monkeypatch.setattr(conduct, "run_measured", lambda measured, *_, **__: asked.append(measured.name) or [])
+    run = "hf_rocm_tune.doctor.measured.run_measured"
+    monkeypatch.setattr(run, lambda measured, *_, **__: asked.append(measured.name) or [])
     for made in diagnose(one, named, full=True).findings:
         assert (made.status, made.text) == ("skipped", "torch sees 1 of 2 cards")
     assert asked == []
@@ -130,7 +125,7 @@ def test_between_cards_nothing_is_measured_where_torch_sees_one(monkeypatch: pyt
 
 def test_what_needs_two_cards_does_not_appear_on_one() -> None:
     pairs = check("pairs", finding("pairs"), measured=True, needs_gpu=True, needs_cards=2)
-    about_two = check("both", from_row("both", "links_unequal", widths="x"))
+    about_two = check("both", from_row("links_unequal", widths="x"))
     assert diagnose(evidence(1), [pairs]).findings == ()
     assert [one.status for one in diagnose(evidence(1), [about_two]).findings] == ["skipped"]
     assert [one.check for one in diagnose(evidence(2), [pairs, about_two]).findings] == ["pairs", "both"]
@@ -159,17 +154,17 @@ def test_the_counters_of_the_link_are_read_again_after_measuring(monkeypatch: py
     known = replace(evidence(), machine=counted(5))
     for now, row in ((5, "aer_still"), (9, "aer_corrected_rising"), (0, "aer_still")):
         monkeypatch.setattr(pcie, "survey", lambda now=now: counted(now))
-        (made,) = diagnose(known, [pcie.AFTER_MEASURING]).findings
+        (made,) = diagnose(known, [pcie.CHECKS[-1]]).findings
         assert made.row == row
     monkeypatch.setattr(pcie, "survey", lambda: survey(Built("gone").tree()))
-    (made,) = diagnose(known, [pcie.AFTER_MEASURING]).findings
+    (made,) = diagnose(known, [pcie.CHECKS[-1]]).findings
     assert made.status == "skipped"
 
 
 def test_what_was_found_is_told_to_the_policy_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     row = replace(all_rows()["links_unequal"], environ=("peer_copy_failed",))
     monkeypatch.setitem(all_rows(), "links_unequal", row)
-    pair = check("pairs", from_row("pairs", "links_unequal", widths="x"))
+    pair = check("pairs", from_row("links_unequal", widths="x"))
     told = [one for one in diagnose(evidence(2), [pair]).findings if one.check == "variables"]
     assert [(one.title, one.status) for one in told] == [("NCCL_P2P_DISABLE=1", "info")]
     assert told[0].cure == "`export NCCL_P2P_DISABLE=1`; no run sets it by itself"
@@ -201,7 +196,7 @@ def test_quick_never_raises_and_gives_findings() -> None:
 
 def test_cards_that_want_different_values_get_no_line() -> None:
     ratio = {"device": "cuda:0", "ratio": "1.3"}
-    wants = {name: from_row("blas", f"gemm_prefers_{name}", **ratio) for name in ("hipblaslt", "rocblas")}
+    wants = {name: from_row(f"gemm_prefers_{name}", **ratio) for name in ("hipblaslt", "rocblas")}
     (line,) = [one.title for one in diagnose(evidence(), [check("b", wants["rocblas"])]).findings if one.subject]
     assert line == "TORCH_BLAS_PREFER_HIPBLASLT=0"
     both = diagnose(evidence(2), [check("b", *wants.values())]).findings

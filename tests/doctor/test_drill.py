@@ -14,12 +14,17 @@ from torch import Tensor
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.doctor import casts, drill
-from hf_rocm_tune.doctor.catalogue import DTYPES, SIZES, Samples, cells
-from hf_rocm_tune.doctor.clean import send_clean
-from hf_rocm_tune.doctor.drill import DrillSettings
-from hf_rocm_tune.doctor.drill_table import table
-from hf_rocm_tune.doctor.injected import InjectedFaults, inject
-from hf_rocm_tune.doctor.sending import Listener
+from hf_rocm_tune.doctor.drill import DrillSettings, table
+from hf_rocm_tune.doctor.drill_faults import (
+    DTYPES,
+    SIZES,
+    InjectedFaults,
+    Listener,
+    Samples,
+    cells,
+    inject,
+    send_clean,
+)
 from hf_rocm_tune.integrity.canaries import CanaryFault
 from hf_rocm_tune.transfer import STAGES, Digest, HostBackend, Mover
 from hf_rocm_tune.transfer.faults import KINDS
@@ -137,7 +142,7 @@ def test_clean_transfers_are_clean() -> None:
 
 
 def test_a_wrong_cast_is_found_and_an_exact_one_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert casts.compare_casts(CPU, seed=0).good
+    assert not casts.compare_casts(CPU, seed=0).wrong
 
     class Skewed(Mover):
         def move(self, tensor: Tensor, **named: Any) -> Tensor:
@@ -153,7 +158,7 @@ def test_a_wrong_cast_is_found_and_an_exact_one_is_not_blamed(monkeypatch: pytes
 
 def test_the_canary_watch_rehearses_and_a_changed_canary_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drill, "_CANARY_CYCLES", 3)
-    monkeypatch.setattr(drill, "measure", lambda device: [])
+    monkeypatch.setattr(drill, "measure_cost", lambda device: [])
     settings = DrillSettings(device="cpu", faults=1, clean=1, full=True)
     done = drill.run(settings)
     assert done.canaries is not None and done.canaries.good

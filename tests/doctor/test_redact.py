@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.doctor.capture import pack, read
-from hf_rocm_tune.doctor.diagnose import diagnose
-from hf_rocm_tune.doctor.redact import Identity, scrub_text
-from hf_rocm_tune.doctor.registry import all_checks
-from hf_rocm_tune.doctor.rows import all_rows
+from hf_rocm_tune.doctor.capture import Identity, pack, read
+from hf_rocm_tune.doctor.diagnose import all_checks, diagnose
+from hf_rocm_tune.doctor.findings import all_rows
 from hf_rocm_tune.machine.survey import record
 from hf_rocm_tune.machine.sysfs import RecordedTree
 from hf_rocm_tune.machine.variables import POLICY
@@ -108,7 +106,7 @@ def test_what_the_doctor_itself_says_is_not_taken_for_a_name() -> None:
     nobody = Identity(users=(), hosts=(), homes=())
     words = [text for row in all_rows().values() for text in (row.title, row.says, row.cure, *row.sources)]
     words += [text for row in POLICY for text in (row.reason, row.cure, row.source)]
-    assert [text for text in words if scrub_text(text, nobody) != text] == []
+    assert [text for text in words if nobody.out_of(text) != text] == []
 
 
 @pytest.mark.parametrize("name", ["torch", "Radeon", "version", "value", "files", "names", "transfers", "gfx1100"])
@@ -123,4 +121,4 @@ def test_a_name_that_is_a_word_of_the_doctor_spoils_no_capture(name: str, tmp_pa
     file.write_text(json.dumps(packed), encoding="utf-8")
     again, _ = read(file)
     assert diagnose(again, all_checks()).findings == diagnose(evidence, all_checks()).findings
-    assert scrub_text(f"/home/{name}/x", named) == "/home/user/x"
+    assert named.out_of(f"/home/{name}/x") == "/home/user/x"

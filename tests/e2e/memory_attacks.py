@@ -161,6 +161,26 @@ def _trained(rng: random.Random, step: int, tell: Callable[[str], None], moment:
     _at(moment, step, do)
 
 
+def _wrong_update(rng: random.Random, step: int, tell: Callable[[str], None], what: str) -> None:
+    """An update itself gives a wrong weight or optimizer state, so there is nothing on this rank to compare it with."""
+    from transformers.trainer_callback import CallbackHandler
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, args: Any, state: Any, control: Any) -> Any:
+            if not _done and state.global_step == step - 1:
+                parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+                flip(
+                    rng.choice([each if what == "weight" else self.optimizer.state[each][what] for each in parameters]),
+                    rng,
+                )
+                tell(what)
+            return stock(self, args, state, control)
+
+        return wrapped
+
+    _wrap(CallbackHandler, "on_optimizer_step", make)
+
+
 # ---- batches ------------------------------------------------------------------------------------------------
 
 
@@ -208,7 +228,8 @@ def _counted_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -
             if not _done and self.state.global_step == step - 1:
                 labels = rng.choice(batch_samples)["labels"]
                 assert labels.device.type == "cpu"
-                at = int((labels == -100).flatten().nonzero()[0]) if rng.random() < 0.5 else labels.numel() - 1
+                masked = (labels == -100).flatten().nonzero()
+                at = int(masked[0]) if len(masked) and rng.random() < 0.5 else labels.numel() - 1
                 ctypes.c_int64.from_address(labels.data_ptr() + 8 * at).value ^= 127
                 tell("labels")
             return stock(self, batch_samples, *arguments, **keywords)
@@ -310,6 +331,7 @@ ATTACKS: dict[str, Callable[..., None]] = {
     "after load": _after_load,
     "replaced": _replaced,
     "trained": _trained,
+    "wrong update": _wrong_update,
     "waiting batch": _waiting_batch,
     "counted batch": _counted_batch,
     "reused buffers": _reused_buffers,

@@ -30,10 +30,17 @@ class Job:
     argv: list[str]
     clean: Path
 
-    def run(self, output: Path, faults: tuple[str, str] = ("", ""), **changed: object) -> list[Result]:
-        """Runs both ranks, each with its own faults."""
+    def run(
+        self,
+        output: Path,
+        faults: tuple[str, str] = ("", ""),
+        environ: tuple[dict[str, str], dict[str, str]] = ({}, {}),
+        **changed: object,
+    ) -> list[Result]:
+        """Runs both ranks, each with its own faults and variables."""
         argv = [*self.argv, *flags(output_dir=output, **changed)]
-        ranks = environments(output.with_suffix(".exit.json"), [{"HF_ROCM_TUNE_FAULT": fault} for fault in faults])
+        each = [{"HF_ROCM_TUNE_FAULT": fault, **more} for fault, more in zip(faults, environ, strict=True)]
+        ranks = environments(output.with_suffix(".exit.json"), each)
         running = [self.server.start(*argv, env=each) for each in ranks]
         return [each.wait() for each in running]
 

@@ -63,7 +63,7 @@ def _child(request: dict[str, Any]) -> None:
     code = 1
     try:
         if "PREFLIGHT_LIMIT" in os.environ:
-            from hf_rocm_tune.distributed import preflight
+            from hf_rocm_tune.ranks import preflight
 
             preflight.run.__kwdefaults__["limit_s"] = float(os.environ["PREFLIGHT_LIMIT"])
         if "PRETENDED_MACHINE" in os.environ:

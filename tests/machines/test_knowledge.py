@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
-from hf_rocm_tune.doctor.rows import DATA_FILES, KNOWLEDGE, all_rows, knowledge_data
+from hf_rocm_tune.doctor.findings import DATA_FILES, KNOWLEDGE, all_rows, knowledge_data
 from tests.machines.catalogue import MACHINES
 from tests.machines.replay import Replay
 

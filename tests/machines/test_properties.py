@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.doctor.capture import pack, read
-from hf_rocm_tune.doctor.finding import NOT_TESTED_HERE, Finding
-from hf_rocm_tune.doctor.links import link_of
-from hf_rocm_tune.doctor.redact import Identity
-from hf_rocm_tune.doctor.rows import all_rows
+from hf_rocm_tune.doctor.capture import Identity, pack, read
+from hf_rocm_tune.doctor.findings import NOT_TESTED_HERE, Finding, all_rows, link_of
 from hf_rocm_tune.machine.survey import record
 from hf_rocm_tune.machine.sysfs import RecordedTree
 from hf_rocm_tune.machine.variables import POLICY

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import pytest
 
 from hf_rocm_tune.doctor import command as doctor_command
-from hf_rocm_tune.doctor.checks import pcie
+from hf_rocm_tune.doctor import pcie
 from hf_rocm_tune.doctor.evidence import Evidence
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import Machine, survey

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.doctor.links import link_of
+from hf_rocm_tune.doctor.findings import link_of
 from hf_rocm_tune.publish import page
 from hf_rocm_tune.publish.history_read import Left
 from hf_rocm_tune.publish.plots import panels

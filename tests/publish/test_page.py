@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_rocm_tune.doctor.links import link_of
+from hf_rocm_tune.doctor.findings import link_of
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish import page
 from hf_rocm_tune.publish.history_read import Left, collect

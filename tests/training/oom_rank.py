@@ -18,9 +18,8 @@ from accelerate.utils import gather
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_rocm_tune.distributed.buckets import Bucket
-from hf_rocm_tune.distributed.gradients import watch
-from hf_rocm_tune.distributed.sync_settings import SyncSettings, Way
+from hf_rocm_tune.ranks.averaging import SyncSettings, Way
+from hf_rocm_tune.ranks.gradients import Bucket, watch
 from hf_rocm_tune.training.oom_average import average
 from hf_rocm_tune.training.oom_ranks import Meetings, PeerOutOfMemory
 from hf_rocm_tune.transfer import Mover, TransferSettings, digest

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.memory.fit import Candidate
+from hf_rocm_tune.plan.candidates import Candidate
 from hf_rocm_tune.training.oom_faults import VARIABLE
 from hf_rocm_tune.training.probe import probe, set_checkpointing, set_way, try_on_all_ranks, worst_rows
 from hf_rocm_tune.training.trainers import VerifiedSFTTrainer

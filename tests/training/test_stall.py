@@ -12,11 +12,10 @@ from typing import get_args
 
 import pytest
 
-from hf_rocm_tune.distributed.watchdog_lost import PeerLostError
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.ranks.stall_report import PeerLostError
 from hf_rocm_tune.ranks_arguments import RanksArguments
-from hf_rocm_tune.supervisor.settings import Settings
-from hf_rocm_tune.supervisor.watch import Watch
+from hf_rocm_tune.supervisor import Settings, Watch
 from hf_rocm_tune.training import supervised
 from hf_rocm_tune.training.run_record import fingerprint
 from hf_rocm_tune.training.stall import Limits, Pace, watched

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_rocm_tune.doctor.rows import knowledge_data
+from hf_rocm_tune.doctor.findings import knowledge_data
 from hf_rocm_tune.machine.sysfs import LiveTree
 from hf_rocm_tune.training import telemetry_callback
 from hf_rocm_tune.training.telemetry import HOTSPOT_WARN_C, Telemetry

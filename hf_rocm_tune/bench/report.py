@@ -1,0 +1,286 @@
+"""What every benchmark says: the machine, medians and spreads, a table, one JSON object as the last line, and plots."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.version import __version__
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from transformers import LlamaForCausalLM
+
+Row = dict[str, Any]
+
+_PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "safetensors")
+_ON_HOST = "cpu (no accelerator: other host memory plays the device)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """What is said of a number of samples; the quartiles are those of the samples themselves (inclusive method)."""
+
+    median: float
+    q1: float
+    q3: float
+    min: float
+    max: float
+    n: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """The spread of one or more samples."""
+        q1, median, q3 = (
+            statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+        )
+        return cls(median=median, q1=q1, q3=q3, min=min(samples), max=max(samples), n=len(samples))
+
+    def to_dict(self) -> Row:
+        """Plain JSON values, to six significant digits."""
+        return {name: value if name == "n" else float(f"{value:.6g}") for name, value in asdict(self).items()}
+
+    def show(self, digits: int = 3, scale: float = 1.0, *, quartiles: bool = False) -> str:
+        """``median (min .. max)``, each times `scale`; or the quartiles, for samples of which there are many."""
+        ends = (self.q1, self.q3) if quartiles else (self.min, self.max)
+        middle, low, high = (f"{value * scale:.{digits}f}" for value in (self.median, *ends))
+        return f"{middle} ({low} .. {high})"
+
+
+def ratios(samples: Sequence[float], reference: Sequence[float]) -> Spread:
+    """The spread of ``samples[i] / reference[i]``: samples that were taken side by side are compared pair by pair."""
+    return Spread.of([one / other for one, other in zip(samples, reference, strict=True)])
+
+
+def show_bytes(nbytes: int) -> str:
+    """``4 KiB``, ``64 MiB``, ``1 GiB``: powers of 1024, as sizes of buffers are given."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:g} {unit}"
+    return f"{nbytes} B"
+
+
+def sizes(smallest: int, largest: int) -> list[int]:
+    """The smallest, four times that ... up to `largest`, which is the last whatever it is."""
+    found = []
+    while smallest < largest:
+        found.append(smallest)
+        smallest *= 4
+    return [*found, largest]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest cell; the first is aligned to the left, the others to the right."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def progress(text: str) -> None:
+    """Say on stderr where the benchmark is: stdout holds the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def publish(
+    wanted: Namespace,
+    machine: Row,
+    settings: Row,
+    rows: list[Row],
+    table: str,
+    notes: Sequence[str] = (),
+    left_out: Sequence[dict[str, str]] = (),
+) -> None:
+    """Print machine, table, notes and, as the last line, the JSON object; write it to ``--json`` too.
+
+    Args:
+        wanted: the flags, with ``bench`` and ``command``.
+        machine: see `describe`.
+        settings: what was chosen beside the flags.
+        rows: the figures, one flat or nested JSON object each.
+        table: the same for a reader.
+        notes: what a reader must know, one sentence each.
+        left_out: ``what`` was not measured, and the ``reason``.
+    """
+    flags = {
+        name: value for name, value in vars(wanted).items() if name not in ("bench", "command", "json_file", "plot")
+    }
+    print(f"{wanted.command}\n{_summary(machine)}\n\n{table}\n")
+    for note in notes:
+        print(f"note: {note}")
+    for row in left_out:
+        print(f"left out: {row['what']}: {row['reason']}")
+    result = {
+        "schema": 1,
+        "bench": wanted.bench,
+        "command": wanted.command,
+        "machine": machine,
+        "settings": flags | settings,
+        "rows": rows,
+        "notes": list(notes),
+        "left_out": list(left_out),
+    }
+    text = json.dumps(result, default=str)
+    if wanted.json_file is not None:
+        wanted.json_file.write_text(text + "\n", encoding="utf-8")
+    print(text, flush=True)
+
+
+VOCABULARY = 4096
+
+
+def small_llama(hidden: int, layers: int, seq: int) -> LlamaForCausalLM:
+    """A small Llama with weights of no training; heads of 64, and a vocabulary of ``VOCABULARY``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = hidden // 64
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=hidden * 11 // 4,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 4 if heads % 4 == 0 else heads,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=max(seq, 128),
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=1,
+        )
+    )
+
+
+# ---- the machine ------------------------------------------------------------------------------------------------
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device to measure: the one that was asked for, else the first accelerator, else the CPU.
+
+    Raises:
+        UsageError: torch does not see the device that was asked for.
+    """
+    if name is None:
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name}: there is no such device; give cpu, cuda or cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: give cpu, cuda or cuda:1 (HIP devices have that name too)")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        seen = torch.cuda.device_count()
+        raise UsageError(f"--device {name}: torch sees {seen} accelerators; see `hf-rocm-tune env`")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def describe(device: torch.device) -> Row:
+    """Card, processor, memory, load and versions; memory in 10^9 bytes; None where it cannot be read."""
+    card: Row = {"device": _ON_HOST, "device_memory_gb": None}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        card = {"device": properties.name, "device_memory_gb": round(properties.total_memory / 1e9, 1)}
+    versions: dict[str, str | None] = {"hf-rocm-tune": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        **card,
+        "accelerators": torch.cuda.device_count(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "load_average_at_start": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "system": platform.platform(),
+        "versions": {**versions, "hip": torch.version.hip, "cuda": torch.version.cuda},
+    }
+
+
+def _summary(machine: Row) -> str:
+    versions = machine["versions"]
+    build = f"torch {versions['torch']}, transformers {versions['transformers']}, python {versions['python']}"
+    host = f"{machine['processor'] or 'unknown processor'}, {machine['cores']} cores, {machine['memory_gb']} GB"
+    return f"{machine['device']}; {host}, load {machine['load_average_at_start']}; {build}"
+
+
+def _processor() -> str | None:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or None
+    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
+    return next(names, None)
+
+
+# ---- plots ------------------------------------------------------------------------------------------------------
+
+
+def plot_transfers(wanted: Namespace, machine: Row, rows: Sequence[Row]) -> None:
+    """GB/s over size, a panel for each direction, a line for each way; bars reach from minimum to maximum."""
+    names = list(dict.fromkeys(row["direction"] for row in rows))
+    figure, panels = _figure(wanted, machine, len(names))
+    for panel, name in zip(panels, names, strict=True):
+        here = [row for row in rows if row["direction"] == name]
+        for way in dict.fromkeys(row["way"] for row in here):
+            mine = [row for row in here if row["way"] == way]
+            speeds = [row["gb_per_s"] for row in mine]
+            places, medians = [row["bytes"] for row in mine], [speed["median"] for speed in speeds]
+            panel.errorbar(places, medians, yerr=_reach(speeds), label=way, marker="o", capsize=3)
+        ticks = sorted({row["bytes"] for row in here})
+        panel.set(title=name, xlabel="bytes of one copy", ylabel="GB/s (10^9 bytes a second)")
+        panel.set(xscale="log", yscale="log")
+        panel.set_xticks(ticks, [show_bytes(tick) for tick in ticks], rotation=60)
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.savefig(wanted.plot)
+
+
+def plot_loads(wanted: Namespace, machine: Row, rows: Sequence[Row]) -> None:
+    """Seconds to the first forward, and its part that is loading, by state of the page cache and side."""
+    figure, (panel,) = _figure(wanted, machine, 1)
+    labels = [f"{row['side']}\n{row['cache']} cache" for row in rows]
+    places = list(range(len(labels)))
+    bars = (("seconds_to_forward", "to the end of the first forward", 0.7), ("seconds_load", "of these, loading", 0.4))
+    for name, text, width in bars:
+        values = [row[name] for row in rows]
+        medians = [value["median"] for value in values]
+        panel.bar(places, medians, width, yerr=_reach(values), capsize=4, label=text)
+    panel.set(ylabel="seconds")
+    panel.set_xticks(places, labels)
+    panel.legend()
+    figure.savefig(wanted.plot)
+
+
+def _figure(wanted: Namespace, machine: Row, panels: int) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure  # not pyplot: it would look for a display
+
+    figure = Figure(figsize=(7 * panels, 5.5), layout="constrained", dpi=120)
+    figure.suptitle(f"{wanted.command}\n{machine['device']}", fontsize="small")
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def _reach(spreads: Sequence[Row]) -> list[list[float]]:
+    below = [spread["median"] - spread["min"] for spread in spreads]
+    return [below, [spread["max"] - spread["median"] for spread in spreads]]

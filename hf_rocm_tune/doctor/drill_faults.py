@@ -1,0 +1,344 @@
+"""What the drill sends: tensors of all usual dtypes and sizes, with faults of every kind and without any.
+
+Whether what arrived is right is judged apart from the digests, byte by byte, and device memory is poisoned before
+anything is sent to it: allocators hand out memory again, so what was never written may hold the right bytes of an
+earlier transfer by chance.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_rocm_tune.errors import CorruptionError
+from hf_rocm_tune.transfer import (
+    STAGES,
+    AcceleratorBackend,
+    Backend,
+    FaultSpec,
+    HostBackend,
+    Mover,
+    TransferReport,
+    TransferSettings,
+    digest,
+)
+from hf_rocm_tune.transfer.diagnosis import POISON
+from hf_rocm_tune.transfer.faults import KINDS
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather, typed_view
+
+SLOT_BYTES = 16 << 10
+"""Bytes of a staging slot while drilling: small, so that tensors of a few chunks are quick to send."""
+SIZES = (
+    *(1, 2, 3, 4, 5, 7, 8, 9, 16, 63, 64, 65, 255, 256, 257, 1023, 4095, 4096, 4097),
+    *(SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, 2 * SLOT_BYTES + 1, 5 * SLOT_BYTES + 3),
+)
+"""Bytes: one, words and their tails, the alignment in a batch, and the borders of slots."""
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),
+    *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    torch.float4_e2m1fn_x2,
+)
+TARGET = "target"
+"""The name of the tensor that is harmed. In a batch, its neighbours must stay right."""
+_POOL_BYTES = 1 << 20
+_ORDINARY_BYTES = 1024
+_LARGE_EVERY = 50
+
+Value = TypeVar("Value")
+
+
+class Samples:
+    """Seeded host tensors: random bytes, token ids, and masks of ones, contiguous or strided, at any address.
+
+    Args:
+        seed: the same seed gives the same tensors in the same order.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randint(0, 256, (_POOL_BYTES,), dtype=torch.uint8, generator=generator)
+        ids = torch.randint(1, 32_000, (_POOL_BYTES // 8,), generator=generator)
+        mask = torch.ones(_POOL_BYTES // 8, dtype=torch.int64)
+        self._pools = [noise, noise, ids.view(torch.uint8), mask.view(torch.uint8)]
+        self._truths = torch.randint(0, 2, (_POOL_BYTES,), dtype=torch.uint8, generator=generator)
+        self._dtypes = self._endlessly(DTYPES)
+        self._sizes = self._endlessly(SIZES)
+
+    def tensor(self, *, largest: int = SIZES[-1]) -> Tensor:
+        """The next tensor: each dtype and each size comes as often as any other, at most `largest` bytes or so."""
+        dtype, nbytes = next(self._dtypes), next(self._sizes)
+        if self._rng.random() < 0.5:
+            nbytes = int(2 ** self._rng.uniform(0, nbytes.bit_length()))
+        size = dtype.itemsize
+        count = max(min(nbytes, largest) // size, 1)
+        strided = self._rng.random() < 0.25
+        pool = self._truths if dtype is torch.bool else self._rng.choice(self._pools)
+        offset = self._rng.randrange((_POOL_BYTES - 2 * count * size) // size) * size
+        if strided:
+            return typed_view(pool, offset, dtype, (count, 2))[:, 0]
+        return typed_view(pool, offset, dtype, (count,))
+
+    def sent(self, stage: str, target: Tensor) -> dict[str, Tensor]:
+        """What is sent in a stage: batches hold `target` between two small neighbours."""
+        if stage != "batches":
+            return {TARGET: target}
+        return {"before": self.tensor(largest=300), TARGET: target, "behind": self.tensor(largest=300)}
+
+    def _endlessly(self, values: tuple[Value, ...]) -> Iterator[Value]:
+        while True:
+            yield from self._rng.sample(values, len(values))
+
+
+class Listener(TransferReport):
+    """A report that hands over the incidents of one transfer at a time instead of keeping those of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heard: list[dict[str, Any]] = []
+
+    def incident(self, row: Mapping[str, Any]) -> None:
+        """Keep it until it is taken."""
+        self._heard.append(dict(row))
+
+    def take(self) -> list[dict[str, Any]]:
+        """The incidents since the last call."""
+        heard, self._heard = self._heard, []
+        return heard
+
+
+class _PoisonedHost(HostBackend):
+    def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
+        buffer = super().allocate(nbytes, long_lived=long_lived)
+        self.fill(buffer, POISON)
+        return buffer
+
+
+class _PoisonedAccelerator(AcceleratorBackend):
+    def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
+        buffer = super().allocate(nbytes, long_lived=long_lived)
+        self.fill(buffer, POISON)  # on the copy stream, before any copy
+        return buffer
+
+
+def _mover(device: torch.device, faults: FaultSpec | None = None) -> Mover:
+    backend: Backend = _PoisonedAccelerator(device) if device.type == "cuda" else _PoisonedHost()
+    settings = TransferSettings(slot_bytes=SLOT_BYTES, slots=3)
+    return Mover(device, settings=settings, report=Listener(), faults=faults, backend=backend)
+
+
+def _send(mover: Mover, stage: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], CorruptionError | None]:
+    """Send as a run would: batches in one copy; anything else tensor by tensor. What arrived, and the refusal."""
+    arrived: dict[str, Tensor] = {}
+    try:
+        if stage == "batches":
+            arrived = mover.begin(tensors)
+        else:
+            arrived = {name: mover.move(tensor, name=name, stage=stage) for name, tensor in tensors.items()}
+        mover.settle(arrived)
+    except CorruptionError as error:
+        return arrived, error
+    return arrived, None
+
+
+def same_bytes(arrived: Tensor, source: Tensor) -> bool:
+    """Whether a tensor on the device, read back, has the bytes of its host source."""
+    right = torch.empty(byte_count(source), dtype=torch.uint8)
+    # Gathered through an aligned view, as packing does; NaN are compared as bytes like everything else.
+    gather(source, 0, right.numel(), right)
+    return arrived.shape == source.shape and torch.equal(as_bytes(arrived.cpu()), right)
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Counts of one kind of fault, transient or persistent.
+
+    Attributes:
+        injected: transfers whose bytes were really changed; a fault that leaves them as they are is not one.
+        detected: of these, those that were reported with the tensor's name.
+        recovered: reported, and the right bytes were there in the end.
+        stopped: refused with an error, and nothing of it counted as verified.
+        missed: not reported, or wrong bytes that counted as verified.
+        false_alarms: reports of neighbours that nobody had harmed.
+    """
+
+    injected: int = 0
+    detected: int = 0
+    recovered: int = 0
+    stopped: int = 0
+    missed: int = 0
+    false_alarms: int = 0
+
+
+@dataclass(kw_only=True)
+class InjectedFaults:
+    """All tallies, by kind of fault and whether retries were hit too, and what the faults were spread over."""
+
+    tallies: dict[tuple[str, bool], Tally] = field(default_factory=dict)
+    stages: Counter[str] = field(default_factory=Counter)
+    dtypes: Counter[str] = field(default_factory=Counter)
+    sizes: Counter[int] = field(default_factory=Counter)
+
+    def total(self) -> Tally:
+        """The sum of all tallies."""
+        names = vars(Tally())
+        return Tally(**{name: sum(getattr(tally, name) for tally in self.tallies.values()) for name in names})
+
+    @property
+    def unrecovered(self) -> int:
+        """Faults that hit only once and were not recovered from, though they could have been."""
+        once = (tally for (kind, persist), tally in self.tallies.items() if not persist and kind != "after")
+        return sum(tally.detected - tally.recovered for tally in once)
+
+    @property
+    def good(self) -> bool:
+        """Whether every fault was found, every transient one recovered from, and nothing else reported."""
+        total = self.total()
+        return total.detected == total.injected and not (total.missed or total.false_alarms or self.unrecovered)
+
+
+def cells() -> list[tuple[str, bool, str]]:
+    """Kind of fault, whether retries are hit as well, and stage. ``after`` harms memory that was right: a weight's."""
+    on_the_way = [kind for kind in KINDS if kind != "after"]
+    table = [(kind, persist, stage) for kind in on_the_way for persist in (False, True) for stage in STAGES]
+    return [*table, ("after", False, "weights")]
+
+
+def inject(device: torch.device, *, faults: int, seed: int, on_fault: Callable[[], object]) -> InjectedFaults:
+    """Put faults into real transfers to a device until `faults` of them have changed bytes.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        faults: how many; they are spread evenly over `cells`.
+        seed: of what is sent and where it is harmed.
+        on_fault: called after each.
+    """
+    found, samples, table = InjectedFaults(), Samples(seed), cells()
+    with ExitStack() as stack:
+        movers: dict[tuple[str, bool], Mover] = {}
+        for number, (kind, persist, stage) in enumerate(table):
+            key = (kind, persist)
+            if key not in movers:
+                spec = FaultSpec(kind=kind, persist=persist, seed=seed, tensor=TARGET)
+                movers[key] = stack.enter_context(_mover(device, spec))
+                found.tallies[key] = Tally()
+            for _ in range(faults // len(table) + (number < faults % len(table))):
+                target = _one_fault(movers[key], kind, stage, samples, found.tallies[key])
+                found.stages[stage] += 1
+                found.dtypes[str(target.dtype).removeprefix("torch.")] += 1
+                found.sizes[byte_count(target)] += 1
+                on_fault()
+    return found
+
+
+def _one_fault(mover: Mover, kind: str, stage: str, samples: Samples, tally: Tally) -> Tensor:
+    """Send until a fault has changed something: a swap in a tensor of one word, say, changes nothing."""
+    before = tally.injected
+    while tally.injected == before:
+        target = samples.tensor()
+        if kind == "after":
+            _memory_fault(mover, target, tally)
+        else:
+            _transfer_fault(mover, stage, samples.sent(stage, target), tally)
+    return target
+
+
+def _injected(mover: Mover) -> int:
+    return int((mover.fault_injection() or {})["injected"])
+
+
+def _heard(mover: Mover) -> list[dict[str, Any]]:
+    assert isinstance(mover.report, Listener)
+    return mover.report.take()
+
+
+def _transfer_fault(mover: Mover, stage: str, tensors: dict[str, Tensor], tally: Tally) -> None:
+    before = _injected(mover)
+    arrived, error = _send(mover, stage, tensors)
+    stopped, rows, harmed = error is not None, _heard(mover), _injected(mover) > before
+    named = any(row["tensor"] == TARGET for row in rows)
+    wrong = [name for name, tensor in arrived.items() if not same_bytes(tensor, tensors[name])]
+    vouched = any(mover.was_verified(tensor) for tensor in arrived.values())
+    tally.injected += harmed
+    tally.detected += harmed and named
+    tally.stopped += harmed and named and stopped
+    tally.recovered += harmed and named and not stopped and not wrong
+    tally.missed += (harmed and not named) or (vouched and (stopped or bool(wrong)))
+    tally.false_alarms += sum(row["tensor"] != TARGET or not harmed for row in rows)
+
+
+def _memory_fault(mover: Mover, target: Tensor, tally: Tally) -> None:
+    """Right on arrival and harmed just after the verdict: found as the sentinel does it, by digesting it again."""
+    before = _injected(mover)
+    weight = mover.move(target, name=TARGET)
+    harmed = _injected(mover) > before
+    differs = digest(weight) != mover.digest_of(weight)
+    tally.injected += harmed
+    tally.detected += harmed and differs
+    tally.missed += harmed and not differs
+    tally.false_alarms += differs and not harmed
+    tally.false_alarms += len(_heard(mover))
+
+
+@dataclass(kw_only=True)
+class CleanTransfers:
+    """What became of transfers that nobody harmed.
+
+    Attributes:
+        transfers: how many; a batch of three tensors is one.
+        false_alarms: reports of tensors whose bytes, read back, were right.
+        corrupted: reports of tensors whose bytes were really different: this machine corrupts transfers.
+        missed: tensors that counted as verified and, read back, were wrong.
+        example: the first report, for the user.
+    """
+
+    transfers: int = 0
+    false_alarms: int = 0
+    corrupted: int = 0
+    missed: int = 0
+    example: str | None = None
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing was reported and nothing was wrong."""
+        return not (self.false_alarms or self.corrupted or self.missed)
+
+
+def send_clean(
+    device: torch.device, *, transfers: int, seed: int, on_transfer: Callable[[], object], mover: Mover | None = None
+) -> CleanTransfers:
+    """Send tensors of every dtype and size, through all stages in turn, and compare what arrived byte by byte.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        transfers: how many.
+        seed: of what is sent.
+        on_transfer: called after each.
+        mover: sends instead of a new one; its report must be a `Listener`.
+    """
+    found, samples, rng = CleanTransfers(), Samples(seed + 1), random.Random(seed)
+    with mover or _mover(device) as sender:
+        for number in range(transfers):
+            # Most are small: it is the number of verdicts that shows how rare a false alarm is.
+            largest = SIZES[-1] if rng.randrange(_LARGE_EVERY) == 0 else _ORDINARY_BYTES
+            stage = STAGES[number % len(STAGES)]
+            tensors = samples.sent(stage, samples.tensor(largest=largest))
+            arrived, error = _send(sender, stage, tensors)
+            found.example = found.example or (str(error) if error else None)
+            for row in _heard(sender):
+                # "late": it was right when it was read again, which is also how a wrong verdict looks.
+                found.false_alarms += row["kind"] == "late"
+                found.corrupted += row["kind"] != "late"
+                found.example = found.example or f"{row['stage']} tensor: {row['kind']}, {row['outcome']}"
+            found.missed += sum(not same_bytes(tensor, tensors[name]) for name, tensor in arrived.items())
+            found.transfers += 1
+            on_transfer()
+    return found

@@ -1,0 +1,289 @@
+"""Layers around attention and matrix products (``norm``), and 4-bit weights of bitsandbytes (``nf4``).
+
+NF4 by its definition: a tensor is cut into blocks in memory order; each is divided by its largest magnitude (absmax)
+and every quotient replaced by the number of the nearest of 16 values, two numbers a byte, the first in the upper half.
+The values are those of Dettmers and others 2023 (QLoRA, arXiv:2305.14314, appendix E). With double quantisation, the
+mean is taken off the absmax, and what is left is quantised in blocks of 256 to 8 bits.
+
+Faults: see `arithmetic`; ``where=RMSNorm`` or ``where=product`` chooses; ``absmax`` doubles one scale of NF4.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_rocm_tune.doctor.arithmetic import DTYPES, Bench, name_of, product, signs, spread
+from hf_rocm_tune.doctor.findings import Finding, from_row, skipped
+from hf_rocm_tune.machine.child import step
+
+SIZES = ((33, 1000), (7, 4096), (1, 63))
+FULL_SIZES = ((512, 4096), (129, 11008))
+CLASSES = 32_003
+FULL_CLASSES = 128_256
+_EPS = 1e-5
+
+NF4_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NF4_SHAPES = ((192, 512),)
+NF4_FULL_SHAPES = ((1024, 4096), (4096, 1024))
+ROWS = (1, 2, 4, 8, 9, 33)
+"""Rows of the other factor: bitsandbytes 0.50 has a kernel of its own for up to 8 of them on RDNA3."""
+LEVELS = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    dtype=torch.float64,
+)
+_BLOCK = 64
+_SAME_SCALE = 256
+"""Elements in a row that have the same absmax, so that the numbers are the same for any usual size of blocks."""
+
+
+def norm(request: Mapping[str, Any]) -> list[Finding]:
+    """Normalisation, embedding, softmax and cross entropy, forward and backward, by dtype.
+
+    Args:
+        request: ``device``, ``address``; ``full``: larger sizes too; ``seed``; ``fault``.
+    """
+    full = bool(request.get("full"))
+    with Bench(request) as bench:
+        # A CPU adds the gradients of weight and bias up in the dtype, which many rows make as wrong as one likes.
+        sizes = SIZES + FULL_SIZES if full and bench.device.type == "cuda" else SIZES
+        for dtype in DTYPES:
+            for size in sizes:
+                _norms(bench, dtype, size)
+            x, upstream = (spread((33, 1001), dtype, bench.generator) for _ in range(2))
+            bench.layer(f"{name_of(dtype)} softmax", lambda x: x.softmax(-1), _softmax, [x], upstream, ["input"])
+            _embedding(bench, dtype)
+            _cross_entropy(bench, dtype, FULL_CLASSES if full else CLASSES)
+        return [bench.verdict("norm_right", "norm_wrong")]
+
+
+def _norms(bench: Bench, dtype: torch.dtype, size: tuple[int, int]) -> None:
+    x, upstream = (spread(size, dtype, bench.generator) for _ in range(2))
+    weight, bias = (spread(size[1:], dtype, bench.generator) for _ in range(2))
+    labels, words = ("input", "weight", "bias"), f"of {size[0]} rows of {size[1]}"
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.layer_norm(x, size[1:], weight, bias, eps=_EPS)
+
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, size[1:], weight, eps=_EPS)
+
+    name = name_of(dtype)
+    bench.layer(f"{name} LayerNorm {words}", layer_norm, normalised, [x, weight, bias], upstream, labels)
+    bench.layer(f"{name} RMSNorm {words}", rms_norm, normalised, [x, weight], upstream, labels[:2])
+
+
+def normalised(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """LayerNorm, and without a bias RMSNorm, over the last axis, step by step."""
+    if bias is not None:
+        x = x - x.mean(-1, keepdim=True)
+    y = x * ((x * x).mean(-1, keepdim=True) + _EPS).rsqrt() * weight
+    return y if bias is None else y + bias
+
+
+def _softmax(x: Tensor) -> Tensor:
+    powers = (x - x.amax(-1, keepdim=True).detach()).exp()
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def _cross_entropy(bench: Bench, dtype: torch.dtype, classes: int) -> None:
+    """Mean cross entropy over a vocabulary; torch stores the logarithms of the probabilities in the dtype."""
+    x = spread((17, classes), dtype, bench.generator)
+    target = torch.randint(0, classes, (17,), generator=bench.generator)
+    placed = bench.move(target)
+
+    def formula(x: Tensor) -> Tensor:
+        shifted = x - x.amax(-1, keepdim=True).detach()
+        return -(shifted - shifted.exp().sum(-1, keepdim=True).log()).gather(1, target[:, None]).mean()
+
+    name, upstream = f"{name_of(dtype)} cross entropy of {classes} classes", torch.ones((), dtype=dtype)
+    bench.layer(name, lambda x: functional.cross_entropy(x, placed), formula, [x], upstream, ["input"])
+
+
+def _embedding(bench: Bench, dtype: torch.dtype) -> None:
+    """A look-up and the sum of gradients by row, exact in any order: fewer than 256 ones and minus ones each."""
+    words, width, picks = 211, 96, torch.randint(0, 211, (300,), generator=bench.generator)
+    table, upstream = spread((words, width), dtype, bench.generator), signs((300, width), bench.generator).to(dtype)
+    right = torch.zeros(words, width).index_add(0, picks, upstream.float()).to(dtype)
+    name = f"{name_of(dtype)} embedding"
+    step(f"computing {name}")
+    weight = bench.move(table).requires_grad_()
+    output = functional.embedding(bench.move(picks), weight)
+    (gradient,) = torch.autograd.grad(output, weight, bench.move(upstream))
+    bench.exact(f"{name}: output", output, table[picks])
+    bench.exact(f"{name}: gradient of the table", gradient, right, gradient=True)
+
+
+def nf4(request: Mapping[str, Any]) -> list[Finding]:
+    """What bitsandbytes quantises, dequantises and multiplies in NF4.
+
+    Each step gets right inputs, whatever the step before it made. Products with few rows, as in decoding, run kernels
+    of their own.
+
+    Args:
+        request: ``device``, ``address``; ``full``: larger weights too; ``seed``; ``fault``, or ``absmax``: one scale is
+            doubled before it is used.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return [skipped("bitsandbytes is not installed", subject=request["device"])]
+    step("importing bitsandbytes")
+    importlib.import_module("bitsandbytes")
+    spoilt = (request.get("fault") or {}).get("kind") == "absmax"
+    with Bench(request) as bench:
+        try:
+            shapes = NF4_SHAPES + NF4_FULL_SHAPES if request.get("full") else NF4_SHAPES
+            for dtype, shape in itertools.product(NF4_DTYPES, shapes):
+                weight = _Weight(bench, dtype, shape)
+                weight.quantisation(_BLOCK)
+                weight.quantisation(None)
+                weight.dequantisation(spoilt)
+                weight.double_quantisation()
+                for rows in ROWS:
+                    weight.products(rows)
+                    weight.exact_products(rows)
+        except (RuntimeError, NotImplementedError) as error:
+            if bench.cases or isinstance(error, torch.AcceleratorError):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            return [from_row("nf4_refused", subject=request["device"], reason=reason)]
+        return [bench.verdict("nf4_right", "nf4_wrong")]
+
+
+class _Weight:
+    """A weight whose elements lie next to levels, so that its numbers are certain; and bitsandbytes on one device."""
+
+    def __init__(self, bench: Bench, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+        self._library = importlib.import_module("bitsandbytes.functional")
+        self._bench, self._dtype, self._shape = bench, dtype, shape
+        self._label = f"{name_of(dtype)} NF4 {shape[0]}x{shape[1]}"
+        elements = shape[0] * shape[1]
+        self._numbers = torch.randint(0, 16, (elements,), generator=bench.generator)
+        self._numbers[::_BLOCK] = 15  # every block holds its absmax
+        scales = (0.5 + torch.rand(elements // _SAME_SCALE, generator=bench.generator)).to(dtype).float()
+        self._scales = scales.repeat_interleave(_SAME_SCALE)
+        self._values = self._decoded(self._numbers, self._scales)
+        self._placed = bench.move(self._values.to(dtype))
+        # The library's state for this shape, with the right numbers and scales in it.
+        _, self._state = self._quantize()
+        self._packed, self._state.absmax = self._place(self._numbers, self._scales)
+
+    def quantisation(self, blocksize: int | None) -> None:
+        """Quantise with blocks of that size, or of the size that bitsandbytes takes by itself."""
+        label = f"{self._label}, {'default blocks' if blocksize is None else f'blocks of {blocksize}'}"
+        step(f"quantising {label}")
+        packed, state = self._quantize(blocksize=blocksize)
+        self._bench.exact(f"{label}: absmax", state.absmax.view(-1), self._scales[:: state.blocksize])
+        self._bench.exact(f"{label}: numbers", packed.view(-1), pack(self._numbers))
+
+    def dequantisation(self, spoilt: bool) -> None:
+        """The right numbers and scales back to values; ``spoilt`` doubles a scale first."""
+        label = f"{self._label}, dequantised"
+        step(f"computing {label}")
+        if spoilt:
+            self._state.absmax[self._state.absmax.numel() // 2] *= 2
+        self._close(label, self._library.dequantize_4bit(self._packed, self._state), self._values, self._values.abs())
+
+    def double_quantisation(self) -> None:
+        """The scales are quantised to 8 bits as well."""
+        label = f"{self._label}, double quantisation"
+        step(f"computing {label}")
+        _, state = self._quantize(compress_statistics=True)
+        absmax = self._scales[::_BLOCK].double()
+        code, offset = state.state2.code.cpu().double(), float(state.offset)
+        scale = state.state2.absmax.cpu().double().repeat_interleave(256)[: absmax.numel()]
+        quotients = (absmax - offset) / scale
+        nearest = torch.bucketize(quotients, (code[1:] + code[:-1]) / 2)
+        found = state.absmax.cpu().view(-1).long()
+        # Near enough is right: bitsandbytes' own search does not always find the nearest number (seen on the CPU).
+        accepted = torch.where((code[found] - quotients).abs() <= code.diff().max(), found, nearest)
+        self._bench.exact(f"{label}: scales", state.absmax.view(-1), accepted.to(torch.uint8))
+
+        part = code[accepted] * scale
+        values = self._decoded(self._numbers, (part + offset).repeat_interleave(_BLOCK))
+        sizes = self._decoded(self._numbers, (part.abs() + abs(offset)).repeat_interleave(_BLOCK)).abs()
+        self._close(f"{label}: dequantised", self._library.dequantize_4bit(self._packed, state), values, sizes)
+        for rows in ROWS[::3]:
+            x = spread((rows, self._shape[1]), self._dtype, self._bench.generator)
+            right = product(x, values.t(), self._dtype, roundings=4)
+            self._bench.close(f"{label}, product with {rows} rows", self._multiply(x, self._packed, state), *right)
+
+    def products(self, rows: int) -> None:
+        """``x W'``, without and with a gradient, and the gradient of x.
+
+        A kernel may round the value, the scale and their product to the dtype.
+        """
+        outputs, width = self._shape
+        label = f"{self._label}, product with {rows} rows"
+        step(f"computing {label}")
+        x, upstream = (spread((rows, size), self._dtype, self._bench.generator) for size in (width, outputs))
+        right = product(x, self._values.t(), self._dtype, roundings=4)
+        self._bench.close(label, self._multiply(x, self._packed, self._state), *right)
+        leaf = self._bench.move(x).requires_grad_()
+        output = self._multiply(leaf, self._packed, self._state)
+        self._bench.close(f"{label}, in training", output, *right)
+        (gradient,) = torch.autograd.grad(output, leaf, self._bench.move(upstream))
+        back = product(upstream, self._values, self._dtype, roundings=4)
+        self._bench.close(f"{label}: gradient", gradient, *back, gradient=True)
+
+    def exact_products(self, rows: int) -> None:
+        """Weights of 0, 1, 2 and their negatives and inputs of 1 and -1: no rounding, whatever the kernel.
+
+        At most 128 of a row are not zero, so that sums up to 256 are exact in bfloat16.
+        """
+        label, width = f"{self._label}, exact product with {rows} rows", self._shape[1]
+        step(f"computing {label}")
+        generator = self._bench.generator
+        few = torch.rand(self._shape, generator=generator).argsort(dim=1) < min(128, width // 2)
+        ends = torch.randint(0, 2, self._shape, generator=generator) * 15
+        numbers = torch.where(few, ends, int(LEVELS.abs().argmin())).view(-1)
+        scales = 2.0 ** torch.randint(0, 2, (numbers.numel() // _BLOCK,), generator=generator)
+        scales = scales.repeat_interleave(_BLOCK)
+        state = copy.copy(self._state)
+        packed, state.absmax = self._place(numbers, scales)
+        x = signs((rows, width), generator).to(self._dtype)
+        right = (x.double() @ self._decoded(numbers, scales).t()).to(self._dtype)
+        self._bench.exact(label, self._multiply(x, packed, state), right)
+
+    def _quantize(self, **options: Any) -> tuple[Tensor, Any]:
+        made: tuple[Tensor, Any] = self._library.quantize_4bit(
+            self._placed, quant_type="nf4", **{"blocksize": _BLOCK, **options}
+        )
+        return made
+
+    def _place(self, numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        return self._bench.move(pack(numbers).view(-1, 1)), self._bench.move(scales[::_BLOCK].float())
+
+    def _multiply(self, x: Tensor, packed: Tensor, state: Any) -> Tensor:
+        x = self._bench.move(x) if not x.requires_grad else x
+        # Transposed, as the library's own layers have it: releases before 0.50 take it in no other way.
+        result: Tensor = importlib.import_module("bitsandbytes").matmul_4bit(x, packed.t(), quant_state=state)
+        return result
+
+    def _decoded(self, numbers: Tensor, scales: Tensor) -> Tensor:
+        """What numbers stand for: float64 in the shape of the weight."""
+        return (LEVELS[numbers] * scales.double()).view(self._shape)
+
+    def _close(self, label: str, found: Tensor, values: Tensor, sizes: Tensor) -> None:
+        """A few roundings in float32 of something of that size, then one to the dtype."""
+        info = torch.finfo(self._dtype)
+        error = 2 * torch.finfo(torch.float32).eps * sizes
+        self._bench.close(label, found, values, error + info.eps / 2 * (values.abs() + error) + info.tiny)
+
+
+def pack(numbers: Tensor) -> Tensor:
+    """Two numbers a byte, the first in the upper half."""
+    pairs = numbers.view(-1, 2).to(torch.uint8)
+    return (pairs[:, 0] << 4) | pairs[:, 1]

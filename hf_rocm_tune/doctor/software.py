@@ -1,0 +1,275 @@
+"""torch, ROCm and bitsandbytes: whether the builds fit the machine and each other, and the tested versions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hf_rocm_tune.doctor.evidence import (
+    Check,
+    Evidence,
+    arch_of,
+    in_wheels,
+    minor,
+    torch_rocm,
+    version_numbers,
+    within,
+)
+from hf_rocm_tune.doctor.findings import Finding, from_row, knowledge_data, skipped, unknown
+from hf_rocm_tune.machine.software import Software
+from hf_rocm_tune.machine.visible import FILTERS
+
+NO_ROCM_BUILD = "torch is no ROCm build"
+_BUILDS = {"cpu": "processors", "cuda": "NVIDIA cards"}
+_FORCING = "BNB_ROCM_VERSION"  # read by bitsandbytes, cextension.py
+_LIBRARY = re.compile(r"libbitsandbytes_rocm([0-9])([0-9]{1,2})\.(?:so|dll)")
+# RDNA: what was wrong in old versions was wrong with its wavefronts.
+_WAVE32 = ("gfx10", "gfx11", "gfx12")
+_ROCM_INDEX = " --index-url https://download.pytorch.org/whl/rocm7.2"
+
+
+def _torch(evidence: Evidence) -> Iterator[Finding]:
+    software = evidence.software
+    if software is None:
+        yield unknown("the recording holds nothing about software")
+        return
+    version = software.torch_version.value
+    # The AMD GPUs that torch should compute on.
+    known = [(gpu.identity.card, gpu.arch or "GPU") for gpu in evidence.candidates if in_wheels(gpu)]
+    card = " and ".join(card.name if card else f"an AMD {arch}" for card, arch in known)
+    if version is None:
+        row = "torch_missing" if software.packages.get("torch") is None else "torch_fails"
+        yield from_row(row, reason=software.torch_version.reason)
+    elif software.build == "rocm":
+        yield from _rocm_build(evidence, software, version)
+    elif not card:
+        yield from_row("torch_no_gpu_needed", version=version, build=_BUILDS[software.build or "cpu"])
+    elif software.build == "cuda" and evidence.devices:
+        seen = ", ".join(device.name for device in evidence.devices)
+        yield from_row("torch_cuda_beside", version=version, seen=seen, card=card)
+    elif software.build == "cuda":
+        yield from_row("torch_cuda_build", version=version, cuda=software.cuda_version, card=card)
+    else:
+        yield from_row("torch_cpu_build", version=version, card=card)
+
+
+def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterator[Finding]:
+    devices, count = software.devices, len(evidence.cards)
+    filters = [f"{name}={evidence.variables[name]}" for name in FILTERS if name in evidence.variables]
+    if not devices.value:
+        reason = devices.reason or "its list is empty"
+        if evidence.candidates:
+            told: dict[str, Any] = {"version": version, "count": len(evidence.candidates), "reason": reason}
+            yield from_row("torch_sees_nothing", evidence=filters, **told)
+        else:
+            yield unknown(f"torch {version} is a ROCm build, and there is no card for it here: {reason}")
+        return
+    seen = ", ".join(f"{one.name} ({one.arch}, {one.total_bytes / (1 << 30):.1f} GiB)" for one in devices.value)
+    yield from_row("torch_rocm", version=version, hip=software.hip_version, seen=seen)
+    known = [one.gpu for one in evidence.joined if one.gpu is not None]
+    cards = [gpu for gpu in known if gpu in evidence.cards]
+    if len(cards) < count and len(known) == len(devices.value):
+        why = f": {' and '.join(filters)} is set" if filters else ""
+        yield from_row("torch_sees_fewer", seen=len(cards), count=count, why=why)
+
+
+def _architectures(evidence: Evidence) -> Iterator[Finding]:
+    software = evidence.software
+    if software is None or not evidence.candidates:
+        return
+    if software.build != "rocm":
+        yield skipped(NO_ROCM_BUILD)
+        return
+    true = {gpu.address: arch for gpu in evidence.candidates if (arch := arch_of(gpu))}
+    if not true:
+        yield unknown("the architecture of no GPU is known")
+        return
+    for one in evidence.joined:
+        if one.spoofed and one.gpu is not None:
+            told: dict[str, Any] = {"true": one.gpu.arch, "seen": one.device.arch}
+            yield from_row("arch_spoofed", subject=one.gpu.address, evidence=[one.reason], **told)
+    built = software.arch_list
+    if not built.value:
+        yield unknown(built.reason or "torch names no architecture that it is built for")
+        return
+    missing = {address: arch for address, arch in true.items() if arch not in built.value}
+    for address, arch in missing.items():
+        yield from_row("arch_missing", subject=address, arch=arch, built=" ".join(built.value))
+    archs = sorted(set(true.values()))
+    if not missing:
+        listed = " and ".join(archs) + (" is" if len(archs) == 1 else " are")
+        yield from_row("arch_ok", archs=listed, evidence=[f"built for: {' '.join(built.value)}"])
+    yield from _device_wheels(software, [arch for arch in archs if arch not in missing.values()])
+
+
+def _device_wheels(software: Software, archs: list[str]) -> Iterator[Finding]:
+    """Multi-architecture wheels keep the kernels of each architecture in a wheel of its own."""
+    rocm, wheels = torch_rocm(software), software.rocm_wheels
+    if rocm is None or not within(rocm, _versions("rocm")["device_wheels"], None) or not wheels:
+        return
+    if any("gfx" in name for name in wheels) and not any("device-" in name for name in wheels):
+        return  # wheels of one family of architectures: nothing is kept apart
+    for arch in archs:
+        if not any(name.endswith(f"device-{arch}") for name in wheels):
+            seen = [f"{name} {version}" for name, version in wheels.items()]
+            yield from_row("device_wheel_missing", evidence=seen, arch=arch, rocm=rocm)
+
+
+def _rocm(evidence: Evidence) -> Iterator[Finding]:
+    software = evidence.software
+    if software is None:
+        return
+    rocm = torch_rocm(software)
+    if rocm is None:
+        yield skipped(NO_ROCM_BUILD)
+        return
+    known, torch_version = _versions("rocm"), software.torch_version.value or ""
+    system, kernel = software.rocm_version, evidence.machine.kernel
+    driver = f"amdgpu {kernel.amdgpu_version.value}" if kernel.amdgpu_version.value else "the kernel's own"
+    bound = any(gpu.driver.value == "amdgpu" for gpu in evidence.machine.amd)
+    driver = f"{driver}, kernel {kernel.release.value or 'unknown'}" if bound else "not known"
+    gfx1100 = any(gpu.arch == "gfx1100" for gpu in evidence.cards)
+    values = {"torch_rocm": rocm, "system": system.value or "not installed, or not found"}
+    yield from_row("versions_of_rocm", driver=driver, **values)
+    if system.value and minor(system.value) != minor(rocm):
+        yield from_row("rocm_system_differs", **values)
+    if within(rocm, *known["preview"]):
+        yield from_row("rocm_preview", rocm=rocm)
+    if within(rocm, *known["graph_memset"]):
+        yield from_row("rocm_graph_memset", rocm=rocm)
+    if minor(torch_version) == "2.8" and minor(rocm) == "6.3" and gfx1100:
+        yield from_row("torch28_bf16")
+    pairs = _versions("pairs").get(minor(torch_version))
+    if pairs and minor(rocm) not in pairs:
+        yield from_row("pair_unknown", torch=minor(torch_version), rocm=minor(rocm), known=" and ".join(pairs))
+    if gfx1100 and version_numbers(rocm) is not None:
+        yield from_row("hipblaslt_yes" if within(rocm, known["hipblaslt_gfx1100"], None) else "hipblaslt_no", rocm=rocm)
+
+
+def _allocator(evidence: Evidence) -> Iterator[Finding]:
+    software = evidence.software
+    if software is None or software.torch_version.value is None or software.build == "cpu":
+        return
+    settings = software.allocator_settings
+    if settings.value is None:
+        yield unknown(settings.reason)
+    else:
+        yield from_row("allocator", settings=settings.value or "the defaults")
+
+
+def rocm_libraries(files: tuple[str, ...]) -> dict[tuple[int, int], str]:
+    """Version of HIP to file, for the ROCm libraries of bitsandbytes; ``rocm715`` is 7.15 (its cextension.py)."""
+    found = {(int(match[1]), int(match[2])): name for name in files if (match := _LIBRARY.fullmatch(name))}
+    return dict(sorted(found.items()))
+
+
+def chosen_library(available: Mapping[tuple[int, int], str], hip: tuple[int, int]) -> tuple[int, int] | None:
+    """Which library the loader of bitsandbytes 0.50 takes: the exact one, the nearest older, the nearest newer.
+
+    Never one of another major version.
+    """
+    same = sorted(version for version in available if version[0] == hip[0])
+    older, newer = [one for one in same if one <= hip], [one for one in same if one > hip]
+    return older[-1] if older else newer[0] if newer else None
+
+
+def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
+    software = evidence.software
+    if software is None:
+        return
+    least, version = _versions("bitsandbytes")["least"], software.packages.get("bitsandbytes")
+    files, forced = software.bitsandbytes_libraries, evidence.variables.get(_FORCING)
+    if version is None:
+        problem = software.package_problems.get("bitsandbytes")
+        yield from_row("bnb_unread", reason=problem, least=least) if problem else from_row("bnb_missing", least=least)
+        return
+    if software.build != "rocm":
+        yield skipped(NO_ROCM_BUILD)
+        return
+    if within(version, None, least) and any((gpu.arch or "").startswith(_WAVE32) for gpu in evidence.candidates):
+        yield from_row("bnb_old", version=version, least=least)
+    if forced is not None:
+        yield unknown(f"{_FORCING}={forced} chooses the library, whatever torch is built with; only measuring tells")
+    elif files.value is None:
+        yield from_row("bnb_unread", reason=files.reason, least=least)
+    else:
+        yield from _library(evidence, software, version, rocm_libraries(files.value))
+
+
+def _library(
+    evidence: Evidence, software: Software, version: str, available: dict[tuple[int, int], str]
+) -> Iterator[Finding]:
+    hip = software.hip_version or ""
+    wanted = version_numbers(hip)
+    if wanted is None:
+        yield unknown(f"torch's version of HIP is {hip!r}, which is no version")
+        return
+    taken = chosen_library(available, (wanted[0], wanted[1]))
+    listed = ", ".join(f"{major}.{small}" for major, small in available) or "no ROCm at all"
+    seen = [f"torch.version.hip: {hip}", f"ROCm libraries: {', '.join(available.values()) or 'none'}"]
+    rocm, values = torch_rocm(software) or hip, {"version": version, "hip": minor(hip)}
+    if taken is None:
+        yield from_row("bnb_no_library", evidence=seen, available=listed, **values)
+        return
+    library = available[taken]
+    if within(rocm, "10", None):
+        yield from_row("bnb_rocm10", evidence=seen, library=library, rocm=rocm, **values)
+    elif taken == wanted[:2]:
+        yield from_row("bnb_library", evidence=seen, library=library, **values)
+    else:
+        yield from_row("bnb_nearest", evidence=seen, library=library, available=listed, **values)
+    known = _versions("bitsandbytes")
+    # Its kernel came with the version that is the least.
+    wrong = [*taken] == known["wrong_on_gfx1100"] and not within(version, None, known["least"])
+    if wrong and any(gpu.arch == "gfx1100" for gpu in evidence.candidates):
+        yield from_row("bnb_rocm64", version=version, library=library)
+
+
+def _tested(evidence: Evidence) -> Iterator[Finding]:
+    software = evidence.software
+    if software is None:
+        return
+    found = [_version(evidence, software, *one) for one in _versions("tested").items()]
+    yield from (finding for finding in found if finding is not None)
+    if not any(found):
+        have = {package: software.packages.get(package) for package in _versions("tested")}
+        seen = [f"{package} {version}" for package, version in have.items() if version]
+        yield from_row("versions_tested", evidence=[", ".join(seen)])
+
+
+def _version(evidence: Evidence, software: Software, package: str, tested: str) -> Finding | None:
+    version, problem = software.packages.get(package), software.package_problems.get(package)
+    if version is None:
+        if problem:
+            return unknown(problem, subject=package)
+        if package in ("bitsandbytes", "torch"):
+            return None  # a check of its own speaks of it
+        return from_row("version_missing", subject=package, package=package, tested=tested)
+    values = {"package": package, "version": version, "tested": tested}
+    have, want = version_numbers(version), version_numbers(tested)
+    assert want is not None
+    if have is None:
+        return unknown(f"the version of {package} is {version!r}, which is no version", subject=package)
+    if have < want:
+        index = ""
+        if package == "torch" and (torch_rocm(software) or evidence.cards):
+            # Without it, pip would put a build for another vendor's cards in the place of the ROCm build.
+            linux = evidence.machine.host.platform == "linux"
+            index = _ROCM_INDEX if linux else " --index-url ADDRESS_OF_YOUR_WHEELS" if torch_rocm(software) else ""
+        return from_row("version_older", subject=package, index=index, **values)
+    return from_row("version_newer", subject=package, **values) if have[0] > want[0] else None
+
+
+def _versions(table: str) -> Any:
+    return knowledge_data("versions.toml")[table]
+
+
+CHECKS = (
+    Check(name="torch", group="software", about="torch's build, and the devices that it sees", run=_torch),
+    Check(name="arch", group="software", about="whether torch holds code for every card", run=_architectures),
+    Check(name="rocm", group="software", about="the version of ROCm inside torch", run=_rocm),
+    Check(name="allocator", group="software", about="the settings of torch's allocator in force", run=_allocator),
+    Check(name="bitsandbytes", group="software", about="a library of bitsandbytes for this ROCm", run=_bitsandbytes),
+    Check(name="versions", group="software", about="the libraries against the tested versions", run=_tested),
+)

@@ -1,0 +1,314 @@
+"""Bytes to the device and back (``round_trip``), and tensors of mapped files against the heap (``mmap_heap``).
+
+Faults: those of ``raw_copies``; ``where=to cuda:0`` harms the way there, ``where=back`` the way back; ``slow`` is of
+the mapped copy.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hf_rocm_tune.doctor.drill_faults import DTYPES
+from hf_rocm_tune.doctor.findings import Finding, from_row
+from hf_rocm_tune.doctor.measured import Again, with_evidence
+from hf_rocm_tune.doctor.pairs import problem_lines, size_words
+from hf_rocm_tune.machine.child import device_of, step
+from hf_rocm_tune.transfer import Mover
+from hf_rocm_tune.transfer.damage import Damage, examine
+from hf_rocm_tune.transfer.diagnosis import POISON
+from hf_rocm_tune.transfer.pattern import count_wrong, fill_with_pattern
+from hf_rocm_tune.transfer.raw_bytes import typed_view
+from hf_rocm_tune.transfer.raw_copies import Copies, copies_for, wait_for
+
+SIZES = (1, 3, 255, 4096, 4097, 65_536, (1 << 20) - 4, (1 << 20) + 4, 2 << 20, (20 << 20) + 4, 64 << 20, 256 << 20)
+"""Bytes. 1 MiB: HIP changes engine for copies between cards there; 2 and 20 MiB: sizes of pages and of segments."""
+VERDICTS = ("source", "read_back", "not_written", "sending", "memory", "mapping", "device_only")
+"""See `_RoundTrip._verdict`; for each there is a row ``round_trip_VERDICT``."""
+STALL_RATIO = 20
+"""Times as long as from the heap: our own bound, far below what was reported (5 s against 4 ms) and far above noise."""
+_DTYPE_BYTES = 16 * 6001
+_REPEATED_BYTES = 1 << 20
+_KEPT_PROBLEMS = 12
+_FIRST_MIB, _MIB = 8, 32
+_ROUNDS = 3
+_LONG_SECONDS, _SLOW_SECONDS = 1.0, 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way of sending some bytes.
+
+    Attributes:
+        nbytes: how many.
+        dtype: as what they are copied.
+        pinned: the source is page-locked.
+        non_blocking: as torch's.
+        strided: the source is every second element of a larger tensor.
+        skew: bytes by which source and destination stand beside an aligned address.
+        reused: the destination is the one of the case before.
+        label: in front of the description.
+    """
+
+    nbytes: int
+    dtype: torch.dtype = torch.uint8
+    pinned: bool = False
+    non_blocking: bool = False
+    strided: bool = False
+    skew: int = 0
+    reused: bool = False
+    label: str = ""
+
+    @property
+    def keep(self) -> int:
+        """Bits of a byte that can be sent: torch may normalise a bool that is neither 0 nor 1."""
+        return 1 if self.dtype is torch.bool else 0xFF
+
+    def __str__(self) -> str:
+        words = [f"{self.nbytes:,} bytes of {str(self.dtype).removeprefix('torch.')}"]
+        words += ["page-locked" if self.pinned else "pageable"]
+        words += [word for word in ("non_blocking", "strided", "reused") if getattr(self, word)]
+        words += [f"{self.skew} bytes off"] if self.skew else []
+        return f"{self.label} {', '.join(words)}".strip()
+
+
+def round_trip(request: Mapping[str, Any]) -> list[Finding] | Again:
+    """Send everything there and back: one finding where all is right, else one for each way in which it is wrong.
+
+    Where bytes are wrong on ROCm, another process tries with the copy engines (SDMA) off, to tell where they come from.
+
+    Args:
+        request: ``device``, ``address``, ``hip``; ``repeats``: how often the repeated case is sent; ``largest``: bytes
+            of the largest case; ``fault``; ``first``: of the process that found wrong bytes.
+    """
+    device, name = device_of(request), request["device"]
+    trial = _RoundTrip(device, copies_for(request))
+    problems: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    wrong = cases = nbytes = 0
+    for number, case in enumerate(_cases(request["largest"], request["repeats"])):
+        step(f"sending {case} to {device} and back")
+        try:
+            problem = trial.problem(case, number)
+        except NotImplementedError:  # torch may know a dtype and no copy of it on this device
+            left_out.append(str(case))
+            continue
+        cases, nbytes, wrong = cases + 1, nbytes + case.nbytes, wrong + (problem is not None)
+        if problem is not None and len(problems) < _KEPT_PROBLEMS:
+            problems.append(problem)
+    if request["first"]:
+        words = f"{wrong} wrong" if wrong else "none wrong, so the copy engines or their driver are part of it"
+        return with_evidence(request["first"], f"with HSA_ENABLE_SDMA=0: {words}")
+    total = f"{cases} cases, {size_words(nbytes)} there and back twice"
+    lines = [f"wrong: {wrong} of {total}" if wrong else total]
+    lines += [f"not tried, torch has no such copy: {'; '.join(left_out)}"] if left_out else []
+    if not wrong:
+        return [from_row("round_trip_right", subject=name, evidence=lines)]
+    findings = []
+    for verdict in VERDICTS:
+        of_it = [problem for problem in problems if problem["verdict"] == verdict]
+        if of_it:
+            findings.append(from_row(f"round_trip_{verdict}", subject=name, evidence=[*problem_lines(of_it), *lines]))
+    if not request.get("hip"):
+        return findings
+    return Again(findings=findings, environ={"HSA_ENABLE_SDMA": "0"}, words="with HSA_ENABLE_SDMA=0")
+
+
+def _cases(largest: int, repeats: int) -> Iterator[Case]:
+    sizes = [size for size in SIZES if size <= largest]
+    # First of all, so that it is the first copy of this process.
+    yield Case(nbytes=sizes[-1], label="cold:")
+    for size in sizes:
+        for pinned in (False, True):
+            for non_blocking in (False, True):
+                yield Case(nbytes=size, pinned=pinned, non_blocking=non_blocking)
+    for dtype in DTYPES:
+        yield Case(nbytes=_DTYPE_BYTES, dtype=dtype)
+        yield Case(nbytes=_DTYPE_BYTES, dtype=dtype, pinned=True, non_blocking=True)
+    nbytes = min(_REPEATED_BYTES, largest)
+    for dtype in (torch.int16, torch.int32):
+        for non_blocking in (False, True):
+            yield Case(nbytes=nbytes, dtype=dtype, non_blocking=non_blocking, strided=True)
+    for skew in (1, 3, 4):
+        for pinned in (False, True):
+            yield Case(nbytes=nbytes - 5, pinned=pinned, non_blocking=pinned, skew=skew)
+    for number in range(repeats):
+        label = f"repeat {number + 1}:"
+        yield Case(nbytes=nbytes, non_blocking=number % 2 == 1, reused=number % 4 > 1, label=label)
+
+
+class _RoundTrip:
+    """One device, and what was sent before.
+
+    For each case: the destination is filled with poison, a pattern that differs at every position is copied to it, the
+    device counts wrong bytes by itself, and the bytes are read back twice, by two ways, into poisoned memory.
+    """
+
+    def __init__(self, device: torch.device, copies: Copies) -> None:
+        self._device, self._copies = device, copies
+        self._destination = torch.empty(0, dtype=torch.uint8)
+        self._earlier: Tensor | None = None
+
+    def problem(self, case: Case, number: int) -> dict[str, Any] | None:
+        """None when all is right, else the case, the verdict, and where what differs."""
+        source = self._host(case.nbytes, pinned=case.pinned and not case.skew)
+        fill_with_pattern(source, number, keep=case.keep)
+        destination = self._place(case)
+        self._send(case, source, destination)
+        on_device = count_wrong(destination, number, keep=case.keep)
+        reads = [self._read(case, destination, pinned=pinned) for pinned in (False, True)]
+        damages = [examine(read, source, earlier=self._earlier) for read in reads]
+        self._earlier = source
+        if not on_device and not any(damages):
+            return None
+        shown = next((damage for damage in damages if damage is not None), None)
+        if count_wrong(source, number, keep=case.keep):
+            verdict = "source"
+        elif not torch.equal(*reads):
+            verdict = "read_back"
+        else:
+            verdict = self._verdict(case, source, destination, on_device, shown)
+        damage = None if shown is None else {**asdict(shown), "kind": shown.kind}
+        return {"case": str(case), "verdict": verdict, "damage": damage}
+
+    def _verdict(self, case: Case, source: Tensor, destination: Tensor, on_device: int, shown: Damage | None) -> str:
+        """What is wrong, where the source is right and both reads agree.
+
+        ``not_written``: what was there before is there still; ``device_only``: it reads back right, and the device sees
+        other bytes; ``mapping``: the device sees the right bytes, and the host reads wrong ones; ``sending``: wrong in
+        the same way everywhere, and right when sent once more; ``memory``: wrong again.
+        """
+        if shown is None:
+            return "device_only"
+        if not on_device:
+            return "mapping"
+        if shown.kind == "poison":
+            return "not_written"
+        self._send(case, source, destination.fill_(POISON))
+        return "sending" if examine(self._read(case, destination, pinned=False), source) is None else "memory"
+
+    def _send(self, case: Case, source: Tensor, destination: Tensor) -> None:
+        sent = source
+        if case.skew:
+            sent = self._host(case.nbytes + case.skew, pinned=case.pinned)[case.skew :]
+            sent[:] = source
+        sent = _typed(sent, case.dtype)
+        if case.strided:
+            apart = torch.empty(sent.numel(), 2, dtype=case.dtype)
+            apart[:, 0] = sent
+            sent = apart[:, 0]
+        words = f"{case} to {self._device}"
+        self._copies.copy(_typed(destination, case.dtype), sent, what=words, non_blocking=case.non_blocking)
+        wait_for(destination)
+
+    def _read(self, case: Case, destination: Tensor, *, pinned: bool) -> Tensor:
+        """Read back: blocking into pageable memory, or non-blocking into page-locked memory and waited for."""
+        read = self._host(case.nbytes, pinned=pinned).fill_(POISON)
+        words = f"{case} back from {self._device} to {'page-locked' if pinned else 'pageable'} memory"
+        self._copies.copy(read, destination, what=words, non_blocking=pinned)
+        wait_for(destination)
+        return read
+
+    def _place(self, case: Case) -> Tensor:
+        if not case.reused or self._destination.numel() != case.nbytes:
+            whole = torch.empty(case.nbytes + case.skew, dtype=torch.uint8, device=self._device)
+            self._destination = whole[case.skew :]
+        self._destination.fill_(POISON)
+        wait_for(self._destination)
+        return self._destination
+
+    def _host(self, nbytes: int, *, pinned: bool) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned and self._device.type == "cuda")
+
+
+def _typed(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    return typed_view(buffer, 0, dtype, (buffer.numel() // dtype.itemsize,))
+
+
+def mmap_heap(request: Mapping[str, Any]) -> list[Finding]:
+    """A tensor that lies in a mapped file, copied to the card, against the same tensor on the heap.
+
+    With some kernels the mapped one takes a thousand times as long (ROCm/ROCm#6523).
+
+    Args:
+        request: ``device``, ``address``; ``fault``: ``slow`` or ``zeros``.
+    """
+    device, name = device_of(request), request["device"]
+    slow = (request.get("fault") or {}).get("kind") == "slow"
+    copies = copies_for(request)
+
+    def once(file: Path) -> tuple[float, float, float, int]:
+        """Seconds out of a fresh mapping, from the heap and by our own mover, and wrong bytes of the first."""
+        with safe_open(file, framework="pt") as opened:
+            mapped, arrived = _timed(copies, opened.get_tensor("weight"), "a mapped tensor", device)
+        with safe_open(file, framework="pt") as opened:
+            heap, _ = _timed(copies, opened.get_tensor("weight").clone(), "a tensor on the heap", device)
+        return mapped + slow * _SLOW_SECONDS, heap, _moved(file, device), count_wrong(arrived, 0)
+
+    directory = _directory()
+    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-doctor-", dir=directory) as folder:
+        mib, file = _FIRST_MIB, write_tensor(Path(folder), _FIRST_MIB)
+        with safe_open(file, framework="pt") as opened:  # the first copy of a process starts what all later ones use
+            _timed(copies, opened.get_tensor("weight").clone(), "a tensor on the heap", device)
+        rounds = [once(file)]
+        # Where it stalls, 8 MiB take seconds and say enough.
+        if rounds[0][0] < _LONG_SECONDS:
+            mib, file = _MIB, write_tensor(Path(folder), _MIB)
+            rounds = [once(file) for _ in range(_ROUNDS)]
+    mapped, heap, moved, _ = (statistics.median(column) for column in zip(*rounds, strict=True))
+    wrong, ratio = sum(one[3] for one in rounds), mapped / heap
+    evidence = [
+        f"{mib} MiB to {name}: {1000 * mapped:.1f} ms from a mapped file in {directory}, "
+        f"{1000 * heap:.1f} ms from the heap",
+        f"the same mapped tensor through this project's page-locked slots: {1000 * moved:.1f} ms",
+    ]
+    if wrong:
+        return [from_row("mapped_file_wrong", subject=name, evidence=evidence, wrong=wrong)]
+    row = "mapped_file_stall" if ratio > STALL_RATIO else "mapped_file_fast"
+    values = {"mib": mib, "mapped_ms": 1000 * mapped, "heap_ms": 1000 * heap, "ratio": ratio}
+    return [from_row(row, subject=name, evidence=evidence, **values)]
+
+
+def _timed(copies: Copies, tensor: Tensor, what: str, device: torch.device) -> tuple[float, Tensor]:
+    step(f"copying {what} of {tensor.nbytes >> 20} MiB to {device}")
+    destination = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    wait_for(destination)
+    began = time.perf_counter()
+    copies.copy(destination, tensor, what=f"{what} to {device}")
+    wait_for(destination)
+    return time.perf_counter() - began, destination
+
+
+def _moved(file: Path, device: torch.device) -> float:
+    """Seconds of a verified transfer out of a fresh mapping by our own mover, as weights are loaded."""
+    step(f"moving a mapped tensor to {device} through page-locked slots")
+    with safe_open(file, framework="pt") as opened, Mover(device) as mover:
+        mover.move(fill_with_pattern(torch.empty(1 << 20, dtype=torch.uint8), 1), name="first")
+        began = time.perf_counter()
+        wait_for(mover.move(opened.get_tensor("weight"), name="weight"))
+        return time.perf_counter() - began
+
+
+def write_tensor(folder: Path, mib: int) -> Path:
+    """A safetensors file with one tensor of a known pattern, on the disc."""
+    file = folder / f"{mib}.safetensors"
+    save_file({"weight": fill_with_pattern(torch.empty(mib << 20, dtype=torch.uint8), 0)}, file)
+    with file.open("rb") as written:
+        os.fsync(written.fileno())  # the pages of a model's file are in memory, and on the disc
+    return file
+
+
+def _directory() -> str:
+    """A directory on a disc, as models are: the temporary one is memory on many machines, which maps differently."""
+    return "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()

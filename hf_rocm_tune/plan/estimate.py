@@ -1,0 +1,714 @@
+"""What a training step takes of a card: arithmetic on recorded shapes. Imports no torch.
+
+A recording (`Tape`, made by `recorder`) lists when each storage of one step comes and goes, for a model with few of its
+layers. Two recordings tell how the bytes of each storage grow with batch and length. A model of L layers is then the
+recorded stretches one after the other, those of a layer as often as the model has layers of that kind. The peak is the
+highest of several moments (backward of the loss, of a layer, the optimizer's step, loading), never the sum of all that
+a step ever holds.
+
+    held during the whole step    weights, quantisation constants, adapters, optimizer state, gradient buckets
+    at the peak                   gradients, activations kept for backward, working memory of the stretch that peaks
+    around it                     allocator slack, the driver's context, what a desktop holds: assumed or read
+
+Speed is an estimate that ranks choices. It is no measurement and no figure of a card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_rocm_tune.errors import UsageError
+
+Floats: TypeAlias = "npt.NDArray[np.float64]"
+Integers: TypeAlias = "npt.NDArray[np.int64]"
+Counts: TypeAlias = "tuple[int, ...]"
+
+GIB = 1 << 30
+
+#: Assumed, not measured on a 7900 XT: what the runtime holds before the first tensor, kernels and workspaces included.
+CONTEXT_BYTES = GIB // 2
+#: Assumed: share of what comes and goes that the caching allocator cannot reuse, and a floor.
+SLACK_SHARE, SLACK_FLOOR = 0.05, GIB // 10
+#: Assumed where it cannot be read: a desktop session that draws on the card.
+DESKTOP_BYTES = GIB
+
+#: Assumed: half of the 103 TFLOPS that the data sheet gives a 7900 XT's matrix instructions in bfloat16.
+MATRIX_RATE = 50e12
+#: Assumed: share of the data sheet's bandwidth that a kernel reaches.
+BANDWIDTH_SHARE = 0.8
+#: An operation reads about twice what it writes.
+MOVED_PER_WRITTEN = 3.0
+#: Assumed: seconds a launch costs, Python's share included.
+LAUNCH = 10e-6
+#: Estimates of speed that differ by less are taken as equal.
+NEAR = 0.02
+
+#: Lengths are searched in steps of this many tokens.
+LENGTH_STEP = 128
+
+
+# ---- recordings -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A stretch of a step."""
+
+    # ``start`` (embeddings, masks), ``forward``, ``head`` (last norm, head, loss), ``loss`` (their backward),
+    # ``backward``, ``end`` (backward of the embeddings), in this order
+    role: str
+    layer: int = -1  # position among the recorded layers; -1 for a stretch that belongs to none
+    flops: int = 0  # floating point operations of its matrix multiplications
+    written: int = 0  # bytes of all tensors that came into being in it
+    launches: int = 0  # operations that wrote a tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tape:
+    """What was recorded of one step."""
+
+    # batch, length: sequences and tokens of each
+    batch: int
+    length: int
+    segments: Sequence[Segment]  # in order of time; each pair of role and layer is there once
+    # (segment, storage, +1 or -1) in order of time; 0 where a storage has become a parameter's gradient
+    events: Sequence[tuple[int, int, int]]
+    sizes: Sequence[int]  # bytes of each storage
+    owners: Sequence[int]  # segment in which each storage came into being
+    tiles: frozenset[int] = frozenset()  # storages whose size stops growing with the batch at ``tile_tokens`` tokens
+    tile_tokens: int = 4096
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences."""
+        return self.batch * self.length
+
+
+#: Powers of batch and length with which a storage can grow.
+_POWERS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
+#: Two ways to grow are told apart from two recordings where their sizes would differ by more than this factor.
+_APART = 1.1
+
+
+def told_apart(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    """Whether the sizes at two shapes (batch, length) tell how a storage grows.
+
+    They do not where twice the length is as much more as half again the batch, for example: from 2 x 1024 to 3 x 1536
+    whatever grows with the tokens grows as the square of the length does. A batch or a length that is the same in both
+    is not asked for.
+    """
+    powers = {(i * (first[0] != second[0]), j * (first[1] != second[1])) for i, j in _POWERS}
+    growths = np.sort(_growths(first, second, sorted(powers)))
+    return bool(np.diff(growths).min(initial=np.inf) > np.log(_APART))
+
+
+def _growths(first: tuple[int, int], second: tuple[int, int], powers: Sequence[tuple[int, int]]) -> Floats:
+    """For each pair of powers the logarithm of the factor between two shapes (batch, length)."""
+    batch, length = (np.log(after / before) for before, after in zip(first, second, strict=True))
+    return np.array([i * batch + j * length for i, j in powers])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """Bytes of each storage: ``fixed + slope * batch ** i * length ** j``, or those of a tile."""
+
+    # fixed, slope, batch_power, length_power: one value a storage
+    fixed: Floats
+    slope: Floats
+    batch_power: Floats
+    length_power: Floats
+    tile: Floats  # bytes a token of a storage that stops growing at ``tile_tokens`` tokens; 0 for others
+    tile_tokens: int
+
+    @classmethod
+    def fit(cls, first: Tape, second: Tape) -> Growth:
+        """From two recordings of the same step, which may differ in batch, in length, in both or not at all.
+
+        The powers are those whose ratio is nearest to that of the two sizes. With them both sizes are met exactly, also
+        where a storage is a token or a few shorter than the sequence.
+
+        Raises:
+            ValueError: the two shapes do not tell; see `told_apart`.
+        """
+        shapes = (first.batch, first.length), (second.batch, second.length)
+        if not told_apart(*shapes):
+            raise ValueError(f"two recordings, {shapes[0]} and {shapes[1]}, that do not tell how sizes grow")
+        sizes, others = (np.array(tape.sizes, dtype=np.float64) for tape in (first, second))
+        known = (sizes > 0) & (others > 0)
+        ratios = np.log(np.where(known, others, 1.0)) - np.log(np.where(known, sizes, 1.0))
+        nearest = np.abs(ratios[:, None] - _growths(*shapes, _POWERS)[None, :]).argmin(axis=1)
+        batch_power, length_power = np.array(_POWERS, dtype=np.float64)[nearest].T
+        before = first.batch**batch_power * first.length**length_power
+        after = second.batch**batch_power * second.length**length_power
+        grows = after > before
+        slope = np.where(grows, (others - sizes) / np.where(grows, after - before, 1.0), 0.0)
+        tile = np.zeros_like(sizes)
+        marked = list(first.tiles)
+        # a recorded tile may be slightly less than a whole one, where the last token of a sequence has no part
+        tile[marked] = np.maximum(
+            *(
+                (np.array(tape.sizes, dtype=np.float64) / min(tape.tokens, tape.tile_tokens))[marked]
+                for tape in (first, second)
+            )
+        )
+        return cls(
+            fixed=sizes - slope * before,
+            slope=slope,
+            batch_power=batch_power,
+            length_power=length_power,
+            tile=tile,
+            tile_tokens=first.tile_tokens,
+        )
+
+    def quadratic(self, sizes: Floats) -> Floats:
+        """Of the bytes of each storage those that grow with the square of the length: masks and attention scores."""
+        return np.where((self.length_power == 2) & (self.slope > 0), sizes, 0.0)
+
+    def at(self, batch: int, length: int) -> Floats:
+        """Bytes of each storage, never negative."""
+        grown = self.fixed + self.slope * float(batch) ** self.batch_power * float(length) ** self.length_power
+        tiled = self.tile * min(batch * length, self.tile_tokens)
+        found: Floats = np.maximum(np.where(self.tile > 0, tiled, grown), 0.0)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The highest level of a step, in bytes above what is there before it."""
+
+    total: float  # the level
+    # role, layer: the stretch in which it is reached; the layer is one of the real model, from 0, or -1
+    role: str
+    layer: int
+    kept: float  # activations kept for backward when that stretch begins
+    quadratic: float  # of those, what grows with the square of the length
+    gradients: float  # gradients of parameters that exist when that stretch begins
+    by_role: dict[str, float]  # the highest level in each kind of stretch
+    all_gradients: float  # bytes of the gradients when the step is done
+
+    @property
+    def working(self) -> float:
+        """What the stretch itself takes on top."""
+        return self.total - self.kept - self.gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a step computes."""
+
+    flops: float  # floating point operations of matrix products and attention, recomputation included
+    written: float  # bytes of all tensors that are written
+    launches: float  # operations that write a tensor
+
+
+class Trace:
+    """A step as a function of batch size and sequence length.
+
+    Args:
+        first, second: recordings of the same step at two lengths, and at two batch sizes where it is to be known at
+            others. At one length only, it is known at that length only.
+        layer_of: for each layer of the real model, its stand-in among the recorded layers.
+        layers_only: the step as a card sees it that has layers of a split model and nothing else, beside copies of what
+            they are given.
+
+    Raises:
+        ValueError: the recordings differ in more than sizes or do not tell how those grow: the step cannot be scaled.
+    """
+
+    def __init__(self, first: Tape, second: Tape, layer_of: Sequence[int], *, layers_only: bool = False) -> None:
+        if second.events != first.events or len(second.segments) != len(first.segments):
+            raise ValueError("the step does other things at another length or batch size")
+        self._tapes = first, second
+        self._layer_of = tuple(layer_of)
+        self._layers_only = layers_only
+        self._sizes = Growth.fit(first, second)
+        keys = [(segment.role, segment.layer) for segment in first.segments]
+        self._repeats = {key: self._layer_of.count(key[1]) if _of_layer(key[0]) else 1 for key in keys}
+        events = np.array(first.events, dtype=np.int64).reshape(-1, 3)
+        counts = [self._repeats[keys[owner]] for owner in first.owners]
+        self._stretches = {
+            key: _Stretch.cut(events[events[:, 0] == index], counts, inside=_of_layer(key[0]))
+            for index, key in enumerate(keys)
+        }
+
+    def peak(self, batch: int, length: int, *, accumulating: bool = False) -> Peak:
+        """The peak of one step.
+
+        Args:
+            batch: sequences.
+            length: tokens of each.
+            accumulating: gradients of earlier micro-batches are there already.
+        """
+        sizes = self._sizes.at(batch, length)
+        squares = self._sizes.quadratic(sizes)
+        levels = {key: each.levels(sizes, accumulating) for key, each in self._stretches.items()}
+        counted = {key: each for key, each in levels.items() if _of_layer(key[0]) or not self._layers_only}
+        all_gradients = sum(each.gradients * self._repeats[key] for key, each in counted.items())
+        # a card with layers only holds copies of what the embeddings and masks leave behind
+        copies = max(0.0, levels["start", -1].net) if self._layers_only else 0.0
+        level, quadratic, gradients = copies, 0.0, all_gradients if accumulating else 0.0
+        best: Peak | None = None
+        by_role: dict[str, float] = {}
+        for role, recorded, real in self._timeline():
+            found = counted.get((role, recorded))
+            if found is None:
+                continue
+            here = level + gradients + found.peak
+            by_role[role] = max(by_role.get(role, 0.0), here)
+            if best is None or here > best.total:
+                best = Peak(
+                    total=here,
+                    role=role,
+                    layer=real,
+                    kept=level,
+                    quadratic=quadratic,
+                    gradients=gradients,
+                    by_role=by_role,
+                    all_gradients=all_gradients,
+                )
+            level += found.net - found.gradients
+            quadratic += self._stretches[role, recorded].net(squares)
+            gradients += 0.0 if accumulating else found.gradients
+        assert best is not None, "a step has stretches"
+        return best
+
+    def work(self, batch: int, length: int) -> Work:
+        """What one step computes, over all layers: operations grow with tokens and with their product with the length,
+        bytes written with tokens."""
+        times = np.array([self._repeats[segment.role, segment.layer] for segment in self._tapes[0].segments])
+        flops, written = (
+            [float(times @ np.array([getattr(each, name) for each in tape.segments])) for tape in self._tapes]
+            for name in ("flops", "written")
+        )
+        (tokens, more), (short, long) = [[getattr(t, name) for t in self._tapes] for name in ("tokens", "length")]
+        if short == long:
+            slope, square = flops[0] / tokens, 0.0
+        else:
+            square = (flops[1] / more - flops[0] / tokens) / (long - short)
+            slope = flops[0] / tokens - square * short
+        a_token = (written[1] - written[0]) / (more - tokens) if more > tokens else written[0] / tokens
+        return Work(
+            flops=max(0.0, batch * length * (slope + square * length)),
+            written=max(0.0, written[0] + a_token * (batch * length - tokens)),
+            launches=float(times @ np.array([each.launches for each in self._tapes[0].segments])),
+        )
+
+    def _timeline(self) -> list[tuple[str, int, int]]:
+        """(role, recorded layer, real layer) in order of time."""
+        layers = list(enumerate(self._layer_of))
+        return [
+            ("start", -1, -1),
+            *(("forward", recorded, real) for real, recorded in layers),
+            ("head", -1, -1),
+            ("loss", -1, -1),
+            *(("backward", recorded, real) for real, recorded in reversed(layers)),
+            ("end", -1, -1),
+        ]
+
+
+def _of_layer(role: str) -> bool:
+    return role in ("forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Levels:
+    net: float
+    peak: float
+    gradients: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stretch:
+    """Events of one stretch: which storages, by how much each counts, and which have become gradients."""
+
+    storages: Integers
+    weights: Floats
+    landings: Floats
+
+    @classmethod
+    def cut(cls, events: Integers, counts: Sequence[int], *, inside: bool) -> _Stretch:
+        """From the events of a stretch.
+
+        What a layer made and a stretch outside the layers ends (a cache of casts at the end of the forward pass) ends
+        there for every layer of the real model.
+        """
+        storages, signs = events[:, 1], events[:, 2].astype(np.float64)
+        times = np.ones(len(storages)) if inside else np.array(counts, dtype=np.float64)[storages]
+        return cls(storages=storages, weights=signs * times, landings=np.where(signs == 0, times, 0.0))
+
+    def net(self, sizes: Floats) -> float:
+        """Change over the stretch, from the bytes of each storage."""
+        return float(sizes[self.storages] @ self.weights)
+
+    def levels(self, sizes: Floats, accumulating: bool) -> _Levels:
+        """Change, highest level and gradients; a gradient that is added to an earlier one goes when it lands."""
+        if not len(self.storages):
+            return _Levels(net=0.0, peak=0.0, gradients=0.0)
+        nbytes = sizes[self.storages]
+        landed, changes = nbytes * self.landings, nbytes * self.weights
+        levels = np.cumsum(changes - landed if accumulating else changes)
+        return _Levels(net=float(changes.sum()), peak=max(0.0, float(levels.max())), gradients=float(landed.sum()))
+
+
+# ---- optimizers -------------------------------------------------------------------------------------------------
+
+_SMALLEST_8_BIT = 4096
+_BLOCK_8_BIT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Tensors of one size that are trained."""
+
+    elements: int  # of one tensor
+    itemsize: int  # bytes of an element, and of an element of its gradient
+    count: int = 1  # how many such tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.elements * self.itemsize * self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What an optimizer keeps and takes.
+
+    Sources: torch 2.13 ``optim/adam.py`` (states in the parameter's dtype; the foreach form, which a GPU gets, takes
+    one more copy of the parameters while it steps; the loop of the CPU three of one parameter; the fused form none);
+    bitsandbytes 0.50.2 ``optim/optimizer.py`` (8-bit states with a float32 constant for 256 elements; tensors below
+    4096 elements keep float32; 32-bit states are float32 whatever the parameter; paged states live in managed memory)
+    and ``backends/cpu/ops.py`` (there an 8-bit step works on float32 copies of one parameter, its gradient and its
+    states, and two of what it writes). How paged states behave on RDNA3 was not tried; they are counted as host memory.
+    """
+
+    states: int  # values kept for each parameter
+    bits: int = 0  # of a value; 0 for the parameter's own dtype
+    paged: bool = False  # kept in managed memory
+    copies: float = 0.0  # of all trained parameters that a step takes while it runs
+    copies_of_one: float = 0.0  # of the largest of them instead, where they are stepped one by one
+    floats_of_one: int = 0  # the same in float32, whatever the parameter
+
+    def kept(self, trained: Iterable[Trained]) -> int:
+        """Bytes of state, wherever it lives."""
+        return sum(self._state(tensor) * tensor.count for tensor in trained)
+
+    def taken(self, trained: Iterable[Trained]) -> float:
+        """Bytes that a step takes on the card while it runs."""
+        tensors = tuple(trained)
+        largest = max((tensor.elements * tensor.itemsize for tensor in tensors), default=0)
+        floats = max((4 * tensor.elements for tensor in tensors), default=0)
+        of_one = self.copies_of_one * largest + self.floats_of_one * floats
+        return self.copies * sum(tensor.nbytes for tensor in tensors) + of_one
+
+    def _state(self, tensor: Trained) -> int:
+        if self.bits == 0:
+            return self.states * tensor.elements * tensor.itemsize
+        if self.bits == 8 and tensor.elements >= _SMALLEST_8_BIT:
+            return self.states * (tensor.elements + 4 * -(-tensor.elements // _BLOCK_8_BIT))
+        return self.states * tensor.elements * 4
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw_torch_fused": Optimizer(states=2),
+    "adamw_torch": Optimizer(states=2, copies=1.0),
+    "adamw_8bit": Optimizer(states=2, bits=8),
+    "adamw_bnb_8bit": Optimizer(states=2, bits=8),
+    "paged_adamw_8bit": Optimizer(states=2, bits=8, paged=True),
+    "paged_adamw_32bit": Optimizer(states=2, bits=32, paged=True),
+    "lion_8bit": Optimizer(states=1, bits=8),
+    "lion_32bit": Optimizer(states=1, bits=32),
+    "sgd": Optimizer(states=0),
+}
+
+
+def optimizer(name: str, *, on_cpu: bool = False) -> Optimizer:
+    """The optimizer of a name.
+
+    Args:
+        name: as ``--optim`` has it.
+        on_cpu: there torch and bitsandbytes step one parameter after the other.
+
+    Raises:
+        UsageError: its memory is not known here.
+    """
+    if name not in OPTIMIZERS:
+        raise UsageError(f"--optim {name} is not known to the planner; it knows {', '.join(OPTIMIZERS)}")
+    found = OPTIMIZERS[name]
+    if not on_cpu:
+        return found
+    floats = found.states + 4 if found.bits == 8 else 0
+    return replace(found, copies=0.0, copies_of_one=3 * found.copies, floats_of_one=floats)
+
+
+# ---- what is planned --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter or buffer that is there during the whole step."""
+
+    group: str  # ``base``, ``adapter``, ``quantisation`` or ``buffer``
+    layer: int  # position among the recorded layers, or -1 where it belongs to none
+    elements: int  # what it stands for, where it is packed
+    nbytes: int  # what it takes
+    itemsize: int  # bytes of an element of its gradient
+    trained: bool = False  # whether it has a gradient and optimizer state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Totals of a model as it is trained."""
+
+    parts: Mapping[str, int]  # bytes by group: ``weights``, ``quantisation``, ``adapters``
+    trained: tuple[Trained, ...]  # the tensors that have gradients
+    parameters: int  # of the model, adapters not counted, packed ones as what they stand for
+    largest: int  # bytes that the largest tensor has before it is quantised; 0 where nothing is
+
+    @classmethod
+    def total(cls, tensors: Iterable[Weight], layer_of: Sequence[int]) -> Weights:
+        """Adds up the tensors of the recorded layers, each as often as the real model has such a layer."""
+        parts = {"weights": 0, "quantisation": 0, "adapters": 0}
+        trained, parameters, largest = [], 0, 0
+        for tensor in tensors:
+            count = 1 if tensor.layer < 0 else layer_of.count(tensor.layer)
+            part = {"adapter": "adapters", "quantisation": "quantisation"}.get(tensor.group, "weights")
+            parts[part] += tensor.nbytes * count
+            if tensor.trained:
+                trained.append(Trained(elements=tensor.elements, itemsize=tensor.itemsize, count=count))
+            if part == "weights":
+                parameters += tensor.elements * count
+                if tensor.elements * tensor.itemsize > tensor.nbytes:  # packed
+                    largest = max(largest, 2 * tensor.elements)
+        return cls(parts=parts, trained=tuple(trained), parameters=parameters, largest=largest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardMemory:
+    """The memory of one card, in bytes."""
+
+    name: str  # as it is shown
+    usable: int  # what torch can see of it
+    desktop: int = DESKTOP_BYTES  # held by others
+    desktop_source: str = "assumed"  # how that is known
+    context: int = CONTEXT_BYTES  # held by the runtime
+    bandwidth: float = 800e9  # bytes a second, for the estimate of speed
+
+    @property
+    def free(self) -> int:
+        """What is left for torch's allocator."""
+        return self.usable - self.desktop - self.context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to run a step."""
+
+    micro_batch: int  # sequences on one card at a time
+    length: int  # tokens of a sequence
+    checkpointing: bool  # activations are recomputed
+    packing: bool = False  # a row holds several sequences, and all rows become one (TRL's ``bfd``)
+    accumulation: int = 1  # micro-batches to one optimizer step
+    cards: int = 1  # that hold the whole model each and average gradients
+
+    @property
+    def content(self) -> str:
+        """``packed``; ``plain`` for a single sequence, which needs no padding; else ``padded``."""
+        return "packed" if self.packing else "plain" if self.micro_batch == 1 else "padded"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens of the tensors on the card."""
+        return (1, self.micro_batch * self.length) if self.packing else (self.micro_batch, self.length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A model and a method."""
+
+    name: str  # ``lora``, ``qlora`` or ``full``
+    weights: Weights  # its totals
+    trace: Callable[[Case], Trace]  # gives the recorded step for a case, scaled to its batch and length
+    exact: Callable[[Case], Trace]  # the same, recorded at the case's own length
+    optimizer: Optimizer  # the one that trains it
+    can_checkpoint: bool = True  # whether activations can be recomputed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How fast a case is estimated to be."""
+
+    tokens_per_second: float  # on all cards, padding counted as tokens
+    # products, traffic, launches: shares of the time
+    products: float
+    traffic: float
+    launches: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a case takes."""
+
+    variant: str  # name of the method
+    case: Case  # the case
+    parts: Mapping[str, float]  # bytes at the peak, by part, in the order in which they are shown
+    moment: str  # where the peak is
+    moments: Mapping[str, float]  # highest level at each kind of moment, in bytes of torch's allocator
+    total: float  # bytes of the card, everything included
+    spare: float  # bytes left over; negative: missing
+    speed: Speed  # an estimate
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is missing."""
+        return self.spare >= 0
+
+    @property
+    def allocated(self) -> float:
+        """The allocator's peak: without slack, context and desktop. What a measurement is compared with."""
+        return max(self.moments.values())
+
+
+_MOMENTS = {
+    "start": "embeddings and masks",
+    "head": "loss, forward",
+    "loss": "loss, backward",
+    "end": "backward of the embeddings",
+}
+
+
+def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
+    """What one case takes of a card."""
+    weights, trace = variant.weights, variant.trace(case)
+    batch, length = case.shape
+    peak = trace.peak(batch, length, accumulating=case.accumulation > 1)
+    paged = variant.optimizer.paged
+    parts = {
+        "weights": float(weights.parts["weights"]),
+        "quantisation constants": float(weights.parts["quantisation"]),
+        "adapters": float(weights.parts["adapters"]),
+        "optimizer state": 0.0 if paged else float(variant.optimizer.kept(weights.trained)),
+    }
+    if case.cards > 1:
+        parts["gradient buckets"] = float(sum(tensor.nbytes for tensor in weights.trained))
+    held = sum(parts.values())
+    moments = {f"{role} pass" if _of_layer(role) else role: held + level for role, level in peak.by_role.items()}
+    moments["optimizer step"] = held + peak.all_gradients + variant.optimizer.taken(weights.trained)
+    moments["loading"] = weights.parts["weights"] + weights.parts["quantisation"] + weights.largest
+    highest = max(moments, key=lambda name: moments[name])
+    kept = quadratic = gradients = 0.0
+    if highest == "optimizer step":
+        gradients = peak.all_gradients
+    elif highest != "loading":
+        kept, quadratic, gradients = peak.kept, peak.quadratic, peak.gradients
+    at_peak = {
+        "gradients": gradients,
+        "activations kept": kept - quadratic,
+        "attention masks kept": quadratic,
+        "working memory": moments[highest] - held - kept - gradients,
+    }
+    parts |= at_peak | {
+        "allocator slack": SLACK_SHARE * sum(at_peak.values()) + SLACK_FLOOR,
+        "context": float(card.context),
+        "desktop": float(card.desktop),
+    }
+    total = sum(parts.values())
+    in_layer = highest == f"{peak.role} pass"
+    return Estimate(
+        variant=variant.name,
+        case=case,
+        parts=parts,
+        moment=f"{peak.role} of layer {peak.layer + 1}" if in_layer else _MOMENTS.get(highest, highest),
+        moments=moments,
+        total=total,
+        spare=card.usable - total,
+        speed=_speed(case, trace.work(batch, length), parts["weights"], card),
+    )
+
+
+def _speed(case: Case, work: Work, weights: float, card: CardMemory) -> Speed:
+    """``seconds = operations / matrix rate + bytes moved / bandwidth + launches * cost of a launch``
+
+    Frozen weights are read once in each direction and once more when activations are recomputed.
+    """
+    moved = MOVED_PER_WRITTEN * work.written + (3 if case.checkpointing else 2) * weights
+    products = work.flops / MATRIX_RATE
+    traffic = moved / (BANDWIDTH_SHARE * card.bandwidth)
+    launches = work.launches * LAUNCH
+    whole = products + traffic + launches
+    return Speed(
+        tokens_per_second=case.cards * case.micro_batch * case.length / whole,
+        products=products / whole,
+        traffic=traffic / whole,
+        launches=launches / whole,
+    )
+
+
+# ---- choosing ---------------------------------------------------------------------------------------------------
+
+
+def micro_batches(effective_batch: int, cards: int) -> tuple[int, ...]:
+    """Micro-batches with which an effective batch can be reached exactly, from 1 up."""
+    each = effective_batch // cards
+    return tuple(size for size in range(1, each + 1) if each % size == 0)
+
+
+def fastest(options: Iterable[Estimate]) -> Estimate | None:
+    """The one with the most tokens a second of those that fit; of near equals the one that leaves most memory."""
+    fitting = [each for each in options if each.fits]
+    best = max((each.speed.tokens_per_second for each in fitting), default=0.0)
+    equals = [each for each in fitting if each.speed.tokens_per_second >= best * (1 - NEAR)]
+    return max(equals, key=lambda each: each.spare, default=None)
+
+
+def nearest(options: Sequence[Estimate]) -> Estimate:
+    """The one that needs least memory, where none fits."""
+    return min(options, key=lambda each: each.total)
+
+
+def longest(fits: Callable[[int], bool], *, limit: int) -> int | None:
+    """The greatest length that fits, a multiple of ``LENGTH_STEP``, or None where the shortest does not.
+
+    Args:
+        fits: whether a length fits; what it takes grows with the length.
+        limit: the greatest length to consider.
+    """
+    low, high = 0, max(1, limit // LENGTH_STEP)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * LENGTH_STEP) else (low, middle - 1)
+    return low * LENGTH_STEP or None
+
+
+# ---- the host ---------------------------------------------------------------------------------------------------
+
+#: Assumed: the system and a desktop session; Python, torch, the ROCm runtime and its kernels in one training process;
+#: a data loader's worker.
+SYSTEM_BYTES, PROCESS_BYTES, WORKER_BYTES = 5 * GIB // 2, 3 * GIB, GIB // 2
+#: The page-locked ring of the verified transfer: 4 slots of 32 MiB (``transfer/settings.py``).
+RING_BYTES = 4 * 32 * (1 << 20)
+
+
+def host(variant: Variant, case: Case, *, workers: int = 0) -> dict[str, float]:
+    """What the training processes of one choice take of the host's memory: bytes by part, all processes together.
+
+    Weight files are mapped and read through the ring: their pages are cache, which the system takes back. What a
+    checkpoint gathers on the host is a copy of adapter and optimizer state.
+    """
+    state = variant.optimizer.kept(variant.weights.trained)
+    parts = {
+        "system": float(SYSTEM_BYTES),
+        "processes": float(case.cards * PROCESS_BYTES),
+        "page-locked ring": float(case.cards * RING_BYTES),
+        "a checkpoint being written": float(sum(tensor.nbytes for tensor in variant.weights.trained) + state),
+    }
+    if variant.optimizer.paged:
+        parts["paged optimizer state"] = float(case.cards * state)
+    if workers:
+        parts["data loader workers"] = float(case.cards * workers * WORKER_BYTES)
+    return parts

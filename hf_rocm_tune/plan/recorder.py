@@ -1,0 +1,701 @@
+"""Recording one training step on the meta device: which storage comes into being when, and when it goes.
+
+Nothing is downloaded or allocated. The step is the one that TRL makes: the backbone, the fused head and its loss, the
+backward pass with or without checkpointing of each layer. Saved tensors, gradients and recomputation are counted
+because they are there, not because a formula says so. A storage counts once, whatever views it has; parameters and
+buffers, which exist before the step, do not count.
+
+Covered: every architecture of transformers with a causal language model whose forward pass runs on the meta device.
+Not covered, and refused with one line: models that choose their way by the content of tensors (experts picked by
+Python loops), and models whose layers cannot be told.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.plan.estimate import Case, Segment, Tape
+from hf_rocm_tune.plan.request import FOREIGN_ERRORS, PLATFORMS, TooManyOperations, first_line
+from hf_rocm_tune.plan.sample import Sample
+
+aten = torch.ops.aten
+
+# ---- recording a step -------------------------------------------------------------------------------------------
+
+
+def record(
+    sample: Sample, case: Case, batch: int, length: int, *, platform: str = "hip", autocast: bool = True
+) -> Tape:
+    """Records one training step of a sample.
+
+    Args:
+        sample: the model.
+        case: says what its rows are (plain, padded or packed) and whether activations are recomputed.
+        batch, length: rows, and tokens of each.
+        platform: ``hip``, ``cuda`` or ``cpu``: the device whose kernels count.
+        autocast: mixed precision in bfloat16.
+
+    Raises:
+        TooManyOperations: it takes too long.
+        UsageError: this model does not run without data, so it cannot be planned.
+    """
+    name = type(sample.base).__name__
+    parameters = list(sample.model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    recorder = Recorder([*parameters, *sample.model.buffers()], _workspaces(platform), sample.kernels)
+    mode = DeviceMode(platform=platform, autocast=autocast, content_is_plain=case.content == "plain")
+    _set_checkpointing(sample.base, mode if case.checkpointing else None)
+    hooks = _watch(sample, trained, recorder)
+    try:
+        with warnings.catch_warnings(), torch.enable_grad(), autocast_flags(platform, autocast), recorder:
+            warnings.simplefilter("ignore")
+            with mode:
+                loss = _forward(sample, (batch, length), case.packing, recorder, cpu=platform == "cpu")
+            mode.forget_casts()
+            recorder.segment("loss")
+            loss.backward()
+            del loss  # with it goes what only the graph still held
+            return recorder.tape(batch, length)
+    except TooManyOperations as error:
+        raise TooManyOperations(f"{name} cannot be planned: {error}") from error
+    except FOREIGN_ERRORS as error:
+        raise UsageError(
+            f"{name} cannot be planned: its forward pass does not run without data ({first_line(error)})"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter in trained:
+            parameter.grad = None
+
+
+def _forward(sample: Sample, shape: tuple[int, int], packed: bool, recorder: Recorder, *, cpu: bool) -> Tensor:
+    ids, labels, second = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3))
+    extra: dict[str, Any] = {"position_ids" if packed else "attention_mask": second}
+    config = sample.config
+    balanced = bool(getattr(config, "router_aux_loss_coef", 0)) and hasattr(config, "output_router_logits")
+    if balanced:
+        extra["output_router_logits"] = True
+    outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra)
+    loss = _loss_of(outputs.last_hidden_state, labels, sample.base.get_output_embeddings(), recorder, cpu=cpu)
+    if balanced and outputs.router_logits:
+        logits = _of_all_layers(sample, outputs.router_logits)
+        loss = loss + _balancing_loss(logits, config, extra.get("attention_mask"))
+    return loss
+
+
+def _of_all_layers(sample: Sample, logits: tuple[Tensor, ...]) -> list[Tensor]:
+    """The router logits of the real model: each of its sparse layers gives those of the layer that stands for it."""
+    sparse = [i for i, layer in enumerate(sample.layers) if any("expert" in name for name, _ in layer.named_modules())]
+    if len(sparse) != len(logits):
+        return list(logits)
+    by_layer = dict(zip(sparse, logits, strict=True))
+    return [by_layer[i] for i in sample.layer_of if i in by_layer]
+
+
+def _watch(sample: Sample, trained: list[nn.Parameter], recorder: Recorder) -> list[Any]:
+    """Begins a segment at each layer's boundary, in both directions."""
+    last = len(sample.layers) - 1
+    hooks = []
+
+    def before(layer: int) -> Any:
+        def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            del module
+            recorder.segment("forward", layer)
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if layer == 0 and isinstance(hidden, Tensor) and hidden.requires_grad:
+                hidden.register_hook(lambda gradient: recorder.segment("end"))
+
+        return begin
+
+    def after(layer: int) -> Any:
+        def finish(module: Any, args: tuple[Any, ...], output: Any) -> None:
+            del module, args
+            hidden = output if isinstance(output, Tensor) else output[0]
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: recorder.segment("backward", layer))
+            if layer == last:
+                recorder.segment("head")
+
+        return finish
+
+    for position, layer in enumerate(sample.layers):
+        hooks.append(layer.register_forward_pre_hook(before(position), with_kwargs=True))
+        hooks.append(layer.register_forward_hook(after(position)))
+    for parameter in trained:
+        hooks.append(parameter.register_post_accumulate_grad_hook(lambda each: recorder.landed(each.grad)))
+    return hooks
+
+
+def _set_checkpointing(base: Any, mode: DeviceMode | None) -> None:
+    """As ``transformers.Trainer`` does, which makes the embeddings' output need a gradient.
+
+    What is recomputed runs in the mode too.
+    """
+    if base.is_activation_checkpointing:
+        base.activation_checkpointing_disable()
+        base.disable_input_require_grads()
+    if mode is None:
+        return
+    settings = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), mode)}
+    try:
+        base.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+    except ValueError as error:
+        raise UsageError(f"{type(base).__name__} does not support checkpointing: {error}") from error
+
+
+# ---- storages --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Counts:
+    """A `Segment` that still grows."""
+
+    role: str
+    layer: int
+    flops: int = 0
+    written: int = 0
+    launches: int = 0
+
+
+#: A step of more operations is not recorded: it would take many seconds.
+MOST_OPERATIONS = 20_000
+
+
+class Recorder(TorchDispatchMode):
+    """Records what happens inside its ``with`` block, after autograd.
+
+    Raises :class:`TooManyOperations` in there when it goes on for too long.
+
+    Args:
+        existing: tensors that are there before the step, and do not count.
+        workspaces: bytes that a kernel takes for itself while it runs, by operator; called with its arguments.
+        kernels: what operators gave before; see `remembered`.
+    """
+
+    def __init__(
+        self,
+        existing: Iterable[Tensor],
+        workspaces: dict[Any, Callable[..., int]],
+        kernels: dict[Any, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._kernels = {} if kernels is None else kernels
+        self._workspaces = workspaces
+        self._known: dict[int, object] = {}
+        for tensor in existing:
+            storage = tensor.untyped_storage()
+            self._known[id(storage)] = storage
+        self._segments: list[_Counts] = []
+        self._events: list[tuple[int, int, int]] = []
+        self._sizes: list[int] = []
+        self._owners: list[int] = []
+        self._index: dict[int, int] = {}
+        self._tiles: set[int] = set()
+        self._landed: set[int] = set()
+        self._operations = 0
+        self._next: _Counts | None = None
+        self.segment("start")
+
+    def segment(self, role: str, layer: int = -1) -> None:
+        """Begins a stretch with the next operation: what goes before that still belongs to the stretch before."""
+        self._next = _Counts(role, layer)
+
+    def mark_tile(self, tensor: Tensor) -> None:
+        """Says that this tensor's size stops growing at a number of tokens."""
+        self._tiles.add(self._index[id(tensor.untyped_storage())])
+
+    def landed(self, gradient: Tensor) -> None:
+        """Says that this tensor has become a parameter's gradient; where it is added to an earlier one, it goes now."""
+        index = self._index.get(id(gradient.untyped_storage()))
+        if index is not None and index not in self._landed:
+            self._landed.add(index)
+            self._event(index, 0)
+
+    def tape(self, batch: int, length: int) -> Tape:
+        """The recording, after the step."""
+        return Tape(
+            batch=batch,
+            length=length,
+            segments=tuple(Segment(**vars(each)) for each in self._segments),
+            events=tuple(self._events),
+            sizes=tuple(self._sizes),
+            owners=tuple(self._owners),
+            tiles=frozenset(self._tiles),
+            tile_tokens=TILE_TOKENS,
+        )
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch's own switch: nothing is compiled here, and its guard around each operator costs a twentieth."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if self._next is not None:
+            self._segments.append(self._next)
+            self._next = None
+        self._operations += 1
+        if self._operations > MOST_OPERATIONS:
+            raise TooManyOperations(f"its step takes more than {MOST_OPERATIONS} operations, as loops over tokens do")
+        own = self._workspaces.get(func)
+        workspace = self._new(own(*args, **kwargs)) if own is not None else None
+        out, flops = remembered(self._kernels, func, args, kwargs)
+        if self._enter(out) if isinstance(out, Tensor) else sum([self._enter(tensor) for tensor in _tensors_in(out)]):
+            segment = self._segments[-1]
+            segment.launches += 1
+            segment.flops += flops
+        if workspace is not None:
+            self._event(workspace, -1)
+        return out
+
+    def _event(self, index: int, sign: int) -> None:
+        self._events.append((len(self._segments) - 1, index, sign))
+
+    def _enter(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._known:
+            return False
+        index = self._index[key] = self._new(storage.nbytes())
+        self._known[key] = weakref.ref(storage, partial(self._leave, key, index))
+        return True
+
+    def _new(self, nbytes: int) -> int:
+        index = len(self._sizes)
+        self._sizes.append(nbytes)
+        self._owners.append(len(self._segments) - 1)
+        self._event(index, 1)
+        self._segments[-1].written += nbytes
+        return index
+
+    def _leave(self, key: int, index: int, _: object) -> None:
+        del self._known[key], self._index[key]
+        self._event(index, -1)
+
+
+def remembered(known: dict[Any, Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """What an operator gives on the meta device, and the operations of its matrix product.
+
+    torch works out an output's shape in Python, which takes longer than all the rest of a recording, and layers repeat
+    the same operators on the same shapes. What an operator gave for the same arguments once, it gives again: new
+    tensors of the same shapes, strides and dtypes. Operators that return or change what they were given, or whose
+    output is not on the meta device, are run each time.
+
+    Args:
+        known: what was given before; changed. One serves all recordings of a model.
+    """
+    operator = known.get(func)
+    if operator is None:
+        aliases = any(each.alias_info for each in (*func._schema.arguments, *func._schema.returns))
+        operator = known[func] = not aliases, func._overloadpacket in flop_registry or func.name() in _PRODUCTS
+    fresh, counted = operator
+    key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else ()) if fresh else None
+    if key is not None and (found := known.get(key)) is not None:
+        alone, outputs, flops = found
+        made = [
+            torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") if isinstance(each, tuple) else each
+            for each in outputs
+        ]
+        return made[0] if alone else tuple(made), flops
+    out = func(*args, **kwargs)
+    flops = _flops(func, args, kwargs, out) if counted else 0
+    if key is not None and (described := _outputs(out, (args, kwargs))) is not None:
+        known[key] = isinstance(out, Tensor), described, flops
+    return out, flops
+
+
+def _key(value: Any) -> Any:
+    """A value as far as an operator on the meta device can tell; 1, 1.0 and True are three."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    kind = type(value)
+    return tuple([_key(each) for each in value]) if kind is tuple or kind is list else (kind, value)
+
+
+def _outputs(out: Any, given: object) -> tuple[Any, ...] | None:
+    """Shape, strides and dtype of each tensor that an operator gave, whatever else as it is; None where it is not new,
+    contiguous in memory and on the meta device.
+
+    Some operators return a view although their schema does not say so. A number alone tells of a tensor's content.
+    """
+    outputs = out if isinstance(out, tuple) else (out,)
+    if not _tensors_in(outputs):
+        return None
+    seen = {id(tensor.untyped_storage()) for tensor in _tensors_in(given)}
+    found: list[Any] = []
+    for each in outputs:
+        if not isinstance(each, Tensor | int | float | None):
+            return None
+        if isinstance(each, Tensor):
+            storage = each.untyped_storage()
+            again = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+            if id(storage) in seen or not each.is_meta or again.untyped_storage().nbytes() != storage.nbytes():
+                return None
+            seen.add(id(storage))
+        found.append((each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else each)
+    return tuple(found)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nest of tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [tensor for each in value for tensor in _tensors_in(each)] if isinstance(value, tuple | list) else []
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Operations of a matrix product or of attention."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=out))
+    return 2 * int(args[0].numel()) * int(out.shape[-1])  # rows times both sides of the weight
+
+
+#: Products that are not in torch's table.
+_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "aten::_grouped_mm"})
+
+
+# ---- the device's kernels and autocast -------------------------------------------------------------------------------
+
+_LOWER = frozenset(
+    {
+        *("linear", "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "mv", "einsum", "chain_matmul"),
+        *("addmm", "addbmm", "baddbmm", "scaled_dot_product_attention"),
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
+    }
+)
+# Only names that models use between their matrix products. The CPU's list has none of them.
+_UPPER = frozenset(
+    {
+        *("layer_norm", "group_norm", "rms_norm", "norm", "linalg_norm", "linalg_vector_norm", "cosine_similarity"),
+        *("pow", "__pow__", "rsqrt", "reciprocal", "exp", "expm1", "log", "log10", "log1p", "log2", "logsumexp"),
+        *("softplus", "nll_loss", "cross_entropy"),
+    }
+)
+_UPPER_BY_DTYPE = frozenset({"softmax", "log_softmax", "sum", "cumsum", "prod"})
+_TRUTH = frozenset({"__bool__"})
+
+
+class DeviceMode(TorchFunctionMode):
+    """Makes operations on meta tensors take the card's path.
+
+    Args:
+        platform: ``hip``, ``cuda`` or ``cpu``.
+        autocast: whether mixed precision in bfloat16 is on.
+        content_is_plain: the answer to questions of content: nothing is padded or packed.
+    """
+
+    def __init__(self, *, platform: str, autocast: bool, content_is_plain: bool) -> None:
+        super().__init__()
+        assert platform in PLATFORMS, platform
+        self._platform = platform
+        self._autocast = autocast
+        self._plain = content_is_plain
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._caching = True
+
+    def forget_casts(self) -> None:
+        """The end of the forward pass: the cached casts of parameters go; backward keeps none between layers."""
+        self._casts.clear()
+        self._caching = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _TRUTH and args[0].is_meta:
+            return self._plain
+        if self._autocast and _on_meta(args):
+            if name in _LOWER:
+                args, kwargs = self._cast(args, torch.bfloat16), self._cast(kwargs, torch.bfloat16)
+            elif self._platform != "cpu" and name in _UPPER:
+                args, kwargs = self._cast(args, torch.float32), self._cast(kwargs, torch.float32)
+            elif self._platform != "cpu" and name in _UPPER_BY_DTYPE and _is_low(args[0]):
+                kwargs = {"dtype": torch.float32, **kwargs} if kwargs.get("dtype") is None else kwargs
+        if name == "scaled_dot_product_attention":
+            return self._attention(func, *args, **kwargs)
+        if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+            return _GroupedProduct.apply(*args[:2])  # on the meta device torch takes bfloat16 only
+        if name == "dropout" and self._platform != "cpu":
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, Tensor):
+            return self._cast_tensor(value, dtype)
+        if isinstance(value, dict):
+            return {key: self._cast(item, dtype) for key, item in value.items()}
+        if isinstance(value, tuple | list):
+            return type(value)(self._cast(item, dtype) for item in value)
+        return value
+
+    def _cast_tensor(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64):
+            return tensor
+        lasting = tensor.dtype == torch.float32 and tensor.is_leaf and tensor.requires_grad
+        if not (self._caching and lasting and dtype == torch.bfloat16):
+            return tensor.to(dtype)
+        if id(tensor) not in self._casts:
+            self._casts[id(tensor)] = tensor, tensor.to(dtype)
+        return self._casts[id(tensor)][1]
+
+    def _attention(
+        self,
+        stock: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if self._platform == "cpu" and (dropout_p > 0 or query.shape[-1] != value.shape[-1]):
+            more = {"scale": scale, "enable_gqa": enable_gqa}  # by plain products, as on the meta device
+            return stock(query, key, value, attn_mask, dropout_p, is_causal, **more)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device="meta")
+        if self._platform == "cpu":
+            return aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+        if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]:
+            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        if key.shape[1] != query.shape[1]:  # the memory-efficient kernel wants as many heads
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        if attn_mask is not None:
+            # it wants rows at multiples of 8 elements, too; torch pads a mask that has others
+            short = -attn_mask.shape[-1] % 8
+            if short:
+                attn_mask = torch.nn.functional.pad(attn_mask, (0, short))[..., : attn_mask.shape[-1]]
+            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+        wants_grad = query.requires_grad or key.requires_grad or value.requires_grad
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, wants_grad, dropout_p, is_causal, scale=scale
+        )[0]
+
+
+@contextmanager
+def autocast_flags(platform: str, enabled: bool) -> Iterator[None]:
+    """Within the block PEFT and transformers hear that autocast is on; meta tensors are not touched by that.
+
+    ``torch.autocast("meta", enabled=False)``, which PEFT says on the meta device and torch refuses, does nothing.
+    """
+    name, stock = autocast_device(platform), torch.autocast
+    before = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
+    torch.set_autocast_enabled(name, enabled)
+    torch.set_autocast_dtype(name, torch.bfloat16)
+
+    def autocast(device_type: str, *rest: Any, **more: Any) -> Any:
+        return nullcontext() if device_type == "meta" else stock(device_type, *rest, **more)
+
+    torch.autocast = autocast  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch.autocast = stock  # type: ignore[misc]
+        torch.set_autocast_enabled(name, before[0])
+        torch.set_autocast_dtype(name, before[1])
+
+
+def autocast_device(platform: str) -> str:
+    """The device type under which torch keeps the platform's autocast; HIP answers to CUDA's name."""
+    return "cpu" if platform == "cpu" else "cuda"
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Rows (S, K), grouped by expert, with the experts' weights (E, K, N), by what it keeps and gives."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        """(S, N)."""
+        ctx.shapes = rows.shape, weights.shape
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights)
+        return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Gradients of those that want one."""
+        wanted = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
+        return tuple(grad.new_empty(shape) if need else None for shape, need in wanted)
+
+
+def _workspaces(platform: str) -> dict[Any, Callable[..., int]]:
+    """Bytes that kernels take while they run and that no operator shows, by operator."""
+    found: dict[Any, Callable[..., int]] = {}
+    if platform == "cuda":  # flash attention 2 collects the gradient of the queries in float32
+        found[aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward_cuda
+    if hasattr(torch.ops, "bitsandbytes") and hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        found[torch.ops.bitsandbytes.gemm_4bit.default] = _unpacked
+    return found
+
+
+def _flash_backward_cuda(grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **more: Any) -> int:
+    del grad, rest, more
+    groups = query.shape[1] // key.shape[1]
+    expanded = 2 * key.numel() * groups * key.element_size() if groups > 1 else 0
+    return query.numel() * 4 + expanded
+
+
+def _unpacked(x: Tensor, packed: Tensor, shape: tuple[int, ...], *rest: Any, **more: Any) -> int:
+    del packed, rest
+    elements = math.prod(shape)
+    constants = 2 * 4 * (elements // 64) if more.get("absmax_8bit") is not None else 0
+    return elements * x.element_size() + constants
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    del inplace
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+def _on_meta(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(argument, Tensor) and argument.is_meta for argument in args)
+
+
+def _is_low(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+# ---- the head and the loss -------------------------------------------------------------------------------------------
+
+TILE_TOKENS = 4096
+TILE_WIDTH = 32768
+IGNORED = -100
+_STATISTICS = 7  # float32 values a token: running maximum, sums, the target's logit
+
+
+class FusedHead(torch.autograd.Function):
+    """Per-token log-probabilities; allocates as TRL's ``ChunkedLogProbFunction`` does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, recorder: Recorder, cpu: bool) -> Tensor:
+        """``hidden`` (N, H), ``weight`` (V, H), ``bias`` (V) or None; returns (N,) in float32."""
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.recorder, ctx.cpu = recorder, cpu
+        tokens = hidden.shape[0]
+        statistics = [hidden.new_empty(tokens, dtype=torch.float32) for _ in range(_STATISTICS)]
+        _project(hidden, weight, recorder, cpu, _FORWARD_TILES)
+        result = hidden.new_empty(tokens, dtype=torch.float32)
+        ctx.kept = [hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2)]  # log of the sum, entropy
+        del statistics
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Gradients are collected in float32, then cast."""
+        hidden, weight, bias = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        sums = [
+            torch.empty_like(tensor, dtype=torch.float32) if need else None
+            for tensor, need in zip((hidden, weight, bias), wanted, strict=True)
+        ]
+        _project(hidden, weight, ctx.recorder, ctx.cpu, _BACKWARD_TILES)
+        cast = [
+            None if total is None else total.to(tensor.dtype)
+            for total, tensor in zip(sums, (hidden, weight, bias), strict=True)
+        ]
+        return (*cast, None, None)
+
+
+# How many float32 copies of a tile live at once where Triton is missing, beside one of booleans (`_forward_tile`,
+# `_backward_tile`).
+_FORWARD_TILES = 3
+_BACKWARD_TILES = 7
+
+
+def _project(hidden: Tensor, weight: Tensor, recorder: Recorder, cpu: bool, copies: int) -> None:
+    """The tiles of logits, one at a time."""
+    rows, columns = min(hidden.shape[0], TILE_TOKENS), min(weight.shape[0], TILE_WIDTH)
+    mixed = torch.is_autocast_enabled(autocast_device("cpu" if cpu else "hip"))
+    dtype = torch.bfloat16 if mixed else hidden.dtype
+    tile = hidden.new_empty((rows, TILE_WIDTH), dtype=dtype)
+    recorder.mark_tile(tile)
+    casts = [piece.to(dtype) for piece in (hidden[:rows], weight[:columns])]
+    if cpu:
+        floats = [hidden.new_empty((rows, columns), dtype=torch.float32) for _ in range(copies)]
+        floats.append(hidden.new_empty((rows, columns), dtype=torch.bool))
+        for each in floats:
+            recorder.mark_tile(each)
+    del casts
+
+
+def _loss_of(hidden: Tensor, labels: Tensor, head: nn.Module, recorder: Recorder, *, cpu: bool) -> Tensor:
+    """The loss of a batch from the last hidden states, as TRL's fused forward computes it.
+
+    Args:
+        hidden: (B, S, H), the backbone's output.
+        labels: (B, S), int64.
+        head: the output projection.
+        recorder: the running recording.
+        cpu: without Triton every position is projected, with it only those that have a label: here all have.
+
+    Returns:
+        A scalar that requires a gradient.
+    """
+    states, targets = hidden[:, :-1], labels[:, 1:]
+    mask = targets != IGNORED
+    if cpu:
+        flat = states.reshape(-1, states.shape[-1])
+    else:
+        flat = _Selected.apply(states)  # `states[mask]`: how many are selected is not known on the meta device
+    weight: Any = head.weight
+    per_token = FusedHead.apply(flat, weight, getattr(head, "bias", None), recorder, cpu)
+    log_probs = per_token.view(mask.shape) * mask
+    return -log_probs.sum()
+
+
+class _Selected(torch.autograd.Function):
+    """``states[mask]`` with a mask that is true everywhere: a copy, and int64 positions."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor) -> Tensor:
+        """(B, S, H) to (B * S, H)."""
+        ctx.shape = states.shape
+        tokens = states.shape[0] * states.shape[1]
+        ctx.positions = [states.new_empty(tokens, dtype=torch.int64) for _ in range(2)]
+        return states.new_empty(tokens, states.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Zeros, into which the rows are put."""
+        return grad.new_zeros(ctx.shape)
+
+
+def _balancing_loss(router_logits: Sequence[Tensor], config: Any, mask: Tensor | None) -> Tensor:
+    """The auxiliary loss of a mixture of experts, by the function that TRL calls.
+
+    Args:
+        router_logits: one (B * S, experts) for each layer.
+        config: the model's text configuration.
+        mask: (B, S) attention mask, or None.
+    """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    experts = getattr(config, "num_experts", None) or config.num_local_experts
+    loss: Tensor = load_balancing_loss_func(tuple(router_logits), experts, config.num_experts_per_tok, mask)
+    return loss

@@ -1,0 +1,361 @@
+"""What the planner is asked: the settings of a job, the card, and the model's configuration. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import socket
+import urllib.parse
+import urllib.request
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine.cards import CARDS, Card
+from hf_rocm_tune.machine.survey import Gpu, Machine, survey
+from hf_rocm_tune.plan.estimate import DESKTOP_BYTES, GIB, CardMemory, optimizer
+from hf_rocm_tune.plan.public_models import public_model
+
+METHODS = ("lora", "qlora", "full")
+PLATFORMS = ("hip", "cuda", "cpu")
+DTYPES = ("bfloat16", "float16", "float32")
+ATTENTIONS = ("sdpa", "eager")
+ALL_LINEAR = "all-linear"
+DEFAULT_OPTIMIZER = "adamw_torch_fused"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A question to the planner.
+
+    Raises:
+        UsageError: a value that cannot be, naming it.
+    """
+
+    model: str = ""  # directory or Hub id; only the configuration is read. Empty where a configuration is handed over
+    # revision, trust_remote_code: as for loading
+    revision: str = "main"
+    trust_remote_code: bool = False
+    methods: tuple[str, ...] = ("lora", "qlora")  # of ``lora``, ``qlora`` and ``full``, those to choose from
+    length: int = 2048  # tokens of the longest sequence
+    effective_batch: int = 16  # sequences to one optimizer step, over all cards
+    cards: int = 1  # that hold the whole model each
+    packing: bool = False  # several sequences in a row
+    # rank, alpha, dropout, targets, modules_to_save, dora, rslora: of the adapters. Without a ``dropout`` it is 0.05,
+    # and 0 where PEFT adapts the model only so
+    rank: int = 16
+    alpha: int = 32
+    dropout: float | None = None
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    modules_to_save: tuple[str, ...] = ()
+    dora: bool = False
+    rslora: bool = False
+    nested: bool = True  # the constants of 4-bit weights are quantised too
+    # of weights that are not quantised; None: ``bfloat16`` below adapters, ``float32`` when all are trained
+    dtype: str | None = None
+    autocast: bool = True  # mixed precision in bfloat16
+    attention: str = "sdpa"  # ``sdpa`` or ``eager``
+    optim: str = DEFAULT_OPTIMIZER  # optimizer, by transformers' name
+    platform: str = "hip"  # whose kernels count
+    workers: int = 0  # data loader workers, for the host's memory
+    micro_batch: int | None = None  # only this one, instead of all that reach the effective batch
+    checkpointing: bool | None = None  # only with (True) or without (False)
+
+    def __post_init__(self) -> None:
+        least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1)}
+        least |= {"cards": (self.cards, 1), "rank": (self.rank, 1)}
+        faults = [f"--{name} must be {low} or more, got {value}" for name, (value, low) in least.items() if value < low]
+        if not faults and self.effective_batch % self.cards:
+            faults.append(f"--effective_batch {self.effective_batch} cannot be shared by {self.cards} cards evenly")
+        if self.micro_batch is not None and (self.micro_batch < 1 or self.each % self.micro_batch):
+            faults.append(f"a micro-batch of {self.micro_batch} does not divide the {self.each} sequences of a card")
+        if not 0 <= self.adapter_dropout < 1:
+            faults.append(f"--dropout must be 0 or more and below 1, got {self.dropout}")
+        choices: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
+            ("method", self.methods, METHODS),
+            ("platform", (self.platform,), PLATFORMS),
+            ("dtype", (self.dtype or DTYPES[0],), DTYPES),
+            ("attention", (self.attention,), ATTENTIONS),
+        ]
+        for name, given, known in choices:
+            faults += [f"--{name} must be one of {', '.join(known)}, got {each}" for each in given if each not in known]
+        if faults:
+            raise UsageError("; ".join(faults))
+        optimizer(self.optim)
+
+    @property
+    def each(self) -> int:
+        """Sequences of one optimizer step on one card."""
+        return self.effective_batch // self.cards
+
+    @property
+    def adapter_dropout(self) -> float:
+        """The dropout in front of the adapters."""
+        return 0.05 if self.dropout is None else self.dropout
+
+    def dtype_of(self, method: str) -> str:
+        """The dtype of weights that are not quantised."""
+        return self.dtype or ("float32" if method == "full" else "bfloat16")
+
+
+def as_targets(words: Sequence[str]) -> str | tuple[str, ...]:
+    """Module names as a tuple; ``all-linear`` or a regular expression, which stand alone, as a string."""
+    alone = len(words) == 1 and not re.fullmatch(r"[\w.]+", words[0])
+    return words[0] if alone else tuple(words)
+
+
+def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str = "hip") -> PlanRequest:
+    """The question that a training job asks.
+
+    Args:
+        settings: by the names of its flags, as ``arguments.Arguments.resolved()`` gives them.
+        cards: processes of the job.
+        platform: ``hip``, ``cuda`` or ``cpu``.
+
+    Returns:
+        A request whose effective batch is the job's micro-batch times accumulation times cards.
+
+    Raises:
+        UsageError: the planner does not know something that the job uses.
+    """
+    if settings.get("load_in_8bit"):
+        raise UsageError("--load_in_8bit is not known to the planner: choose the micro-batch yourself")
+    if settings.get("max_length") is None:
+        raise UsageError("the planner needs --max_length: without a limit the longest row decides")
+    if settings.get("label_smoothing_factor"):
+        raise UsageError("--label_smoothing_factor builds all logits, which the planner does not count")
+    lora = bool(settings.get("use_peft"))
+    targets = settings.get("lora_target_modules") or ALL_LINEAR
+    each = int(settings["per_device_train_batch_size"]) * int(settings["gradient_accumulation_steps"])
+    dtype = settings.get("dtype")
+    return PlanRequest(
+        model=str(settings["model_name_or_path"]),
+        revision=str(settings.get("model_revision") or "main"),
+        trust_remote_code=bool(settings.get("trust_remote_code")),
+        methods=("full",) if not lora else ("qlora",) if settings.get("load_in_4bit") else ("lora",),
+        length=int(settings["max_length"]),
+        effective_batch=cards * each,
+        cards=cards,
+        packing=bool(settings.get("packing")),
+        rank=int(settings["lora_r"]),
+        alpha=math.ceil(settings["lora_alpha"]),
+        dropout=float(settings["lora_dropout"]),
+        targets=as_targets([targets] if isinstance(targets, str) else targets),
+        modules_to_save=tuple(settings.get("lora_modules_to_save") or ()),
+        dora=bool(settings.get("use_dora")),
+        rslora=bool(settings.get("use_rslora")),
+        nested=bool(settings.get("use_bnb_nested_quant")),
+        # TRL's `auto` and None load what the file has; nearly all files have bfloat16
+        dtype="bfloat16" if dtype in ("auto", None) else str(dtype),
+        autocast=bool(settings.get("bf16")),
+        attention="eager" if settings.get("attn_implementation") == "eager" else "sdpa",
+        optim=str(settings["optim"]),
+        platform=platform,
+        workers=int(settings.get("dataloader_num_workers") or 0),
+    )
+
+
+# ---- the card ---------------------------------------------------------------------------------------------------
+
+#: A 7900 XT's 20 GiB are 19.92 to 19.94 GiB to torch; what other cards lose was not read.
+_USABLE_SHARE = 19.9 / 20
+_USUAL_BANDWIDTH = 800
+
+
+def card_memory(
+    *,
+    name: str | None = None,
+    vram_gib: float | None = None,
+    desktop_gib: float | None = None,
+    machine: Machine | None = None,
+) -> CardMemory:
+    """The memory to plan for.
+
+    Args:
+        name: of a card in the table, as ``rx7900xt``.
+        vram_gib: nominal memory of a card that is not there.
+        desktop_gib: held by others; read from the kernel, or assumed, where it is not given.
+        machine: the machine; it is read unless given.
+
+    Returns:
+        The named card; else one of that size; else the card in this machine; else a 7900 XT.
+
+    Raises:
+        UsageError: no such card, a card whose memory is not known, or a size that cannot be.
+    """
+    if name is not None and vram_gib is not None:
+        raise UsageError("--gpu and --vram say the same thing twice; keep one")
+    if vram_gib is not None and not 1 <= vram_gib <= 1024:
+        raise UsageError(f"--vram must be from 1 to 1024 GiB, got {vram_gib:g}")
+    if desktop_gib is not None and desktop_gib < 0:
+        raise UsageError(f"--desktop_gib must be 0 or more, got {desktop_gib:g}")
+    here = _card_here(survey() if machine is None else machine)
+    known = _named(name) if name else here.identity.card if here and vram_gib is None else None
+    if known is None and vram_gib is None:
+        known = _named("rx7900xt")
+    size = vram_gib if vram_gib is not None else known.vram_gib if known else None
+    if size is None:
+        assert known is not None
+        raise UsageError(f"the memory of {known.name} is not in the card table; give --vram in GiB")
+    desktop, source = _desktop(desktop_gib, here, size)
+    return CardMemory(
+        name=known.name if known else f"a card of {size:g} GiB",
+        usable=int(size * _USABLE_SHARE * GIB),
+        desktop=desktop,
+        desktop_source=source,
+        bandwidth=1e9 * (known.bandwidth_gb_s if known and known.bandwidth_gb_s else _USUAL_BANDWIDTH),
+    )
+
+
+def _named(name: str) -> Card:
+    def letters(text: str) -> str:  # without spaces, dashes and what every card is called
+        return re.sub(r"[^a-z0-9]|\b(amd|radeon|rx|pro|ai|instinct)\b|^rx", "", text.lower())
+
+    for card in CARDS:
+        if letters(name) in (letters(card.key), letters(card.name)):
+            return card
+    names = ", ".join(letters(card.key) for card in CARDS)
+    raise UsageError(f"--gpu {name} is not in the card table; it has {names}. Or give --vram in GiB")
+
+
+def _card_here(machine: Machine) -> Gpu | None:
+    """The card with most memory of those that the kernel's driver describes."""
+    described = [gpu for gpu in machine.gpus if gpu.sensors.vram_total_bytes.value and not gpu.integrated]
+    return max(described, key=lambda gpu: gpu.sensors.vram_total_bytes.value or 0, default=None)
+
+
+def _desktop(given: float | None, here: Gpu | None, size: float) -> tuple[int, str]:
+    """Bytes that others hold, and how that is known."""
+    if given is not None:
+        return int(given * GIB), "given"
+    if here is not None:
+        used, total = here.sensors.vram_used_bytes.value, here.sensors.vram_total_bytes.value
+        if used is not None and total and abs(total / GIB - size) < 1:
+            return used, f"read from the card at {here.address}"
+    return DESKTOP_BYTES, "assumed"
+
+
+# ---- the configuration ------------------------------------------------------------------------------------------
+
+#: What foreign modelling code raises when it is given a configuration or a tensor that it cannot work with.
+FOREIGN_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError),
+    *(LookupError, RuntimeError, TypeError, ValueError),
+)
+
+
+class TooManyOperations(UsageError):
+    """A step of so many operations that to record it would take too long: most often it loops over its tokens."""
+
+
+def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> Any:
+    """Reads a model's configuration; no weights are looked for.
+
+    Args:
+        name: a directory with a ``config.json``, or a Hub id.
+        revision: branch, tag or commit of a Hub id.
+        trust_remote_code: passed to transformers.
+
+    Raises:
+        UsageError: there is none, or it describes no model that transformers knows.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    path = Path(name).expanduser()
+    local = path.exists() or name.startswith((".", "/", "~"))
+    if local and not (path / "config.json").is_file():
+        raise UsageError(f"model: {name} has no config.json: give a model directory or a Hub id")
+    fix = "download or copy it again" if local else "check the spelling, the network and HF_HUB_OFFLINE"
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(
+                str(path) if local else name,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                local_files_only=not local and not _hub_answers(),
+            )
+    except (*FOREIGN_ERRORS, OSError, StrictDataclassError) as error:
+        raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error
+    if not config.architectures:
+        raise UsageError(f"model {name}: its config.json names no architecture: give a causal language model")
+    return config
+
+
+def config_of(fields: Mapping[str, Any]) -> Any:
+    """A configuration from its ``model_type`` and further fields, as a ``config.json`` has them."""
+    from transformers import AutoConfig
+
+    rest = dict(fields)
+    with quiet():
+        return AutoConfig.for_model(rest.pop("model_type"), **rest)
+
+
+def config_for(request: PlanRequest) -> tuple[Any, list[str]]:
+    """The configuration of the model, or that of its entry in our table where it cannot be read, and then a note.
+
+    Raises:
+        UsageError: it can neither be read nor is it known.
+    """
+    try:
+        return load_config(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code), []
+    except UsageError:
+        if (known := public_model(request.model)) is None:
+            raise
+    return config_of(known.fields), [f"its configuration could not be read; planned by the known shape of {known.name}"]
+
+
+def text_config(config: Any, *, decoder: bool = False) -> Any:
+    """The part of a configuration that describes the language model; all of it where that is told apart by nothing."""
+    for only_decoder in (decoder or None, True):  # False would mean the encoder's
+        with suppress(ValueError):  # of several, as in a model that encodes texts and decodes something else
+            return config.get_text_config(decoder=only_decoder)
+    return config
+
+
+def longest_position(config: Any) -> int | None:
+    """Tokens that a model was made for, where its configuration says so."""
+    text = text_config(config)
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    return next((value for key in names if isinstance(value := getattr(text, key, None), int) and value > 0), None)
+
+
+def _hub_answers(patience: float = 3.0) -> bool:
+    """Whether the Hub can be reached at all: its client would try for half a minute where it cannot."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if urllib.request.getproxies():  # the way goes over another machine
+        return True
+    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=patience).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block libraries keep their remarks on configurations to themselves: nobody asked for them here."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without its explanations."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".:")

@@ -1,0 +1,313 @@
+"""The model whose shapes are measured: the real architecture on the meta device, with few of its layers.
+
+Every kind of layer is there once (dense and sparse, sliding and full ...), between the first and the last of the real
+model, which are special: the first may have an input without gradient, the last is beside the head. Weights are
+quantised and adapters attached by the libraries that do it in training.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.adapter import adaptable, check_targets, target_names
+from hf_rocm_tune.plan.estimate import Counts, Weight
+from hf_rocm_tune.plan.request import ALL_LINEAR, FOREIGN_ERRORS, PlanRequest, first_line, text_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A model with few layers, ready to be recorded."""
+
+    model: nn.Module  # on the meta device; a PEFT model where there are adapters
+    base: Any  # the causal language model itself
+    layers: nn.ModuleList  # its recorded layers, in order
+    layer_of: Counts  # for each layer of the real model, the position of its stand-in among ``layers``
+    config: Any  # the text configuration
+    notes: tuple[str, ...]  # what a reader of the plan should know
+    keep: str  # one of ``KEEPS``: how its layers were kept
+    # what operators gave before, for all its recordings; see `recorder.remembered`
+    kernels: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def weights(self) -> Iterator[Weight]:
+        """All parameters, buffers and quantisation state of the recorded layers and of what is outside them."""
+        owners = {
+            id(tensor): index
+            for index, layer in enumerate(self.layers)
+            for tensor in (*layer.parameters(), *layer.buffers())
+        }
+        for name, parameter in self.model.named_parameters():
+            layer = owners.get(id(parameter), -1)
+            state = getattr(parameter, "quant_state", None)
+            yield Weight(
+                group="adapter" if ".lora_" in name or "modules_to_save" in name else "base",
+                layer=layer,
+                elements=parameter.numel() if state is None else math.prod(state.shape),
+                nbytes=parameter.nbytes,
+                itemsize=parameter.element_size(),
+                trained=parameter.requires_grad,
+            )
+            if state is not None:
+                nbytes = sum(tensor.nbytes for tensor in _state_tensors(state))
+                yield Weight(group="quantisation", layer=layer, elements=0, nbytes=nbytes, itemsize=0)
+        for buffer in self.model.buffers():
+            layer = owners.get(id(buffer), -1)
+            yield Weight(group="buffer", layer=layer, elements=0, nbytes=buffer.nbytes, itemsize=0)
+
+
+#: Ways to keep layers, to be tried in this order: few, and the configuration counts those; few, and it counts as before
+#: (for models that give each layer a slice of something, or whose kinds follow from the number); all.
+KEEPS = ("few", "few_counted_as_all", "all")
+
+
+def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") -> Sample:
+    """Builds the sample of a model.
+
+    Args:
+        config: a transformers configuration; it is not changed.
+        request: how it is to be trained.
+        method: ``lora``, ``qlora`` or ``full``.
+        keep: one of ``KEEPS``; the second where the first does not do.
+
+    Raises:
+        UsageError: this architecture is no causal language model of transformers, has no stack of layers that could
+            be told, or refuses the method.
+    """
+    dtype = getattr(torch, request.dtype_of(method))
+    base = _meta_model(copy.deepcopy(config), dtype, request.attention)
+    text = text_config(base.config, decoder=True)
+    layers, count = _find_layers(base, text)
+    layer_of: Counts = tuple(range(len(layers)))
+    if keep != "all":
+        layer_of, counted = _keep_one_of_each_kind(layers, text, count if keep == "few" else None)
+        keep = keep if counted else "few_counted_as_all"
+    notes = []
+    if request.attention == "sdpa" and text._attn_implementation == "eager":
+        notes.append("this architecture has no SDPA attention: memory grows with the square of the sequence")
+    if method == "qlora":
+        notes += _quantise(base, nested=request.nested, dtype=dtype)
+    model = base if method == "full" else _attach(base, request)
+    if method == "qlora":  # as TRL does, except for DoRA's magnitudes
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    model.train()
+    return Sample(model=model, base=base, layers=layers, layer_of=layer_of, config=text, notes=tuple(notes), keep=keep)
+
+
+def _meta_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    name = (config.architectures or ["?"])[0]
+    architecture = getattr(transformers, name, None) or transformers.AutoModelForCausalLM
+    make = getattr(architecture, "_from_config", None) or architecture.from_config
+    part = text_config(config)
+    if part is not config and isinstance(part, getattr(architecture, "config_class", None) or ()):
+        config = part  # a language model alone, of a configuration that describes more
+    wish = {} if attention == "sdpa" else {"attn_implementation": attention}
+    try:
+        with torch.device("meta"), no_init_weights(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = make(config, dtype=dtype, **wish)
+            if hasattr(model, "tie_weights"):
+                model.tie_weights()  # part of the initialisation, which costs seconds and is left out
+    except FOREIGN_ERRORS as error:
+        raise UsageError(f"{name} cannot be planned: {first_line(error)}") from error
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if getattr(config, "is_encoder_decoder", False) or getattr(head, "weight", None) is None:
+        raise UsageError(f"{name} cannot be planned: it is no causal language model with an output head")
+    return model
+
+
+#: Settings that count layers; those of a decoder alone, or of layers with several sublayers, have their own.
+_COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers")
+
+
+def _find_layers(model: nn.Module, text: Any) -> tuple[nn.ModuleList, str]:
+    """The stack of decoder layers, the largest list of as many modules as the configuration has layers, and the name of
+    the setting that counts them."""
+    keys = {text.attribute_map.get(key, key): getattr(text, key, 0) for key in _COUNTS}
+    found = [
+        (each, key)
+        for each in model.modules()
+        for key, count in keys.items()
+        if isinstance(each, nn.ModuleList) and len(each) and len(each) == count
+    ]
+    if not found:
+        count = getattr(text, "num_hidden_layers", 0)
+        raise UsageError(f"{type(model).__name__} cannot be planned: no stack of {count} layers could be told in it")
+    return max(found, key=lambda pair: sum(parameter.numel() for parameter in pair[0].parameters()))
+
+
+def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) -> tuple[Counts, bool]:
+    """Leaves the first layer, the last and one of each kind between them.
+
+    Args:
+        layers: the stack, which is changed.
+        text: the configuration; what it says of each layer is changed too.
+        count: name of its setting that counts the layers, or None where that stays. It stays too where the kinds of
+            this model's layers follow from their number.
+
+    Returns:
+        Which layer stands for which, and whether the configuration counts the layers that are left.
+    """
+    lists = {k: value for k, value in vars(text).items() if isinstance(value, list | tuple)}
+    per_layer = {key: value for key, value in lists.items() if len(value) == len(layers)}
+    derived = _derived_lists(text, len(layers))
+    indices = {key for key, value in per_layer.items() if list(value) == list(range(len(layers)))}
+    settings = [value for key, value in (per_layer | derived).items() if key not in indices]
+    kinds = [_kind(layer, [repr(value[i]) for value in settings]) for i, layer in enumerate(layers)]
+    last = len(layers) - 1
+    stands_for = {i: next(k for k in range(1, i + 1) if kinds[k] == kinds[i]) for i in range(1, last)}
+    stands_for |= {0: 0, last: last}
+    kept = sorted(set(stands_for.values()))
+    fewer = {
+        key: type(value)(range(len(kept)) if key in indices else (value[i] for i in kept))
+        for key, value in per_layer.items()
+    }
+    counting = copy.copy(text)
+    vars(counting).update(fewer, **({count: len(kept)} if count else {}))
+    same = {key: type(value)(value[i] for i in kept) for key, value in derived.items()}
+    counted = bool(count) and _derived_lists(counting, len(kept)) == same
+    vars(text).update(vars(counting) if counted else fewer)
+    modules = [layers[i] for i in kept]
+    layers._modules.clear()
+    layers.extend(modules)
+    for position, layer in enumerate(layers):
+        for module in layer.modules():
+            if "layer_idx" in vars(module):
+                vars(module)["layer_idx"] = position
+    return tuple(kept.index(stands_for[i]) for i in range(last + 1)), counted
+
+
+def _derived_lists(text: Any, count: int) -> dict[str, Any]:
+    """What the configuration's own class computes for each layer."""
+    from transformers import PreTrainedConfig
+
+    own = [member for base in type(text).__mro__ if base not in PreTrainedConfig.__mro__ for member in vars(base)]
+    found = {}
+    for key in own:
+        with suppress(*FOREIGN_ERRORS):  # a property that does not apply, or no longer
+            value = getattr(text, key) if isinstance(getattr(type(text), key), property) else None
+            if isinstance(value, list | tuple) and len(value) == count:
+                found[key] = value
+    return found
+
+
+def _kind(layer: nn.Module, settings: list[str]) -> tuple[object, ...]:
+    """Two layers with the same kind take the same memory."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    names = tuple(type(module).__name__ for module in layer.modules())
+    return shapes, names, tuple(settings)
+
+
+def _attach(base: Any, request: PlanRequest) -> nn.Module:
+    """Adds the adapters by PEFT."""
+    from peft import LoraConfig, get_peft_model
+
+    targets: Any = request.targets if isinstance(request.targets, str) else list(request.targets)
+    check_targets(base, targets)
+    settings = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=request.rank,
+        lora_alpha=request.alpha,
+        lora_dropout=request.adapter_dropout,
+        target_modules=target_names(targets),
+        modules_to_save=list(request.modules_to_save) or None,
+        use_dora=request.dora,
+        use_rslora=request.rslora,
+    )
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return get_peft_model(base, settings)
+    except (ValueError, ImportError, NotImplementedError) as error:
+        names = f"; --targets takes names of modules, as {', '.join(adaptable(base)[:8])}"
+        raise UsageError(
+            f"PEFT refuses these adapters: {first_line(error)}{names if targets == ALL_LINEAR else ''}"
+        ) from error
+
+
+# ---- 4-bit weights ----------------------------------------------------------------------------------------------
+
+_BLOCK, _BLOCK_OF_CONSTANTS = 64, 256  # values that share a quantisation constant: bitsandbytes' defaults
+_CODES, _CONSTANT_CODES = 16, 256
+
+
+def _quantise(base: Any, *, nested: bool, dtype: torch.dtype) -> list[str]:
+    """Makes the layers 4-bit (NF4) that transformers would make so, in place; returns notes for the reader.
+
+    Raises:
+        UsageError: nothing in it can be quantised.
+    """
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=dtype
+    )
+    replace_with_bnb_linear(base, get_keys_to_not_convert(base), settings)
+    base.is_loaded_in_4bit = base.is_quantized = True
+    layers = [module for module in base.modules() if type(module).__name__ == "Linear4bit"]
+    if not layers:
+        raise UsageError(f"{type(base).__name__} has no linear layer that bitsandbytes quantises: give --method lora")
+    with torch.device("meta"):
+        for layer in layers:
+            _pack(layer, nested, dtype)
+    experts = any(parameter.ndim == 3 and "expert" in name for name, parameter in base.named_parameters())
+    return ["the experts' weights are no linear layers: bitsandbytes does not quantise them"] if experts else []
+
+
+def _pack(module: Any, nested: bool, dtype: torch.dtype) -> None:
+    """Gives a 4-bit layer the weight and the state that quantising would give it."""
+    import bitsandbytes
+
+    make = bitsandbytes.functional.QuantState
+    shape = torch.Size((module.out_features, module.in_features))
+    blocks = -(-shape.numel() // _BLOCK)
+    constants = offset = None
+    absmax = torch.empty(blocks)
+    if nested:
+        outer = torch.empty(-(-blocks // _BLOCK_OF_CONSTANTS))
+        codes = torch.empty(_CONSTANT_CODES)
+        constants = make(absmax=outer, code=codes, blocksize=_BLOCK_OF_CONSTANTS, dtype=torch.float32)
+        absmax, offset = torch.empty(blocks, dtype=torch.uint8), torch.empty(())
+    state = make(
+        absmax=absmax,
+        shape=shape,
+        code=torch.empty(_CODES),
+        blocksize=_BLOCK,
+        quant_type="nf4",
+        dtype=dtype,
+        offset=offset,
+        state2=constants,
+    )
+    module.weight = bitsandbytes.nn.Params4bit(
+        torch.empty((-(-shape.numel() // 2), 1), dtype=torch.uint8),
+        requires_grad=False,
+        quant_state=state,
+        blocksize=_BLOCK,
+        compress_statistics=nested,
+        quant_type="nf4",
+        bnb_quantized=True,
+        module=module,
+    )
+    module.quant_state = state
+
+
+def _state_tensors(state: Any) -> Iterator[Tensor]:
+    """The tensors of a quantisation state, nested ones included."""
+    yield from (each for each in (state.absmax, state.code, state.offset) if isinstance(each, Tensor))
+    if state.state2 is not None:
+        yield from _state_tensors(state.state2)

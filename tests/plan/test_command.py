@@ -1,0 +1,244 @@
+"""``hf-rocm-tune plan`` as a command: its text, its JSON, its recipe, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_rocm_tune import arguments, cli
+from hf_rocm_tune.plan.estimate import GIB
+from hf_rocm_tune.plan.public_models import public_model
+from hf_rocm_tune.plan.request import PlanRequest, from_training
+from tests import tiny
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # the command sets it; so it is taken back
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A directory with the configuration of a small Llama and nothing else."""
+    model = public_model("meta-llama/Llama-3.2-1B")
+    assert model is not None
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**model.fields, "num_hidden_layers": 4}))
+    return folder
+
+
+def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", *words])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_the_text_names_parts_grid_and_command(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = _run(capsys, "--model", str(small), "--seq", "512", "--effective_batch", "4", "--vram", "20")
+    assert (code, err) == (0, "")
+    for word in ("rank 16", "targets all-linear", "adapter dtype", "optimizer adamw_torch_fused"):
+        assert word in out
+    for word in ("weights", "optimizer state", "activations kept", "assumed", "host memory", "longest sequence"):
+        assert word in out
+    assert f"hf-rocm-tune sft --model_name_or_path {small}" in out
+    assert [line.strip()[:3] for line in out.splitlines() if "*" in line and "choice" not in line] == ["512"]
+
+
+def test_the_values_of_the_json_add_up(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run(capsys, "--model", str(small), "--seq", "512", "--method", "lora", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["fits"]
+    assert sum(found["choice"]["parts"].values()) == pytest.approx(found["choice"]["total"])
+    assert {row["method"] for row in found["grid"]} == {"lora"}
+    assert {row["length"] for row in found["grid"]} == {256, 512, 1024}
+
+
+def test_a_recipe_is_the_planned_job(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    data = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", 2)
+    flags = [
+        "--model",
+        str(small),
+        "--seq",
+        "384",
+        "--effective_batch",
+        "6",
+        "--rank",
+        "8",
+        "--targets",
+        "q_proj",
+        "--method",
+        "qlora",
+    ]
+    flags += ["--modules_to_save", "lm_head", "--packing", "--dataset_name", str(data)]
+    code, out, err = _run(capsys, *flags, "--emit", str(recipe), "--json")
+    assert code == 0, err
+    choice = json.loads(out)["choice"]
+    read = arguments.parse(["--config", str(recipe), "--output_dir", str(tmp_path / "out")], accelerator=False)
+    resolved = read.resolved()
+    assert resolved["per_device_train_batch_size"] == choice["micro_batch"]
+    assert resolved["gradient_accumulation_steps"] == choice["accumulation"]
+    assert resolved["gradient_checkpointing"] == choice["checkpointing"]
+    assert resolved["load_in_4bit"] == (choice["method"] == "qlora")
+    assert (resolved["max_length"], resolved["packing"], resolved["lora_r"]) == (384, True, 8)
+    assert from_training(resolved) == replace(
+        PlanRequest(
+            model=str(small),
+            methods=(choice["method"],),
+            length=384,
+            effective_batch=6,
+            rank=8,
+            dropout=0.05,
+            targets=("q_proj",),
+            modules_to_save=("lm_head",),
+            packing=True,
+            dtype="bfloat16",
+            nested=choice["method"] == "qlora",
+        )
+    )
+
+
+def test_the_command_line_is_the_recipe(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import shlex
+
+    recipe = tmp_path / "recipe.yaml"
+    flags = [
+        "--model",
+        str(small),
+        "--seq",
+        "512",
+        "--effective_batch",
+        "2",
+        "--dataset_name",
+        "rows",
+        "--dora",
+        "--method",
+        "lora",
+    ]
+    _, out, _ = _run(capsys, *flags, "--emit", str(recipe), "--json")
+    words = shlex.split(json.loads(out)["command"])
+    assert words[:2] == ["hf-rocm-tune", "sft"]
+    # what follows from the card is said, because there is none here
+    same = ["--output_dir", str(tmp_path / "out"), "--use_cpu", "--bf16", "--dtype", "bfloat16"]
+    by_flags = arguments.parse([*words[2:], *same])
+    by_recipe = arguments.parse(["--config", str(recipe), *same])
+    assert by_flags.resolved() == by_recipe.resolved()
+
+
+def test_a_file_is_never_replaced_unasked(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("precious: true\n")
+    flags = ("--model", str(small), "--seq", "256", "--effective_batch", "1", "--method", "lora", "--emit", str(recipe))
+    code, out, err = _run(capsys, *flags)
+    assert (code, out) == (2, "")
+    assert "--force" in err
+    assert recipe.read_text() == "precious: true\n"
+    assert _run(capsys, *flags, "--force")[0] == 0
+    assert yaml.safe_load(recipe.read_text())["model_name_or_path"] == str(small)
+
+
+def test_what_does_not_fit_is_told_with_the_nearest(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = _run(capsys, "--model", str(small), "--vram", "2", "--seq", "2048", "--method", "full")
+    assert code == 5
+    assert "nothing fits; nearest" in out
+    assert "missing" in out
+    assert len(err.splitlines()) == 1
+    assert "--dtype bfloat16" in err
+
+
+def test_a_method_that_was_left_out_for_time_is_advised(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_rocm_tune.plan.command.worthwhile", lambda: False)
+    monkeypatch.setattr("hf_rocm_tune.plan.fit._MANY_EVENTS", 10)
+    monkeypatch.setattr("hf_rocm_tune.plan.fit._MOST_EVENTS", 10)
+    code, out, err = _run(capsys, "--model", str(small), "--vram", "2", "--seq", "512", "--json")
+    found = json.loads(out)
+    assert code == 5
+    assert "Try --method qlora" in err
+    assert {(row["method"], row["length"]) for row in found["grid"]} == {("lora", 512)}
+    assert found["longest"] == {"lora": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ((), "--model"),
+        (("--model", "nobody/nothing"), "nobody/nothing"),
+        (("--model", "/nowhere/at/all"), "config.json"),
+        (("--model", LLAMA, "--gpu", "rtx4090"), "7900xt"),
+        (("--model", LLAMA, "--seq", "many"), "--seq"),
+        (("--model", LLAMA, "--effective_batch", "3", "--cards", "2"), "2 cards"),
+        (("--model", LLAMA, "--targets", "query"), "q_proj"),
+        (("--model", LLAMA, "--emit", "/nowhere/recipe.yaml"), "/nowhere/recipe.yaml"),
+    ],
+)
+def test_wrong_words_are_one_line(words: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = _run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert named in err
+
+
+# ---- --split ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model of two layers."""
+    return str(tiny.build("llama3", tmp_path_factory.mktemp("models")))
+
+
+TINY = ("--seq", "32", "--effective_batch", "2", "--method", "lora", "--gpu", "rx7900xt", "--desktop_gib", "0")
+
+
+def test_each_card_is_shown_and_the_recipe_splits_alike(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "split.yaml"
+    given = ["plan", "--model", model, "--cards", "2", "--split", *TINY]
+    assert cli.main([*given, "--emit", str(recipe), "--dataset_name", "org/data"]) == 0
+    shown = capsys.readouterr().out
+    assert "card 0: layers 0 to 0, embeddings, head and loss:" in shown and "card 1: layers 1 to 1:" in shown
+    assert "--split_layers 1,1" in shown and f"recipe: {recipe}" in shown
+    assert yaml.safe_load(recipe.read_text())["split_layers"] == "1,1"
+    job = arguments.parse(["--config", str(recipe)], accelerator=False)
+    assert job.ranks.split_layers == "1,1"
+    assert cli.main([*given, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["fits"] and [row["layers"] for row in values["cards"]] == [1, 1]
+    assert all(row["total"] + row["spare"] == pytest.approx(row["usable"]) for row in values["cards"])
+    assert values["cards"][0]["usable"] == pytest.approx(19.9 * GIB, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--split", "half"], "give auto, or layers of each card"),
+        (["--split", "2"], "does not fit a model of 2 layers"),
+        (["--split", "--cards", "3"], "2 layers cannot be shared out over 3 cards"),
+        (["--split", "1", "--cards", "3"], "is for 2 cards, --cards says 3"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    flags: list[str], said: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "--model", model, *flags, *TINY]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1
+
+
+def test_what_fits_nowhere_is_shown_and_ends_with_code_5(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--seq", "32", "--effective_batch", "1", "--method", "lora", "--vram", "1", "--desktop_gib", "1"]
+    assert cli.main(["plan", "--model", model, "--split", *small]) == 5
+    printed = capsys.readouterr()
+    assert "nothing fits; nearest: lora" in printed.out
+    assert "GiB are missing on the fullest of 2 cards" in printed.err

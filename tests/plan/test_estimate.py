@@ -1,0 +1,424 @@
+"""What a case takes: parts add up, the highest moment counts, and optimizers keep what is said of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.plan.estimate import (
+    GIB,
+    OPTIMIZERS,
+    CardMemory,
+    Case,
+    Estimate,
+    Growth,
+    Segment,
+    Tape,
+    Trace,
+    Trained,
+    Variant,
+    Weight,
+    Weights,
+    estimate,
+    fastest,
+    host,
+    longest,
+    micro_batches,
+    nearest,
+    optimizer,
+    told_apart,
+)
+
+# ---- tapes written by hand -------------------------------------------------------------------------------------------
+
+STEP = (
+    Segment(role="start"),
+    Segment(role="forward", layer=0),
+    Segment(role="forward", layer=1),
+    Segment(role="forward", layer=2),
+    Segment(role="head"),
+    Segment(role="loss"),
+    Segment(role="backward", layer=2),
+    Segment(role="backward", layer=1),
+    Segment(role="backward", layer=0),
+)
+LAYER_OF = (0, 1, 1, 1, 1, 2)  # six layers: the first, four of a kind, the last
+
+
+def written_down(batch: int, length: int) -> Tape:
+    """A step whose levels can be added up by hand, in units of tokens.
+
+    Each layer keeps 10 a token and takes 4 more while it runs in either direction; it also makes a cast of 1000 bytes
+    that lives until the head begins. The loss takes 50 a token. Each layer's gradient has 300 bytes.
+    """
+    tokens = batch * length
+    events: list[tuple[int, int, int]] = []
+    sizes: list[int] = []
+    owners: list[int] = []
+
+    def new(segment: int, nbytes: int) -> int:
+        events.append((segment, len(sizes), 1))
+        sizes.append(nbytes)
+        owners.append(segment)
+        return len(sizes) - 1
+
+    def passing(segment: int, nbytes: int) -> None:
+        events.append((segment, new(segment, nbytes), -1))
+
+    kept, casts = [], []
+    for segment in (1, 2, 3):
+        kept.append(new(segment, 10 * tokens))
+        casts.append(new(segment, 1000))
+        passing(segment, 4 * tokens)
+    for cast in casts:
+        events.append((4, cast, -1))
+    passing(4, 2 * tokens)
+    passing(5, 50 * tokens)
+    for segment, storage in zip((6, 7, 8), reversed(kept), strict=True):
+        passing(segment, 4 * tokens)
+        gradient = new(segment, 300)
+        events.append((segment, gradient, 0))
+        events.append((segment, storage, -1))
+    return Tape(batch=batch, length=length, segments=STEP, events=events, sizes=sizes, owners=owners)
+
+
+# ---- from recordings to a whole model --------------------------------------------------------------------------------
+
+TRACE = Trace(written_down(2, 100), written_down(3, 400), LAYER_OF)
+
+
+def test_the_peak_is_that_of_all_layers_and_not_of_the_recorded_ones() -> None:
+    peak = TRACE.peak(4, 1000)
+    tokens = 4000
+    # six layers keep 10 a token, the loss takes 50; the casts of all six are gone by then
+    assert peak.total == pytest.approx(6 * 10 * tokens + 50 * tokens)
+    assert (peak.role, peak.layer) == ("loss", -1)
+    assert peak.kept == pytest.approx(60 * tokens)
+    assert peak.working == pytest.approx(50 * tokens)
+
+
+def test_what_layers_made_and_the_head_ends_counts_once_for_every_layer() -> None:
+    forward = TRACE.peak(1, 10).by_role["forward"]
+    assert forward == pytest.approx(6 * 10 * 10 + 6 * 1000 + 4 * 10)
+    assert TRACE.peak(1, 10).by_role["head"] == pytest.approx(600 + 6000)
+
+
+def test_the_peak_moves_to_where_it_is_higher() -> None:
+    short = TRACE.peak(1, 2)
+    assert (short.role, short.layer) == ("forward", 5)  # casts outweigh 50 a token of the loss
+
+
+def test_moments_of_a_step_are_not_added_up() -> None:
+    peak = TRACE.peak(2, 500)
+    assert peak.total == max(peak.by_role.values())
+    assert peak.total < sum(peak.by_role.values())
+
+
+def test_gradients_come_layer_by_layer_unless_there_are_some_already() -> None:
+    first = TRACE.peak(1, 1)
+    later = TRACE.peak(1, 1, accumulating=True)
+    assert first.all_gradients == later.all_gradients == 6 * 300
+    assert first.gradients == 0
+    assert later.gradients == 1800
+    assert later.by_role["loss"] == pytest.approx(first.by_role["loss"] + 1800)
+    # the last backward pass: five gradients are there and a sixth comes; when accumulating all six and a seventh
+    assert later.by_role["backward"] - first.by_role["backward"] == pytest.approx(1800 - 5 * 300, abs=300)
+
+
+def test_recordings_of_different_steps_are_refused() -> None:
+    other = written_down(3, 400)
+    with pytest.raises(ValueError, match="other things"):
+        Trace(written_down(2, 100), replace(other, events=other.events[:-1]), LAYER_OF)
+
+
+def test_one_recording_is_enough_at_its_own_length() -> None:
+    same = Trace(written_down(2, 100), written_down(3, 100), LAYER_OF)
+    assert same.peak(7, 100).total == pytest.approx(TRACE.peak(7, 100).total)
+    assert Trace(written_down(1, 64), written_down(1, 64), LAYER_OF).peak(1, 64).total == TRACE.peak(1, 64).total
+
+
+def _single(nbytes: int, batch: int, length: int, tiles: bool = False) -> Tape:
+    events = ((0, 0, 1),)
+    marked = frozenset({0}) if tiles else frozenset()
+    return Tape(
+        batch=batch, length=length, segments=STEP[:1], events=events, sizes=(nbytes,), owners=(0,), tiles=marked
+    )
+
+
+@given(
+    factor=st.integers(1, 10**6),
+    powers=st.tuples(st.integers(0, 1), st.integers(0, 2)),
+    length=st.integers(2, 8192),
+    longer=st.integers(1, 8192),
+    more=st.sampled_from([3, 4, 6]),
+    asked=st.tuples(st.integers(1, 64), st.integers(1, 20000)),
+)
+def test_growth_of_a_product_is_met_exactly_wherever_it_can_be_told(
+    factor: int, powers: tuple[int, int], length: int, longer: int, more: int, asked: tuple[int, int]
+) -> None:
+    def size(batch: int, tokens: int) -> int:
+        return factor * batch ** powers[0] * tokens ** powers[1]
+
+    shapes = ((2, length), (more, length + longer))
+    assume(told_apart(*shapes))
+    growth = Growth.fit(*(_single(size(*shape), *shape) for shape in shapes))
+    assert growth.at(*asked)[0] == pytest.approx(size(*asked), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ((2, 1024), (3, 2048), True),
+        ((2, 1024), (3, 1536), False),  # tokens grow as the square of the length
+        ((2, 1000), (3, 1225), False),  # the square of the length grows as the batch
+        ((2, 1024), (3, 1500), False),  # nearly so
+        ((2, 1024), (4, 1536), True),
+        ((2, 1024), (3, 1040), False),  # hardly anything grows
+        ((1, 1024), (1, 2048), True),
+        ((2, 1024), (3, 1024), True),
+        ((1, 1024), (1, 1024), True),
+    ],
+)
+def test_two_shapes_tell_how_sizes_grow_or_do_not(first: tuple[int, int], second: tuple[int, int], told: bool) -> None:
+    assert told_apart(first, second) is told
+    if not told:
+        with pytest.raises(ValueError, match="do not tell"):
+            Growth.fit(_single(8, *first), _single(16, *second))
+
+
+@given(width=st.integers(1, 4096), batch=st.integers(1, 32), length=st.integers(512, 16384))
+def test_growth_of_a_tensor_one_token_shorter_is_nearly_met(width: int, batch: int, length: int) -> None:
+    growth = Growth.fit(_single(width * 2 * 1023, 2, 1024), _single(width * 3 * 4095, 3, 4096))
+    assert growth.at(batch, length)[0] == pytest.approx(width * batch * (length - 1), rel=0.01)
+
+
+def test_a_tile_stops_growing() -> None:
+    growth = Growth.fit(_single(10 * 4096, 2, 4096, tiles=True), _single(10 * 4096, 3, 8192, tiles=True))
+    assert growth.at(1, 100)[0] == 1000
+    assert growth.at(8, 4096)[0] == 10 * 4096
+
+
+@given(batch=st.integers(1, 16), length=st.integers(1, 8192))
+def test_more_tokens_never_take_less(batch: int, length: int) -> None:
+    here = TRACE.peak(batch, length).total
+    assert TRACE.peak(batch + 1, length).total >= here
+    assert TRACE.peak(batch, length + 1).total >= here
+
+
+def test_work_counts_every_layer() -> None:
+    segments = tuple(replace(each, flops=7, written=11, launches=3) for each in STEP)
+    tapes = [replace(written_down(batch, 100), segments=segments) for batch in (2, 2)]
+    work = Trace(*tapes, LAYER_OF).work(2, 100)
+    stretches = 3 + 2 * 6
+    assert (work.flops, work.written, work.launches) == pytest.approx((7 * stretches, 11 * stretches, 3 * stretches))
+
+
+# ---- what a case takes -----------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def variant(*, name: str = "qlora", optim: str = "adamw_torch_fused", megabytes: int = 100) -> Variant:
+    """A model of six layers: packed weights in its layers, an embedding outside, an adapter in each layer."""
+    weights = [Weight(group="embeddings", layer=-1, elements=MIB, nbytes=2 * MIB, itemsize=2)]
+    for layer in (0, 1, 2):
+        packed = megabytes * MIB
+        weights.append(Weight(group="base", layer=layer, elements=2 * packed, nbytes=packed, itemsize=1))
+        weights.append(Weight(group="quantisation", layer=layer, elements=0, nbytes=packed // 32, itemsize=0))
+        weights.append(Weight(group="adapter", layer=layer, elements=1000, nbytes=4000, itemsize=4, trained=True))
+    trace = Trace(written_down(2, 100), written_down(3, 400), LAYER_OF)
+    return Variant(
+        name=name,
+        weights=Weights.total(weights, LAYER_OF),
+        trace=lambda case: trace,
+        exact=lambda case: trace,
+        optimizer=optimizer(optim),
+    )
+
+
+CARD = CardMemory(name="a card", usable=2 * GIB, desktop=100 * MIB, context=50 * MIB)
+CASE = Case(micro_batch=4, length=100_000, checkpointing=False)
+
+
+def test_layers_that_were_not_recorded_are_weighed_too() -> None:
+    found = variant().weights
+    assert found.parts["weights"] == 6 * 100 * MIB + 2 * MIB
+    assert found.parts["quantisation"] == 6 * 100 * MIB // 32
+    assert found.parts["adapters"] == 6 * 4000
+    assert found.parameters == 6 * 200 * MIB + MIB
+    assert found.largest == 2 * 200 * MIB  # bfloat16, before it is packed
+
+
+def test_parts_add_up_to_the_total_and_spare_is_what_is_left() -> None:
+    found = estimate(variant(), CASE, CARD)
+    assert math.isclose(sum(found.parts.values()), found.total)
+    assert math.isclose(found.total + found.spare, CARD.usable)
+    assert found.fits == (found.spare >= 0)
+    around = ("allocator slack", "context", "desktop")
+    assert math.isclose(found.allocated, sum(size for part, size in found.parts.items() if part not in around))
+
+
+def test_a_byte_decides() -> None:
+    found = estimate(variant(), CASE, CARD)
+    exact = replace(CARD, usable=math.ceil(found.total))
+    assert estimate(variant(), CASE, exact).fits
+    assert not estimate(variant(), CASE, replace(exact, usable=exact.usable - 1)).fits
+
+
+def test_loading_or_the_optimizer_may_be_the_highest_moment() -> None:
+    tiny = Case(micro_batch=1, length=1, checkpointing=False)
+    loading = estimate(variant(), tiny, CARD)
+    assert loading.moment == "loading"
+    assert math.isclose(
+        loading.allocated,
+        sum(variant().weights.parts[k] for k in ("weights", "quantisation")) + variant().weights.largest,
+    )
+    # copies of the trained tensors outweigh a step on one token
+    stepping = estimate(replace(variant(optim="adamw_torch", megabytes=0)), tiny, CARD)
+    assert stepping.moment == "optimizer step"
+
+
+def test_a_second_card_costs_the_buckets_of_the_gradients() -> None:
+    alone = estimate(variant(), CASE, CARD)
+    shared = estimate(variant(), replace(CASE, cards=2), CARD)
+    assert shared.parts["gradient buckets"] == 6 * 4000
+    assert "gradient buckets" not in alone.parts
+    assert shared.moments["loss"] == alone.moments["loss"] + 6 * 4000
+
+
+def test_paged_states_are_on_the_host() -> None:
+    paged = variant(optim="paged_adamw_32bit")
+    found = estimate(paged, CASE, CARD)
+    assert found.parts["optimizer state"] == 0
+    assert host(paged, found.case)["paged optimizer state"] == 6 * 8000
+    assert "paged optimizer state" not in host(variant(), found.case)
+
+
+def test_hosts_need_more_with_more_processes() -> None:
+    found = estimate(variant(), replace(CASE, cards=2), CARD)
+    two, one = host(variant(), found.case, workers=4), host(variant(), CASE)
+    assert sum(two.values()) > sum(one.values())
+    assert two["processes"] == 2 * one["processes"]
+
+
+@pytest.mark.parametrize(("batch", "cards"), [(1, 1), (16, 1), (12, 2), (7, 1), (6, 3)])
+def test_every_micro_batch_reaches_the_effective_batch_exactly(batch: int, cards: int) -> None:
+    sizes = micro_batches(batch, cards)
+    assert sizes[0] == 1
+    assert sizes[-1] == batch // cards
+    assert all(batch % (size * cards) == 0 for size in sizes)
+
+
+def _options(usable: int) -> list[Estimate]:
+    card = replace(CARD, usable=usable)
+    return [estimate(variant(), replace(CASE, micro_batch=size), card) for size in micro_batches(16, 1)]
+
+
+def test_the_choice_fits_and_nothing_that_fits_is_clearly_faster() -> None:
+    for usable in (GIB, 2 * GIB, 4 * GIB, 64 * GIB):
+        options = _options(usable)
+        choice = fastest(options)
+        fitting = [each for each in options if each.fits]
+        assert (choice is None) == (not fitting)
+        if choice is not None:
+            assert choice.fits
+            quickest = max(each.speed.tokens_per_second for each in fitting)
+            assert choice.speed.tokens_per_second >= 0.98 * quickest
+
+
+def test_the_nearest_needs_least() -> None:
+    options = _options(1)
+    assert fastest(options) is None
+    assert nearest(options).total == min(each.total for each in options)
+
+
+@pytest.mark.parametrize("usable", [GIB // 2, GIB, 2 * GIB, 3 * GIB])
+def test_the_longest_sequence_fits_and_the_next_does_not(usable: int) -> None:
+    card = replace(CARD, usable=usable)
+
+    def at(length: int) -> bool:
+        return estimate(variant(), replace(CASE, micro_batch=1, length=length), card).fits
+
+    found = longest(at, limit=10**8)
+    if found is None:
+        assert not at(128)
+    else:
+        assert at(found)
+        assert not at(found + 128)
+
+
+def test_shares_of_the_time_make_a_whole() -> None:
+    found = estimate(variant(), CASE, CARD).speed
+    assert math.isclose(found.products + found.traffic + found.launches, 1)
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+SHAPES = ((128, 96), (64,), (256, 64))
+
+
+def _parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
+
+
+def _trained(dtype: torch.dtype) -> list[Trained]:
+    return [Trained(elements=torch.Size(shape).numel(), itemsize=dtype.itemsize) for shape in SHAPES]
+
+
+def _state_bytes(found: torch.optim.Optimizer) -> int:
+    """Bytes of tensors that have a value for each element, and of their constants."""
+    states = [value for state in found.state.values() for value in state.values() if torch.is_tensor(value)]
+    tables = {"qmap1", "qmap2"}
+    shared = [value for state in found.state.values() for key, value in state.items() if key in tables]
+    nbytes = sum(value.numel() * value.element_size() for value in states if value.ndim)
+    return nbytes - sum(value.numel() * value.element_size() for value in shared)
+
+
+def _stepped(found: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for group in found.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    found.step()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused"])
+def test_states_of_torch_have_the_parameters_dtype(name: str, dtype: torch.dtype) -> None:
+    real = _stepped(torch.optim.AdamW(_parameters(dtype), fused=name.endswith("fused")))
+    assert optimizer(name).kept(_trained(dtype)) == _state_bytes(real)
+
+
+def test_states_of_8_bits() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()  # without what a training before has told it
+    real = _stepped(bitsandbytes.optim.AdamW8bit(_parameters(torch.float32)))
+    kept = optimizer("adamw_8bit").kept(_trained(torch.float32))
+    assert kept == _state_bytes(real)
+    assert kept < optimizer("adamw_torch").kept(_trained(torch.float32)) / 3
+
+
+def test_an_unknown_optimizer_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(UsageError, match="adamw_torch_fused"):
+        optimizer("adafactor")
+
+
+def test_names_are_those_of_transformers() -> None:
+    from transformers.training_args import OptimizerNames
+
+    assert set(OPTIMIZERS) <= {each.value for each in OptimizerNames}
+
+
+def test_only_the_loop_of_the_cpu_takes_copies_of_one_parameter() -> None:
+    trained = _trained(torch.float32)
+    everything = sum(each.nbytes for each in trained)
+    assert optimizer("adamw_torch").taken(trained) == everything
+    assert optimizer("adamw_torch", on_cpu=True).taken(trained) == 3 * max(each.nbytes for each in trained)
+    assert optimizer("adamw_torch_fused", on_cpu=True).taken(trained) == 0

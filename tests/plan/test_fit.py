@@ -1,0 +1,523 @@
+"""The planner: what it says of real architectures, how a training job asks it, and several methods at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune import arguments, cli
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine.survey import Machine, survey
+from hf_rocm_tune.machine.sysfs import as_tree
+from hf_rocm_tune.plan.command import command
+from hf_rocm_tune.plan.estimate import GIB, CardMemory, Case, estimate
+from hf_rocm_tune.plan.fit import Plan, Recordings, in_processes, largest_models, plan_for, worthwhile
+from hf_rocm_tune.plan.public_models import public_model
+from hf_rocm_tune.plan.request import PlanRequest, TooManyOperations, card_memory, config_of, from_training
+from hf_rocm_tune.plan.text import as_values
+from tests import tiny
+from tests.small_models import EXPERTS, SMALL
+
+CARD = CardMemory(name="Radeon RX 7900 XT", usable=int(19.9 * GIB), desktop=GIB // 2)
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # the command sets it; so it is taken back
+
+
+@pytest.fixture(scope="module")
+def nothing_there(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    """A machine without a card."""
+    return survey(as_tree(tmp_path_factory.mktemp("root")))
+
+
+def _shape(name: str) -> Any:
+    model = public_model(name)
+    assert model is not None
+    return config_of(model.fields)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_for(PlanRequest(model=LLAMA, length=2048, effective_batch=8), card=CARD, config=_shape(LLAMA))
+
+
+def _find(plan: Plan, method: str, micro_batch: int, *, checkpointing: bool, length: int = 2048) -> Any:
+    return next(
+        each
+        for each in plan.grid
+        if (each.variant, each.case.micro_batch) == (method, micro_batch)
+        and (each.case.checkpointing, each.case.length) == (checkpointing, length)
+    )
+
+
+# ---- what is said of an 8B model --------------------------------------------------------------------------------
+
+
+def test_an_8b_model_fits_as_lora_and_as_qlora(plan: Plan) -> None:
+    lora, qlora = (_find(plan, method, 2, checkpointing=True) for method in ("lora", "qlora"))
+    assert lora.fits
+    assert qlora.fits
+    # torchtune publishes 16.2 and 7.4 GiB for this shape, packed and compiled, with adapters in bfloat16
+    assert 16 < lora.allocated / GIB < 19
+    assert 7 < qlora.allocated / GIB < 9
+    assert lora.parts["weights"] == pytest.approx(2 * 8.03e9, rel=0.001)
+    assert qlora.parts["weights"] == pytest.approx(2 * 2 * 128256 * 4096 + 6.98e9 / 2, rel=0.001)
+
+
+def test_checkpointing_trades_memory_for_time(plan: Plan) -> None:
+    for each in plan.grid:
+        case = each.case
+        if case.checkpointing:
+            twin = next(
+                other
+                for other in plan.grid
+                if other.variant == each.variant and other.case == replace(case, checkpointing=False)
+            )
+            assert each.total < twin.total
+            assert 0.6 < each.speed.tokens_per_second / twin.speed.tokens_per_second < 0.8
+
+
+def test_the_choice_reaches_the_effective_batch_and_fits(plan: Plan) -> None:
+    assert plan.choice is not None
+    case = plan.choice.case
+    assert plan.choice.fits
+    assert case.length == 2048
+    assert case.micro_batch * case.accumulation == 8
+
+
+def test_the_longest_sequence_is_longer_where_more_is_left(plan: Plan) -> None:
+    lora, qlora = plan.longest("lora"), plan.longest("qlora")
+    assert lora is not None
+    assert qlora is not None
+    assert 2048 <= lora < qlora
+
+
+def test_more_adapters_and_trained_modules_take_more() -> None:
+    def total(**more: Any) -> float:
+        request = PlanRequest(
+            methods=("lora",), length=512, micro_batch=1, checkpointing=True, effective_batch=1, **more
+        )
+        found = plan_for(request, card=CARD, config=_shape("meta-llama/Llama-3.2-1B"), grid=False)
+        return found.nearest.total
+
+    plain = total()
+    assert total(rank=64) > plain
+    assert total(dora=True) > plain
+    assert total(modules_to_save=("lm_head",)) > plain + 128256 * 2048 * 8  # a copy, its gradient, two states
+    assert total(optim="adamw_8bit") < plain
+
+
+def test_full_fine_tuning_of_1b_in_float32_takes_16_bytes_a_parameter() -> None:
+    request = PlanRequest(methods=("full",), length=256, micro_batch=1, checkpointing=True, effective_batch=1)
+    found = plan_for(request, card=CARD, config=_shape("meta-llama/Llama-3.2-1B"), grid=False).nearest
+    # weights, gradients and two states; on top the loss collects the head's gradient in float32
+    assert 16 < found.allocated / 1.236e9 < 19
+    assert not found.fits
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "gemma3",
+        *(
+            pytest.param(arch, marks=pytest.mark.long)
+            for arch in tiny.ARCHITECTURES
+            if arch not in ("llama3", "gemma3")
+        ),
+    ],
+)
+def test_every_architecture_of_the_tests_can_be_planned(arch: str) -> None:
+    config = tiny._CONFIGS[arch](tiny._common(tiny.build_tokenizer()))
+    config.architectures = [_class_name(config)]
+    request = PlanRequest(length=96, effective_batch=2, micro_batch=2, checkpointing=True, dropout=0.0)
+    found = plan_for(request, card=CARD, config=config, grid=False)
+    assert found.choice is not None
+    assert {each.variant for each in found.grid} == {"lora", "qlora"}
+
+
+def _class_name(config: Any) -> str:
+    from transformers import AutoModelForCausalLM
+
+    return str(AutoModelForCausalLM._model_mapping[type(config)].__name__)
+
+
+def test_a_model_of_loops_over_the_sequence_is_planned_at_its_own_length() -> None:
+    fields = {
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "vocab_size": 512,
+    }
+    asked = {"length": 128, "effective_batch": 1, "dropout": 0.0, "checkpointing": False, "targets": ("q_proj",)}
+    found = plan_for(PlanRequest(methods=("lora",), **asked), card=CARD, config=config_of(fields))
+    totals = [_find(found, "lora", 1, checkpointing=False, length=length).allocated for length in (64, 128, 256)]
+    assert totals == sorted(totals)
+    assert totals[0] < totals[2]
+
+
+@pytest.mark.long
+def test_the_largest_model_is_larger_with_four_bits() -> None:
+    found = largest_models(PlanRequest(length=1024), card=CARD)
+    names = [public_model(found[method] or "") for method in ("lora", "qlora")]
+    assert all(names)
+    assert names[0].billions < names[1].billions  # type: ignore[union-attr]
+
+
+def test_experts_are_planned_without_dropout_unless_it_is_asked_for() -> None:
+    asked = {"methods": ("lora",), "length": 64, "effective_batch": 1}
+    found = plan_for(PlanRequest(**asked), card=CARD, config=config_of(EXPERTS), grid=False)
+    assert found.request.dropout == 0
+    assert any("--dropout 0" in note for note in found.notes)
+    assert "--lora_dropout 0.0" in command(found.request, found.nearest)
+    with pytest.raises(UsageError, match="lora_dropout"):
+        plan_for(PlanRequest(**asked, dropout=0.05), card=CARD, config=config_of(EXPERTS), grid=False)
+
+
+def test_more_tokens_than_the_model_was_made_for_are_planned_only_if_asked_for() -> None:
+    config = config_of({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 256, "n_layer": 2})
+    asked = PlanRequest(methods=("lora",), length=512, effective_batch=1)
+    found = plan_for(asked, card=CARD, config=config, within_limit=True)
+    assert found.request.length == 256
+    assert any("256" in note for note in found.notes)
+    found = plan_for(asked, card=CARD, config=config)
+    assert found.request.length == 512
+    assert any("made for 256 tokens; 512 are more" in note for note in found.notes)
+
+
+def test_a_window_between_the_lengths_costs_few_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On either side of the window the step is the same for all lengths; only at the window it is not."""
+    from hf_rocm_tune.plan import recorder
+
+    lengths: list[int] = []
+    record = recorder.record
+    monkeypatch.setattr(
+        recorder, "record", lambda *given, **more: (lengths.append(given[3]), record(*given, **more))[1]
+    )
+    fields = {**SMALL, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "sliding_window": 600}
+    found = plan_for(PlanRequest(methods=("lora",), length=512, effective_batch=1), card=CARD, config=config_of(fields))
+    assert found.longest("lora") is not None
+    assert found.scales
+    assert len(lengths) <= 16
+    for each in found.grid:
+        exact = estimate(replace(found.variants["lora"], trace=found.variants["lora"].exact), each.case, CARD)
+        assert each.allocated == pytest.approx(exact.allocated, rel=0.002)
+
+
+# ---- a question from a training job -----------------------------------------------------------------------------
+
+
+def test_a_training_job_asks_with_its_own_settings(tmp_path: Path) -> None:
+    data = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", 2)
+    flags = ["--model_name_or_path", LLAMA, "--dataset_name", str(data), "--max_length", "512", "--load_in_4bit"]
+    flags += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3", "--lora_r", "8", "--use_dora"]
+    flags += ["--lora_target_modules", "q_proj", "v_proj", "--output_dir", str(tmp_path)]
+    request = from_training(arguments.parse(flags).resolved(), cards=2, platform="cuda")
+    assert request.methods == ("qlora",)
+    assert request.effective_batch == 24
+    assert request.each == 12
+    assert (request.length, request.rank, request.dora, request.platform) == (512, 8, True, "cuda")
+    assert request.targets == ("q_proj", "v_proj")
+    assert request.nested
+
+
+def test_what_the_planner_cannot_answer_is_said() -> None:
+    with pytest.raises(UsageError, match="load_in_8bit"):
+        from_training({"load_in_8bit": True})
+    with pytest.raises(UsageError, match="max_length"):
+        from_training({"max_length": None})
+    with pytest.raises(UsageError, match="label_smoothing_factor"):
+        from_training({"max_length": 512, "label_smoothing_factor": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"length": 0}, "--seq"),
+        ({"rank": 0}, "--rank"),
+        ({"effective_batch": 5, "cards": 2}, "5 cannot be shared by 2"),
+        ({"dropout": 1.0}, "--dropout"),
+        ({"methods": ("sparse",)}, "sparse"),
+        ({"optim": "adagrad"}, "adagrad"),
+        ({"effective_batch": 6, "micro_batch": 4}, "4 does not divide"),
+    ],
+)
+def test_a_question_that_cannot_be_is_refused(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        PlanRequest(**wrong)
+
+
+# ---- the card ---------------------------------------------------------------------------------------------------
+
+
+def test_cards_by_name_by_size_and_by_default(nothing_there: Machine) -> None:
+    named = [card_memory(name=name, machine=nothing_there) for name in ("rx7900xt", "RX 7900 XT", "7900-xt")]
+    assert {card.name for card in named} == {"Radeon RX 7900 XT"}
+    assert named[0].usable / GIB == pytest.approx(19.9, abs=0.001)
+    assert card_memory(vram_gib=16, machine=nothing_there).usable < 16 * GIB
+    default = card_memory(machine=nothing_there)
+    assert (default.name, default.desktop, default.desktop_source) == ("Radeon RX 7900 XT", GIB, "assumed")
+    assert card_memory(desktop_gib=0, machine=nothing_there).desktop == 0
+
+
+def test_what_a_desktop_holds_is_read_where_the_card_is_there(nothing_there: Machine) -> None:
+    recorded = _machine_with_a_card(nothing_there, used=700 << 20, total=20 << 30)
+    found = card_memory(machine=recorded)
+    assert found.desktop == 700 << 20
+    assert "read" in found.desktop_source
+    # it says nothing of a card of another size
+    assert card_memory(vram_gib=48, machine=recorded).desktop_source == "assumed"
+
+
+def _machine_with_a_card(machine: Machine, *, used: int, total: int) -> Machine:
+    from unittest.mock import Mock
+
+    from hf_rocm_tune.machine.cards import identify
+    from hf_rocm_tune.machine.sensors import no_sensors
+    from hf_rocm_tune.machine.sysfs import Reading
+
+    sensors = replace(no_sensors("x"), vram_used_bytes=Reading(value=used), vram_total_bytes=Reading(value=total))
+    identity = identify(arch="gfx1100", vram_bytes=total, name="Radeon RX 7900 XT")
+    card = Mock(sensors=sensors, identity=identity, integrated=False, address="0000:03:00.0")
+    return replace(machine, gpus=(card,))
+
+
+@pytest.mark.parametrize("wrong", [{"name": "rtx4090"}, {"vram_gib": 0}, {"name": "rx7900xt", "vram_gib": 20}])
+def test_a_card_that_cannot_be_is_refused(wrong: dict[str, Any], nothing_there: Machine) -> None:
+    with pytest.raises(UsageError):
+        card_memory(machine=nothing_there, **wrong)
+
+
+# ---- cases scaled from recordings of others --------------------------------------------------------------------------
+
+LENGTHS = (128, 256, 512)
+
+
+def _recordings(window: int | None, method: str = "lora") -> Recordings:
+    fields = {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 640,
+        "max_position_embeddings": 4096,
+        "sliding_window": window,
+    }
+    return Recordings(config_of(fields), PlanRequest(length=LENGTHS[1]), method, LENGTHS)
+
+
+def _cases(lengths: tuple[int, ...] = LENGTHS) -> list[Case]:
+    return [
+        Case(micro_batch=batch, length=length, checkpointing=checkpointing)
+        for length, checkpointing, batch in product(lengths, (False, True), (1, 2, 4, 16))
+    ]
+
+
+LONG = [pytest.param(window, marks=pytest.mark.long) for window in (None, 64, 150, 300, 448, 2000)]
+
+
+@pytest.mark.parametrize("window", [224, 384, *LONG])
+def test_a_window_changes_no_case_but_its_own(window: int | None) -> None:
+    """Wherever a window's width lies among the lengths: what was told from a bad pair of them was half, or less."""
+    recordings = _recordings(window)
+    assert not recordings.fixed_length
+    for case in [*_cases(), *_cases((192, 200, 320))]:
+        scaled, itself = (made(case).peak(*case.shape) for made in (recordings, recordings.exact))
+        assert scaled.total == pytest.approx(itself.total, rel=0.01), case
+        assert scaled.role == itself.role, case
+
+
+def test_few_recordings_serve_all_cases() -> None:
+    recordings = _recordings(None)
+    for case in _cases():
+        recordings(case)
+    assert len(recordings._tapes) == 8  # two lengths, plain and padded, with checkpointing and without
+
+
+# ---- several methods at once, each in a process ----------------------------------------------------------------------
+
+WINDOWS = {**SMALL, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "sliding_window": 600}
+SMALL_LLAMA = {**SMALL, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+REQUEST = PlanRequest(length=512, effective_batch=4)
+
+
+def _plan(fields: dict[str, Any], *, together: bool) -> Plan:
+    return plan_for(REQUEST, card=CARD, config=config_of(fields), at_once=together)
+
+
+@pytest.mark.parametrize("fields", [WINDOWS, pytest.param(EXPERTS, marks=pytest.mark.long)], ids=["windows", "experts"])
+def test_the_plan_is_the_same(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one more recording in this process than those of its own method."""
+    expected = as_values(_plan(fields, together=False), "")
+    recorded: list[str] = []
+    record = Recordings._record
+    monkeypatch.setattr(
+        Recordings, "_record", lambda self, *rest: (recorded.append(self.method), record(self, *rest))[1]
+    )
+    found = _plan(fields, together=True)
+    assert as_values(found, "") == expected
+    assert set(recorded) == {"lora"}
+    assert list(found.variants) == ["lora", "qlora"]
+
+
+def test_a_process_that_is_killed_costs_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = as_values(_plan(SMALL_LLAMA, together=False), "")
+    here, longest = os.getpid(), Plan.longest
+
+    def die(self: Plan, method: str) -> int | None:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return longest(self, method)
+
+    monkeypatch.setattr(Plan, "longest", die)
+    assert as_values(_plan(SMALL_LLAMA, together=True), "") == expected
+
+
+def test_a_refusal_of_both_is_that_of_the_first() -> None:
+    request = PlanRequest(length=512, targets=("nothing",))
+    told = []
+    for together in (False, True):
+        with pytest.raises(UsageError) as refused:
+            plan_for(request, card=CARD, config=config_of(SMALL_LLAMA), at_once=together)
+        told.append(str(refused.value))
+    assert told[0] == told[1]
+    assert "nothing" in told[0]
+
+
+def test_a_refusal_of_the_second_is_told_and_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = Recordings.__dict__["facts"].func
+    tried: list[str] = []
+
+    def refuse(self: Recordings) -> Any:
+        tried.append(self.method)
+        if self.method == "qlora":
+            raise UsageError("not in four bits")
+        return facts(self)
+
+    monkeypatch.setattr(Recordings, "facts", property(refuse, lambda self, value: None))
+    found = _plan(WINDOWS, together=True)
+    assert list(found.variants) == ["lora"]
+    assert any("not in four bits" in note for note in found.notes)
+    assert set(tried) == {"lora"}
+
+
+def test_steps_that_take_long_are_recorded_once_for_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_rocm_tune.plan.fit._MANY_EVENTS", 10)
+    monkeypatch.setattr(Recordings, "fixed_length", True)
+    alone, together = (_plan(SMALL_LLAMA, together=way) for way in (False, True))
+    assert list(alone.variants) == ["lora"]
+    assert any("--method qlora plans it" in note for note in alone.notes)
+    assert list(together.variants) == ["lora", "qlora"]
+    assert not any("--method" in note for note in together.notes)
+
+
+def test_a_step_that_is_too_long_is_not_recorded_for_a_further_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def refuse(self: Recordings, *rest: Any) -> Any:
+        tried.append(self.method)
+        raise TooManyOperations("too many")
+
+    monkeypatch.setattr(Recordings, "_record", refuse)
+    with pytest.raises(TooManyOperations):
+        _plan(SMALL_LLAMA, together=True)
+    assert tried == ["lora"]
+
+
+def _by_name(**ways: Callable[[], Any]) -> Callable[[str], Any]:
+    return lambda name: ways[name]()
+
+
+def test_each_is_done_in_a_process_of_its_own() -> None:
+    found = in_processes(lambda name: (name, os.getpid()), ["a", "b", "c"])
+    assert [name for name, _ in found.values()] == ["a", "b", "c"]
+    assert found["a"][1] == os.getpid()
+    assert len({pid for _, pid in found.values()}) == 3
+
+
+def test_what_fails_elsewhere_is_left_out_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    ways = _by_name(
+        a=lambda: 1,
+        raises=lambda: 1 / 0,
+        interrupted=lambda: os.kill(os.getpid(), signal.SIGINT),
+        killed=lambda: os.kill(os.getpid(), signal.SIGKILL),
+        unpicklable=lambda: lambda: None,
+        large=lambda: b"x" * 10_000_000,
+    )
+    found = in_processes(ways, ["a", "raises", "interrupted", "killed", "unpicklable", "large"])
+    assert {name: value for name, value in found.items() if name not in ("interrupted", "large")} == {"a": 1}
+    assert len(found["large"]) == 10_000_000
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_failure_here_waits_for_nobody() -> None:
+    with pytest.raises(ZeroDivisionError):
+        in_processes(_by_name(a=lambda: 1 / 0, b=lambda: time.sleep(600)), ["a", "b"])
+    assert not multiprocessing.active_children()
+
+
+def test_one_core_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert not worthwhile()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert worthwhile()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert not worthwhile()
+
+
+_PLAN = ("plan", "--model", "meta-llama/Llama-3.2-1B", "--seq", "256", "--json")
+
+
+@pytest.mark.long
+def test_the_command_on_one_core_says_the_same() -> None:
+    core = min(os.sched_getaffinity(0))
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", f"{before}; from hf_rocm_tune.cli import main; main()", *_PLAN],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for before in ("pass", f"import os; os.sched_setaffinity(0, {{{core}}})")
+    ]
+    assert outputs[0] == outputs[1] != ""
+
+
+@pytest.mark.parametrize("several", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_command_records_at_once_where_that_is_worthwhile(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Sequence[str]] = []
+    monkeypatch.setattr("hf_rocm_tune.plan.command.worthwhile", lambda: several)
+    monkeypatch.setattr(
+        "hf_rocm_tune.plan.fit.in_processes", lambda work, names: (started.append(names), in_processes(work, names))[1]
+    )
+    assert cli.main(_PLAN) == 0
+    assert started == ([("lora", "qlora")] if several else [])

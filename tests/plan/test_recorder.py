@@ -1,0 +1,423 @@
+"""Recorded steps: of three layers follows what all layers take, and what is kept is what torch keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.placement import tensors_of
+from hf_rocm_tune.plan import recorder as shapes_device
+from hf_rocm_tune.plan.estimate import Case, Tape
+from hf_rocm_tune.plan.recorder import DeviceMode, Recorder, autocast_flags, record, remembered
+from hf_rocm_tune.plan.request import PlanRequest, config_of
+from hf_rocm_tune.plan.sample import Sample, build
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 640,
+    "max_position_embeddings": 4096,
+}
+LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+GEMMA3 = {
+    **SIZES,
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 128,
+    "n_layer": 5,
+    "n_head": 4,
+    "n_positions": 1024,
+    "vocab_size": 640,
+}
+MOE = {
+    **SIZES,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "mlp_only_layers": [0, 2],
+}
+MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "gpt2": GPT2, "qwen3_moe": MOE}
+PLAIN = Case(micro_batch=1, length=2, checkpointing=False)
+PADDED = Case(micro_batch=2, length=2, checkpointing=False)
+
+
+def sample_of(fields: dict[str, Any], method: str = "lora", *, keep: str = "few", **settings: Any) -> Sample:
+    """A model with few layers, without dropout unless it is asked for."""
+    return build(config_of(fields), PlanRequest(**{"dropout": 0.0, **settings}), method, keep=keep)
+
+
+def level(tape: Tape) -> float:
+    """The highest level of a tape, in bytes."""
+    return float(np.cumsum([tape.sizes[storage] * sign for _, storage, sign in tape.events]).max())
+
+
+def kept_shapes(model: nn.Module, run: Callable[[], object]) -> Counter[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of all that autograd keeps of a forward pass, each storage once, parameters left out."""
+    known = {tensor.untyped_storage()._cdata for tensor in model.parameters()}
+    found: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        key = tensor.untyped_storage()._cdata
+        if key not in known:
+            known.add(key)
+            alive.append(tensor)
+            found[tuple(tensor.shape), tensor.dtype] += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return found
+
+
+# ---- from few layers to all -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", sorted(MODELS))
+@pytest.mark.parametrize("lora", [True, False])
+def test_few_layers_tell_what_all_layers_take(arch: str, lora: bool) -> None:
+    from hf_rocm_tune.plan.estimate import Trace
+
+    method = "lora" if lora else "full"
+    few, whole = sample_of(MODELS[arch], method), sample_of(MODELS[arch], method, keep="all")
+    assert len(few.layers) < len(whole.layers) == len(few.layer_of)
+    for checkpointing in (False, True):
+        case = replace(PADDED, checkpointing=checkpointing)
+        trace = Trace(record(few, case, 2, 128), record(few, case, 3, 512), few.layer_of)
+        for batch, length in ((4, 200), (2, 640)):
+            whole_level = level(record(whole, case, batch, length))
+            assert trace.peak(batch, length).total == pytest.approx(whole_level, rel=0.01)
+
+
+def test_each_kind_of_layer_is_recorded_and_stands_for_its_own() -> None:
+    sample = sample_of(GEMMA3)
+    # first, sliding, full, last: and of the seven real layers each is stood for by one of its kind
+    assert sample.layer_of == (0, 1, 2, 1, 1, 2, 3)
+    sparse = sample_of(MOE)
+    has_experts = [any("experts" in name for name, _ in layer.named_modules()) for layer in sparse.layers]
+    assert [has_experts[position] for position in sparse.layer_of] == [False, True, False, True, True, True, True]
+
+
+def test_the_configuration_is_left_as_it_was() -> None:
+    config = config_of(GEMMA3)
+    before = copy.deepcopy(config.to_dict())
+    record(build(config, PlanRequest(dropout=0.0), "lora"), PLAIN, 2, 64)
+    assert config.to_dict() == before
+
+
+def test_weights_of_all_layers_are_those_of_the_real_model() -> None:
+    from transformers import AutoModelForCausalLM
+
+    from hf_rocm_tune.plan.estimate import Weights
+
+    for fields in MODELS.values():
+        config = config_of(fields)
+        sample = sample_of(fields, "full")
+        with torch.device("meta"):
+            real = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        total = Weights.total(sample.weights(), sample.layer_of)
+        assert total.parameters == sum(parameter.numel() for parameter in real.parameters())
+        assert sum(each.nbytes for each in total.trained) == 4 * total.parameters
+
+
+def test_packed_weights_have_the_bytes_of_bitsandbytes() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    for nested in (True, False):
+        sample = sample_of(LLAMA, "qlora", nested=nested)
+        layer = next(each for each in sample.base.modules() if isinstance(each, bitsandbytes.nn.Linear4bit))
+        weight = torch.randn(layer.out_features, layer.in_features, dtype=torch.bfloat16)
+        real = bitsandbytes.nn.Linear4bit(
+            layer.in_features, layer.out_features, bias=False, compress_statistics=nested, quant_type="nf4"
+        )
+        real.weight = bitsandbytes.nn.Params4bit(
+            weight, requires_grad=False, compress_statistics=nested, quant_type="nf4", module=real
+        ).to("cpu")
+        assert _bytes(layer) == _bytes(real)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(module))
+
+
+# ---- what is kept -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_the_meta_device_keeps_what_the_cpu_keeps(arch: str, mixed: bool) -> None:
+    dropout = 0.05 if arch != "qwen3_moe" else 0.0
+    sample = sample_of({**MODELS[arch], "num_hidden_layers": 2, "layer_types": None}, dropout=dropout)
+    real = copy.deepcopy(sample.model).to_empty(device="cpu")  # device: made there, nothing is moved
+    for tensor in [*real.parameters(), *real.buffers()]:
+        tensor.data.zero_()
+
+    def forward(model: Any, place: str) -> Callable[[], object]:
+        ids = torch.ones(2, 96, dtype=torch.int64, device=place)
+        mask = ids.clone()
+        if place == "cpu":
+            mask[1, 80:] = 0
+        return lambda: model.get_base_model().base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed):
+        expected = kept_shapes(real, forward(real, "cpu"))
+    mode = DeviceMode(platform="cpu", autocast=mixed, content_is_plain=False)
+    with autocast_flags("cpu", mixed), mode:
+        found = kept_shapes(sample.model, forward(sample.model, "meta"))
+    assert found == expected
+
+
+def _kept_of(
+    sample: Sample, batch: int, length: int, *, plain: bool = True
+) -> Counter[tuple[tuple[int, ...], torch.dtype]]:
+    mode = DeviceMode(platform="hip", autocast=True, content_is_plain=plain)
+    ids = torch.ones(batch, length, dtype=torch.int64, device="meta")
+    with autocast_flags("hip", True), mode:
+        return kept_shapes(
+            sample.model, lambda: sample.base.base_model(input_ids=ids, attention_mask=ids.clone(), use_cache=False)
+        )
+
+
+def test_a_card_keeps_a_mask_only_where_sequences_differ() -> None:
+    sample = sample_of(LLAMA)
+    plain = _kept_of(sample, 2, 96)
+    padded = _kept_of(sample, 2, 96, plain=False)
+    assert not any(shape[-2:] == (96, 96) for shape, _ in plain)
+    masks = {key: count for key, count in padded.items() if key[0][-2:] == (96, 96)}
+    assert masks == {((2, 4, 96, 96), torch.bfloat16): len(sample.layers)}  # expanded over the heads, not copied
+    # without a mask flash takes two key heads as they are; with one they are repeated to four
+    assert ((2, 2, 96, 32), torch.bfloat16) in plain
+    assert ((2, 2, 96, 32), torch.bfloat16) not in padded
+
+
+def test_dropout_keeps_one_byte_an_element_on_a_card() -> None:
+    sample = sample_of(LLAMA, dropout=0.1)
+    masks = [shape for shape, dtype in _kept_of(sample, 2, 96) if dtype == torch.bool]
+    assert (2, 96, 128) in masks
+    assert (2, 96, 256) in masks
+
+
+def test_eager_attention_keeps_scores_with_the_square_of_the_length() -> None:
+    sample = sample_of(LLAMA, attention="eager")
+    kept = _kept_of(sample, 2, 96)
+    assert any(shape == (2, 4, 96, 96) for shape, _ in kept)
+
+
+def test_checkpointing_keeps_less_and_computes_more() -> None:
+    sample = sample_of(LLAMA)
+    off, on = (record(sample, replace(PLAIN, checkpointing=way), 2, 512) for way in (False, True))
+    assert _kept(on) < _kept(off) / 10
+    flops = [sum(segment.flops for segment in tape.segments) for tape in (off, on)]
+    # a frozen model computes twice the forward pass; with recomputation three times
+    assert flops[1] / flops[0] == pytest.approx(1.5, rel=0.1)
+
+
+def _kept(tape: Tape) -> int:
+    """Bytes that are there when the backward pass begins."""
+    loss = next(index for index, segment in enumerate(tape.segments) if segment.role == "loss")
+    return sum(tape.sizes[storage] * sign for segment, storage, sign in tape.events if segment < loss)
+
+
+def test_a_window_makes_masks_as_soon_as_the_sequence_is_longer() -> None:
+    sample = sample_of(GEMMA3)
+    short, long = (_kept_of(sample, 1, n) for n in (48, 96))
+    assert not any(shape[-2:] == (48, 48) for shape, _ in short)
+    assert any(shape[-2:] == (96, 96) for shape, _ in long)
+
+
+def test_names_of_autocast_are_those_that_torch_casts() -> None:
+    def cast(name: str) -> bool:
+        # Python's operators and functions that torch casts under the name of what they call
+        plain = {"__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow", "linalg_norm": "linalg_vector_norm"}
+        operator = plain.get(name, "nll_loss" if name == "cross_entropy" else name)
+        names = (each for each in torch._C._dispatch_get_all_op_names() if each.split(".")[0] == f"aten::{operator}")
+        return any(torch._C._dispatch_has_kernel_for_dispatch_key(each, "AutocastCUDA") for each in names)
+
+    tables = shapes_device._LOWER | shapes_device._UPPER | shapes_device._UPPER_BY_DTYPE
+    assert [name for name in sorted(tables) if not cast(name)] == []
+
+
+# ---- the recorder -----------------------------------------------------------------------------------------------
+
+
+def test_a_storage_counts_once_and_views_not_at_all() -> None:
+    existing = torch.empty(1000, device="meta")
+    with Recorder([existing], {}) as recorder:
+        made = existing.view(10, 100) + 1
+        kept = made[2:5].transpose(0, 1)
+        made.add_(1)
+        del made
+        del kept
+    tape = recorder.tape(1, 1)
+    assert tape.sizes == (4000,)
+    assert [sign for _, _, sign in tape.events] == [1, -1]
+    assert [(each.role, each.layer) for each in tape.segments] == [("start", -1)]
+
+
+def test_what_goes_before_the_next_operation_belongs_to_the_stretch_before() -> None:
+    with Recorder([], {}) as recorder:
+        first = torch.empty(10, device="meta")
+        recorder.segment("forward", 0)
+        del first
+        torch.empty(20, device="meta")
+    tape = recorder.tape(1, 1)
+    assert [(segment, sign) for segment, _, sign in tape.events] == [(0, 1), (0, -1), (1, 1), (1, -1)]
+
+
+def test_gradients_are_told_from_other_tensors() -> None:
+    sample = sample_of(LLAMA)
+    tape = record(sample, PLAIN, 2, 64)
+    landed = sum(tape.sizes[storage] for _, storage, sign in tape.events if sign == 0)
+    trained = sum(weight.nbytes for weight in sample.weights() if weight.trained)
+    assert landed == trained
+    assert all(parameter.grad is None for parameter in sample.model.parameters())
+
+
+# ---- what cannot be planned -------------------------------------------------------------------------------------
+
+
+def test_torch_is_as_it_was_afterwards_also_after_a_failure() -> None:
+    before = torch.autocast, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    sample = sample_of(LLAMA)
+    record(sample, replace(PLAIN, checkpointing=True), 2, 64)
+    sample.layers[1].forward = lambda *arguments, **keywords: torch.empty(3, device="meta").item()
+    with pytest.raises(UsageError, match="LlamaForCausalLM cannot be planned"):
+        record(sample, PLAIN, 2, 64)
+    assert before == (torch.autocast, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+    assert (torch.ones(2) + 1).tolist() == [2, 2]  # no mode is left on
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+        {"model_type": "bert", "architectures": ["BertModel"]},
+        {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
+    ],
+)
+def test_what_is_no_causal_language_model_is_refused_in_one_line(fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="cannot be planned") as refused:
+        sample_of(fields)
+    assert "\n" not in str(refused.value)
+
+
+def test_adapters_that_match_nothing_are_refused_as_in_training() -> None:
+    with pytest.raises(UsageError, match="q_proj"):
+        sample_of(LLAMA, targets=("query",))
+
+
+def test_what_peft_refuses_is_refused_with_its_reason() -> None:
+    with pytest.raises(UsageError, match="lora_dropout"):
+        sample_of(MOE, dropout=0.05)
+
+
+def test_a_tensor_moved_by_mistake_is_not_a_plan() -> None:
+    """Nothing of a sample is on a real device, whatever the size of the model."""
+    big = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+    sample = sample_of(big, "qlora")
+    assert len(sample.layer_of) == 80
+    assert {tensor.device.type for _, tensor in tensors_of(sample.model)} == {"meta"}
+
+
+# ---- remembered operators --------------------------------------------------------------------------------------
+
+aten: Any = torch.ops.aten
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def looks(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device, value.untyped_storage().nbytes()
+    return [looks(each) for each in value] if isinstance(value, tuple | list) else value
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (aten.mm.default, (meta(3, 4), meta(4, 5))),
+        (aten.mm.default, (meta(4, 3).t(), meta(5, 4).t())),
+        (aten.mul.Tensor, (meta(2, 1, 4), meta(3, 1))),
+        (aten.native_layer_norm.default, (meta(2, 8), [8], meta(8), meta(8), 1e-5)),
+        (aten.native_dropout.default, (meta(5), 0.5, True)),
+        (aten.empty_strided.default, ((2, 3), (4, 1))),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, tuple) else "",
+)
+def test_the_second_time_is_as_the_first(func: Any, args: tuple[Any, ...]) -> None:
+    kernels: dict[Any, Any] = {}
+    kwargs = {"device": torch.device("meta")} if func is aten.empty_strided.default else {}
+    (first, flops), (second, again) = (remembered(kernels, func, args, kwargs) for _ in range(2))
+    assert looks(first) == looks(second) == looks(func(*args, **kwargs))
+    assert flops == again
+    assert (flops == 2 * 3 * 4 * 5) == (func is aten.mm.default)
+
+
+def test_each_time_gives_new_storages() -> None:
+    kernels: dict[Any, Any] = {}
+    tensor = meta(8)
+    made = [remembered(kernels, aten.neg.default, (tensor,), {})[0] for _ in range(3)]
+    assert len({each.untyped_storage()._cdata for each in (tensor, *made)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [(aten.view.default, ([4, 2],)), (aten._unsafe_view.default, ([4, 2],)), (aten.detach.default, ())],
+)
+def test_a_view_stays_a_view_whatever_its_schema_says(func: Any, args: tuple[Any, ...]) -> None:
+    kernels: dict[Any, Any] = {}
+    for _ in range(3):
+        tensor = meta(8)
+        out, _ = remembered(kernels, func, (tensor, *args), {})
+        assert out.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+
+
+def test_what_is_changed_in_place_is_what_was_given() -> None:
+    kernels: dict[Any, Any] = {}
+    tensor = meta(8)
+    for _ in range(2):
+        assert remembered(kernels, aten.add_.Tensor, (tensor, 1), {})[0] is tensor
+
+
+def test_numbers_of_other_types_are_other_arguments() -> None:
+    kernels: dict[Any, Any] = {}
+    tensor = meta(4, dtype=torch.int64)
+    dtypes = [remembered(kernels, aten.mul.Tensor, (tensor, other), {})[0].dtype for other in (2, 2.0, True, 2, 2.0)]
+    assert dtypes == [torch.int64, torch.float32, torch.int64, torch.int64, torch.float32]
+
+
+def test_what_is_on_a_real_device_is_computed() -> None:
+    kernels: dict[Any, Any] = {}
+    for value in (1.0, 2.0):
+        out, _ = remembered(kernels, aten.neg.default, (torch.tensor([value]),), {})
+        assert out.tolist() == [-value]
+
+
+def test_a_number_is_of_the_content_and_never_remembered() -> None:
+    kernels: dict[Any, Any] = {}
+    for content in (True, True, False, True):
+        tensor = torch.tensor([content])
+        assert remembered(kernels, torch.ops.aten._is_all_true.default, (tensor,), {})[0].item() is content
+        assert remembered(kernels, torch.ops.aten.equal.default, (tensor, torch.tensor([True])), {})[0] is content

@@ -1,0 +1,170 @@
+"""The plan of a split: nothing is lost or counted twice, the cut leaves the fullest card most, and it agrees with one.
+
+From recordings of real architectures on the meta device, small ones and the published shape of a 14B.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.plan.estimate import GIB, CardMemory
+from hf_rocm_tune.plan.fit import Plan, plan_for
+from hf_rocm_tune.plan.request import PlanRequest
+from hf_rocm_tune.plan.split import SplitPlan, best_cut, even_counts, over_cards, split_plan
+
+MIB = 1 << 20
+Planned = Callable[..., SplitPlan]
+
+
+def card(mib: float) -> CardMemory:
+    return CardMemory(name="a card", usable=int(mib * MIB), desktop=0, context=0)
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=10,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+@pytest.fixture(scope="module")
+def planned(config: Any) -> Callable[..., SplitPlan]:
+    """Plans for cards of so many MiB; each question is recorded once."""
+    wholes: dict[str, Plan] = {}
+
+    def plan(*mib: float, counts: tuple[int, ...] | None = None, **more: Any) -> SplitPlan:
+        usual = {"methods": ("lora",), "length": 256, "effective_batch": 4, "micro_batch": 2, "checkpointing": True}
+        request = PlanRequest(**(usual | more))
+        if str(request) not in wholes:
+            wholes[str(request)] = plan_for(request, card=card(9000), config=config, grid=False)
+        return over_cards(wholes[str(request)], cards=[card(each) for each in mib], counts=counts)
+
+    return plan
+
+
+def test_shared_out_in_proportion_and_never_nothing() -> None:
+    chooser = random.Random(1)
+    for _ in range(500):
+        cards = chooser.randrange(1, 6)
+        layers = chooser.randrange(cards, 100)
+        weights = [chooser.choice([0.0, 1.0, 8.0, 24.0]) for _ in range(cards)]
+        counts = even_counts(layers, weights)
+        assert sum(counts) == layers and min(counts) >= 1 and len(counts) == cards
+    assert even_counts(40, [20, 20]) == (20, 20)
+    assert even_counts(30, [10, 20]) == (10, 20)
+
+
+@pytest.mark.parametrize(("method", "checkpointing"), [("qlora", True), ("full", False)])
+def test_all_cards_together_hold_what_one_would(planned: Planned, method: str, checkpointing: bool) -> None:
+    found = planned(9000, 9000, counts=(4, 6), methods=(method,), checkpointing=checkpointing)
+    whole, parts = found.option, found.estimates
+    for name in ("weights", "quantisation constants", "adapters"):
+        assert sum(each.parts[name] for each in parts) == pytest.approx(whole.parts[name])
+    for name in ("optimizer state", "gradients"):
+        held = sum(each.parts[name] for each in parts)
+        assert held == pytest.approx(whole.parts[name], rel=0.05) or whole.moment != parts[0].moment
+    kept = sum(each.parts["activations kept"] for each in parts)
+    hidden = 2 * 256 * 2048 * 4
+    copies = 3 * hidden + 2 * MIB  # hidden states on their way, there and back; position embeddings, masks
+    assert kept <= whole.parts["activations kept"] + copies
+
+
+def test_embeddings_head_and_loss_are_on_the_first_card(planned: Planned) -> None:
+    even = planned(9000, 9000, counts=(5, 5))
+    first, second = (each.parts["weights"] for each in even.estimates)
+    embeddings = 2 * 32000 * 2048 * 2  # input and output, bfloat16
+    assert first - second == pytest.approx(embeddings, rel=0.01)
+    assert "loss" in even.estimates[0].moments and "loss" not in even.estimates[1].moments
+
+
+class _Spare:
+    """As much of an estimate as the search for a cut looks at."""
+
+    fits = True
+
+    def __init__(self, spare: float) -> None:
+        self.spare = spare
+
+
+@pytest.mark.parametrize("cards", [2, 3])
+def test_the_cut_is_the_one_that_leaves_the_fullest_card_most(cards: int) -> None:
+    chooser = random.Random(2)
+    for _ in range(60):
+        layers = chooser.randrange(cards, 40)
+        sizes = [chooser.uniform(1, 1.3) for _ in range(layers)]
+        room = [chooser.uniform(10, 30) for _ in range(cards)]
+        outside = chooser.uniform(0, 5)
+
+        def plan(counts: tuple[int, ...], sizes=sizes, room=room, outside=outside) -> list[Any]:  # type: ignore[no-untyped-def]
+            ends = list(itertools.accumulate(counts))
+            held = [sum(sizes[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+            return [
+                _Spare(has - used - (outside if not at else 0))
+                for at, (has, used) in enumerate(zip(room, held, strict=True))
+            ]
+
+        every = (counts for counts in itertools.product(range(1, layers + 1), repeat=cards) if sum(counts) == layers)
+        best = max(min(each.spare for each in plan(counts)) for counts in every)
+        found = best_cut(plan, layers=layers, cards=[card(1000 * each) for each in room])
+        assert found.least_spare >= best - 0.35 * (cards - 2)  # with two cards the best; else near it
+
+
+def test_more_memory_on_a_card_takes_more_layers(planned: Planned) -> None:
+    even, uneven = planned(1300, 1300), planned(1300, 2000)
+    assert uneven.counts[1] > even.counts[1]
+    assert even.cut.fits and uneven.cut.least_spare > even.cut.least_spare
+
+
+def test_layers_of_a_card_change_nothing_for_the_others(planned: Planned) -> None:
+    two = planned(9000, 9000, counts=(3, 7))
+    three = planned(9000, 9000, 9000, counts=(3, 4, 3))
+    assert two.estimates[0].parts == three.estimates[0].parts
+
+
+def test_what_does_not_fit_says_by_how_much(planned: Planned) -> None:
+    found = planned(4, 4)
+    assert not found.cut.fits and found.cut.least_spare < 0
+
+
+def test_the_fastest_that_fits_every_card_is_chosen(planned: Planned) -> None:
+    roomy = planned(40000, 40000, micro_batch=None, checkpointing=None)
+    assert roomy.option.case == replace(roomy.option.case, micro_batch=4, checkpointing=False)
+    tight = planned(1200, 1200, micro_batch=None, checkpointing=None)
+    assert tight.cut.fits
+    assert tight.option.speed.tokens_per_second < roomy.option.speed.tokens_per_second
+
+
+def test_more_cards_than_layers_are_refused(planned: Planned) -> None:
+    with pytest.raises(UsageError, match="10 layers cannot be shared out over 11 cards"):
+        planned(*[9000] * 11)
+    with pytest.raises(UsageError, match="does not fit a model of 10 layers"):
+        planned(9000, 9000, counts=(10,))
+
+
+def test_a_14b_in_bfloat16_needs_two_cards_of_20_gib_and_fits_them() -> None:
+    from hf_rocm_tune.plan.public_models import public_model
+    from hf_rocm_tune.plan.request import config_of
+
+    known = public_model("Qwen/Qwen3-14B")
+    assert known is not None
+    xt = CardMemory(name="xt", usable=int(19.9 * GIB))
+    request = PlanRequest(methods=("lora",), length=1024, effective_batch=16, micro_batch=1, checkpointing=True)
+    found = split_plan(request, cards=(xt, xt), config=config_of(known.fields))
+    assert found.cut.fits and not found.option.fits
+    assert sum(found.counts) == 40 and found.counts[0] < found.counts[1]
+    assert sum(each.parts["weights"] for each in found.estimates) == pytest.approx(14.77e9 * 2, rel=0.01)
