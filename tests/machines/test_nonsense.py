@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.hardware.parts import RAPHAEL, XTX, Slot
-from tests.hardware.trees import Built
+from tests.machine.parts import RAPHAEL, XTX, Slot
+from tests.machine.trees import Built
 from tests.machines.installs import cpu_stack, pair, stack
 from tests.machines.replay import command, replay, written
 
