@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import functools
 import os
 import platform
 import stat
@@ -223,6 +224,9 @@ _KINDS: Mapping[Any, str] = {
 }
 
 
+_hints = functools.cache(get_type_hints)
+
+
 def unpack(form: Any, value: Any, name: str, *, extra: bool = True) -> Any:
     """A JSON value as an annotation wants it: records, mappings, lists (as tuples), readings, texts, numbers.
 
@@ -247,7 +251,7 @@ def unpack(form: Any, value: Any, name: str, *, extra: bool = True) -> Any:
     if of is Reading and isinstance(value, Mapping) and value.keys() == {"reason"} and str(value["reason"]).strip():
         return Reading(value=None, reason=unpack(str, value["reason"], name))
     if isinstance(form, type) and is_dataclass(form) and isinstance(value, Mapping):
-        forms = get_type_hints(form)
+        forms = _hints(form)
         needed = {f.name for f in fields(form) if f.default is MISSING and f.default_factory is MISSING}
         odd = (needed - value.keys()) | (set() if extra else value.keys() - forms.keys())
         if odd:
