@@ -34,7 +34,7 @@ from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.training.probe import set_way, try_on_all_ranks
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.training.mixin import VerifiedTransferMixin
+    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
 Say = Callable[..., None]
 

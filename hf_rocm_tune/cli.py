@@ -207,7 +207,7 @@ def bench(argv: Sequence[str]) -> int:
         from hf_rocm_tune.machine.process import prepare_process
 
         prepare_process(os.environ)
-        from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
+        from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
 
         return VerifiedSFTTrainer
 
@@ -216,7 +216,7 @@ def bench(argv: Sequence[str]) -> int:
 
 def push(argv: Sequence[str]) -> int:
     """upload a finished run to the Hugging Face Hub, and verify what the Hub then serves"""
-    from hf_rocm_tune.publish.hub_command import main as run_push
+    from hf_rocm_tune.publish.hub import main as run_push
 
     return run_push(argv)
 
@@ -224,7 +224,7 @@ def push(argv: Sequence[str]) -> int:
 def report(argv: Sequence[str]) -> int:
     """plots of a run, and what it verified and met with as one HTML page"""
     from hf_rocm_tune.doctor.findings import link_of
-    from hf_rocm_tune.publish.page_command import main as run_report
+    from hf_rocm_tune.publish.page import main as run_report
 
     return run_report(argv, link_of=link_of)
 
@@ -245,14 +245,14 @@ def generate(argv: Sequence[str]) -> int:
 
 def chat(argv: Sequence[str]) -> int:
     """a conversation with an adapter, a model or one from the Hub"""
-    from hf_rocm_tune.publish import chat_command
+    from hf_rocm_tune.publish import chat as chat_command
 
     return _with_model(chat_command, chat, argv, sigterm_interrupts=False)  # Ctrl-C only stops an answer there
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """perplexity on a split, and tasks of lm-evaluation-harness"""
-    from hf_rocm_tune.publish import evaluate_command
+    from hf_rocm_tune.publish import evaluate as evaluate_command
 
     return _with_model(evaluate_command, evaluate, argv, name="eval")
 

@@ -38,8 +38,7 @@ from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.machine.sensors import core_dumps
 from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.training import journal
-from hf_rocm_tune.training.rotation import list_checkpoints
-from hf_rocm_tune.training.run_record import read_record, skip_step
+from hf_rocm_tune.training.run import list_checkpoints, read_record, skip_step
 from hf_rocm_tune.training.supervised import (
     BEGUN_FILE,
     EARLIER_FILE,

@@ -13,7 +13,7 @@ from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.ranks import preflight
 from hf_rocm_tune.ranks.preflight import GradSyncChoice, Preflight, SyncWay
 from hf_rocm_tune.ranks_arguments import RanksArguments, process_group
-from hf_rocm_tune.training.run_record import fingerprint
+from hf_rocm_tune.training.run import fingerprint
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from hf_rocm_tune import supervisor as supervision
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.supervisor import Settings
 from hf_rocm_tune.training import journal, supervised
-from hf_rocm_tune.training.run_record import new_record, read_record, write_record
+from hf_rocm_tune.training.run import new_record, read_record, write_record
 
 QUICK = Settings(backoff_seconds=0, stall_seconds=3, start_seconds=30, grace_seconds=0.3)
 STUB = Path(__file__).with_name("stub_job.py")
@@ -305,12 +305,12 @@ def test_nonsense_in_the_pulse_is_no_sign_of_life(tmp_path: Path, content: bytes
 
 
 def test_a_beat_is_read_as_it_was_written(tmp_path: Path) -> None:
-    heart = supervised.Heart({supervised.VARIABLE: str(tmp_path), "LOCAL_RANK": "0"})
+    heart = supervised.Heartbeat({supervised.VARIABLE: str(tmp_path), "LOCAL_RANK": "0"})
     for step, phase in ((123456, "evaluate"), (7, "step")):  # the second one is shorter
         heart.beat(step=step, phase=phase)  # type: ignore[arg-type]
         found, stamp = supervised.read_pulse(tmp_path / supervised.PULSE_FILE)
         assert found == supervised.Pulse(step=step, phase=phase) and stamp > 0  # type: ignore[arg-type]
-    other = supervised.Heart({supervised.VARIABLE: str(tmp_path), "LOCAL_RANK": "1"})
+    other = supervised.Heartbeat({supervised.VARIABLE: str(tmp_path), "LOCAL_RANK": "1"})
     other.beat(step=9, phase="step")
     assert found == supervised.read_pulse(tmp_path / supervised.PULSE_FILE)[0]
 

@@ -26,7 +26,7 @@ from hf_rocm_tune.models.placement import findable_tensors_of, tensors_of
 from hf_rocm_tune.models.sharding import shard
 from hf_rocm_tune.models.shards import fsdp_modules, local, own_rows
 from hf_rocm_tune.ranks.fsdp import Traffic
-from hf_rocm_tune.training.fsdp_state import WholeState
+from hf_rocm_tune.training.ranks import WholeState
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, combine, digest
 
 CPU = torch.device("cpu")
