@@ -1,6 +1,6 @@
 """What a process that is to split a model does before torch is imported: see all discrete cards instead of one.
 
-The package narrows a process to one card when it is imported (``hardware.visible``), before anybody has read a command
+The package narrows a process to one card when it is imported (``machine.visible``), before anybody has read a command
 line. A filter of the user's own stays.
 """
 

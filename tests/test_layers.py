@@ -13,6 +13,7 @@ Each rule is also tried on a snippet that breaks it, so that a check that sees n
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -43,13 +44,16 @@ NO_HUGGING_FACE = frozenset(
 )
 NO_TORCH = re.compile(
     r"(errors|version|redaction|configs)(\.\w+)*|cli|__main__|__init__"
-    r"|machine(\.(?!process|software|torch_probe|child)\w+)?"
+    r"|machine(\.(?!process|software|child)\w+)?"
     r"|plan\.(estimate|request|candidates|public_models|split|text|command)"
 )
 
 DEVICE_NAME = re.compile(r"(^|_)(device|cuda|gpu)(s?$|_)|^dev$")
 DEVICE_TEXT = re.compile(r"^(cuda|cpu|hip|meta|xpu|mps)(:|$)")
 MARKER = re.compile(r"# device: \S")
+
+
+parsed = functools.cache(ast.parse)
 
 
 def layer_of(top: str) -> int:
@@ -77,7 +81,7 @@ def imported(tree: ast.AST, module: str, *, is_package: bool) -> Iterator[tuple[
                 yield node.lineno, f"{stem}.{alias.name}"
         elif (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func) in {"importlib.import_module", "import_module", "__import__"}
+            and getattr(node.func, "attr", getattr(node.func, "id", "")) in {"import_module", "__import__"}
             and node.args
             and isinstance(node.args[0], ast.Constant)
         ):
@@ -89,7 +93,7 @@ def import_violations(source: str, module: str, *, is_package: bool = False) -> 
     top = module.split(".")[0]
     rank = layer_of(top)
     found = []
-    for line, name in imported(ast.parse(source), module, is_package=is_package):
+    for line, name in imported(parsed(source), module, is_package=is_package):
         first, _, rest = name.partition(".")
         if first == PACKAGE and rank < ROOT:
             target = rest.split(".")[0] or "__init__"
@@ -131,7 +135,7 @@ def device_violations(source: str, module: str) -> list[str]:
         return []
     lines = source.splitlines()
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         method = node.func.attr

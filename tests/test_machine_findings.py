@@ -9,8 +9,8 @@ import pytest
 from hf_rocm_tune import machine_findings
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import survey
-from tests.hardware.parts import RAPHAEL
-from tests.hardware.trees import Built
+from tests.machine.parts import RAPHAEL
+from tests.machine.trees import Built
 from tests.machines.installs import cpu_stack, device, stack
 
 

@@ -1,6 +1,6 @@
 """A machine as a file, written here without names and secrets and diagnosed elsewhere; and reports without them.
 
-The file is the recording of the machine (``hardware.sysfs_recording`` says its form) with the doctor's own sections::
+The file is the recording of the machine (``machine.sysfs`` says its form) with the doctor's own sections::
 
     {"schema": 1, "source": "hf-rocm-tune 0.1.0", ..., "software": {...}, "environ": {"HIP_VISIBLE_DEVICES": "0"}}
 

@@ -3,8 +3,8 @@
 A check is an entry of `MEASURED` and a function ``check(request) -> list[Finding] | Again`` in the module that the
 entry names. The child imports that module, and with it torch; this process never does. ``request["device"]`` is
 ``cuda:0`` ... or ``cpu``; ``request["fault"]``, where it is there, is ``{"kind": ..., "where": ...}``, one of the
-check's own ``faults``. Faults of the process itself (hang, kill, garbage ...) are made by ``hardware.child_main``. The
-function calls ``child_main.step("copying 64 MiB")`` before each part, so that a hang can be told by name. Here is
+check's own ``faults``. Faults of the process itself (hang, kill, garbage ...) are made by ``machine.child``. The
+function calls ``child.step("copying 64 MiB")`` before each part, so that a hang can be told by name. Here is
 judged what all of them have in common: a child that hung, died or left garbage.
 
 To try one by hand: ``echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.measured NAME``.
@@ -289,7 +289,7 @@ class DoctorFault:
 
     Attributes:
         check: a key of ``MEASURED``.
-        kind: one of that check's faults, or an ending of its process (``child_main.ENDINGS``).
+        kind: one of that check's faults, or an ending of its process (``child.ENDINGS``).
         where: only where these words are part of what the check says it is doing.
     """
 

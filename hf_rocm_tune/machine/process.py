@@ -15,10 +15,8 @@ from collections.abc import Mapping, MutableMapping
 
 from hf_rocm_tune.errors import UsageError
 
-_SET_BY_LAUNCHERS = ("RANK", "LOCAL_RANK", "MASTER_ADDR")
 _LOOPBACK = "127.0.0.1"
-_hosted: list[object] = []
-"""The store of this job's ranks, where this process hosts it: it lives as long as somebody holds it."""
+_hosted: list[object] = []  # the store of this job's ranks, where this process hosts it: kept alive here
 
 
 def has_accelerator() -> bool:
@@ -45,7 +43,13 @@ def prepare_process(environ: MutableMapping[str, str]) -> None:
             to be used, which cannot be.
     """
     _check_launch(environ)
-    _check_deepspeed(environ)
+    if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        require_deepspeed()
+        if not has_accelerator():
+            raise UsageError(
+                "DeepSpeed was asked for, and torch sees no GPU, where Accelerate would silently train with DDP "
+                "instead: use --accelerate_config cpu_dual"
+            )
     _listen_on_loopback_only(environ)
     if not has_accelerator():
         environ["ACCELERATE_USE_CPU"] = "true"
@@ -93,16 +97,9 @@ def _host_store(port: int) -> None:
     except OSError:  # it is taken: torch says so itself
         listening.close()
         return
-    taken_over = listening.detach()
+    fd = listening.detach()  # the store takes it over
     _hosted.append(
-        TCPStore(
-            _LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=taken_over,
-        )
+        TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
     )
 
 
@@ -110,22 +107,12 @@ def _check_launch(environ: Mapping[str, str]) -> None:
     launched = environ.get("WORLD_SIZE", "1")
     if not launched.isdecimal():
         raise UsageError(f"WORLD_SIZE is {launched!r} in the environment, which is no number: unset it")
-    missing = [name for name in _SET_BY_LAUNCHERS if name not in environ]
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR") if name not in environ]
     if int(launched) > 1 and missing:
         raise UsageError(
             f"WORLD_SIZE is {launched} in the environment, but {', '.join(missing)} not set, so no launcher started "
             "this process: unset WORLD_SIZE, or start all processes with `hf-rocm-tune sft --num_processes`"
         )
-
-
-def _check_deepspeed(environ: Mapping[str, str]) -> None:
-    if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        require_deepspeed()
-        if not has_accelerator():
-            raise UsageError(
-                "DeepSpeed was asked for, and torch sees no GPU, where Accelerate would train with DDP instead without "
-                "a word: use --accelerate_config cpu_dual"
-            )
 
 
 def require_deepspeed() -> None:

@@ -21,15 +21,15 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hf_rocm_tune.machine.child import answer, run, step
 from hf_rocm_tune.machine.child import pci_address as pci_address
-from hf_rocm_tune.machine.sysfs import Reading, read_text, unknown
+from hf_rocm_tune.machine.sysfs import Reading, read_text, unknown, unpack
 from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -52,8 +52,6 @@ VERSION_FILES = ("opt/rocm/.info/version", "opt/rocm/core/.info/version")
 
 _ASKING_DEVICES = "asking torch for its devices"
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, kw_only=True)
 class TorchDevice:
@@ -72,17 +70,6 @@ class TorchDevice:
     arch: str
     total_bytes: int
     pci_address: str | None
-
-    def __post_init__(self) -> None:
-        right = {
-            "index": type(self.index) is int and self.index >= 0,
-            "total_bytes": type(self.total_bytes) is int and self.total_bytes >= 0,
-            "name": isinstance(self.name, str),
-            "arch": isinstance(self.arch, str),
-            "pci_address": isinstance(self.pci_address, str | None),
-        }
-        for name in (name for name, is_right in right.items() if not is_right):
-            raise ValueError(f"a device's {name} is {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,18 +126,8 @@ class Software:
         Raises:
             ValueError: it has another form; says which entry and what is wrong with it.
         """
-        if not isinstance(packed, Mapping):
-            raise ValueError(f"software is {type(packed).__name__}, not an object")
-        if packed.keys() != _UNPACK.keys():
-            odd = sorted(packed.keys() ^ _UNPACK.keys())
-            raise ValueError(f"software has these entries too many or too few: {', '.join(map(str, odd))}")
-        values = {}
-        for name, unpack in _UNPACK.items():
-            try:
-                values[name] = unpack(packed[name])
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"software: {name}: {error}") from error
-        return cls(**values)
+        found: Software = unpack(cls, packed, "software", extra=False)
+        return found
 
 
 def _pack(value: Any) -> Any:
@@ -163,68 +140,6 @@ def _pack(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _as_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r:.60} is not text")
-    return value
-
-
-def _as_optional(value: Any) -> str | None:
-    return None if value is None else _as_text(value)
-
-
-def _as_list(value: Any, read: Callable[[Any], T]) -> tuple[T, ...]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r:.60} is not a list")
-    return tuple(map(read, value))
-
-
-def _as_texts(value: Any) -> tuple[str, ...]:
-    return _as_list(value, _as_text)
-
-
-def _as_devices(value: Any) -> tuple[TorchDevice, ...]:
-    return _as_list(value, lambda entry: TorchDevice(**entry))
-
-
-def _as_mapping(value: Any, read: Callable[[Any], T]) -> dict[str, T]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r:.60} is not an object")
-    return {_as_text(name): read(entry) for name, entry in value.items()}
-
-
-def _as_versions(value: Any) -> dict[str, str | None]:
-    return _as_mapping(value, _as_optional)
-
-
-def _as_reading(read: Callable[[Any], T]) -> Callable[[Any], Reading[T]]:
-    def unpack(packed: Any) -> Reading[T]:
-        if isinstance(packed, dict) and packed.keys() == {"value"}:
-            return Reading(value=read(packed["value"]))
-        if isinstance(packed, dict) and packed.keys() == {"reason"} and _as_text(packed["reason"]).strip():
-            return Reading(value=None, reason=packed["reason"])
-        raise ValueError(f"{packed!r:.60} is neither a value nor a reason")
-
-    return unpack
-
-
-_UNPACK: Mapping[str, Callable[[Any], Any]] = {
-    "python": _as_text,
-    "torch_version": _as_reading(_as_text),
-    "hip_version": _as_optional,
-    "torch_rocm_version": _as_optional,
-    "cuda_version": _as_optional,
-    "arch_list": _as_reading(_as_texts),
-    "devices": _as_reading(_as_devices),
-    "allocator_settings": _as_reading(_as_text),
-    "packages": _as_versions,
-    "package_problems": lambda value: _as_mapping(value, _as_text),
-    "bitsandbytes_libraries": _as_reading(_as_texts),
-    "rocm_version": _as_reading(_as_text),
-    "rocm_wheels": lambda value: _as_mapping(value, _as_text),
-}
-
-
 def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_process: bool = False) -> Software:
     """Read all of it; never raises for what it finds.
 
@@ -235,7 +150,7 @@ def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_
     """
     packages, problems = _read_packages()
     said, reason = (_probe({}), "") if in_process else _ask_torch(deadline_s)
-    versions = _part(said, reason, "versions", _as_versions)
+    versions = _part(said, reason, "versions", Mapping[str, str | None])
     stated = read_torch_file()  # all that is known of a torch that cannot be imported
     if versions.value is None and stated.value is not None:
         versions = Reading(value={"torch": stated.value["__version__"], **stated.value})
@@ -247,9 +162,9 @@ def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_
         hip_version=found.get("hip"),
         torch_rocm_version=found.get("rocm"),
         cuda_version=found.get("cuda"),
-        arch_list=_part(said, reason, "archs", _as_texts),
-        devices=_part(said, reason, "devices", _as_devices),
-        allocator_settings=_part(said, reason, "allocator", _as_text),
+        arch_list=_part(said, reason, "archs", tuple[str, ...]),
+        devices=_part(said, reason, "devices", tuple[TorchDevice, ...]),
+        allocator_settings=_part(said, reason, "allocator", str),
         packages=packages,
         package_problems=problems,
         bitsandbytes_libraries=_read_bitsandbytes(),
@@ -274,7 +189,7 @@ def _ask_torch(deadline_s: float) -> tuple[dict[str, Any], str]:
     return run(__name__, request={"devices": False}, deadline_s=deadline_s).result or {}, reason
 
 
-def _part(said: Mapping[str, Any], reason: str, name: str, read: Callable[[Any], T]) -> Reading[T]:
+def _part(said: Mapping[str, Any], reason: str, name: str, form: Any) -> Reading[Any]:
     """One part of what the probe found, or why it is missing."""
     if name not in said:
         return unknown(reason or f"torch was not asked for its {name}")
@@ -282,9 +197,9 @@ def _part(said: Mapping[str, Any], reason: str, name: str, read: Callable[[Any],
     if isinstance(part, dict) and part.keys() == {"problem"}:
         return unknown(_one_line(f"torch: {part['problem']}"))
     try:
-        return Reading(value=read(part))
-    except (TypeError, ValueError) as error:
-        return unknown(_one_line(f"torch gave its {name} in a form that makes no sense: {error}"))
+        return Reading(value=unpack(form, part, name))
+    except ValueError as error:
+        return unknown(_one_line(f"torch answered in a form that makes no sense: {error}"))
 
 
 def _one_line(text: str) -> str:
@@ -403,20 +318,13 @@ def _ask_devices() -> list[dict[str, Any]]:
     torch.cuda.init()  # not `is_available()`, which turns every error into False
     found = []
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        is_hip = torch.version.hip is not None
+        given = torch.cuda.get_device_properties(index)
         # "gfx90a:sramecc+:xnack-": what stands behind the colon are features, not the architecture.
-        arch = properties.gcnArchName.partition(":")[0] if is_hip else f"sm_{properties.major}{properties.minor}"
-        address = pci_address(index)
-        found.append(
-            {
-                "index": index,
-                "name": properties.name,
-                "arch": arch,
-                "total_bytes": properties.total_memory,
-                "pci_address": address,
-            }
+        arch = (
+            given.gcnArchName.partition(":")[0] if torch.version.hip is not None else f"sm_{given.major}{given.minor}"
         )
+        own = {"name": given.name, "arch": arch, "total_bytes": given.total_memory, "pci_address": pci_address(index)}
+        found.append({"index": index, **own})
     return found
 
 

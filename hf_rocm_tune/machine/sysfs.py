@@ -18,16 +18,17 @@ Every section may be missing; other keys belong to whoever wrote them and are le
 from __future__ import annotations
 
 import base64
-import binascii
 import errno
+import functools
 import os
 import platform
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from types import UnionType
+from typing import Any, Generic, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from hf_rocm_tune.errors import UsageError
 
@@ -81,8 +82,8 @@ class DeviceNode:
         group: name of its group, its number where it has no name; None where unknown.
     """
 
-    usable: bool | None
-    group: str | None
+    usable: bool | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,76 +204,69 @@ def _shm_bytes() -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A recording whose form is right. Paths have no leading slash; errors are this system's error numbers."""
+    """The sections of a recording, by path without a leading slash."""
 
-    files: Mapping[str, bytes]
-    links: Mapping[str, str]
-    names: Mapping[str, tuple[str, ...]]
-    errors: Mapping[str, int]
-    nodes: Mapping[str, DeviceNode]
-    process: Process
-
-
-def _parse(recording: Mapping[str, Any]) -> Recording:
-    if not isinstance(recording, Mapping) or recording.get("schema") != _SCHEMA:
-        got = recording.get("schema") if isinstance(recording, Mapping) else type(recording).__name__
-        raise UsageError(f"this is no recording of a machine that can be read: schema {_SCHEMA} expected, got {got!r}")
-    # JSON may hold half a surrogate pair, which is no text: it becomes bytes that no reader takes for text.
-    files = {path: text.encode("utf-8", "surrogatepass") for path, text in _section(recording, "files", str).items()}
-    for path, text in _section(recording, "binary", str).items():
-        try:
-            files[path] = base64.b64decode(text, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise _damaged("binary", path, text) from error
-    return Recording(
-        files=files,
-        links=_section(recording, "links", str),
-        names={path: _texts("names", path, value) for path, value in _section(recording, "names", list).items()},
-        # A name that this system does not know (recorded on another) is still an error.
-        errors={path: getattr(errno, name, errno.EIO) for path, name in _section(recording, "errors", str).items()},
-        nodes={path: _node(path, value) for path, value in _section(recording, "nodes", Mapping).items()},
-        process=_process(recording.get("process", {})),
-    )
+    files: Mapping[str, str] = field(default_factory=dict)
+    binary: Mapping[str, str] = field(default_factory=dict)
+    links: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)
+    nodes: Mapping[str, DeviceNode] = field(default_factory=dict)
+    process: Process = Process()
 
 
-def _damaged(section: str, path: object, got: object) -> UsageError:
-    return UsageError(f"the recording is damaged: {section!r} has {str(got)[:40]!r} at {str(path)[:80]!r}")
+_KINDS: Mapping[Any, str] = {
+    str: "text",
+    int: "a number from 0",
+    bool: "true or false",
+    tuple: "a list",
+    Reading: "a value or a reason",
+}
 
 
-def _section(recording: Mapping[str, Any], name: str, kind: Any) -> dict[str, Any]:
-    section = recording.get(name, {})
-    if not isinstance(section, Mapping):
-        raise _damaged(name, "", section)
-    for path, value in section.items():
-        if not isinstance(path, str) or not isinstance(value, kind):
-            raise _damaged(name, path, value)
+_hints = functools.cache(get_type_hints)
+
+
+def unpack(form: Any, value: Any, name: str, *, extra: bool = True) -> Any:
+    """A JSON value as an annotation wants it: records, mappings, lists (as tuples), readings, texts, numbers.
+
+    Args:
+        form: the annotation.
+        value: anything. Of a record, an entry that has a default may be missing or null.
+        name: of the entry, for the message.
+        extra: a record may have other entries, which are left alone.
+
+    Raises:
+        ValueError: the value has another form; says where and what is wrong.
+    """
+    of, inner = get_origin(form), get_args(form)
+    if of is UnionType:
+        return None if value is None else unpack(inner[0], value, name)
+    if of is tuple and isinstance(value, list):
+        return tuple(unpack(inner[0], entry, name) for entry in value)
+    if of is Mapping and isinstance(value, Mapping):
+        return {unpack(str, key, name): unpack(inner[1], entry, f"{name}: {key!s:.80}") for key, entry in value.items()}
+    if of is Reading and isinstance(value, Mapping) and value.keys() == {"value"}:
+        return Reading(value=unpack(inner[0], value["value"], name))
+    if of is Reading and isinstance(value, Mapping) and value.keys() == {"reason"} and str(value["reason"]).strip():
+        return Reading(value=None, reason=unpack(str, value["reason"], name))
+    if isinstance(form, type) and is_dataclass(form) and isinstance(value, Mapping):
+        forms = _hints(form)
+        needed = {f.name for f in fields(form) if f.default is MISSING and f.default_factory is MISSING}
+        odd = (needed - value.keys()) | (set() if extra else value.keys() - forms.keys())
+        if odd:
+            raise ValueError(f"{name} has these entries too many or too few: {', '.join(sorted(map(str, odd)))}")
+        given = [part for part in forms if part in needed or value.get(part) is not None]
+        return form(**{part: unpack(forms[part], value[part], f"{name}: {part}") for part in given})
+    if (form is str and isinstance(value, str)) or (form is bool and isinstance(value, bool)):
+        return value
+    if form is int and type(value) is int and value >= 0:
+        return value
+    raise ValueError(f"{name}: {value!r:.60} is not {_KINDS.get(of or form, 'an object')}")
+
+
+def _bare(section: Mapping[str, T]) -> dict[str, T]:
     return {path.strip("/"): value for path, value in section.items()}
-
-
-def _texts(section: str, path: str, values: list[Any]) -> tuple[str, ...]:
-    if not all(isinstance(value, str) for value in values):
-        raise _damaged(section, path, values)
-    return tuple(values)
-
-
-def _node(path: str, value: Mapping[str, Any]) -> DeviceNode:
-    usable, group = value.get("usable"), value.get("group")
-    if not isinstance(usable, bool | None) or not isinstance(group, str | None):
-        raise _damaged("nodes", path, value)
-    return DeviceNode(usable=usable, group=group)
-
-
-def _process(facts: Any) -> Process:
-    if not isinstance(facts, Mapping):
-        raise _damaged("process", "", facts)
-    kinds: dict[str, Any] = {"release": str, "platform": str, "groups": list, "shm_bytes": int, "cpu": str}
-    stated = {name: facts[name] for name in kinds if facts.get(name) is not None}
-    for name, value in stated.items():
-        if not isinstance(value, kinds[name]) or isinstance(value, bool):
-            raise _damaged("process", name, value)
-    if "groups" in stated:
-        stated["groups"] = _texts("process", "groups", stated["groups"])
-    return Process(**stated)
 
 
 class RecordedTree:
@@ -287,16 +281,32 @@ class RecordedTree:
     """
 
     def __init__(self, recording: Mapping[str, Any]) -> None:
-        self._recording = told = _parse(recording)
+        schema = recording.get("schema") if isinstance(recording, Mapping) else type(recording).__name__
+        if schema != _SCHEMA:
+            raise UsageError(
+                f"this is no recording of a machine that can be read: schema {_SCHEMA} expected, got {schema!r}"
+            )
+        try:
+            told: Recording = unpack(Recording, recording, "recording")
+            binary = {path: base64.b64decode(text, validate=True) for path, text in told.binary.items()}
+        except ValueError as error:
+            raise UsageError(f"the recording is damaged: {error}") from error
+        # JSON may hold half a surrogate pair, which is no text: it becomes bytes that no reader takes for text.
+        files = {path: text.encode("utf-8", "surrogatepass") for path, text in told.files.items()}
+        self._files = _bare(files | binary)
+        self._links, self._names, self._nodes = _bare(told.links), _bare(told.names), _bare(told.nodes)
+        # A name that this system does not know (recorded on another) is still an error.
+        self._errors = {path: getattr(errno, name, errno.EIO) for path, name in _bare(told.errors).items()}
+        self._process = told.process
         self._below: dict[str, set[str]] = {}
-        listed = [f"{directory}/{name}" for directory, names in told.names.items() for name in names]
-        for path in (*told.files, *told.links, *told.names, *told.errors, *told.nodes, *listed):
+        listed = [f"{directory}/{name}" for directory, names in self._names.items() for name in names]
+        for path in (*self._files, *self._links, *self._names, *self._errors, *self._nodes, *listed):
             parts = path.split("/")
             for depth in range(len(parts)):
                 self._below.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
 
     def read(self, path: str, limit: int) -> bytes:
-        content = self._recording.files.get(path)
+        content = self._files.get(path)
         if content is None:
             raise self._missing(path, errno.EISDIR if path in self._below else errno.ENOENT)
         if len(content) > limit:
@@ -304,33 +314,33 @@ class RecordedTree:
         return content
 
     def names(self, path: str) -> list[str]:
-        listed = self._recording.names.get(path)
+        listed = self._names.get(path)
         if listed is not None:
             return sorted(listed)
-        if path in self._below and path not in self._recording.errors:
+        if path in self._below and path not in self._errors:
             return sorted(self._below[path])
-        raise self._missing(path, errno.ENOTDIR if path in self._recording.files else errno.ENOENT)
+        raise self._missing(path, errno.ENOTDIR if path in self._files else errno.ENOENT)
 
     def link(self, path: str) -> str:
-        target = self._recording.links.get(path)
+        target = self._links.get(path)
         if target is None:
             raise self._missing(path, errno.EINVAL if self._has(path) else errno.ENOENT)
         return target
 
     def node(self, path: str) -> DeviceNode:
-        found = self._recording.nodes.get(path)
+        found = self._nodes.get(path)
         if found is None:
             raise self._missing(path, errno.ENODEV if self._has(path) else errno.ENOENT)
         return found
 
     def process(self) -> Process:
-        return self._recording.process
+        return self._process
 
     def _has(self, path: str) -> bool:
-        return path in self._recording.files or path in self._below
+        return path in self._files or path in self._below
 
     def _missing(self, path: str, otherwise: int) -> OSError:
-        return _error(self._recording.errors.get(path, otherwise), path)
+        return _error(self._errors.get(path, otherwise), path)
 
 
 class RecordingTree:

@@ -5,10 +5,8 @@ over all visible cards by peer copies, and an integrated GPU beside the card may
 with a gfx1036 as device 0).
 
 In a job of several processes on this machine every rank sees all discrete cards, and Accelerate gives each its own by
-LOCAL_RANK. One card a rank would not work, read in accelerate 1.15.0: two places take LOCAL_RANK itself as the device
-index, ``PartialState.wait_for_everyone`` (``barrier(device_ids=[local_process_index])``) and
-``Accelerator.prepare_model`` (``DistributedDataParallel(device_ids=[local_process_index])``), so rank 1 would ask for
-a second card that it does not see.
+LOCAL_RANK. One card a rank would not work: accelerate 1.15.0 takes LOCAL_RANK itself as the device index
+(``PartialState.wait_for_everyone``, ``Accelerator.prepare_model``), so rank 1 would ask for a second card.
 
 Filters nest: ROCR_VISIBLE_DEVICES first, then HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES where that is empty (clr,
 rocdevice.cpp). That HIP counts GPUs in KFD's order is general knowledge, lower confidence: ROCR lists its agents so.
@@ -26,14 +24,14 @@ from hf_rocm_tune.machine.kfd import GpuNode
 FILTERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 OURS = "HIP_VISIBLE_DEVICES"
 
-# What a parent process of ours set: a child (a rank of the launcher, a loader's worker) inherits its parent's choice
-# and must not take it for the user's.
 MARK = "HF_ROCM_TUNE_VISIBLE_SET"
+"""What a parent process of ours set: a child (a rank of the launcher, a loader's worker) inherits its parent's choice
+and must not take it for the user's."""
 
 # gfx1036: TheRock#5543. gfx1151: Strix Halo, unsloth install.sh. The others: general knowledge, lower confidence.
-INTEGRATED_ARCHS = frozenset({"gfx90c", "gfx1036", "gfx1103", "gfx1150", "gfx1151"})
+_INTEGRATED_ARCHS = frozenset({"gfx90c", "gfx1036", "gfx1103", "gfx1150", "gfx1151"})
 # Our own bound: less is what firmware carves out of system memory for a display, and no model trains in it.
-SMALL_VRAM_BYTES = 4 << 30
+_SMALL_VRAM_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +51,8 @@ class Choice:
 
 def is_integrated(node: GpuNode) -> bool:
     """Whether a node shares the CPU's memory: by architecture, by CPU cores in the node, or by very little memory."""
-    small = node.vram_bytes is not None and node.vram_bytes < SMALL_VRAM_BYTES
-    return node.arch in INTEGRATED_ARCHS or node.has_cpu or small
-
-
-def ranked(nodes: Sequence[GpuNode]) -> list[GpuNode]:
-    """The cards to train on, the one with most memory first, ties in the kernel's order.
-
-    Integrated GPUs are left out beside a discrete card, and kept where there is nothing else.
-    """
-    cards = [node for node in nodes if not is_integrated(node)] or list(nodes)
-    return sorted(cards, key=lambda node: (-(node.vram_bytes or 0), node.index))
+    small = node.vram_bytes is not None and node.vram_bytes < _SMALL_VRAM_BYTES
+    return node.arch in _INTEGRATED_ARCHS or node.has_cpu or small
 
 
 def users_environ(environ: Mapping[str, str]) -> dict[str, str]:
@@ -107,11 +96,9 @@ def choose(
         return Choice(
             reason=f"some GPUs could not be read, so their indices are uncertain: set {OURS} yourself", troubled=True
         )
-    return _choose_from(nodes, processes, split)
-
-
-def _choose_from(nodes: Sequence[GpuNode], processes: int, split: bool) -> Choice:
-    cards = ranked(nodes)
+    # Integrated GPUs are left out beside a discrete card, and kept where there is nothing else.
+    cards = [node for node in nodes if not is_integrated(node)] or list(nodes)
+    cards.sort(key=lambda node: (-(node.vram_bytes or 0), node.index))
     hidden = [node for node in nodes if node not in cards]
     aside = f"; hidden as integrated: {', '.join(_describe(node) for node in hidden)}" if hidden else ""
     if processes > len(cards):

@@ -86,7 +86,7 @@ class PreflightFault:
                          makes the trials of its machine is killed, or stopped
     ==================== =========================================================================================
 
-    Endings of the trial's child: ``hang stop kill crash garbage silent`` (see ``hardware.child_main``). Without cards
+    Endings of the trial's child: ``hang stop kill crash garbage silent`` (see ``machine.child``). Without cards
     there are no pairs: ``trial=pairs`` then copies from memory to memory through the same code.
 
     Attributes:

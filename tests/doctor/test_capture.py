@@ -17,8 +17,8 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import record
 from hf_rocm_tune.machine.sysfs import RecordedTree
-from tests.hardware.parts import RAPHAEL, XT, Slot
-from tests.hardware.trees import NODES, Built
+from tests.machine.parts import RAPHAEL, XT, Slot
+from tests.machine.trees import NODES, Built
 from tests.machines.installs import stack
 
 OWNER = Identity(

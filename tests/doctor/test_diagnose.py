@@ -14,8 +14,8 @@ from hf_rocm_tune.doctor.findings import Finding, all_rows, from_row
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import Machine, survey
 from hf_rocm_tune.machine.sysfs import Reading
-from tests.hardware.parts import XT, Slot
-from tests.hardware.trees import Built
+from tests.machine.parts import XT, Slot
+from tests.machine.trees import Built
 from tests.machines.installs import cpu_stack, device, stack
 
 

@@ -14,8 +14,8 @@ from hf_rocm_tune.doctor.findings import all_rows
 from hf_rocm_tune.machine.survey import record
 from hf_rocm_tune.machine.sysfs import RecordedTree
 from hf_rocm_tune.machine.variables import POLICY
-from tests.hardware.parts import RAPHAEL, XT, Slot
-from tests.hardware.trees import Built
+from tests.machine.parts import RAPHAEL, XT, Slot
+from tests.machine.trees import Built
 from tests.machines.installs import stack
 
 FORMS = ("--json", "--markdown")

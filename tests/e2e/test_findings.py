@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, report_of
-from tests.hardware.trees import XT, Built
+from tests.machine.trees import XT, Built
 from tests.two_ranks import environments
 
 ROCM = {

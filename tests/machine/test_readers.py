@@ -20,7 +20,7 @@ from hf_rocm_tune.machine.pci import read_upward
 from hf_rocm_tune.machine.sensors import Sensors, core_dumps, parse_throttle, read_sensors, throttle_causes
 from hf_rocm_tune.machine.survey import Gpu, survey
 from hf_rocm_tune.machine.sysfs import RecordedTree
-from tests.hardware.parts import (
+from tests.machine.parts import (
     P2P_CONFIG,
     STRIX_HALO,
     XT,
@@ -30,7 +30,7 @@ from tests.hardware.parts import (
     metrics_v1_3,
     metrics_v2_1,
 )
-from tests.hardware.trees import DEVICES, NODES, Built
+from tests.machine.trees import DEVICES, NODES, Built
 
 CARD = "0000:03:00.0"
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hf_rocm_tune.machine.software import TorchDevice
 from hf_rocm_tune.machine.survey import JoinedDevice, Machine, join, record, survey
 from hf_rocm_tune.machine.sysfs import LiveTree, Reading, RecordedTree
-from tests.hardware.parts import RAPHAEL, STRIX_HALO, XT, XTX, Slot
-from tests.hardware.trees import Built
+from tests.machine.parts import RAPHAEL, STRIX_HALO, XT, XTX, Slot
+from tests.machine.trees import Built
 
 NONSENSE = (
     "",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.hardware.parts import GIB, GRE, MIB, RAPHAEL, XT_9070, XTX, Readings, Slot
-from tests.hardware.trees import Built
+from tests.machine.parts import GIB, GRE, MIB, RAPHAEL, XT_9070, XTX, Readings, Slot
+from tests.machine.trees import Built
 from tests.machines.case import Case, case
 from tests.machines.installs import device, pair, stack
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.hardware.trees import Built
+from tests.machine.trees import Built
 from tests.machines.installs import stack
 
 STATUSES = ("fail", "warn", "info")

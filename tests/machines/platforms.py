@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.hardware.parts import RAPHAEL, STRIX_HALO, XT, Slot
-from tests.hardware.trees import Built
+from tests.machine.parts import RAPHAEL, STRIX_HALO, XT, Slot
+from tests.machine.trees import Built
 from tests.machines.case import Case, case
 from tests.machines.installs import (
     BNB_WINDOWS,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.hardware.parts import GIB, XT_9070
-from tests.hardware.trees import Built
+from tests.machine.parts import GIB, XT_9070
+from tests.machine.trees import Built
 from tests.machines.case import Case, case
 from tests.machines.installs import (
     BNB,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.hardware.parts import RAPHAEL, XTX, Slot
-from tests.hardware.trees import Built
+from tests.machine.parts import RAPHAEL, XTX, Slot
+from tests.machine.trees import Built
 from tests.machines.installs import cpu_stack, pair, stack
 from tests.machines.replay import command, replay, written
 
@@ -99,7 +99,7 @@ def test_nonsense_everywhere_is_not_known_and_no_traceback(kind: str, tmp_path: 
         assert all(letter.isprintable() or letter == "\n" for letter in text)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 12))])
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_a_machine_of_which_a_part_is_missing_or_spoilt_is_still_told_of(
     share: float, seed: int, tmp_path: Path

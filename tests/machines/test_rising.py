@@ -15,7 +15,7 @@ from hf_rocm_tune.doctor import pcie
 from hf_rocm_tune.doctor.evidence import Evidence
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import Machine, survey
-from tests.hardware.trees import Built
+from tests.machine.trees import Built
 from tests.machines.installs import stack
 from tests.machines.replay import command
 

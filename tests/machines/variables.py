@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.hardware.parts import RAPHAEL, XTX, Slot
-from tests.hardware.trees import Built
+from tests.machine.parts import RAPHAEL, XTX, Slot
+from tests.machine.trees import Built
 from tests.machines.case import Case, case
 from tests.machines.installs import cuda_stack, device, rocm_stack, stack
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_rocm_tune.machine.sysfs import RecordedTree
-from tests.hardware.parts import (
+from tests.machine.parts import (
     AT_REST,
     FULL_SLOT,
     GIB,
