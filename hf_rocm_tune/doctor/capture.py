@@ -1,6 +1,6 @@
 """A machine as a file, written here without names and secrets and diagnosed elsewhere; and reports without them.
 
-The file is the recording of the machine (``hardware.sysfs_recording`` says its form) with the doctor's own sections::
+The file is the recording of the machine (``machine.sysfs`` says its form) with the doctor's own sections::
 
     {"schema": 1, "source": "hf-rocm-tune 0.1.0", ..., "software": {...}, "environ": {"HIP_VISIBLE_DEVICES": "0"}}
 
@@ -55,7 +55,7 @@ _PUBLIC = frozenset(
 )
 _SHORTEST_NAME = 3
 _CONTROL_GROUPS, _GROUP_MOUNTS = "proc/self/cgroup", "sys/fs/cgroup/"
-# How engines name the control groups of their containers (hardware.container_sysfs).
+# How engines name the control groups of their containers (machine.host).
 _ENGINES = ("docker", "libpod", "kubepods", "crio-", "containerd", "lxc")
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<![\w.-])(/home|/Users|/var/home|[A-Za-z]:[\\/]Users)([\\/])[^\\/\s:;,'\"`()<>]+"), r"\1\2user"),
