@@ -25,7 +25,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_rocm_tune.distributed.gradients import GradientCheck, watch
+from hf_rocm_tune.ranks.gradients import GradientCheck, watch
 from hf_rocm_tune.transfer import Mover
 
 RANKS, WIDTH, RANK = 2, 4096, 16

@@ -123,10 +123,8 @@ def _measured(way: str, base: str, adapter: str, out: str) -> dict[str, float]:
 
 def _ours(base: str, adapter: str, out: str) -> None:
     from hf_rocm_tune.publish.merge import merge
-    from hf_rocm_tune.publish.merge_memory import give_back_freed_blocks
-    from hf_rocm_tune.publish.merge_settings import MergeSettings
+    from hf_rocm_tune.publish.merge_command import MergeSettings
 
-    give_back_freed_blocks()
     if out:
         merge(MergeSettings(adapter=adapter, base=base, out=Path(out)), lambda line: None)
 

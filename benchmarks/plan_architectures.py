@@ -30,8 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hf_rocm_tune import process  # noqa: E402
 from hf_rocm_tune.errors import UsageError  # noqa: E402
+from hf_rocm_tune.machine import process  # noqa: E402
 from hf_rocm_tune.plan import (  # noqa: E402
     GIB,
     CardMemory,

@@ -26,11 +26,10 @@ from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 
 from hf_rocm_tune import defaults, recipe_file
 from hf_rocm_tune.defaults import Difference
-from hf_rocm_tune.distributed.preflight import Preflight
-from hf_rocm_tune.distributed.preflight_meeting import Meeting
-from hf_rocm_tune.distributed.sync_settings import SyncSettings
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
+from hf_rocm_tune.ranks.averaging import SyncSettings
+from hf_rocm_tune.ranks.preflight import Preflight
 from hf_rocm_tune.ranks_arguments import RanksArguments, process_group
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
 from hf_rocm_tune.tune_arguments import TuneArguments
@@ -82,9 +81,9 @@ class Arguments:
         return yaml.safe_dump(redact_json(settings), sort_keys=False, allow_unicode=True)
 
 
-BeforeMeeting = Callable[[RanksArguments, bool, int], tuple[Preflight, Meeting] | None]
+BeforeMeeting = Callable[[RanksArguments, bool, int], Preflight | None]
 """What the ranks do before they join a process group, given their flags, whether they train on an accelerator, and the
-accumulation steps; see ``ranks_start.decide``."""
+accumulation steps; see ``ranks_arguments.decide``."""
 
 
 def parse(
@@ -237,8 +236,7 @@ def _resolve(
     script, model = _build(ScriptArguments, values), _build(ModelConfig, values)
     mixture = _build(DatasetMixtureConfig, values)
     steps: Any = values.get("gradient_accumulation_steps", _TRL_DEFAULTS["gradient_accumulation_steps"])
-    met = before_meeting(ranks, accelerator, steps) if before_meeting else None  # kept until the process group is up
-    preflight = met[0] if met else None
+    preflight = before_meeting(ranks, accelerator, steps) if before_meeting else None
     values |= process_group(ranks.sync(preflight.choice.way if preflight else None), values, os.environ)
     return Arguments(
         tune=tune,

@@ -19,7 +19,6 @@ import torch
 from accelerate.utils import str_to_bool
 
 from hf_rocm_tune.arguments import Arguments
-from hf_rocm_tune.distributed.agree import highest, on_main_process
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
 from hf_rocm_tune.plan import CONTEXT_BYTES, GIB, CardMemory, PlanRequest, from_training, plan_for
 from hf_rocm_tune.plan.candidates import (
@@ -31,10 +30,11 @@ from hf_rocm_tune.plan.candidates import (
     fastest_that_fitted,
     next_candidate,
 )
+from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.training.probe import set_way, try_on_all_ranks
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.training.mixin import VerifiedTransferMixin
+    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
 Say = Callable[..., None]
 

@@ -20,14 +20,14 @@ from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
-from hf_rocm_tune.publish.plots import loss_panel
-from hf_rocm_tune.publish.privacy import Private, local_paths
+from hf_rocm_tune.publish.plots import loss_panel, write_png
+from hf_rocm_tune.redaction import Private, local_paths
 from hf_rocm_tune.training import report
-from hf_rocm_tune.training.run_record import deciding_settings
+from hf_rocm_tune.training.run import deciding_settings
 
 if TYPE_CHECKING:
     from hf_rocm_tune.arguments import Arguments
-    from hf_rocm_tune.training.mixin import VerifiedTransferMixin
+    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
 PICTURE_NAME = "loss.png"
 # Names by which `datasets` reads files, not datasets of the Hub.
@@ -130,8 +130,6 @@ class Cards:
         panel = loss_panel(self.trainer.state.log_history, content)
         if panel is None:
             return []
-        from hf_rocm_tune.publish.plots_draw import write_png
-
         write_png(panel, self._output_dir / PICTURE_NAME)
         return [PICTURE_NAME]
 

@@ -15,9 +15,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_rocm_tune.endings import PROGRAM
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +51,7 @@ def sft(argv: Sequence[str]) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """supervise a training command: after a crash or a stall it goes on from its newest checkpoint"""
-    from hf_rocm_tune.supervisor.settings import Settings
+    from hf_rocm_tune.supervisor import Settings
 
     usual = Settings()
     parser = _Parser(prog=f"{PROGRAM} run", description=run.__doc__, usage="%(prog)s [flags] -- COMMAND ...")
@@ -72,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     if stray or split == len(argv):
         got = f"; got {stray[0]}" if stray else ""
         raise UsageError(f"give the training command after `--`: `{PROGRAM} run -- accelerate launch ...`{got}")
-    from hf_rocm_tune.supervisor.loop import supervise
+    from hf_rocm_tune.supervisor import supervise
 
     return supervise(argv[split + 1 :], Settings(**vars(wanted)))
 
@@ -208,7 +207,7 @@ def bench(argv: Sequence[str]) -> int:
         from hf_rocm_tune.machine.process import prepare_process
 
         prepare_process(os.environ)
-        from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
+        from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
 
         return VerifiedSFTTrainer
 
@@ -217,7 +216,7 @@ def bench(argv: Sequence[str]) -> int:
 
 def push(argv: Sequence[str]) -> int:
     """upload a finished run to the Hugging Face Hub, and verify what the Hub then serves"""
-    from hf_rocm_tune.publish.hub_command import main as run_push
+    from hf_rocm_tune.publish.hub import main as run_push
 
     return run_push(argv)
 
@@ -225,7 +224,7 @@ def push(argv: Sequence[str]) -> int:
 def report(argv: Sequence[str]) -> int:
     """plots of a run, and what it verified and met with as one HTML page"""
     from hf_rocm_tune.doctor.findings import link_of
-    from hf_rocm_tune.publish.page_command import main as run_report
+    from hf_rocm_tune.publish.page import main as run_report
 
     return run_report(argv, link_of=link_of)
 
@@ -246,14 +245,14 @@ def generate(argv: Sequence[str]) -> int:
 
 def chat(argv: Sequence[str]) -> int:
     """a conversation with an adapter, a model or one from the Hub"""
-    from hf_rocm_tune.publish import chat_command
+    from hf_rocm_tune.publish import chat as chat_command
 
     return _with_model(chat_command, chat, argv, sigterm_interrupts=False)  # Ctrl-C only stops an answer there
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """perplexity on a split, and tasks of lm-evaluation-harness"""
-    from hf_rocm_tune.publish import evaluate_command
+    from hf_rocm_tune.publish import evaluate as evaluate_command
 
     return _with_model(evaluate_command, evaluate, argv, name="eval")
 

@@ -31,9 +31,17 @@ from typing import Any, NoReturn
 import yaml
 
 from hf_rocm_tune import configs, recipe_file
-from hf_rocm_tune.endings import EXIT_FILE_VARIABLE, INTERRUPTED, PROGRAM, REFUSED_CODES
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
-from hf_rocm_tune.exits import ASKED_FILE, complete, write_atomically
+from hf_rocm_tune.exits import (
+    ASKED_FILE,
+    EXIT_FILE_VARIABLE,
+    INTERRUPTED,
+    PROGRAM,
+    REFUSED_CODES,
+    complete,
+    run_guarded,
+    write_atomically,
+)
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.training.supervised import leave_terminal
@@ -50,17 +58,11 @@ _ENDED_BY_REQUEST = frozenset({*(-number for number in _PASSED_ON), *(128 + numb
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """A command line taken apart.
-
-    Args:
-        accelerate_config: the value of ``--accelerate_config``, or None.
-        launcher: flags of ``accelerate launch`` with their values.
-        job: everything else; the job itself refuses what it does not know.
-    """
+    """A command line taken apart."""
 
     accelerate_config: str | None
-    launcher: list[str]
-    job: list[str]
+    launcher: list[str]  # flags of ``accelerate launch`` with their values
+    job: list[str]  # everything else; the job itself refuses what it does not know
 
 
 def split(argv: Sequence[str]) -> CommandLine:
@@ -106,27 +108,21 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
     """
     recipe_file.apply_environment(argv, os.environ)
     arguments = _parse_launcher_flags([*_config_flags(accelerate_config, extra), *extra, "-m", entry, *argv])
-    _refuse_lost_processes(arguments)
-    if _uses_deepspeed(arguments):
+    kind = _distributed_type(arguments)
+    flagged = arguments.multi_gpu or arguments.use_fsdp or arguments.use_deepspeed or arguments.tpu
+    if (arguments.num_processes or 1) > 1 and kind in _NEVER_SEVERAL and not flagged:
+        raise UsageError(
+            f"--num_processes {arguments.num_processes} with {arguments.config_file} would start one process; "
+            f"use {CONFIG_FLAG} dual_rx7900xt, or cpu_dual without GPUs"
+        )
+    if arguments.use_deepspeed or kind == "DEEPSPEED":
         process.require_deepspeed()
     return _launch(arguments, extra)
 
 
 def launch_as_given(argv: Sequence[str]) -> int:
-    """``accelerate launch ARGV`` as accelerate reads it, with its own choice of a configuration, but our endings.
-
-    Returns, raises:
-        As `launch`.
-    """
+    """``accelerate launch ARGV`` as accelerate reads it, with its own choice of a configuration, but our endings."""
     return _launch(_parse_launcher_flags(argv), argv)
-
-
-def _refuse_lost_processes(arguments: Any) -> None:
-    if (arguments.num_processes or 1) > 1 and not _starts_several(arguments):
-        raise UsageError(
-            f"--num_processes {arguments.num_processes} with {arguments.config_file} would start one process; "
-            f"use {CONFIG_FLAG} dual_rx7900xt, or cpu_dual without GPUs"
-        )
 
 
 def _launch(arguments: Any, argv: Sequence[str]) -> int:
@@ -304,17 +300,6 @@ _CHOICE = {
 }
 
 
-def _starts_several(arguments: Any) -> bool:
-    """Whether these flags and their configuration start one process for each rank."""
-    if arguments.multi_gpu or arguments.use_fsdp or arguments.use_deepspeed or arguments.tpu:
-        return True
-    return _distributed_type(arguments) not in _NEVER_SEVERAL
-
-
-def _uses_deepspeed(arguments: Any) -> bool:
-    return bool(arguments.use_deepspeed) or _distributed_type(arguments) == "DEEPSPEED"
-
-
 def _distributed_type(arguments: Any) -> str:
     """What the configuration says; "" where it does not say it, "NO" where it says nothing at all."""
     try:
@@ -411,3 +396,7 @@ def _is_foreground_job() -> bool:
         return False
     finally:
         os.close(terminal)
+
+
+if __name__ == "__main__":  # for the supervisor: `accelerate launch` as given, with our signals and our endings
+    sys.exit(run_guarded(lambda: launch_as_given(sys.argv[1:]), argv=sys.argv[1:], process_ends=True))

@@ -1,15 +1,21 @@
-"""The flags of a job on several cards or machines."""
+"""The flags of a job on several cards or machines, and what its ranks settle before they join a process group."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from hf_rocm_tune.distributed.sync_settings import SyncSettings
-from hf_rocm_tune.errors import UsageError
+import torch
+
+from hf_rocm_tune.errors import StallError, UsageError
+from hf_rocm_tune.machine.child import pci_address
+from hf_rocm_tune.ranks import preflight
+from hf_rocm_tune.ranks.averaging import SyncSettings
 from hf_rocm_tune.training import stall
-from hf_rocm_tune.training.batch_shares import parse_shares
+
+_SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +45,6 @@ class RanksArguments:
             "are logical: the same code and real copies, for trying it out."
         },
     )
-    batch_shares: str | None = field(
-        default=None,
-        metadata={
-            "help": "Rows of each micro-batch in uneven shares, for cards of unequal speed: 3:1 gives rank 0 three "
-            "quarters of the rows of all ranks; auto measures the ranks' devices by a short matrix product. The "
-            "effective batch and the loss stay those of even batches. Default: even."
-        },
-    )
     preflight: Literal["auto", "always", "off"] = field(
         default="auto",
         metadata={
@@ -65,8 +63,6 @@ class RanksArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.batch_shares is not None:
-            parse_shares(self.batch_shares)
         stall.parse(self.stall_timeout)
         self.sync(None)
 
@@ -104,3 +100,67 @@ def process_group(sync: SyncSettings, values: Mapping[str, Any], environ: Mappin
             "it out: drop --ddp_backend, or choose --grad_sync ddp"
         )
     return {"ddp_backend": "gloo"}
+
+
+def decide(
+    ranks: RanksArguments,
+    accelerator: bool,
+    accumulation: int,
+    *,
+    environ: MutableMapping[str, str],
+    place: Path | None,
+    say: Callable[..., None],
+) -> preflight.Preflight | None:
+    """Make the preflight where there are several ranks and it is wanted. Every rank calls it.
+
+    It works the same however the ranks were started: what it needs is in the environment that every launcher fills.
+
+    Args:
+        ranks: ``--preflight`` and ``--grad_sync``.
+        accelerator: whether this rank trains on one.
+        accumulation: ``--gradient_accumulation_steps``, for the command that trains on one card.
+        environ: of this rank; ``NCCL_P2P_DISABLE`` is set where RCCL works only so.
+        place: see `preflight.run`.
+        say: takes the lines for the user.
+
+    Returns:
+        The decision; None where there was nothing to decide.
+
+    Raises:
+        UsageError: the fault that is asked for does not exist.
+        StallError: a rank is missing, nothing works, or not what the user has asked for.
+    """
+    world = int(environ.get("WORLD_SIZE", "1"))
+    if world < 2 or place is None or ranks.preflight == "off" or (ranks.preflight == "auto" and not accelerator):
+        return None
+    device = _device(int(environ["LOCAL_RANK"]), accelerator)
+    done = preflight.run(asked=ranks.grad_sync, device=device, environ=environ, place=place)
+    say(*done.lines())
+    config = "single_rx7900xt" if accelerator else "cpu"
+    one_card = (
+        f"`hf-rocm-tune sft --accelerate_config {config} --gradient_accumulation_steps {world * accumulation}` and "
+        "your other flags (the same effective batch)"
+    )
+    preflight.insist(done, one_card=one_card)
+    if done.choice.way == "host" and any(environ.get(name, "").lower() == "true" for name in _SHARDED):
+        raise StallError(
+            f"gradients can only be averaged through host memory here ({done.choice.reason}), which FSDP and DeepSpeed "
+            f"cannot do: train without them (--accelerate_config dual_rx7900xt), or on one card with {one_card}"
+        )
+    several_machines = environ.get("LOCAL_WORLD_SIZE", str(world)) != str(world)
+    if done.choice.way == "host" and ranks.grad_sync != "host" and several_machines:
+        raise StallError(
+            f"gradients can only be averaged through host memory on this machine ({done.choice.reason}), and the "
+            "others do not know of it: start all of them again with --grad_sync host"
+        )
+    if done.choice.way == "ddp_without_p2p":
+        environ[preflight.P2P_VARIABLE] = "1"
+    return done
+
+
+def _device(local_rank: int, accelerator: bool) -> dict[str, Any]:
+    """Of this rank, by Accelerate's rule: the card of its number on this machine."""
+    if not accelerator:
+        return {"device": "cpu", "address": None}
+    seen = local_rank < torch.cuda.device_count()  # else its trials say that it is not there
+    return {"device": f"cuda:{local_rank}", "address": pci_address(local_rank) if seen else None}

@@ -14,21 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune import announce, auto_fit, exits, machine_findings, ranks_start, upstream
+from hf_rocm_tune import announce, auto_fit, exits, machine_findings, ranks_arguments, upstream
 from hf_rocm_tune import arguments as command_line
 from hf_rocm_tune.arguments import Arguments
 from hf_rocm_tune.cards import Cards
-from hf_rocm_tune.distributed.agree import highest, on_main_process
 from hf_rocm_tune.errors import MemoryFaultError
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.placement import release_memory
+from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.sft_setup import Job, make_trainer, open_publisher, prepare
 from hf_rocm_tune.training import report, seam_probe, stall
-from hf_rocm_tune.training.oom_shortage import explain_native_exits
+from hf_rocm_tune.training.device_memory import explain_native_exits
 from hf_rocm_tune.training.run import Plan, prepare_output_dir
 from hf_rocm_tune.training.stall import StallGuard
 from hf_rocm_tune.training.supervised import tell_begun
-from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
+from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
 
 _WAYS_BACK = 3  # in one process; memory that fails more often is not to be trained in
 
@@ -42,7 +42,9 @@ def run(argv: Sequence[str]) -> int:
     Returns:
         0; whatever goes wrong is raised.
     """
-    preflight = partial(ranks_start.decide, environ=os.environ, say=announce.say)
+    met_at = exits.meeting_place()
+    place = met_at.with_name(f"{met_at.name}-preflight") if met_at is not None else None
+    preflight = partial(ranks_arguments.decide, environ=os.environ, place=place, say=announce.say)
     arguments = command_line.parse(argv, before_meeting=preflight)
     if arguments.tune.print_config:
         print(arguments.to_yaml(), end="")
@@ -143,7 +145,7 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
         )
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
-    cards = _cards(job, trainer, facts)
+    cards = job.cards = _cards(job, trainer, facts)
     try:
         with trainer.stop_requests.installed():  # the save of the result is not torn by a Ctrl-C either
             _train(job, trainer, facts, cards)
@@ -182,7 +184,7 @@ def _plan(arguments: Arguments, asked: dict[str, Any], *, going_back: bool = Fal
 
 
 def _cards(job: Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> Cards:
-    cards = Cards(
+    return Cards(
         arguments=job.arguments,
         data=job.data.description,
         method=announce.method(trainer),
@@ -190,8 +192,6 @@ def _cards(job: Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> Car
         facts=facts,
         say=announce.say,
     )
-    trainer.card_writer = cards.write_card
-    return cards
 
 
 def _train(job: Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts, cards: Cards) -> None:

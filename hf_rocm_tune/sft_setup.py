@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -16,33 +17,27 @@ from trl import get_peft_config, get_quantization_config
 
 from hf_rocm_tune import announce, auto_fit
 from hf_rocm_tune.arguments import Arguments
+from hf_rocm_tune.cards import Cards
 from hf_rocm_tune.data.formats import check_format
 from hf_rocm_tune.data.mixture import load_mixture
 from hf_rocm_tune.data.sources import Splits, load_source
-from hf_rocm_tune.distributed.agree import on_main_process
-from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.memory.libraries import warm_up
 from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.split_loading import device_map
 from hf_rocm_tune.publish import hub_during as publishing
 from hf_rocm_tune.publish.hub_during import Publisher
-from hf_rocm_tune.publish.privacy import local_paths
+from hf_rocm_tune.ranks.agree import on_main_process
+from hf_rocm_tune.redaction import local_paths
 from hf_rocm_tune.split_setup import make_mover
 from hf_rocm_tune.training import report
-from hf_rocm_tune.training.batch_shares import choose_rows
-from hf_rocm_tune.training.crash import Crashes
-from hf_rocm_tune.training.deepspeed import check_deepspeed
-from hf_rocm_tune.training.fsdp_settings import check_fsdp, is_wanted
-from hf_rocm_tune.training.loggers import check_loggers, count_in_logs
-from hf_rocm_tune.training.offload import check_offloads
-from hf_rocm_tune.training.oom_faults import StepFaultSpec
-from hf_rocm_tune.training.refusals import as_usage_errors
+from hf_rocm_tune.training.device_memory import warm_up
+from hf_rocm_tune.training.faults import Crashes, StepFaultSpec
+from hf_rocm_tune.training.ranks import is_wanted
+from hf_rocm_tune.training.refusals import as_usage_errors, check_fsdp, check_loggers, check_offloads
 from hf_rocm_tune.training.run import Plan
 from hf_rocm_tune.training.stall import StallGuard
-from hf_rocm_tune.training.telemetry import Telemetry
-from hf_rocm_tune.training.telemetry_callback import attach, of_device
-from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
+from hf_rocm_tune.training.telemetry import Telemetry, of_device
+from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
 from hf_rocm_tune.transfer import Mover
 
 
@@ -62,7 +57,12 @@ class Job:
     publisher: Publisher | None
     guard: StallGuard
     findings: tuple[dict[str, Any], ...] = ()
-    batch_rows: tuple[int, ...] | None = None
+    cards: Cards | None = None  # made with the trainer
+
+    def write_card(self, directory: Path) -> None:
+        """The model card of what is saved, once there is a run to tell of."""
+        if self.cards is not None:
+            self.cards.write_card(directory)
 
 
 def open_publisher(arguments: Arguments) -> Publisher | None:
@@ -106,7 +106,6 @@ def prepare(
     check_source(source, training.device)
     check_loggers(training.report_to)
     check_offloads(training)
-    check_deepspeed(os.environ, verify=tune.verify, consent=tune.consent_unverified)
     check_fsdp(training, arguments.model, os.environ, others=_not_for_shards(arguments))
     if crashes := Crashes().text:
         announce.say(f"crashes are injected on request: {crashes}")
@@ -117,7 +116,6 @@ def prepare(
     _check_formats(arguments, data, tokenizer)
     mover = make_mover(arguments, source, say=announce.say)
     libraries = _warm_up(mover, source)
-    batch_rows = _batch_rows(arguments)
     fit = auto_fit.fit(arguments, plan.record.auto_fit, libraries=libraries, say=announce.say)
     telemetry = of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
     return Job(
@@ -132,12 +130,11 @@ def prepare(
         telemetry=telemetry if tune.telemetry_every > 0 else None,
         publisher=publisher,
         guard=guard,
-        batch_rows=batch_rows,
     )
 
 
 def _warm_up(mover: Mover, source: ModelSource) -> int:
-    """Libraries take their memory of each card while there is some, and how much; see `memory.libraries`."""
+    """Libraries take their memory of each card while there is some, and how much; see `training.device_memory`."""
     quantised = source.quantization
     bits = None if quantised is None else 4 if quantised.load_in_4bit else 8
     taken = sum(warm_up(device, bits=bits) for device in sorted(set(device_map(mover).values()), key=str))
@@ -154,7 +151,6 @@ def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
         "--grad_sync host": ranks.grad_sync == "host",
         "--grad_compression": ranks.grad_compression != "none",
         "--split_layers": ranks.split_layers is not None,
-        "--batch_shares": ranks.batch_shares is not None,
     }
 
 
@@ -194,22 +190,21 @@ def make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
             consent_unverified=tune.consent_unverified,
             on_oom=tune.on_oom,
             max_skipped_steps=tune.max_skipped_steps,
-            batch_rows=job.batch_rows,
             grad_sync=job.arguments.grad_sync.way,
             grad_compression=job.arguments.grad_sync.compression,
+            run_id=job.plan.run_id,
+            skip_steps=job.plan.record.skipped_steps,
+            publisher=job.publisher,
+            card_writer=job.write_card,
+            telemetry=job.telemetry,
+            listener=job.guard.hear,
         )
     job.arguments = replace(job.arguments, training=trainer.args)  # a copy, with what is changed while it is built
-    count_in_logs(trainer)
-    if job.telemetry is not None:
-        attach(trainer, job.telemetry)
     if job.publisher is not None:
-        trainer.publisher = job.publisher
         job.publisher.alive = partial(trainer.beat, "save")
-    trainer.run_id = job.plan.run_id
-    trainer.skip_steps = frozenset(job.plan.record.skipped_steps)
     facts = report.RunFacts(
         run_id=job.plan.run_id,
-        load_seconds=seconds + trainer.shard_seconds,
+        load_seconds=seconds + trainer.describe()["shard_seconds"],
         attested_files=records.attested,
         not_attested=records.unknown,
         findings=job.findings,
@@ -239,23 +234,6 @@ def _data(arguments: Arguments) -> Splits:
         eval_split_size=arguments.tune.eval_rows,
         seed=training.seed if training.data_seed is None else training.data_seed,
     )
-
-
-def _batch_rows(arguments: Arguments) -> tuple[int, ...] | None:
-    """Rows of a micro-step for each rank, where --batch_shares asks for uneven ones; every rank hears of the choice."""
-    wanted, training = arguments.ranks.batch_shares, arguments.training
-    if wanted is None:
-        return None
-    if arguments.tune.auto_fit != "off":
-        raise UsageError(
-            "--batch_shares does not go with --auto_fit, which chooses one micro-batch for all ranks: give "
-            "--per_device_train_batch_size and leave --auto_fit out"
-        )
-    chosen = choose_rows(
-        wanted, ranks=training.world_size, batch_size=training.per_device_train_batch_size, device=training.device
-    )
-    announce.say(chosen.line())
-    return chosen.rows
 
 
 def _check_formats(arguments: Arguments, data: Splits, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -214,14 +214,6 @@ SEAMS: tuple[Seam, ...] = (
         why="keeps frozen weights out of the start-up broadcast",
         checked=_TORCH,
     ),
-    Seam(
-        name="ddp_post_forward",
-        module="torch.nn.parallel.distributed",
-        attribute="DistributedDataParallel._post_forward",
-        parameters=("self", "output"),
-        why="makes the next backward average gradients: it computes nothing, after all ranks have computed theirs",
-        checked=_TORCH,
-    ),
 )
 
 _BY_NAME = {seam.name: seam for seam in SEAMS}

@@ -11,7 +11,8 @@ import re
 import sys
 from dataclasses import replace
 
-from hf_rocm_tune import arguments, process, recipes
+from hf_rocm_tune import arguments, recipes
+from hf_rocm_tune.machine import process
 from hf_rocm_tune.models.split import parse
 from hf_rocm_tune.plan import GIB, CardMemory, PlanRequest, card_memory, from_training, plan_for, split_plan
 

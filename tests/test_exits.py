@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune import endings, errors, exits
+from hf_rocm_tune import errors, exits
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_device_out_of_memory_is_known_by_type_and_advised(capsys: pytest.Captur
 
 def test_the_launcher_finds_code_and_message(tmp_path: Path) -> None:
     file = tmp_path / "exit.json"
-    exits.run_guarded(raising(errors.UsageError("no model")), environ={endings.EXIT_FILE_VARIABLE: str(file)})
+    exits.run_guarded(raising(errors.UsageError("no model")), environ={exits.EXIT_FILE_VARIABLE: str(file)})
     assert json.loads(file.read_text()) == {"code": 2, "message": "no model"}
     assert [each.name for each in tmp_path.iterdir()] == ["exit.json"]
 
@@ -196,7 +196,7 @@ def test_sigterm_of_the_agent_says_nothing_and_keeps_no_restart_away(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch's agent ends the ranks that are left so, before it starts all of them again."""
-    environ = group() | {endings.EXIT_FILE_VARIABLE: str(tmp_path / "exit.json")}
+    environ = group() | {exits.EXIT_FILE_VARIABLE: str(tmp_path / "exit.json")}
     assert exits.run_guarded(terminated, environ=environ) == 143
     assert (capsys.readouterr().err, list(tmp_path.iterdir())) == ("", [])
     assert exits.run_guarded(lambda: 0, environ=environ | {"TORCHELASTIC_RESTART_COUNT": "1"}) == 0
@@ -205,7 +205,7 @@ def test_sigterm_of_the_agent_says_nothing_and_keeps_no_restart_away(
 def test_sigterm_that_the_launcher_was_sent_is_an_interruption(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    environ = group() | {endings.EXIT_FILE_VARIABLE: str(tmp_path / "exit.json")}
+    environ = group() | {exits.EXIT_FILE_VARIABLE: str(tmp_path / "exit.json")}
     (tmp_path / exits.ASKED_FILE).touch()
     assert exits.run_guarded(terminated, environ=environ) == 130
     assert "stopped by SIGTERM" in capsys.readouterr().err

@@ -137,7 +137,7 @@ def test_two_processes_without_a_gpu_know_of_each_other(place: Path) -> None:
     assert "code world 0" in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 @pytest.mark.parametrize("config", [pytest.param("cpu", marks=pytest.mark.long), "cpu_dual"])
 def test_a_signal_reaches_the_job_once(place: Path, config: str, number: signal.Signals) -> None:
     if config == "cpu_dual":  # every rank waits: rank 0 has to be a waiting one as well
@@ -175,7 +175,7 @@ def test_a_signal_reaches_the_job_once(place: Path, config: str, number: signal.
 def test_accelerate_launch_as_given_ends_as_the_job_ended(place: Path) -> None:
     """A configuration of the user's own, in the launcher's own words."""
     (place / "mine.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n")
-    command = [sys.executable, "-m", "hf_rocm_tune.supervisor.accelerate_launch", "--config_file", "mine.yaml"]
+    command = [sys.executable, "-m", "hf_rocm_tune.launch", "--config_file", "mine.yaml"]
     done = subprocess.run(
         [*command, "-m", "stub_job", "5"],
         env=environment(place),

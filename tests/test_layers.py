@@ -1,7 +1,7 @@
 """The layering rule of the package, enforced on its source.
 
     imports point down only, and packages of one layer do not import each other (imports inside functions count too)
-    Hugging Face libraries are imported from data, models, distributed and training upward only. `data` is among them
+    Hugging Face libraries are imported from data, models, ranks and training upward only. `data` is among them
         because the verified loader is a true subclass of accelerate's, and because datasets are its subject
     what has to run before torch imports no torch; nor does the command line until a command needs it
     above `transfer` nobody moves a tensor between devices: only the mover does
@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"configs", "upstream"}),
     frozenset({"machine"}),
     frozenset({"transfer"}),
-    frozenset({"integrity", "data", "models", "distributed", "memory"}),
+    frozenset({"integrity", "data", "models", "ranks"}),
     frozenset({"plan"}),
     frozenset({"training", "publish", "doctor", "bench"}),
 )
@@ -39,7 +39,7 @@ ROOT = ENTRY + 1  # cli, __main__ and the package itself, whose lazy names point
 
 HUGGING_FACE = frozenset({"transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "huggingface_hub"})
 NO_HUGGING_FACE = frozenset(
-    {"errors", "version", "redaction", "configs", "upstream", "machine", "transfer", "integrity", "memory"}
+    {"errors", "version", "redaction", "configs", "upstream", "machine", "transfer", "integrity"}
 )
 NO_TORCH = re.compile(
     r"(errors|version|redaction|configs)(\.\w+)*|cli|__main__|__init__"
@@ -189,19 +189,19 @@ def test_what_must_come_before_torch_does_not_bring_it() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("transfer.ring", "from hf_rocm_tune.training.mixin import VerifiedTransferMixin"),
+        ("transfer.ring", "from hf_rocm_tune.training.trainer import VerifiedTransferMixin"),
         ("transfer.ring", "def lazily():\n    from hf_rocm_tune import training"),
         ("transfer.ring", "from ..models import loading"),
         ("data.loader", "import hf_rocm_tune.models.loading"),
         ("data.loader", "def lazily():\n    from ..models.loading import load"),
         ("data.loader", "from hf_rocm_tune import VerifiedSFTTrainer"),
         ("data.loader", "import hf_rocm_tune"),
-        ("memory.stepdown", "from hf_rocm_tune import models"),
-        ("training.mixin", "from hf_rocm_tune.sft import main"),
+        ("training.trainer", "from hf_rocm_tune.sft import main"),
         ("sft", "from hf_rocm_tune.cli import main"),
         ("errors", "import importlib\nimportlib.import_module('hf_rocm_tune.machine')"),
         ("transfer.ring", "import accelerate.utils"),
         ("integrity.manifest", "from transformers import Trainer"),
+        ("integrity.manifest", "from hf_rocm_tune import models"),
         ("plan.estimate", "import torch"),
         ("machine.kfd", "from torch import cuda"),
         ("machine.variables", "import torch.cuda"),
@@ -217,10 +217,9 @@ def test_forbidden_import_is_seen(module: str, source: str) -> None:
         ("data.loader", "from accelerate.data_loader import DataLoaderShard"),
         ("data.loader", "from .sources import open_source"),
         ("data.loader", "from hf_rocm_tune.transfer import was_verified"),
-        ("training.mixin", "from hf_rocm_tune.errors import SeamError\nimport torch"),
+        ("training.trainer", "from hf_rocm_tune.errors import SeamError\nimport torch"),
         ("demo", "from hf_rocm_tune import sft"),
         ("cli", "def command():\n    import torch\n    from hf_rocm_tune.sft import main"),
-        ("memory.stepdown", "import torch"),
     ],
 )
 def test_allowed_import_passes(module: str, source: str) -> None:
@@ -245,7 +244,7 @@ def test_allowed_import_passes(module: str, source: str) -> None:
     ],
 )
 def test_move_outside_the_mover_is_seen(call: str) -> None:
-    assert device_violations(call, "training.mixin")
+    assert device_violations(call, "training.trainer")
     assert not device_violations(call, "transfer.mover")
 
 
@@ -254,4 +253,4 @@ def test_move_outside_the_mover_is_seen(call: str) -> None:
     ["x.to(torch.float32)", "x.to(dtype)", "x.to(dtype=d)", "x.copy_(y)  # device: both are on the host", "x.cpu()"],
 )
 def test_what_moves_nothing_passes(call: str) -> None:
-    assert not device_violations(call, "training.mixin")
+    assert not device_violations(call, "training.trainer")

@@ -1,13 +1,19 @@
-"""How gradients are averaged, from the flags to what TRL's settings must be for it."""
+"""How gradients are averaged: from the flags to TRL's settings, and what several ranks settle before they join."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from hf_rocm_tune import ranks_arguments
 from hf_rocm_tune.arguments import parse
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import StallError, UsageError
+from hf_rocm_tune.ranks import preflight
+from hf_rocm_tune.ranks.preflight import GradSyncChoice, Preflight, SyncWay
 from hf_rocm_tune.ranks_arguments import RanksArguments, process_group
-from hf_rocm_tune.training.run_record import fingerprint
+from hf_rocm_tune.training.run import fingerprint
 
 
 @pytest.mark.parametrize(
@@ -54,3 +60,80 @@ def test_a_run_may_go_on_with_its_gradients_averaged_in_another_way_but_not_othe
     base = {"learning_rate": 1e-3, "grad_sync": "auto", "ddp_backend": None, "grad_compression": "none"}
     assert fingerprint(base) == fingerprint({**base, "grad_sync": "host", "ddp_backend": "gloo"})
     assert fingerprint(base) != fingerprint({**base, "grad_compression": "bf16"})
+
+
+# ---- the preflight ---------------------------------------------------------------------------------------------
+
+TWO = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, way: SyncWay) -> list[dict[str, Any]]:
+    """The preflight finds this; returns what it was asked."""
+    asked: list[dict[str, Any]] = []
+
+    def run(**wanted: Any) -> Preflight:
+        asked.append(wanted)
+        choice = GradSyncChoice(way=way, reason="the reason", evidence=("a trial",))
+        return Preflight(asked=wanted["asked"], choice=choice, seconds=1.0)
+
+    monkeypatch.setattr(preflight, "run", run)
+    return asked
+
+
+def decide(environ: dict[str, str], said: list[str], *, accelerator: bool = False, **flags: Any) -> Any:
+    def say(*lines: str) -> None:
+        said.extend(lines)
+
+    return ranks_arguments.decide(
+        RanksArguments(**flags), accelerator, 4, environ=environ, place=Path("place"), say=say
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "accelerator", "flags"),
+    [
+        ({}, True, {"preflight": "always"}),
+        (TWO | {"WORLD_SIZE": "1"}, True, {"preflight": "always"}),
+        (TWO, True, {"preflight": "off"}),
+        (TWO, False, {}),
+    ],
+)
+def test_nothing_is_tried_where_nothing_is_to_be_decided(
+    environ: dict[str, str], accelerator: bool, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = decided(monkeypatch, "ddp")
+    assert decide(dict(environ), [], accelerator=accelerator, **flags) is None and not asked
+
+
+def test_rccl_that_works_only_without_peers_is_told_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in ("ddp", "ddp_without_p2p", "host"):
+        decided(monkeypatch, way)  # type: ignore[arg-type]  # a way each
+        environ, said = dict(TWO), list[str]()
+        done = decide(environ, said, preflight="always")
+        assert done.choice.way == way and "the reason" in said[0]
+        assert environ.get("NCCL_P2P_DISABLE") == ("1" if way == "ddp_without_p2p" else None)
+
+
+def test_the_command_for_one_card_keeps_the_effective_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided(monkeypatch, "one_card")
+    said: list[str] = []
+    with pytest.raises(StallError, match="--accelerate_config cpu --gradient_accumulation_steps 8"):
+        decide(dict(TWO), said, preflight="always")
+    assert "a trial" in said, "the evidence is told before the end"
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_what_cannot_average_through_the_host_is_refused_when_nothing_else_works(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided(monkeypatch, "host")
+    with pytest.raises(StallError, match="FSDP and DeepSpeed cannot do"):
+        decide(TWO | {name: "true"}, [], preflight="always")
+
+
+def test_other_machines_do_not_hear_of_the_host_so_the_user_has_to_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided(monkeypatch, "host")
+    two_machines = TWO | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(StallError, match="--grad_sync host"):
+        decide(dict(two_machines), [], preflight="always")
+    assert decide(dict(two_machines), [], preflight="always", grad_sync="host") is not None

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from hf_rocm_tune import supervisor as supervision
 from hf_rocm_tune.errors import StallError, UsageError
-from hf_rocm_tune.supervisor import child, loop
-from hf_rocm_tune.supervisor.settings import Settings
+from hf_rocm_tune.supervisor import Settings
 from hf_rocm_tune.training import journal, supervised
-from hf_rocm_tune.training.run_record import new_record, read_record, write_record
+from hf_rocm_tune.training.run import new_record, read_record, write_record
 
 QUICK = Settings(backoff_seconds=0, stall_seconds=3, start_seconds=30, grace_seconds=0.3)
 STUB = Path(__file__).with_name("stub_job.py")
@@ -31,7 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "python-stub").write_text(f'#!/bin/sh\nexec {sys.executable} {STUB} "$@"\n')
     (tmp_path / "python-stub").chmod(0o755)
     monkeypatch.setenv("STUB", str(tmp_path))
-    monkeypatch.setattr(loop, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(supervision, "_LOOK_SECONDS", 0.02)
     yield tmp_path
     if (tmp_path / "orphan").exists() and _alive(int((tmp_path / "orphan").read_text())):
         os.kill(int((tmp_path / "orphan").read_text()), signal.SIGKILL)
@@ -53,7 +53,7 @@ def words(place: Path, *story: dict[str, Any]) -> list[str]:
 
 def run(place: Path, *story: dict[str, Any], settings: Settings = QUICK) -> int:
     """Supervises the story and returns the code."""
-    return loop.supervise(words(place, *story), settings)
+    return supervision.supervise(words(place, *story), settings)
 
 
 def attempts(place: Path) -> int:
@@ -70,8 +70,7 @@ def told(place: Path) -> list[dict[str, Any]]:
 DONE = {"step": 9, "phase": "end", "end": 0}
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 130])
-@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize(("code", "silent"), [(0, False), (2, True), (3, False), (130, True)])
 def test_an_end_is_not_started_again(place: Path, code: int, silent: bool) -> None:
     assert run(place, {"end": code, "silent": silent}) == code
     assert attempts(place) == 1
@@ -187,7 +186,7 @@ def test_what_a_crashed_start_left_running_is_ended_before_the_next(place: Path)
 
 
 def test_a_process_that_cannot_be_ended_stops_everything(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child.Child, "end", lambda self, grace: [4711])
+    monkeypatch.setattr(supervision.Child, "end", lambda self, grace: [4711])
     with pytest.raises(StallError, match=r"\[4711\].*restart the machine"):
         run(place, {"step": 3, "end": 1})
     assert attempts(place) == 1
@@ -210,7 +209,10 @@ def _until(happened: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG), signal.SIGHUP])
 def test_a_signal_is_passed_on_once_and_the_checkpoint_is_waited_for(place: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
         supervisor(*words(place, {"step": 3, "end": "wait"})), stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -303,21 +305,21 @@ def test_nonsense_in_the_pulse_is_no_sign_of_life(tmp_path: Path, content: bytes
 
 
 def test_a_beat_is_read_as_it_was_written(tmp_path: Path) -> None:
-    heart = supervised.Heart({supervised.VARIABLE: str(tmp_path), "LOCAL_RANK": "0"})
+    heart = supervised.Heartbeat({supervised.VARIABLE: str(tmp_path), "LOCAL_RANK": "0"})
     for step, phase in ((123456, "evaluate"), (7, "step")):  # the second one is shorter
         heart.beat(step=step, phase=phase)  # type: ignore[arg-type]
         found, stamp = supervised.read_pulse(tmp_path / supervised.PULSE_FILE)
         assert found == supervised.Pulse(step=step, phase=phase) and stamp > 0  # type: ignore[arg-type]
-    other = supervised.Heart({supervised.VARIABLE: str(tmp_path), "LOCAL_RANK": "1"})
+    other = supervised.Heartbeat({supervised.VARIABLE: str(tmp_path), "LOCAL_RANK": "1"})
     other.beat(step=9, phase="step")
     assert found == supervised.read_pulse(tmp_path / supervised.PULSE_FILE)[0]
 
 
 def test_a_program_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be started"):
-        loop.supervise([str(tmp_path / "python"), "-m", "hf_rocm_tune.sft"], QUICK)
+        supervision.supervise([str(tmp_path / "python"), "-m", "hf_rocm_tune.sft"], QUICK)
 
 
 def test_watching_imports_no_torch() -> None:
-    code = "import sys, hf_rocm_tune.supervisor.loop, hf_rocm_tune.cli; assert 'torch' not in sys.modules"
+    code = "import sys, hf_rocm_tune.supervisor, hf_rocm_tune.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

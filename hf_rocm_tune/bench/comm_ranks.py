@@ -21,11 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging as transformers_logging
 
 from hf_rocm_tune.bench.report import VOCABULARY, small_llama
-from hf_rocm_tune.distributed.gradients import GradientCheck, watch
-from hf_rocm_tune.distributed.host_sync import HostAveraging
-from hf_rocm_tune.distributed.sync_settings import SyncSettings
 from hf_rocm_tune.machine.child import answer, step
 from hf_rocm_tune.models.placement import place
+from hf_rocm_tune.ranks.averaging import HostAveraging, SyncSettings
+from hf_rocm_tune.ranks.gradients import GradientCheck, watch
 from hf_rocm_tune.transfer import Mover, TransferSettings
 from hf_rocm_tune.transfer.raw_copies import wait_for
 

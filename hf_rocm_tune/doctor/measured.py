@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from hf_rocm_tune.distributed.preflight_trials import DEVICE_ERRORS
 from hf_rocm_tune.doctor.evidence import Check, Evidence
 from hf_rocm_tune.doctor.findings import Finding, from_row, knowledge_data, unknown
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.child import ENDINGS, Outcome, answer, run
 from hf_rocm_tune.machine.software import TorchDevice
+from hf_rocm_tune.ranks.trials import DEVICE_ERRORS
 
 VARIABLE = "HF_ROCM_TUNE_DOCTOR_FAULT"
 MODULE = "hf_rocm_tune.doctor.measured"

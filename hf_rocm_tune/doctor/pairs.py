@@ -12,12 +12,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_rocm_tune.distributed.choice import SyncWay
-from hf_rocm_tune.distributed.preflight import try_machine
-from hf_rocm_tune.distributed.preflight_fault import PreflightFault
-from hf_rocm_tune.distributed.preflight_trials import PairTrial, ReduceTrial, Way, try_all_reduce, try_pairs
 from hf_rocm_tune.doctor.findings import Finding, from_row, unknown
 from hf_rocm_tune.doctor.measured import failure
+from hf_rocm_tune.ranks.preflight import PreflightFault, SyncWay, try_machine
+from hf_rocm_tune.ranks.trials import PairTrial, ReduceTrial, Way, try_all_reduce, try_pairs
 
 _PEER_ENGINES_OFF = {"HSA_ENABLE_PEER_SDMA": "0"}
 _TAIL_LINES = 4

@@ -1,8 +1,11 @@
 """The model card, ``README.md``: what was trained, on what, how it is loaded, and how it was verified.
 
-The card is made of plain values, so that whoever trains need not be imported here. Values that this program did not
-choose (names of files, settings, texts of incidents) go through `privacy` and are written as text, never as Markdown.
-The card is valid for the Hub: ``base_model`` and ``datasets`` are ids of the Hub or not there.
+The card is made of plain values, so that whoever trains need not be imported here; its text is the template
+``card.md.j2``. Values that this program did not choose (names of files, settings, texts of incidents) are redacted and
+written as text, never as Markdown. The card is valid for the Hub: ``base_model`` and ``datasets`` are ids of the Hub or
+not there. Its code loads what was trained with the arguments that give the logits of the training: TRL trains the
+adapters of quantised models in bfloat16, while PEFT loads every adapter as float32 unless it is told not to; and
+``device_map="auto"`` would split the base over two cards by copies between them.
 
 A card ends with the hash of its own text. One whose hash is still right is ours and is replaced by the next; any other
 ``README.md`` has been written or edited by a person and is kept.
@@ -11,22 +14,51 @@ A card ends with the hash of its own text. One whose hash is still right is ours
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune.publish.card_metadata import metadata
-from hf_rocm_tune.publish.card_sections import sections
-from hf_rocm_tune.publish.history import Row, Trained
-from hf_rocm_tune.publish.privacy import Private, scrub_json, scrub_text
-from hf_rocm_tune.publish.upload_card import published_name
+import jinja2
+from huggingface_hub import EvalResult, ModelCardData
 
-CARD_NAME = "README.md"
+from hf_rocm_tune.publish.history import (
+    Row,
+    Trained,
+    count,
+    counted,
+    device,
+    events,
+    explained,
+    figures,
+    incident,
+    integrity,
+    items,
+    judge,
+    last,
+    number,
+    plain,
+    shown_settings,
+    table,
+    text,
+    unverified,
+)
+from hf_rocm_tune.publish.staging import CARD_NAME, published_name
+from hf_rocm_tune.redaction import Private, scrub_json, scrub_text
+
+__all__ = ["CARD_NAME", "CardFacts", "build", "is_ours", "kept"]
+
 _SIGNED = re.compile(
     r"\A(?P<text>.*)\n\n<!-- hf-rocm-tune wrote this card \((?P<sha256>[0-9a-f]{64})\)[^\n]*-->\s*\Z", re.S
 )
+_ACTIVE = re.compile(r"([\\`*_\[\]<>|#~$])")
+_MOST_FINDINGS = 8
+_INCIDENT_COLUMNS = ("step", "stage", "tensor", "kind", "where", "recovered by", "outcome")
+_QUANTIZATION = ("load_in_4bit", "load_in_8bit")
+_QUANTIZATION_4BIT = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
+_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +122,12 @@ def build(facts: CardFacts, private: Private) -> str:
         settings=scrub_json(facts.settings, private),
         report=scrub_json(facts.report, private),
     )
-    text = f"---\n{metadata(clean)}\n---\n\n" + "\n\n".join(sections(clean))
-    return _sign(text.encode("utf-8", "replace").decode().rstrip())
+    whole = f"---\n{_metadata(clean)}\n---\n\n{_text(clean)}"
+    signed = whole.encode("utf-8", "replace").decode().rstrip()
+    return (
+        f"{signed}\n\n<!-- hf-rocm-tune wrote this card ({_digest(signed)}); a card that was edited is kept, "
+        "one that was not is replaced when training goes on -->\n"
+    )
 
 
 def is_ours(text: str) -> bool:
@@ -109,12 +145,152 @@ def kept(file: Path) -> bytes | None:
     return None if is_ours(content.decode("utf-8", "replace")) else content
 
 
-def _sign(text: str) -> str:
-    return (
-        f"{text}\n\n<!-- hf-rocm-tune wrote this card ({_digest(text)}); a card that was edited is kept, "
-        "one that was not is replaced when training goes on -->\n"
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _metadata(facts: CardFacts) -> str:
+    """The YAML block, without the ``---`` around it. Names in ``facts`` are those of the Hub, or only to be shown.
+
+    Licence and language are left out: they are the base model's and the data's, which this program does not know.
+    """
+    tags = ["transformers", "trl", "sft", "hf-rocm-tune", "generated_from_trainer"]
+    more: dict[str, Any] = {}
+    if facts.is_adapter:
+        tags.append("lora")
+    if facts.base_model_id:
+        more["base_model"] = facts.base_model_id
+        more["base_model_relation"] = "adapter" if facts.is_adapter else "finetune"
+        tags += [f"base_model:adapter:{facts.base_model_id}"] if facts.is_adapter else []
+    if facts.datasets:
+        more["datasets"] = list(facts.datasets)
+    if facts.trained.model_class.endswith("ForCausalLM"):
+        more["pipeline_tag"] = "text-generation"
+    loss = last(facts.rows, "eval_loss")
+    if loss is not None and len(facts.datasets) == 1:  # the data is on the Hub and so has a name there
+        result = EvalResult(
+            task_type="text-generation",
+            dataset_type=facts.datasets[0],
+            dataset_name=facts.datasets[0],
+            dataset_split=text(facts.settings, "dataset_test_split") or None,
+            dataset_config=text(facts.settings, "dataset_config") or None,
+            metric_type="loss",
+            metric_name="Loss",
+            metric_value=round(loss, 6),
+        )
+        more |= {"model_name": facts.name, "eval_results": [result]}
+    library = "peft" if facts.is_adapter else "transformers"
+    return str(ModelCardData(library_name=library, tags=sorted(tags), **more).to_yaml())
+
+
+# ---- the text -------------------------------------------------------------------------------------------------------
+
+
+def _prose(value: str) -> str:
+    """A foreign text as Markdown that shows just it, in one line."""
+    return _ACTIVE.sub(r"\\\1", " ".join(value.split()))
+
+
+def _code(value: str) -> str:
+    """A foreign value as code, also within a table."""
+    return f"`{' '.join(value.split()).replace('`', chr(39)).replace('|', chr(92) + '|')}`" if value.strip() else ""
+
+
+def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table, whose cells are Markdown already, and an empty line; nothing without lines."""
+    rows = [f"| {' | '.join(line)} |" for line in lines]
+    head = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    return "\n".join([*head, *rows, ""]) if rows else ""
+
+
+def _text(facts: CardFacts) -> str:
+    """The template, filled."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hf_rocm_tune.publish", ""),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"prose": _prose, "code": _code, "quoted": json.dumps}
+    trained, report = facts.trained, facts.report
+    base = _prose(facts.base_model)
+    if facts.base_model_id:
+        base = f"[{base}](https://huggingface.co/{facts.base_model_id})"
+    what = f"An adapter ({_prose(trained.method)}) for {base}" if facts.is_adapter else f"{base}, fine-tuned in full"
+    done = f"{facts.step:,} steps" if facts.final else f"{facts.step:,} steps so far (a checkpoint, not the result)"
+    auto = "AutoModelForCausalLM" if trained.model_class.endswith("ForCausalLM") else trained.model_class
+    return environment.get_template("card.md.j2").render(
+        f=facts,
+        about=f"{what}, trained with [TRL](https://huggingface.co/docs/trl)'s SFT trainer under hf-rocm-tune, which "
+        f"verifies every transfer to the device: {done}, {trained.trainable:,} of {trained.parameters:,} parameters.",
+        verdict=judge(report, finished=facts.final),
+        auto=auto,
+        imports=", ".join(
+            sorted({auto, "AutoTokenizer"} | ({"BitsAndBytesConfig"} if trained.quantization else set()))
+        ),
+        arguments=_arguments(facts),
+        kept_dtype=facts.is_adapter and trained.adapter_dtype != "float32",
+        results=figures(facts.rows),
+        settings=[(name, _code(plain(value))) for name, value in shown_settings(facts.settings).items()],
+        integrity=[(name, _prose(value)) for name, value in integrity(report)],
+        explained=explained(report),
+        ranks=count(report, "ranks"),
+        checks=[row.cells for row in counted(report)],
+        unverified=unverified(report),
+        incident_names=_INCIDENT_COLUMNS,
+        incidents=[[_code(incident(row)[name]) for name in _INCIDENT_COLUMNS] for row in items(report, "incidents")],
+        events=events(report),
+        findings=[row for row in items(report, "findings") if text(row, "status") in ("warn", "fail")][:_MOST_FINDINGS],
+        text=text,
+        machine=_machine(report),
+        rows=_table,
     )
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lines = [(_prose(name), _code(value)) for name, value in device(report)]
+    for seen in items(report, "telemetry"):
+        hot, power = number(seen, "hotspot_c", "max"), number(seen, "power_w", "mean")
+        peak = number(seen, "torch_peak_allocated_gib")
+        figures = [
+            f"peak of {peak:.1f} GiB allocated" if peak is not None else "",
+            f"{power:.0f} W on average" if power is not None else "",
+            f"hotspot up to {hot:.0f} degrees Celsius" if hot is not None else "",
+        ]
+        if any(figures):
+            lines.append((f"card of rank {count(seen, 'rank')}", ", ".join(filter(None, figures))))
+    return lines + [(_prose(name), _code(plain(value))) for name, value in table(report, "versions").items() if value]
+
+
+# ---- the code that loads it -----------------------------------------------------------------------------------------
+
+
+def _arguments(facts: CardFacts) -> list[str]:
+    """Of ``from_pretrained`` of the base model."""
+    trained, settings = facts.trained, facts.settings
+    arguments = ["base_model" if facts.is_adapter else "trained"]
+    if facts.is_adapter and facts.base_model_id and facts.revision not in (None, "main"):
+        arguments.append(f"revision={json.dumps(facts.revision)}")
+    arguments.append(f"dtype={_dtype(trained.dtype)}")
+    if config := trained.quantization:
+        names = [*_QUANTIZATION, *(_QUANTIZATION_4BIT if config.get("load_in_4bit") else ())]
+        given = {name: config[name] for name in names if config.get(name) not in (None, False)}
+        inner = "".join(f"        {name}={_literal(name, value)},\n" for name, value in given.items())
+        arguments.append(f"quantization_config=BitsAndBytesConfig(\n{inner}    )")
+    if attention := text(settings, "attn_implementation"):
+        arguments.append(f"attn_implementation={json.dumps(attention)}")
+    if settings.get("trust_remote_code") is True:
+        arguments.append("trust_remote_code=True")
+    return [*arguments, "device_map=device"]
+
+
+def _literal(name: str, value: Any) -> str:
+    if name.endswith("dtype"):
+        return _dtype(str(value))
+    return "True" if value is True else json.dumps(str(value))
+
+
+def _dtype(name: str) -> str:
+    """A dtype as code; one that is no dtype of weights is left to the model's own configuration."""
+    bare = name.removeprefix("torch.")
+    return f"torch.{bare}" if bare in _DTYPES else '"auto"'

@@ -1,28 +1,241 @@
-"""Text from a model: one prompt in, one answer out, streamed as it is made.
+"""A model to talk to or to measure: loaded and verified, and text from it, one prompt in, one answer out.
 
-The prompt passes the mover like a training batch. Sampling is upstream's (`GenerationConfig`); what the user does not
-set is as the model's own generation settings say. The same seed gives the same answer on the same machine, and base
-and adapter draw the same random numbers when they are compared.
+A base with its adapter, a merged model, or one from the Hub. Weights, adapter and prompts pass the mover, as in
+training: every tensor is digested on the host and again on the device. The line that `loaded_model` says tells how much
+of what lies on the device was verified, and whether the files themselves are the ones that somebody recorded.
+
+Sampling is upstream's (`GenerationConfig`); what the user does not set is as the model's own generation settings say.
+The same seed gives the same answer on the same machine, and base and adapter draw the same random numbers when they are
+compared.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TextStreamer, set_seed
 
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError, device_shortage
+from hf_rocm_tune.models.casts import cast_verified
+from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
+from hf_rocm_tune.models.placement import coverage, place
+from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, open_adapter
+from hf_rocm_tune.publish.generate_command import LoadSettings, Messages, Prompt, Sampling
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-    from hf_rocm_tune.publish.generate_model import Loaded
-    from hf_rocm_tune.publish.generate_settings import Messages, Sampling
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model that is ready.
+
+    Attributes:
+        name: as the user gave it.
+        model: in evaluation mode, a `PeftModel` where there is an adapter.
+        tokenizer: the adapter's where it has one, else the base's.
+        mover: brings inputs to the device.
+        adapter: None for a whole model.
+        base: name of the model below the adapter, or of the model.
+        verified: what `coverage` found and what the files are known to be, as plain values for a report.
+    """
+
+    name: str
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    mover: Mover
+    adapter: Adapter | None
+    base: str
+    verified: dict[str, Any]
+
+    def without_adapter(self) -> AbstractContextManager[Any]:
+        """Within the block the base answers alone."""
+        disabled: AbstractContextManager[Any] = self.model.disable_adapter() if self.adapter else nullcontext()
+        return disabled
+
+    def place(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Bring host tensors to the model, verified."""
+        placed: dict[str, Tensor] = self.mover.begin(inputs)
+        self.mover.settle(placed)
+        return placed
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that fit, as the configuration says; None where it does not."""
+        length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return length if isinstance(length, int) and length > 0 else None
+
+
+@contextmanager
+def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare: bool = False) -> Iterator[Loaded]:
+    """Load, say what was verified, and close the mover at the end.
+
+    Args:
+        settings: what to load.
+        say: takes lines for the user.
+        compare: the base is wanted beside the adapter.
+
+    Raises:
+        UsageError: what is asked for is not there, damaged, or does not fit together.
+        CorruptionError: a tensor could not be brought over right.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    has_adapter = find_adapter(settings.model, settings.revision) is not None
+    if settings.base and not has_adapter:
+        raise UsageError(f"--base {settings.base}: {settings.model} is no adapter, so it has no base: leave it out")
+    adapter = open_adapter(settings.model, settings.revision) if has_adapter else None
+    source = _source(settings, adapter)
+    check_source(source, device)
+    if compare and adapter is None:
+        raise UsageError(f"--compare sets a base beside its adapter, and {settings.model} is a whole model")
+    with Mover(device, settings=TransferSettings(), faults=FaultSpec.from_environment()) as mover:
+        if (faults := mover.fault_injection()) is not None:
+            say(f"faults are injected on request: {faults}")
+        model: Any
+        with _quiet_unless_terminal():
+            model, seconds = load_model(source, mover)
+        if not model.can_generate():
+            raise UsageError(f"{source.name} is a {type(model).__name__}, which makes no text: give a language model")
+        if adapter is not None:
+            say(adapter.described)
+            model = attach(model, adapter, _placer(mover, model.dtype, quantised=settings.load_in_4bit))
+            place(model, mover)
+            if adapter.trained_in_bits == 4 and not settings.load_in_4bit:
+                say(
+                    "it was trained on 4-bit weights and the base is loaded as it is; --load_in_4bit quantises it again"
+                )
+        model.eval()
+        verified = _verified(model, mover, source)
+        say(_line(source.name, verified, seconds))
+        yield Loaded(
+            name=settings.model,
+            model=model,
+            tokenizer=_tokenizer(source, adapter),
+            mover=mover,
+            adapter=adapter,
+            base=source.name,
+            verified=verified,
+        )
+        sent = mover.report.to_dict()["batches"]
+        if sent["mismatches"]:
+            say(f"inputs: {sent['mismatches']} arrived wrong, {sent['recovered']} of them were recovered")
+
+
+@contextmanager
+def _quiet_unless_terminal() -> Iterator[None]:
+    """No progress bars in a log or a pipe."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _source(settings: LoadSettings, adapter: Adapter | None) -> ModelSource:
+    base = base_of(adapter, settings.base) if adapter else None
+    dtype, quantization = settings.dtype, None
+    if settings.load_in_4bit:
+        from transformers import BitsAndBytesConfig
+
+        dtype = "bfloat16" if dtype == "auto" else dtype  # as the QLoRA runs of this package
+        known = adapter.settings if adapter else {}  # as the adapter's run quantised, else as a run does by default
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_type=known.get("bnb_4bit_quant_type") or "nf4",
+            bnb_4bit_use_double_quant=known.get("use_bnb_nested_quant", True),
+        )
+    init: dict[str, Any] = {"dtype": dtype}
+    if settings.attn_implementation:
+        init["attn_implementation"] = settings.attn_implementation
+    return ModelSource(
+        name=base.name if base else settings.model,
+        revision=(base.revision if base else settings.revision) or "main",
+        trust_remote_code=settings.trust_remote_code,
+        init=init,
+        quantization=quantization,
+    )
+
+
+def _placer(mover: Mover, dtype: torch.dtype, *, quantised: bool) -> Callable[[Tensor, str], Tensor]:
+    """Brings an adapter's tensors to the device; whole modules take the dtype of the model.
+
+    Beside quantised weights an adapter keeps the dtype of its file, in which it was trained. Beside others it computes
+    in float32 at least, as PEFT does by default.
+    """
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    prefixes = (*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "trainable_tokens")
+
+    def to_device(tensor: Tensor, name: str) -> Tensor:
+        moved = mover.move(tensor, name=name, stage="adapter", source=WEIGHTS_FILE)
+        whole = not any(prefix in name for prefix in prefixes)
+        wanted = dtype if whole else moved.dtype if quantised else torch.promote_types(moved.dtype, torch.float32)
+        if not moved.is_floating_point() or moved.dtype == wanted:
+            return moved
+        return cast_verified(moved, tensor, wanted, name=name, mover=mover)
+
+    return to_device
+
+
+def _tokenizer(source: ModelSource, adapter: Adapter | None) -> PreTrainedTokenizerBase:
+    own = adapter is not None and (adapter.directory / "tokenizer_config.json").is_file()
+    wanted = ModelSource(
+        name=str(adapter.directory) if adapter is not None and own else source.name,
+        revision="main" if own else source.revision,
+        trust_remote_code=source.trust_remote_code,
+    )
+    loaded: Any = load_tokenizer(wanted)
+    tokenizer: PreTrainedTokenizerBase = getattr(loaded, "tokenizer", loaded)  # of a processor for several modalities
+    return tokenizer
+
+
+def _verified(model: Any, mover: Mover, source: ModelSource) -> dict[str, Any]:
+    records = attest_files(source, mover)
+    found = coverage(model, mover)
+    counted = mover.report.to_dict()
+    counters = ("tensors", "bytes", "mismatches", "recovered")
+    return {
+        **{name: int(counted["weights"][name] + counted["adapter"][name]) for name in counters},
+        "verified_bytes": found.verified_bytes,
+        "device_bytes": found.device_bytes,
+        "unverified": found.unverified,
+        "files_attested": records.attested,
+        "files_not_attested": list(records.unknown),
+    }
+
+
+def _line(name: str, verified: dict[str, Any], seconds: float) -> str:
+    share = 100 * verified["verified_bytes"] / max(verified["device_bytes"], 1)
+    wrong = verified["mismatches"]
+    trouble = f" ({wrong} arrived wrong, {verified['recovered']} of them were recovered)" if wrong else ""
+    missing = ", ".join(row["tensor"] for row in verified["unverified"][:3])
+    return (
+        f"{Path(name).name if Path(name).is_dir() else name}: {verified['tensors']:,} tensors, "
+        f"{verified['bytes'] / 1e9:.3g} GB loaded in {seconds:.1f} s{trouble}; {share:.4g} % of the bytes on the "
+        f"device verified{f' (not: {missing})' if missing else ''}; weight files attested "
+        f"{verified['files_attested']}, not attested {len(verified['files_not_attested'])}"
+    )
+
+
+# ---- text from it ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +255,7 @@ class Answer:
     seconds: float
 
 
-def render(loaded: Loaded, prompt: str | Messages, *, system: str | None = None, raw: bool = False) -> list[int]:
+def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
     """Token ids of a prompt.
 
     Args:
@@ -116,30 +329,21 @@ def answer(
             raise
         raise OutOfMemoryError(f"{said}: shorten the prompt, lower --max_new_tokens, or add --load_in_4bit") from error
     new = made[0, len(ids) :].tolist()
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return Answer(
         text="".join(stream.pieces),
         tokens=len(new),
-        complete=bool(new) and new[-1] in ends,
+        complete=bool(new) and new[-1] in (config.eos_token_id or []),
         seconds=time.perf_counter() - begun,
     )
 
 
-def room_for(loaded: Loaded, prompt_tokens: int) -> int | None:
-    """Tokens that are left in the context after a prompt; None where the configuration names no limit."""
-    length = loaded.context_length
-    return None if length is None else max(length - prompt_tokens, 0)
-
-
 def _config(loaded: Loaded, sampling: Sampling, prompt_tokens: int) -> GenerationConfig:
-    room = room_for(loaded, prompt_tokens)
-    if room == 0:
-        raise UsageError(
-            f"the prompt has {prompt_tokens} tokens, and {loaded.name} takes {loaded.context_length}: shorten it"
-        )
+    length = loaded.context_length
+    room = sampling.max_new_tokens if length is None else min(sampling.max_new_tokens, length - prompt_tokens)
+    if room <= 0:
+        raise UsageError(f"the prompt has {prompt_tokens} tokens, and {loaded.name} takes {length}: shorten it")
     config: GenerationConfig = deepcopy(loaded.model.generation_config)
-    config.max_length = None
-    config.max_new_tokens = sampling.max_new_tokens if room is None else min(sampling.max_new_tokens, room)
+    config.max_length, config.max_new_tokens = None, room
     for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
         if (value := getattr(sampling, name)) is not None:
             setattr(config, name, value)
@@ -149,19 +353,15 @@ def _config(loaded: Loaded, sampling: Sampling, prompt_tokens: int) -> Generatio
     elif any(getattr(sampling, name) is not None for name in ("temperature", "top_p", "top_k", "min_p")):
         config.do_sample = True
         config.temperature = sampling.temperature or config.temperature
-    config.eos_token_id = _ends(config, loaded.tokenizer)
-    if config.pad_token_id is None:
-        own = loaded.tokenizer.pad_token_id
-        config.pad_token_id = own if own is not None else (config.eos_token_id or [0])[0]
-    return config
-
-
-def _ends(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """The model's end tokens and the tokenizer's: an adapter is trained with the end of its own chat template."""
-    known = config.eos_token_id
+    # The model's end tokens and the tokenizer's: an adapter is trained with the end of its own chat template.
+    known, own = config.eos_token_id, loaded.tokenizer.eos_token_id
     ends = [] if known is None else list(known) if isinstance(known, list) else [known]
-    own = tokenizer.eos_token_id
-    return [*ends, own] if own is not None and own not in ends else ends or None
+    ends += [own] if own is not None and own not in ends else []
+    config.eos_token_id = ends or None
+    if config.pad_token_id is None:
+        padding = loaded.tokenizer.pad_token_id
+        config.pad_token_id = padding if padding is not None else (ends or [0])[0]
+    return config
 
 
 class _Stream(TextStreamer):

@@ -1,22 +1,30 @@
-"""``training_log.json``: a trainer's log history and what was trained, as a run leaves them, and curves out of it.
+"""What a run left in its directory, read whatever state it is in; and what its transfer report comes to.
 
-A finished run lists the file in its manifest. It names no file and no directory, so it may be published as it is.
+``training_log.json`` holds a trainer's log history and what was trained; it names no file and no directory, so it may
+be published as it is. `collect` never raises on what it finds in a directory: a file that is missing, torn, nested
+without end or of another form is told in words, and the rest is still read. A report is input like any other here: what
+is missing from it is said to be unknown, never taken for good.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import write_text_atomic
-from hf_rocm_tune.publish.history_values import number
 
 LOG_NAME = "training_log.json"
-SCHEMA = 1
+REPORT_NAME = "transfer_report.json"
+_TRANSFERS = ("weights", "batches", "adapter", "optimizer", "casts", "gradients")
 
 Row = Mapping[str, Any]
 
@@ -55,7 +63,7 @@ def write_log(
         OSError: as the operating system gave it; an older file is still there.
     """
     content = {
-        "schema": SCHEMA,
+        "schema": 1,
         "run_id": run_id,
         "step": step,
         "max_steps": max_steps,
@@ -104,3 +112,587 @@ def training_seconds(rows: Iterable[Row]) -> float:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- values out of JSON that may be of any form ----------------------------------------------------------------------
+
+
+def find(content: Any, *path: str) -> Any:
+    """The value at a path of keys; None where a part of the path is not there."""
+    for key in path:
+        if not isinstance(content, dict) or key not in content:
+            return None
+        content = content[key]
+    return content
+
+
+def number(content: Any, *path: str) -> float | None:
+    """A finite number; None for anything else."""
+    value = find(content, *path)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number that no float holds
+        return None
+
+
+def count(content: Any, *path: str) -> int:
+    """A number that counts something; 0 where there is none."""
+    return int(number(content, *path) or 0)
+
+
+def text(content: Any, *path: str) -> str:
+    """A string; empty for anything else."""
+    value = find(content, *path)
+    return value if isinstance(value, str) else ""
+
+
+def table(content: Any, *path: str) -> dict[str, Any]:
+    """An object; empty for anything else."""
+    value = find(content, *path)
+    return value if isinstance(value, dict) else {}
+
+
+def items(content: Any, *path: str) -> list[Any]:
+    """A list; empty for anything else."""
+    value = find(content, *path)
+    return value if isinstance(value, list) else []
+
+
+def plain(value: Any, *, depth: int = 4) -> str:
+    """One value in a line: numbers to six digits, lists and objects written out to a depth."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple | dict) and not depth:
+        return "..."
+    if isinstance(value, list | tuple):
+        return ", ".join(plain(one, depth=depth - 1) for one in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={plain(one, depth=depth - 1)}" for key, one in value.items())
+    return str(value)
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes, in units of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: "42 s", "3 min 5 s", "2 h 10 min"."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def figure(value: float | None) -> str:
+    """A number to five digits; empty for None."""
+    return "" if value is None else f"{value:,.5g}"
+
+
+def figures(rows: Iterable[Row]) -> list[tuple[str, str]]:
+    """What a log comes to, by name."""
+    rows = list(rows)
+    speeds = sorted(value for _, value in series(rows, "speed/tokens_per_second") if not math.isnan(value))
+    best = min((value for _, value in series(rows, "eval_loss") if not math.isnan(value)), default=None)
+    seconds = training_seconds(rows)
+    found = [
+        ("training loss, last", figure(last(rows, "loss"))),
+        ("evaluation loss, last", figure(last(rows, "eval_loss"))),
+        ("evaluation loss, best", figure(best)),
+        ("evaluation, mean token accuracy", figure(last(rows, "eval_mean_token_accuracy"))),
+        ("epochs", figure(last(rows, "epoch"))),
+        ("tokens", f"{tokens:,.0f}" if (tokens := last(rows, "num_tokens")) is not None else ""),
+        ("tokens a second, median", figure(speeds[len(speeds) // 2] if speeds else None)),
+        ("time of all steps", duration(seconds) if seconds else ""),
+    ]
+    return [(name, value) for name, value in found if value]
+
+
+_SHOWN_SETTINGS = (
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "num_train_epochs", "max_steps"),
+    *("max_length", "packing", "bf16", "fp16", "dtype"),
+    *("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora", "use_rslora"),
+    *("loss_type", "assistant_only_loss", "completion_only_loss", "gradient_checkpointing", "neftune_noise_alpha"),
+    "seed",
+)
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+
+
+def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide what a model becomes and say something here, by name, and the effective batch.
+
+    What is off, unset, or of no effect beside the others is left out.
+    """
+    found = {}
+    for name in _SHOWN_SETTINGS:
+        value = settings.get(name)
+        without_effect = (name.startswith("lora_") and settings.get("use_peft") is False) or (
+            name in ("bnb_4bit_quant_type", "use_bnb_nested_quant") and settings.get("load_in_4bit") is not True
+        )
+        if value is not None and value is not False and value != [] and not without_effect:
+            found[name] = value
+    found.pop("num_train_epochs" if (number(settings, "max_steps") or 0) > 0 else "max_steps", None)
+    parts = [number(settings, name) for name in _BATCH]
+    if None not in parts:
+        found["effective_batch_size"] = prod(int(part or 0) for part in parts)
+    return found
+
+
+# ---- a directory -----------------------------------------------------------------------------------------------------
+
+
+_LARGEST_BYTES = 256 << 20
+_DEEPEST = 32
+_STATE = "trainer_state.json"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_TRACES = (LOG_NAME, REPORT_NAME, _STATE, "run.json", manifest.MANIFEST_NAME, "adapter_config.json", "survival.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """What is in a run's directory.
+
+    Attributes:
+        directory: the run's.
+        run_id: empty where nothing tells it.
+        rows: the log history, oldest first.
+        step, max_steps: optimizer steps done and wanted; None where unknown.
+        trained: `Trained` as plain values; empty where unknown.
+        report: the transfer report; empty without one.
+        settings: of the run; empty where unknown.
+        journal: entries of ``survival.jsonl`` of this run.
+        inspection: of the manifest.
+        missing: what is not there or could not be read, in words.
+    """
+
+    directory: Path
+    run_id: str = ""
+    rows: Sequence[Row] = ()
+    step: int | None = None
+    max_steps: int | None = None
+    trained: Mapping[str, Any] = field(default_factory=dict)
+    report: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    journal: Sequence[Row] = ()
+    inspection: manifest.Inspection
+    missing: Sequence[str] = ()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end, and its result is in place."""
+        found = self.inspection.manifest
+        return found is not None and found.status == "final"
+
+    @property
+    def damaged(self) -> list[str]:
+        """What of the result is not as it was written; a model card may be edited."""
+        if self.inspection.manifest is None:
+            return [str(one) for one in self.inspection.problems if one.kind != "missing"]
+        return [str(one) for one in self.inspection.problems if not one.file.endswith(".md")]
+
+
+def collect(directory: Path) -> Left:
+    """Read what a run left.
+
+    Raises:
+        UsageError: there is no such directory, or nothing in it that a run leaves.
+    """
+    if not os.path.isdir(directory):  # unlike Path.is_dir, never raises
+        what = "is a file" if os.path.exists(directory) else "does not exist"
+        raise UsageError(f"{directory} {what}: name the --output_dir of a run")
+    try:
+        found = checkpoints(directory)
+    except OSError as error:
+        raise UsageError(f"{directory} cannot be read: {error.strerror}; name the --output_dir of a run") from error
+    if not found and not any((directory / name).exists() for name in _TRACES):
+        raise UsageError(f"{directory} holds nothing that a training run leaves: name the --output_dir of a run")
+    missing: list[str] = []
+    record = _read(directory / "run.json", missing)
+    inspection = manifest.inspect(directory)
+    known = text(record, "run_id") or (inspection.manifest.run_id if inspection.manifest else "")
+    report = _of_run(known, _read(directory / REPORT_NAME, missing), REPORT_NAME, missing)
+    log = _of_run(known, _read(directory / LOG_NAME, missing), LOG_NAME, missing)
+    log = _newest_log(directory, log, found, missing)
+    run_id = known or text(log, "run_id") or text(report, "run_id")
+    if inspection.manifest is None:
+        why = inspection.problems[0]
+        missing.append(
+            f"{manifest.MANIFEST_NAME}: the run has not come to its end" if why.kind == "missing" else str(why)
+        )
+    rows = log.get("log", log.get("log_history"))
+    step = number(log, "step" if "step" in log else "global_step")
+    return Left(
+        directory=directory,
+        run_id=run_id,
+        rows=[row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else [],
+        step=None if step is None else int(step),
+        max_steps=count(log, "max_steps") or None,
+        trained=table(log, "trained"),
+        report=report,
+        settings=table(record, "settings"),
+        journal=_journal(directory, run_id),
+        inspection=inspection,
+        missing=missing,
+    )
+
+
+def _newest_log(directory: Path, log: dict[str, Any], found: list[Path], missing: list[str]) -> dict[str, Any]:
+    """The log that has come furthest."""
+    best = log
+    for path in [directory / _STATE, *(path / _STATE for path in found[-1:])]:
+        if not path.is_file():
+            continue
+        state = _read(path, missing)
+        reached = number(best, "step") if "step" in best else number(best, "global_step")
+        if state and (number(state, "global_step") or 0) > (-1 if reached is None else reached):
+            # What was trained does not change over a run, and a trainer's state does not tell it.
+            best = {**state, "trained": table(best, "trained") or table(log, "trained")}
+    if not best:
+        missing.append(f"{LOG_NAME}: no log of the training, so there are no curves")
+    return best
+
+
+def _of_run(run_id: str, content: dict[str, Any], name: str, missing: list[str]) -> dict[str, Any]:
+    """The content of a file, unless it is another run's: an older one's that was trained in the same directory."""
+    other = text(content, "run_id")
+    if run_id and other and other != run_id:
+        missing.append(f"{name}: it is of another run, {other}, and is not used")
+        return {}
+    return content
+
+
+def _read(path: Path, missing: list[str]) -> dict[str, Any]:
+    """A JSON object, or nothing and a line about why."""
+    try:
+        if path.stat().st_size > _LARGEST_BYTES:
+            raise ValueError(f"more than {_LARGEST_BYTES >> 20} MiB")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+        if _depth_of(content) > _DEEPEST:
+            raise ValueError("nested too deeply")
+        return content
+    except FileNotFoundError:
+        if path.name not in (LOG_NAME, _STATE):  # `_newest_log` tells of those
+            missing.append(f"{path.name}: {_MEANING.get(path.name, 'it is not there')}")
+    except (OSError, ValueError, RecursionError) as error:
+        missing.append(f"{path.name}: it cannot be read ({error})")
+    return {}
+
+
+def _depth_of(content: Any) -> int:
+    """How many objects and lists lie within each other, up to just above `_DEEPEST`."""
+    layer, depth = [content], 0
+    while layer and depth <= _DEEPEST:
+        layer = [
+            inner
+            for value in layer
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+        depth += 1
+    return depth
+
+
+_MEANING = {
+    REPORT_NAME: "no transfer report, so nothing is known of what was verified",
+    "run.json": "no record of the run, so its settings are unknown",
+}
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Directories of checkpoints, the oldest first."""
+    found = [(int(name[1]), path) for path in directory.iterdir() if (name := _CHECKPOINT.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if path.is_dir()]
+
+
+def _journal(directory: Path, run_id: str) -> Sequence[Row]:
+    try:
+        lines = (directory / "survival.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    entries = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):  # the power went while it was written
+            continue
+        if not isinstance(entry, dict) or _depth_of(entry) > _DEEPEST:
+            continue
+        if not run_id or text(entry, "run_id") in ("", run_id):
+            entries.append(entry)
+    return entries
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+
+Level = Literal["good", "note", "bad", "unknown"]
+
+_STAGES = {
+    "weights": "model weights",
+    "batches": "batches",
+    "adapter": "adapter weights",
+    "optimizer": "optimizer state",
+    "activations": "activations between the cards of a split model",
+}
+# Section: what it is called, the counter of what was looked at, and what one of those is.
+_CHECKS = {
+    "casts": ("casts of weights", "checked", "checked"),
+    "gradients": ("averaged gradients", "buckets", "buckets checked"),
+    "frozen": ("frozen weights in memory", "passes", "passes"),
+    "replicas": ("equal weights on all ranks", "checks", "comparisons"),
+    "files": ("files read back", "verified", "verified"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is to be thought of a run.
+
+    Attributes:
+        level: "good": finished, all of it verified, nothing wrong was used; "note": something is to be known; "bad":
+            wrong bytes are in the result, or the result is not what was written; "unknown": nothing tells.
+        headline: one sentence.
+        notes: what else is to be known, one sentence each.
+    """
+
+    level: Level
+    headline: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """One kind of check.
+
+    Attributes:
+        what: what was checked.
+        amount: how much of it, in words.
+        mismatches: that were wrong.
+        recovered: of these, recovered; None where nothing can be recovered.
+    """
+
+    what: str
+    amount: str
+    mismatches: int
+    recovered: int | None
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """As a row of a table."""
+        return self.what, self.amount, f"{self.mismatches:,}", "" if self.recovered is None else f"{self.recovered:,}"
+
+
+def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] = ()) -> Verdict:
+    """The verdict on a run.
+
+    Args:
+        report: the transfer report; empty without one.
+        finished: whether the run came to its end.
+        damaged: files of the result that are not as they were written.
+    """
+    notes = _notes(report, finished=finished)
+    if damaged:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        return Verdict(level="bad", headline=f"The result is not what was written: {damaged[0]}{more}.", notes=notes)
+    if not report:
+        said = "Nothing is known of what was verified: there is no transfer report."
+        return Verdict(level="unknown", headline=said, notes=notes)
+    try:
+        wrong = unrecovered(report)
+    except (KeyError, TypeError, AttributeError):
+        said = "The transfer report is not of the expected form, so it proves nothing."
+        return Verdict(level="unknown", headline=said, notes=notes)
+    if wrong:
+        said = f"Wrong bytes were found that could not be recovered: {'; '.join(wrong[:3])}."
+        return Verdict(level="bad", headline=said, notes=notes)
+    share, mismatches = coverage(report), sum(row.mismatches for row in counted(report))
+    if share is None or text(report, "verify") == "off":
+        said = "Transfers were not verified in this run."
+        return Verdict(level="unknown", headline=said, notes=notes)
+    verified = f"{share:g} % of the bytes on the device were verified"
+    if not mismatches:
+        said = f"{verified}, and none of them was wrong."
+    else:
+        times = "once" if mismatches == 1 else f"{mismatches:,} times"
+        said = f"{verified}. Something was wrong {times}, was noticed, and was recovered before it was used."
+    complete = finished and share >= 100 and text(report, "verify") == "full"
+    return Verdict(level="good" if complete else "note", headline=said, notes=notes)
+
+
+def unrecovered(report: Mapping[str, Any]) -> list[str]:
+    """What a transfer report tells of wrong bytes that were not recovered, one line each.
+
+    Raises:
+        KeyError, TypeError, AttributeError: it is not of the expected form.
+    """
+    found = [
+        f"{row['stage']}{' ' + str(row['tensor']) if 'tensor' in row else ''} at step {row.get('step', '?')}"
+        for row in report["incidents"]
+        if row.get("outcome") == "stopped"
+    ]
+    for name in _TRANSFERS:
+        section = report[name]
+        lost = section["mismatches"] - section["recovered"]
+        if lost > 0 and not found:
+            found.append(f"{name}: {lost} of {section['mismatches']} mismatches")
+    return found
+
+
+def coverage(report: Mapping[str, Any]) -> float | None:
+    """Verified bytes of those on the device in percent, never rounded up to 100; None where that is unknown."""
+    if number(report, "coverage", "verified_bytes") is None or number(report, "coverage", "device_bytes") is None:
+        return None
+    # Whole numbers: as floats, all but one byte of an exabyte would be everything.
+    verified, there = int(find(report, "coverage", "verified_bytes")), int(find(report, "coverage", "device_bytes"))
+    return verified * 10**6 // there / 1e4 if there > 0 else None
+
+
+def counted(report: Mapping[str, Any]) -> list[Counted]:
+    """Every kind of check that looked at something or found something."""
+    rows = []
+    for name, what in _STAGES.items():
+        stage = table(report, name)
+        nbytes, verified = number(stage, "bytes") or 0.0, number(stage, "verified_bytes") or 0.0
+        amount = f"{count(stage, 'tensors'):,} tensors, {size(nbytes)}"
+        if verified < nbytes:
+            amount += f" ({size(verified)} verified)"
+        rows.append((count(stage, "tensors"), amount, what, stage))
+    for name, (what, key, noun) in _CHECKS.items():
+        section = table(report, name)
+        amount = f"{count(section, key):,} {noun}"
+        if name == "frozen":
+            amount += f" over {count(section, 'tensors'):,} tensors"
+        rows.append((count(section, key), amount, what, section))
+    return [
+        Counted(
+            what=what,
+            amount=amount,
+            mismatches=count(section, "mismatches"),
+            recovered=count(section, "recovered") if "recovered" in section else None,
+        )
+        for looked_at, amount, what, section in rows
+        if looked_at or count(section, "mismatches")
+    ]
+
+
+def unverified(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(tensor, reason) of what the report names as not verified."""
+    rows = items(report, "coverage", "unverified")
+    return [(text(row, "tensor") or "?", text(row, "reason")) for row in rows]
+
+
+def injected(report: Mapping[str, Any]) -> list[str]:
+    """What was broken on request, one sentence each."""
+    said = []
+    for key, what in (("fault_injection", "Faults"), ("step_fault_injection", "Faults of steps")):
+        asked = find(report, key)
+        if asked:
+            said.append(f"{what} were injected on request: {plain(asked)}.")
+    if crashes := find(report, "survival", "crash_injection"):
+        said.append(f"Crashes were injected on request: {plain(crashes)}.")
+    return said
+
+
+def incident(row: Any) -> dict[str, str]:
+    """One incident as columns: step, rank, stage, tensor, kind, where, found, way and outcome; the rest as details."""
+    row = row if isinstance(row, dict) else {"kind": plain(row)}
+    begins, length = number(row, "first_offset"), number(row, "length")
+    where = "" if begins is None or length is None else f"{length:,.0f} bytes from byte {begins:,.0f}"
+    columns = {name: "" if row.get(name) is None else plain(row[name]) for name in ("step", "rank", "stage", "tensor")}
+    columns |= {"kind": plain(row.get("kind", "")).replace("_", " "), "where": where}
+    columns |= {"recovered by": plain(row.get("rung", "")).replace("_", " "), "outcome": plain(row.get("outcome", ""))}
+    shown = {*columns, "rung", "first_offset", "length"}
+    rest = {key: value for key, value in row.items() if key not in shown and value not in (None, "", [])}
+    return columns | {"details": "; ".join(f"{key}: {plain(value)}" for key, value in rest.items())}
+
+
+def integrity(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was verified, and how."""
+    share, verified = coverage(report), number(report, "coverage", "verified_bytes") or 0.0
+    rate, load = number(report, "batches", "verify_share_of_step"), number(report, "weights", "load_seconds")
+    digests = []
+    for where in ("host", "device"):
+        reason = text(report, "digest", where, "reason")
+        name = text(report, "digest", where, "name") or "unknown"
+        digests.append(f"{where}: {name}{f' ({reason})' if reason else ''}")
+    names = [plain(name) for name in items(report, "weights", "not_attested")]
+    without = f", {len(names)} without a recorded digest ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})"
+    return [
+        ("verification", text(report, "verify") or "unknown"),
+        ("verified", f"{share:g} % of the bytes on the device, {size(verified)}" if share is not None else "unknown"),
+        ("its share of step time", f"{100 * rate:.2g} % for batches" if rate is not None else "unknown"),
+        ("loading the weights", duration(load) if load is not None else "unknown"),
+        ("digests", "; ".join(digests)),
+        (
+            "files of the base model",
+            f"{count(report, 'weights', 'attested_files')} as recorded{without if names else ''}",
+        ),
+    ]
+
+
+def events(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Restarts, skipped steps and shortages, by name."""
+    told = []
+    if (restarts := count(report, "survival", "starts") - 1) > 0:
+        told.append(("restarts by the supervisor", f"{restarts:,}"))
+    if steps := items(report, "survival", "skipped_steps"):
+        told.append(("steps left out, because the run died in them", plain(steps)))
+    if shortages := count(report, "memory", "shortages"):
+        overcome = count(report, "memory", "recovered")
+        told.append(("shortages of memory", f"{shortages:,}, of these overcome {overcome:,}"))
+    if (cut := count(report, "memory", "micro_batch_divisor")) > 1:
+        told.append(("micro-batches were cut into", f"up to {cut} parts"))
+    if unused := count(report, "guard", "skipped_steps"):
+        told.append(("steps not used, because they were not finite", f"{unused:,}"))
+    if warnings := count(report, "guard", "warnings"):
+        told.append(("warnings about loss and gradients", f"{warnings:,}"))
+    return told
+
+
+def device(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the run ran on, by name."""
+    found, memory = table(report, "device"), number(report, "device", "memory_bytes")
+    about = [(key, plain(value)) for key, value in found.items() if key != "memory_bytes"]
+    if memory is not None:
+        about.append(("memory", f"{memory / 2**30:.2f} GiB"))
+    return [*about, ("processes", f"{count(report, 'ranks')}")] if found else about
+
+
+def explained(report: Mapping[str, Any]) -> str:
+    """What verifying meant in this run; empty where nothing was verified."""
+    what = {"full": "Every byte is", "sample": "Of a sample of the transfers, every byte is"}
+    begin = what.get(text(report, "verify"))
+    if begin is None:
+        return ""
+    said = f"{begin} digested where it comes from and again on the device, and both are compared before it is used."
+    if count(report, "frozen", "passes"):
+        said += " Frozen weights are digested again while the training goes on and before each save."
+    return f"{said} Files are read back and compared with the live tensors."
+
+
+def _notes(report: Mapping[str, Any], *, finished: bool) -> tuple[str, ...]:
+    notes = [] if finished else ["The run has not come to its end: this is what is there so far."]
+    notes += injected(report)
+    mode, share = text(report, "verify"), coverage(report)
+    if mode == "sample":
+        notes.append("Only a sample of the transfers was verified (--verify sample).")
+    elif mode == "full" and share is not None and share < 100:
+        notes.append("Not every byte was verified; the run went on with the user's consent.")
+    if names := items(report, "weights", "not_attested"):
+        files = f"{len(names)} file{'s' if len(names) > 1 else ''}"
+        notes.append(f"Of {files} of the base model no digest was recorded, so what was in them is not attested.")
+    return tuple(notes)

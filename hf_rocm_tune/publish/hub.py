@@ -1,38 +1,79 @@
-"""Push a finished run to the Hugging Face Hub, and show that the Hub serves what was trained.
+"""``hf-rocm-tune push DIR REPO``: push a finished run to the Hugging Face Hub, and show that the Hub serves it.
 
-    push("out", "user/my-adapter", settings=PushSettings(private=True))
+A directory that is not what its run wrote, and a run that ended with wrong bytes, are refused before anything is sent,
+and a copy without this machine's paths is prepared (`staging`). `huggingface_hub` uploads it in one commit, so a reader
+sees the old state or the new one; what is there with the same hash is not sent again. Where the Hub, the network or
+another commit came in between, the whole step is tried again from the state that the repository is in then; a commit
+names the one that it follows (``parent_commit``), so one whose answer was lost is not made twice.
 
-A directory that is not what its run wrote, and a run that ended with wrong bytes, are refused before anything is sent
-(`upload_refusals`). A copy without this machine's paths is prepared (`upload_stage`), brought to the Hub in one commit
-and checked there (`hub_sync`). The local directory is only read.
+The check after the commit, of exactly that commit: the hash of every file as the Hub states it (SHA-256 for files in
+large file storage, Git's SHA-1 for others), then, unless only hashes are asked for, every byte, downloaded over plain
+HTTP past all caches and digested: the hash of a file in large file storage is the one that the client stated when it
+sent it, so only the download shows what the storage holds. Not covered: what the Hub serves later.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import json
+import logging
 import os
+import random
 import re
 import shlex
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
-from huggingface_hub import get_token
+import httpx2
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    RepoFile,
+    get_token,
+    hf_hub_url,
+    set_client_factory,
+)
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import _http as upstream_http
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
-from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.publish.hub_client import HubClient, Patience
-from hf_rocm_tune.publish.hub_sync import Pushed, Verify, bring
-from hf_rocm_tune.publish.privacy import Private
-from hf_rocm_tune.publish.upload_card import is_hub_id
-from hf_rocm_tune.publish.upload_refusals import check_directory
-from hf_rocm_tune.publish.upload_stage import Staged, stage
+from hf_rocm_tune.errors import CorruptionError, Interrupted, TuneError, UsageError
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, Manifest
+from hf_rocm_tune.publish import CommandParser, say
+from hf_rocm_tune.publish.history import checkpoints
+from hf_rocm_tune.publish.staging import Entry, Staged, check_directory, is_hub_id, stage
+from hf_rocm_tune.redaction import Private, redact, remember, scrub_text
+from hf_rocm_tune.version import __version__
 
+T = TypeVar("T")
 Checkpoints = Literal["none", "last", "all"]
+Verify = Literal["download", "hashes"]
+Say = Callable[[str], None]
+
 LAST_CHECKPOINT = "last-checkpoint/"
-_CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
+_LIBRARY = {"library_name": "hf-rocm-tune", "library_version": __version__}
+_ROUNDS = 2  # a second push of what arrived wrong; more would hide a broken storage
+_LONGEST_ASKED_WAIT_S = 600.0
+_LARGEST_MANIFEST_BYTES = 64 << 20
+
+
+class HubError(TuneError):
+    """The Hub did not take an upload, although it may at another time. What is on this disk is as it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +109,78 @@ class PushSettings:
             raise ValueError("message and revision must not be empty")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How often and how long to try again.
+
+    Args:
+        attempts: tries of one step in all, beside those that huggingface_hub makes of a single request.
+        first_wait_s: seconds before the second try; doubled for each further one, with a random part of it less.
+        longest_wait_s: the longest of these waits.
+        answer_s: seconds without any byte sent or received after which a request has failed.
+    """
+
+    attempts: int = 6
+    first_wait_s: float = 1.0
+    longest_wait_s: float = 60.0
+    answer_s: float = 120.0
+
+    def wait_s(self, tries: int, error: BaseException) -> float | None:
+        """Seconds to wait after this many tries, as the Hub asks (Retry-After) or doubled; None for giving up."""
+        answer = _answer(error)
+        said = answer.response.headers.get("Retry-After", "") if answer is not None else ""
+        asked = float(said) if said.strip().isdigit() else 0.0
+        if tries >= self.attempts or asked > _LONGEST_ASKED_WAIT_S:
+            return None
+        return max(asked, min(self.first_wait_s * 2 ** (tries - 1), self.longest_wait_s) * random.uniform(0.5, 1.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pushed:
+    """A push that was checked.
+
+    Attributes:
+        repo_id: ``USER/NAME``.
+        url: where people see it.
+        commit: the commit that was checked.
+        files: how many files were to be there.
+        bytes: their size.
+        sent: how many of them the Hub did not have.
+        deleted: files of an earlier push of ours that this one does not have.
+        verify: how the check was made.
+    """
+
+    repo_id: str
+    url: str
+    commit: str
+    files: int
+    bytes: int
+    sent: int
+    deleted: int
+    verify: Verify
+
+    @property
+    def summary(self) -> str:
+        """The push in one line."""
+        deleted = f", {self.deleted} of an earlier push deleted" if self.deleted else ""
+        downloaded = self.verify == "download"
+        how = "every byte downloaded again and compared" if downloaded else "the hashes that it states compared"
+        return (
+            f"pushed to {self.url} (commit {self.commit[:10]}): {self.files} files, {self.bytes / 1e6:.3g} MB; "
+            f"{self.sent} sent, {self.files - self.sent} there already{deleted}; the Hub serves what was trained: {how}"
+        )
+
+
 def push(
     directory: str | Path,
     repo_id: str,
     *,
     settings: PushSettings | None = None,
     token: str | None = None,
-    say: Callable[[str], None] = print,
+    say: Say = print,
     patience: Patience | None = None,
 ) -> Pushed:
-    """Push a finished run, a checkpoint or a merged model.
+    """Push a finished run, a checkpoint or a merged model. The local directory is only read.
 
     Args:
         directory: with the ``integrity.json`` of ours.
@@ -96,44 +199,27 @@ def push(
         HubError: the Hub does not take it now.
     """
     settings, directory = settings or PushSettings(), Path(directory)
-    written = check_directory(directory)
-    private = private_here(directory, repo_id=repo_id, base_model_id=settings.base_model_id, token=token)
-    client = HubClient(
-        repo_id=repo_id,
-        private=private,
-        say=say,
-        token=token,
-        revision=settings.revision,
-        patience=patience or Patience(),
-    )
+    base = settings.base_model_id
+    check_directory(directory)
+    private = private_here(directory, repo_id=repo_id, base_model_id=base, token=token)
+    repository = Repository(repo_id, private, say, token=token, revision=settings.revision, patience=patience)
     with TemporaryDirectory(prefix="hf-rocm-tune-push-") as scratch:
-        top = Path(scratch, "top")
-        top.mkdir()
-        staged = [stage(directory, written, top, private=private, base_model_id=settings.base_model_id)]
-        for prefix, checkpoint in _checkpoints(directory, settings.checkpoints):
-            folder = Path(scratch, prefix)
+        staged = []
+        for prefix, source in [("", directory), *_checkpoints(directory, settings.checkpoints)]:
+            folder = Path(scratch, prefix or "top")
             folder.mkdir()
-            of_it = check_directory(checkpoint)
-            staged.append(
-                stage(
-                    checkpoint,
-                    of_it,
-                    folder,
-                    private=private,
-                    prefix=prefix,
-                    base_model_id=settings.base_model_id,
-                    for_resume=True,
-                )
-            )
+            written = check_directory(source)
+            more = {"prefix": prefix, "base_model_id": base, "for_resume": bool(prefix)}
+            staged.append(stage(source, written, folder, private=private, **more))  # type: ignore[arg-type]
         amount = sum(one.bytes for each in staged for one in each.entries)
         say(f"push to {repo_id}, branch {settings.revision}: {amount / 1e6:.3g} MB")
         for each in staged:
-            for line in told(each):
+            for line in each.described():
                 say(line)
-        client.open(private=settings.private)
-        done = bring(client, staged, message=settings.message, verify=settings.verify)
+        repository.open(private=settings.private)
+        done = repository.bring(staged, message=settings.message, verify=settings.verify)
     for tag in settings.tags:
-        client.tag(tag, done.commit)
+        repository.tag(tag, done.commit)
     return done
 
 
@@ -155,10 +241,12 @@ def private_here(
         others: more paths, by what stands for them ("" for their last name).
     """
     paths = dict(others or {})
-    settings = {**_settings(directory.parent), **_settings(directory)}
-    for key, value in settings.items():
-        if isinstance(value, str) and os.path.isabs(value):
-            paths.setdefault(value, (base_model_id or "") if key == "model_name_or_path" else "")
+    for place in (directory, directory.parent):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            settings = json.loads((place / "run.json").read_text(encoding="utf-8"))["settings"]
+            for key, value in settings.items():
+                if isinstance(value, str) and os.path.isabs(value):
+                    paths.setdefault(value, (base_model_id or "") if key == "model_name_or_path" else "")
     with suppress(OSError, ValueError, AttributeError):
         config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
         base = config.get("base_model_name_or_path")
@@ -167,32 +255,6 @@ def private_here(
     paths[str(directory.absolute())] = repo_id
     logged_in = get_token() if token is None else None
     return Private.of_this_machine(os.environ, paths=paths, secrets=[token, logged_in])
-
-
-def told(staged: Staged) -> list[str]:
-    """What the user should know of a prepared copy: what it holds, what differs from the local files, what stays."""
-    where = f" in {staged.prefix}" if staged.prefix else ""
-    names = ", ".join(one.path_in_repo.removeprefix(staged.prefix) for one in staged.entries)
-    lines = [f"to be uploaded{where}: {names}"]
-    lines += [f"{name}{where} is published without what is local: {what}" for name, what in staged.changed.items()]
-    if staged.not_listed:
-        lines.append(f"not uploaded, no manifest lists them: {', '.join(staged.not_listed)}")
-    return lines
-
-
-def summary(done: Pushed) -> str:
-    """One line on a push that was checked."""
-    sent = f"{done.sent} sent, {done.files - done.sent} there already"
-    deleted = f", {done.deleted} of an earlier push deleted" if done.deleted else ""
-    how = (
-        "every byte downloaded again and compared"
-        if done.verify == "download"
-        else "the hashes that it states compared"
-    )
-    return (
-        f"pushed to {done.url} (commit {done.commit[:10]}): {done.files} files, {done.bytes / 1e6:.3g} MB; {sent}"
-        f"{deleted}; the Hub serves what was trained: {how}"
-    )
 
 
 def command_for(directory: Path, repo_id: str, settings: PushSettings) -> str:
@@ -205,23 +267,472 @@ def command_for(directory: Path, repo_id: str, settings: PushSettings) -> str:
     return shlex.join(words)
 
 
-def _settings(directory: Path) -> dict[str, object]:
-    """What ``run.json`` keeps of a run's settings; nothing without one."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return dict(json.loads((directory / "run.json").read_text(encoding="utf-8"))["settings"])
-    return {}
-
-
 def _checkpoints(directory: Path, which: Checkpoints) -> list[tuple[str, Path]]:
-    """Folder on the Hub and directory here of each checkpoint to push.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Folder on the Hub and directory here of each checkpoint to push."""
     if which == "none":
         return []
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _CHECKPOINT.match(path.name))]
-    paths = [path for _, path in sorted(found) if path.is_dir()]
+    paths = checkpoints(directory)
     if not paths:
         raise UsageError(f"--checkpoints {which}: there is no checkpoint-N in {directory}; leave the flag away")
     return [(LAST_CHECKPOINT, paths[-1])] if which == "last" else [(f"{path.name}/", path) for path in paths]
+
+
+# ---- the repository on the Hub ----------------------------------------------------------------------------------
+
+
+class Repository:
+    """One repository of the Hub.
+
+    Args:
+        repo_id: ``USER/NAME``, or ``NAME`` for one of the token's owner; `open` completes it.
+        private: what must not be in a message.
+        say: takes a line for the user.
+        token: None for the one that the user has logged in with, or HF_TOKEN.
+        revision: branch to work on.
+        patience: see `Patience`.
+    """
+
+    def __init__(
+        self,
+        repo_id: str,
+        private: Private,
+        say: Say,
+        *,
+        token: str | None = None,
+        revision: str = "main",
+        patience: Patience | None = None,
+    ) -> None:
+        self.repo_id, self.patience = repo_id, patience or Patience()
+        self._private, self._say, self._revision = private, say, revision
+        _guard_requests(self.patience.answer_s, private)
+        self._api = HfApi(token=token, **_LIBRARY)
+        self._headers = build_hf_headers(token=token, **_LIBRARY)
+
+    @property
+    def url(self) -> str:
+        """Where people see it."""
+        return f"{self._api.endpoint}/{self.repo_id}"
+
+    def open(self, *, private: bool | None, attempts: int | None = None) -> None:
+        """Make the repository and its branch where they are not there.
+
+        Args:
+            private: see `PushSettings`.
+            attempts: fewer tries than usual.
+
+        Raises:
+            UsageError: the token or the name is wrong, the token may not write there, or the repository is public and
+                ``private`` is asked for.
+            HubError: the Hub does not answer.
+        """
+
+        def make() -> bool:
+            hidden = private is not False
+            self.repo_id = self._api.create_repo(self.repo_id, private=hidden, exist_ok=True).repo_id
+            public = hidden and not self._api.repo_info(self.repo_id).private
+            if self._revision != "main" and not self._revision.startswith("refs/"):
+                self._api.create_branch(self.repo_id, branch=self._revision, exist_ok=True)
+            # The first request of an upload, which sends nothing: for a repository that is there, upstream hides a 401
+            # or a 403 of the one that makes it.
+            card = CommitOperationAdd(path_in_repo="README.md", path_or_fileobj=b"#")
+            self._api.preupload_lfs_files(self.repo_id, additions=[card], revision=self._revision)
+            return public
+
+        if self._retry("the repository", make, attempts):
+            if private:
+                raise UsageError(
+                    f"{self.repo_id} is there and public, and --private is asked for: make it private in its settings "
+                    "on the Hub, or name another repository"
+                )
+            self._say(f"{self.repo_id} is there and public: everyone can read what is pushed to it")
+
+    def bring(self, staged: Sequence[Staged], *, message: str, verify: Verify) -> Pushed:
+        """Bring the staged directories to the repository, in one commit, and check the result.
+
+        Args:
+            staged: what is to be there; folders do not overlap.
+            message: first line of the commit.
+            verify: see `PushSettings`.
+
+        Raises:
+            UsageError: the user can change what is wrong.
+            HubError: the Hub does not take it.
+            CorruptionError: it took it, and serves something else.
+        """
+        work = _Upload(self, staged, message)
+        for _ in range(_ROUNDS):
+            commit = self._retry("the push", work.commit)
+            wrong = self._retry("the check", partial(work.check, commit, download=verify == "download"))
+            if not wrong:
+                return Pushed(
+                    repo_id=self.repo_id,
+                    url=self.url,
+                    commit=commit,
+                    files=len(work.wanted),
+                    bytes=sum(one.bytes for one in work.wanted.values()),
+                    sent=len(work.sent),
+                    deleted=len(work.deleted),
+                    verify=verify,
+                )
+        raise CorruptionError(
+            f"{self.repo_id} on the Hub holds other bytes than were sent: {'; '.join(wrong[:3])} (commit "
+            f"{commit[:10]}). The files on this disk are sound: delete those on the Hub, or push to another repository"
+        )
+
+    def tag(self, name: str, commit: str) -> None:
+        """Give a commit a tag; one that it has already is kept.
+
+        Raises:
+            UsageError: another commit has it.
+        """
+        refs = self._retry("the tags", lambda: self._api.list_repo_refs(self.repo_id))
+        target = next((one.target_commit for one in refs.tags if one.name == name), None)
+        if target is None:
+            make = partial(self._api.create_tag, self.repo_id, tag=name, revision=commit, exist_ok=True)
+            self._retry("the tag", make)
+        elif target != commit:
+            raise UsageError(f"the tag {name} of {self.repo_id} is at {target[:10]} already: choose another --tag")
+
+    def head(self) -> tuple[str | None, dict[str, RepoFile]]:
+        """The branch's newest commit (None for a repository without one), and its files."""
+        try:
+            sha = self._api.repo_info(self.repo_id, revision=self._revision).sha
+        except RevisionNotFoundError:
+            return None, {}
+        return sha, self.files(sha) if sha else {}
+
+    def files(self, commit: str) -> dict[str, RepoFile]:
+        """The files of a commit, by path, with the sizes and hashes that the Hub states."""
+        found = self._api.list_repo_tree(self.repo_id, recursive=True, revision=commit)
+        return {one.path: one for one in found if isinstance(one, RepoFile)}
+
+    def commit(self, add: Mapping[str, Path], delete: Sequence[str], *, message: str, parent: str | None) -> str:
+        """One commit on ``parent``; returns its id."""
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd(path_in_repo=path, path_or_fileobj=str(source)) for path, source in add.items()
+        ]
+        operations += [CommitOperationDelete(path_in_repo=path, is_folder=False) for path in delete]
+        done = self._api.create_commit(
+            self.repo_id,
+            operations=operations,
+            commit_message=message,
+            revision=self._revision,
+            parent_commit=parent,
+        )
+        return str(done.oid)
+
+    def content(self, path: str, commit: str) -> Iterator[bytes]:
+        """A file as the Hub serves it over plain HTTP, in pieces; no cache of this machine stands between."""
+        url = hf_hub_url(self.repo_id, path, revision=commit, endpoint=self._api.endpoint)
+        headers = {**self._headers, "Accept-Encoding": "identity"}
+        with http_stream_backoff("GET", url, headers=headers) as answer:
+            hf_raise_for_status(answer)
+            yield from answer.iter_bytes(1 << 20)
+
+    def _retry(self, what: str, step: Callable[[], T], attempts: int | None = None) -> T:
+        """A step that may be repeated without harm, until it succeeds or patience ends: the one place where errors of
+        the Hub's client become ours.
+        """
+        patience = replace(self.patience, attempts=attempts or self.patience.attempts)
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                return step()
+            except (TuneError, AssertionError, AttributeError, NameError, TypeError):
+                raise
+            except Exception as error:
+                explained = _explained(error, self.repo_id)
+                said = scrub_text(str(explained), self._private, names=False)
+                wait = patience.wait_s(tries, error) if _is_transient(error) else None
+                if wait is None:
+                    raise type(explained)(said) from error
+                reason = said.rpartition(": ")[0]
+                self._say(f"{what} of {self.repo_id}: {reason}; try {tries + 1} of {patience.attempts} in {wait:.0f} s")
+                time.sleep(wait)
+
+
+class _Upload:
+    """What is to be in a repository, and what is known of it.
+
+    Attributes:
+        wanted: the files by their path there.
+        sent, deleted: paths.
+    """
+
+    def __init__(self, repository: Repository, staged: Sequence[Staged], message: str) -> None:
+        self._repository, self._staged, self._message = repository, staged, message
+        self.wanted = {one.path_in_repo: one for each in staged for one in each.entries}
+        self.sent: set[str] = set()
+        self.deleted: set[str] = set()
+        self._earlier: set[str] | None = None
+        self._suspect: set[str] = set()
+
+    def commit(self) -> str:
+        """Commit what the Hub lacks; the commit that has it all. Had an earlier try succeeded and only its answer been
+        lost, nothing is lacking now.
+        """
+        head, there = self._repository.head()
+        if self._earlier is None:
+            self._earlier = self._look_at_earlier(head, there)
+        lacking = [p for p, one in self.wanted.items() if p in self._suspect or not _same(one, there.get(p))]
+        # What an earlier push brought and this one does not have would be used together with the new files.
+        folders = tuple(each.prefix for each in self._staged if each.prefix)
+        old = {path for path in there if path in self._earlier or (folders and path.startswith(folders))}
+        stale = sorted(old - self.wanted.keys())
+        if head is not None and not lacking and not stale:
+            return head
+        add = {path: self.wanted[path].source for path in lacking}
+        done = self._repository.commit(add, stale, message=self._message, parent=head)
+        self._suspect.clear()
+        self.sent.update(lacking)
+        self.deleted.update(stale)
+        return done
+
+    def check(self, commit: str, *, download: bool) -> list[str]:
+        """What the Hub serves otherwise than it should, in words; those files are sent again by the next `commit`."""
+        there = self._repository.files(commit)
+        wrong = {}
+        for path, one in self.wanted.items():
+            if path not in there:
+                wrong[path] = f"{path} is not there"
+            elif not _same(one, there[path]):
+                wrong[path] = f"{path} has another hash"
+            elif download and not any(self._digest(path, commit) == one.sha256 for _ in range(2)):
+                wrong[path] = f"{path} arrives with other bytes, twice"
+        self._suspect = set(wrong)
+        return list(wrong.values())
+
+    def _digest(self, path: str, commit: str) -> str:
+        digest = hashlib.sha256()
+        for piece in self._repository.content(path, commit):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def _look_at_earlier(self, head: str | None, there: Mapping[str, RepoFile]) -> set[str]:
+        """The files that an earlier push of ours brought; its manifest stays where it says the same as the new one."""
+        earlier: set[str] = set()
+        for each in self._staged:
+            path = each.prefix + MANIFEST_NAME
+            if head is None or path not in there or there[path].size > _LARGEST_MANIFEST_BYTES:
+                continue
+            content = b"".join(self._repository.content(path, head))
+            with TemporaryDirectory() as folder:
+                (Path(folder) / MANIFEST_NAME).write_bytes(content)
+                old = manifest.read(Path(folder))
+            if not isinstance(old, Manifest):
+                continue
+            earlier.update(each.prefix + name for name in old.files)
+            if replace(old, created="") == replace(each.manifest, created=""):
+                source = each.root / MANIFEST_NAME
+                source.write_bytes(content)
+                digest = hashlib.sha256(content).hexdigest()
+                self.wanted[path] = Entry(path_in_repo=path, source=source, bytes=len(content), sha256=digest)
+        return earlier
+
+
+def _same(wanted: Entry, there: RepoFile | None) -> bool:
+    """Whether the Hub states the hash of these bytes."""
+    if there is None or there.size != wanted.bytes:
+        return False
+    if there.lfs is not None:
+        return str(there.lfs.sha256) == wanted.sha256
+    content = wanted.source.read_bytes()
+    return str(there.blob_id) == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+# ---- limits for all requests of huggingface_hub --------------------------------------------------------------------
+
+
+class _BoundedClients:
+    """A client factory whose clients wait for an answer only so long, where the user's own sets no limit: upstream
+    waits for ever.
+    """
+
+    def __init__(self, inner: Callable[[], httpx2.Client], answer_s: float) -> None:
+        self.inner, self.answer_s = inner, answer_s
+
+    def __call__(self) -> httpx2.Client:
+        client = self.inner()
+        if client.timeout == httpx2.Timeout(None):
+            client.timeout = httpx2.Timeout(self.answer_s)
+        return client
+
+
+class _WithoutSecrets(logging.Filter):
+    """Takes secrets, and the query part of addresses (signatures of uploads), out of log records."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Rewrites the record; it is always shown."""
+        record.msg, record.args = re.sub(r"(://[^\s?]*)\?\S*", r"\1", redact(record.getMessage())), ()
+        return True
+
+
+_WITHOUT_SECRETS = _WithoutSecrets()
+
+
+def _guard_requests(answer_s: float, private: Private) -> None:
+    """For the whole process, and once: changing the client while another thread uses it (a dataset that is streamed
+    during the training) would close it under its feet.
+    """
+    now: Callable[[], httpx2.Client] = upstream_http._GLOBAL_CLIENT_FACTORY
+    if not isinstance(now, _BoundedClients) or now.answer_s != answer_s:
+        set_client_factory(_BoundedClients(now.inner if isinstance(now, _BoundedClients) else now, answer_s))
+    remember({"secret": list(private.secrets)})
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.addFilter(_WITHOUT_SECRETS)  # adding it again changes nothing
+
+
+# ---- what went wrong, in words --------------------------------------------------------------------------------------
+
+_TOKENS_PAGE = "https://huggingface.co/settings/tokens"
+_CONFLICTS = (409, 412)  # another commit came in between
+_BUSY = (408, 425, 429)
+_STATUS_OF_XET = re.compile(r"HTTP status (?:client|server) error \((\d{3})\b")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised from; huggingface_hub wraps the errors of uploads in a RuntimeError."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__
+
+
+def _answer(error: BaseException) -> HfHubHTTPError | None:
+    return next((one for one in _causes(error) if isinstance(one, HfHubHTTPError)), None)
+
+
+def _status_of(error: BaseException) -> int | None:
+    """The HTTP status that an error carries; hf_xet says it in words only."""
+    if (answer := _answer(error)) is not None:
+        return answer.response.status_code
+    found = _STATUS_OF_XET.search(str(error))
+    return int(found[1]) if found else None
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Whether the same step may succeed later: no connection, a timeout, a conflict, 5xx, a broken answer."""
+    status = _status_of(error)
+    if status is not None:
+        return status in (*_BUSY, *_CONFLICTS) or status >= 500
+    causes = tuple(_causes(error))
+    if any(isinstance(one, OfflineModeIsEnabled | LocalTokenNotFoundError) for one in causes):
+        return False
+    if any(isinstance(one, httpx2.TransportError | json.JSONDecodeError) for one in causes):
+        return True  # a proxy's or a load balancer's own page is no JSON
+    return isinstance(error, RuntimeError | ConnectionError | TimeoutError) and len(causes) == 1  # hf_xet's
+
+
+def _explained(error: BaseException, repo_id: str) -> TuneError:
+    """One line that says what is wrong and what to do: a ``UsageError`` for what the user can change."""
+    answer, status, causes = _answer(error), _status_of(error), tuple(_causes(error))
+    if "nvalid metadata in README.md" in str(error):  # found before the upload, or by the commit itself
+        said = str(error).partition("README.md")[2].strip(" .:\n")
+        return UsageError(f"the Hub refuses the model card: {said}; mend the metadata of README.md")
+    if status == 404 and answer is None:
+        return UsageError("this Hub has no Xet storage (404): set HF_HUB_DISABLE_XET=1, and it is pushed by Git LFS")
+    if isinstance(answer, RevisionNotFoundError):
+        return UsageError(f"{repo_id} has no such revision (404: {answer.server_message}): name a branch")
+    if status is not None:
+        return _of_status(status, answer.server_message if answer else "", repo_id)
+    for one in causes:
+        if isinstance(one, LocalTokenNotFoundError):
+            return UsageError(
+                f"no token for the Hub: run `hf auth login`, or set HF_TOKEN to one with write access ({_TOKENS_PAGE})"
+            )
+        if isinstance(one, OfflineModeIsEnabled):
+            return UsageError("HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, so nothing can be pushed: unset it")
+        if isinstance(one, HFValidationError):
+            return UsageError(f"{repo_id!r} is no name for a repository ({one}): write USER/NAME")
+    if "LFS batch API" in str(error):
+        said = " ".join(str(error).split("\n")[1:]) or str(error)
+        return UsageError(f"the Hub refuses a file: {said}; leave it out, or make it smaller")
+    what = " ".join(f"{type(causes[-1]).__name__}: {causes[-1]}".split()).rstrip(": ")
+    if _is_transient(error):
+        return HubError(f"the Hub cannot be reached ({what}): check the network")
+    return HubError(f"the Hub's client failed ({what}): try again, and if it stays, with another huggingface_hub")
+
+
+def _of_status(status: int, message: str | None, repo_id: str) -> TuneError:
+    """The line for an answer of the Hub or of its storage."""
+    said = f"({status}: {message})" if message else f"({status})"
+    if status == 429:
+        return HubError(f"the Hub asks for fewer requests {said}: try again in some minutes")
+    if status >= 500 or status in (*_BUSY, *_CONFLICTS):
+        return HubError(f"the Hub answers {said[1:-1]}: try again later")
+    lines = {
+        401: f"the Hub does not accept the token {said}: it is wrong, expired or revoked, or none was sent; make one "
+        f"with write access at {_TOKENS_PAGE}, then `hf auth login` or set HF_TOKEN",
+        403: f"the token may not write to {repo_id} {said}: give it write permission there at {_TOKENS_PAGE}, or name "
+        "a repository of your own",
+        404: f"{repo_id} is not there, or the token may not see it {said}: check the name, and that the organisation "
+        "exists and you are in it",
+    }
+    return UsageError(lines.get(status, f"the Hub refuses it {said}: change what it names"))
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+_AGAIN = "The same command goes on where it stopped"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``hf-rocm-tune push``.
+
+    Args:
+        argv: the arguments behind ``push``.
+
+    Returns:
+        0; whatever goes wrong is raised.
+    """
+    wanted = vars(_parser().parse_args(list(argv)))
+    directory, repo_id = wanted.pop("directory"), wanted.pop("repo_id")
+    try:
+        settings = PushSettings(**{**wanted, "tags": tuple(wanted["tags"])})
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    try:
+        done = push(directory, repo_id, settings=settings, say=say)
+    except HubError as error:
+        raise HubError(f"{error}. {_AGAIN}") from error
+    except KeyboardInterrupt as stop:
+        raise Interrupted(f"the push was stopped. {_AGAIN}") from stop
+    print(done.summary)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="hf-rocm-tune push",
+        description="Upload a finished run to the Hugging Face Hub, without this machine's paths, and verify that the "
+        "Hub serves what was trained. The token is the one of `hf auth login` or HF_TOKEN.",
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path, help="a finished run, a checkpoint or a merged model")
+    parser.add_argument("repo_id", metavar="REPO", help="USER/NAME, or NAME for one of your own")
+    visibility = parser.add_mutually_exclusive_group()
+    visibility.add_argument("--private", action="store_true", default=None, help="refuse a repository that is public")
+    visibility.add_argument(
+        "--public", action="store_false", dest="private", default=None, help="make a new repository public, not private"
+    )
+    parser.add_argument("--revision", default="main", metavar="BRANCH", help="made where it is not there")
+    parser.add_argument(
+        "--tag", dest="tags", action="append", default=[], metavar="TAG", help="tag the commit; may be repeated"
+    )
+    parser.add_argument("--message", default=PushSettings.message, help="first line of the commit")
+    parser.add_argument(
+        "--base_model_id", metavar="ORG/NAME", help="the base model on the Hub, where it was loaded from a directory"
+    )
+    parser.add_argument(
+        "--checkpoints",
+        choices=get_args(Checkpoints),
+        default="none",
+        help="push checkpoints too: the newest as last-checkpoint, or all (default: none)",
+    )
+    parser.add_argument(
+        "--verify",
+        choices=get_args(Verify),
+        default="download",
+        help="afterwards compare every byte, downloaded, or only the hashes that the Hub states (default: download)",
+    )
+    return parser

@@ -7,9 +7,8 @@ and ends nothing: what it was to bring is brought with the next one, and the las
 ``hub_strategy`` as transformers has it: "end" pushes only the result; "every_save" the model of each checkpoint;
 "checkpoint" also the whole of the newest one, as ``last-checkpoint``; "all_checkpoints" the whole of each. Checkpoints
 that come faster than they can be uploaded are pushed together, in one commit, and of several models the newest counts;
-``hub_always_push`` makes the training wait for each.
-
-Checkpoints are checked by the hashes that the Hub states, the result byte by byte unless the user wants hashes only.
+``hub_always_push`` makes the training wait for each. Checkpoints are checked by the hashes that the Hub states, the
+result byte by byte unless the user wants hashes only.
 """
 
 from __future__ import annotations
@@ -25,18 +24,25 @@ from hf_rocm_tune.errors import CorruptionError, Interrupted, TuneError, UsageEr
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import create_staging
 from hf_rocm_tune.integrity.manifest import Manifest
-from hf_rocm_tune.publish.hub import LAST_CHECKPOINT, PushSettings, command_for, private_here, summary, told
-from hf_rocm_tune.publish.hub_client import HubClient, Patience
-from hf_rocm_tune.publish.hub_errors import HubError
-from hf_rocm_tune.publish.hub_sync import Pushed, Verify, bring
-from hf_rocm_tune.publish.upload_refusals import check_directory
-from hf_rocm_tune.publish.upload_stage import Staged, stage
+from hf_rocm_tune.publish.hub import (
+    LAST_CHECKPOINT,
+    HubError,
+    Patience,
+    Pushed,
+    PushSettings,
+    Repository,
+    Say,
+    Verify,
+    command_for,
+    private_here,
+)
+from hf_rocm_tune.publish.staging import Staged, check_directory, stage
 
 Strategy = Literal["end", "every_save", "checkpoint", "all_checkpoints"]
 _EARLY_ATTEMPTS = 2
-_SIGN_OF_LIFE_S = 5.0
+_HEARTBEAT_S = 5.0
 _LAST_SECONDS = 10.0
-_IN_WORDS: Mapping[Strategy, Literal["none", "last", "all"]] = {
+_CHECKPOINTS_FLAG: Mapping[Strategy, Literal["none", "last", "all"]] = {
     "end": "none",
     "every_save": "none",
     "checkpoint": "last",
@@ -114,40 +120,29 @@ class Publisher:
         plan: Plan,
         *,
         token: str | None = None,
-        say: Callable[[str], None] = print,
+        say: Say = print,
         alive: Callable[[], None] | None = None,
         patience: Patience | None = None,
     ) -> None:
-        self._plan, self._say = plan, say
-        self.alive = alive
+        self._plan, self._say, self.alive = plan, say, alive
+        self._base = plan.settings.base_model_id
         self._private = private_here(
-            plan.output_dir,
-            repo_id=plan.repo_id,
-            base_model_id=plan.settings.base_model_id,
-            token=token,
-            others=plan.local,
+            plan.output_dir, repo_id=plan.repo_id, base_model_id=self._base, token=token, others=plan.local
         )
-        self._client = HubClient(
-            repo_id=plan.repo_id,
-            private=self._private,
-            say=say,
-            token=token,
-            revision=plan.settings.revision,
-            patience=patience or Patience(),
+        self._repository = Repository(
+            plan.repo_id, self._private, say, token=token, revision=plan.settings.revision, patience=patience
         )
         self._opened = False
         self._changed = threading.Condition()
-        self._waiting: dict[str, Staged] = {}
-        self._new = False
-        self._busy = False
-        self._closed = False
+        self._waiting: dict[str, Staged] = {}  # by prefix
+        self._new = self._busy = self._closed = False
         self._thread: threading.Thread | None = None
         self._told: set[str] = set()
 
     @property
     def repo_id(self) -> str:
         """Of the repository; complete once it has been opened."""
-        return self._client.repo_id
+        return self._repository.repo_id
 
     def open(self) -> None:
         """Make the repository, before anything else takes time. A Hub that does not answer is said, and asked later.
@@ -155,37 +150,33 @@ class Publisher:
         Raises:
             UsageError: token, name or settings are wrong.
         """
-        early = replace(self._client, patience=replace(self._client.patience, attempts=_EARLY_ATTEMPTS))
         try:
-            early.open(private=self._plan.settings.private)
+            self._repository.open(private=self._plan.settings.private, attempts=_EARLY_ATTEMPTS)
         except HubError as error:
             self._say(f"{error}. Training starts nevertheless, and the push is tried at each save and at the end")
             return
-        self._client.repo_id, self._opened = early.repo_id, True
-
-    # ---- while the run trains -------------------------------------------------------------------------------
+        self._opened = True
 
     def checkpoint(self, directory: Path) -> None:
         """Push a checkpoint that is in place, or what the strategy wants of it. The Hub's failures are said."""
         if self._plan.strategy == "end":
             return
-        wanted = [("", False)]
-        if self._plan.strategy == "checkpoint":
-            wanted.append((LAST_CHECKPOINT, True))
-        elif self._plan.strategy == "all_checkpoints":
-            wanted.append((f"{directory.name}/", True))
+        wanted = {"": False}
+        if self._plan.strategy != "every_save":
+            wanted[LAST_CHECKPOINT if self._plan.strategy == "checkpoint" else f"{directory.name}/"] = True
         try:
             written = manifest.read(directory)
             if not isinstance(written, Manifest):
                 raise UsageError(str(written))
-            for prefix, whole in wanted:
-                self._replace(self._prepare(directory, written, prefix, for_resume=whole))
+            for prefix, whole in wanted.items():
+                self._prepare(directory, written, prefix, for_resume=whole)
         except (TuneError, OSError) as error:
             self._say(f"{directory.name} could not be prepared for its push: {error}. Training goes on")
             return
         with self._changed:
             self._new = True
             if self._thread is None or not self._thread.is_alive():
+                # A daemon: an upload that hangs must not keep the process from ending.
                 self._thread = threading.Thread(target=self._work, name="push", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -198,25 +189,27 @@ class Publisher:
         Raises:
             TuneError: it could not be brought; the message says where the result is and how to finish.
         """
+        settings = replace(self._plan.settings, checkpoints=_CHECKPOINTS_FLAG[self._plan.strategy])
         try:
             with self._changed:
                 self._new = False  # the result takes the place of a model that waits
             self._wait_until_idle()
-            self._replace(self._prepare(directory, check_directory(directory), "", for_resume=False))
-            done = self._bring(self._take([""]), message=self._plan.settings.message, final=True)
+            self._prepare(directory, check_directory(directory), "", for_resume=False)
+            done = self._bring(self._take([""]), message=settings.message, verify=settings.verify)
             if rest := self._take():
-                self._bring(rest, message="Checkpoints", final=False)
+                self._bring(rest, message="Checkpoints", verify="hashes")
         except KeyboardInterrupt as stop:
-            raise Interrupted(f"the push was stopped. {self._how_to_finish(directory)}") from stop
+            raise Interrupted(f"the push was stopped. {self._how_to_finish(directory, settings)}") from stop
         except (UsageError, HubError, CorruptionError) as error:
-            raise type(error)(f"the push failed: {error}. {self._how_to_finish(directory)}") from error
+            said = f"the push failed: {error}. {self._how_to_finish(directory, settings)}"
+            raise type(error)(said) from error
         finally:
             self._end()
-        self._say(summary(done))
+        self._say(done.summary)
         return done
 
     def close(self) -> None:
-        """End the thread, as `_end` does, and say what was not brought. May be called more than once."""
+        """End the thread, and say what was not brought. May be called more than once."""
         if self._end():
             self._say("the newest checkpoint is not on the Hub; the run, when it goes on, pushes the next one")
 
@@ -228,16 +221,15 @@ class Publisher:
             self._closed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._busy, timeout=_LAST_SECONDS)
+            unfinished = self._busy or bool(self._waiting)
             left = [*self._waiting.values()]
             self._waiting.clear()
-            unfinished = self._busy or any(left)
         for each in left:
             each.drop()
         return unfinished
 
-    # ---- the thread -----------------------------------------------------------------------------------------
-
     def _work(self) -> None:
+        """The thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._new or self._closed)
@@ -247,8 +239,8 @@ class Publisher:
                 self._new, self._busy = False, True
             step = max(each.manifest.step for each in taken)
             try:
-                self._bring(taken, message=f"Training in progress, step {step}", final=False)
-                self._say(f"step {step} is on the Hub: {self._client.url()}")
+                self._bring(taken, message=f"Training in progress, step {step}", verify="hashes")
+                self._say(f"step {step} is on the Hub: {self._repository.url}")
             except TuneError as error:
                 self._say(f"the push of step {step} failed: {error}. Training goes on; the next save tries again")
             finally:
@@ -256,11 +248,13 @@ class Publisher:
                     self._busy = False
                     self._changed.notify_all()
 
-    def _bring(self, taken: list[Staged], *, message: str, final: bool) -> Pushed:
+    def _bring(self, taken: list[Staged], *, message: str, verify: Verify) -> Pushed:
         """Push prepared copies; those that could not be brought wait for the next push, unless a newer one is there."""
         try:
-            self._ensure_open()
-            done = bring(self._client, taken, message=message, verify=self._plan.settings.verify if final else "hashes")
+            if not self._opened:
+                self._repository.open(private=self._plan.settings.private)
+                self._opened = True
+            done = self._repository.bring(taken, message=message, verify=verify)
         except BaseException:
             with self._changed:
                 for each in taken:
@@ -273,7 +267,8 @@ class Publisher:
             each.drop()
         return done
 
-    def _prepare(self, directory: Path, written: Manifest, prefix: str, *, for_resume: bool) -> Staged:
+    def _prepare(self, directory: Path, written: Manifest, prefix: str, *, for_resume: bool) -> None:
+        """Add a copy to those that wait, in the place of an older one of its folder."""
         root = create_staging(self._plan.output_dir / "push")
         try:
             prepared = stage(
@@ -282,43 +277,35 @@ class Publisher:
                 root,
                 private=self._private,
                 prefix=prefix,
-                base_model_id=self._plan.settings.base_model_id,
+                base_model_id=self._base,
                 for_resume=for_resume,
                 durable=True,
             )
         except BaseException:
             shutil.rmtree(root, ignore_errors=True)
             raise
-        for line in told(replace(prepared, prefix="")):  # what holds for one folder holds for all
+        for line in replace(prepared, prefix="").described():  # what holds for one folder holds for all
             if line not in self._told:
                 self._told.add(line)
                 self._say(line)
-        return prepared
-
-    def _replace(self, newer: Staged) -> None:
         with self._changed:
-            if (older := self._waiting.pop(newer.prefix, None)) is not None:
-                older.drop()
-            self._waiting[newer.prefix] = newer
+            older = self._waiting.pop(prefix, None)
+            self._waiting[prefix] = prepared
+        if older is not None:
+            older.drop()
 
     def _take(self, prefixes: Iterable[str] | None = None) -> list[Staged]:
         with self._changed:
             return [self._waiting.pop(one) for one in list(self._waiting if prefixes is None else prefixes)]
 
-    def _ensure_open(self) -> None:
-        if not self._opened:
-            self._client.open(private=self._plan.settings.private)
-            self._opened = True
-
     def _wait_until_idle(self) -> None:
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: not (self._busy or self._new), timeout=_SIGN_OF_LIFE_S):
+                if self._changed.wait_for(lambda: not (self._busy or self._new), timeout=_HEARTBEAT_S):
                     return
             if self.alive is not None:
                 self.alive()
 
-    def _how_to_finish(self, directory: Path) -> str:
-        settings = replace(self._plan.settings, checkpoints=_IN_WORDS[self._plan.strategy])
-        command = command_for(directory, self._client.repo_id, settings)
+    def _how_to_finish(self, directory: Path, settings: PushSettings) -> str:
+        command = command_for(directory, self.repo_id, settings)
         return f"The result is complete in {directory} and nothing of it is lost: `{command}` finishes the push"

@@ -96,8 +96,7 @@ def validate(given: str | Path) -> Verdict:
         UsageError: it cannot be used; one message names all that could be found at once.
     """
     from hf_rocm_tune import arguments
-    from hf_rocm_tune.training.loggers import check_loggers
-    from hf_rocm_tune.training.offload import check_offloads
+    from hf_rocm_tune.training.refusals import check_loggers, check_offloads
 
     recipe = recipe_file.read_recipe(given)
     accelerator = process.has_accelerator()

@@ -1,55 +1,60 @@
 """Checkpoints that are verified before anything depends on them: save, read back, rename, push, rotate, in that order.
 
 Upstream writes a checkpoint in place, pushes it and deletes older ones in one method, ``Trainer._save_checkpoint``.
-`VerifiedCheckpointMixin` lets that method (with what TRL's trainers add to it) run inside a staging directory, which
-``_get_output_dir`` names meanwhile; its push is held back, and its rotation finds nothing to delete there. Then every
-file is read once: what was read is compared with what is live, and its SHA-256 goes into the manifest together with the
-digests of what was live. A file that differs is written again, another way each time, while the training waits. The
-directory is renamed into place at the end. A resumed run compares what it holds after loading with those digests.
+Here that method (with what TRL's trainers add to it) runs inside a staging directory; its push is held back, and its
+rotation finds nothing to delete there. Then every file is read once: what was read is compared with what is live, and
+its SHA-256 goes into the manifest together with the digests of what was live. A file that differs is written again,
+another way each time, while the training waits. The directory is renamed into place at the end. A resumed run compares
+what it holds after loading with those digests.
+
+A rank that fails must not leave a save at once: the others wait for it in a barrier of upstream's. So a failure is kept
+in the `Stage`, the writing goes on as far as it can, and all ranks decide together in `failed`.
 
 Covered: adapters, whole models and the state of optimizer, scheduler, scaler and random generators, on one process or
-several that share a file system; adapters that FSDP2 has sharded, see `fsdp_state`. DeepSpeed: upstream's sharded files
-are staged and get a manifest (so a torn or changed checkpoint is found), but are not compared with what is live, and
-upstream loads them; the manifest says so (``extra.compared``).
+several that share a file system; adapters that FSDP2 has sharded. DeepSpeed: upstream's sharded files are staged and
+get a manifest (so a torn or changed checkpoint is found), but are not compared with what is live, and upstream loads
+them; the manifest says so (``extra.compared``).
 """
 
 from __future__ import annotations
 
+import errno
+import gc
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
-from typing_extensions import override
 
 from hf_rocm_tune.errors import CorruptionError, SeamError, TuneError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import create_staging, move_files, replace_directory
 from hf_rocm_tune.models.shards import placer
-from hf_rocm_tune.training import readback, restore
-from hf_rocm_tune.training.artefacts import claim, make_room
-from hf_rocm_tune.training.fsdp_state import WholeState
-from hf_rocm_tune.training.readback import Readback
-from hf_rocm_tune.training.rotation import rotate
-from hf_rocm_tune.training.run_record import mark_finished
-from hf_rocm_tune.training.stage import Stage, drop_stage, failed, open_stage
+from hf_rocm_tune.training import saved_state
+from hf_rocm_tune.training.run import claim, make_room, mark_finished, rotate
+from hf_rocm_tune.training.saved_state import Readback
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from transformers import Trainer as _Base
-else:
-    _Base = object
+    from torch import nn
+
+    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
 logger = logging.getLogger(__name__)
 
 _WRITES = 6  # as many as a transfer has
 _READS = 3
+_PROBE_BYTES = 1 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_FULL = "disk full"
 
 
 class Publisher(Protocol):
@@ -62,15 +67,115 @@ class Publisher(Protocol):
         """The run is finished; raises where the result is not on the Hub when this returns."""
 
 
-class VerifiedCheckpointMixin(_Base):
-    """Stands in front of a ``transformers.Trainer`` subclass; see the module's description.
+# ---- one save in progress -----------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """A staging directory and what happened in it.
 
     Attributes:
-        run_id: goes into every manifest; the caller sets it.
-        publisher: who uploads, on the first rank; the caller sets it before a training with ``push_to_hub``.
-        files_verified: files that were read back and equal what is live.
-        file_mismatches: tensors and values in files that did not, each time they were read.
-        whole_state: brings together what is saved of a model that FSDP2 has sharded; None for any other.
+        root: the directory; it exists when ``usable``.
+        usable: whether rank 0 could make it.
+        need_bytes: about how much the weights take on disk.
+        failure: the first thing that went wrong on this rank.
+        push_wanted: upstream asked for a push of what is being written.
+    """
+
+    root: Path
+    usable: bool = False
+    need_bytes: int = 0
+    failure: Exception | None = None
+    push_wanted: bool = False
+
+    def attempt(self, write: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
+        """Call ``write`` and keep what it raises. torch.save reports a full disk as a RuntimeError."""
+        try:
+            write(*arguments, **keywords)
+        except (OSError, RuntimeError, SafetensorError, TuneError) as error:
+            self.failure = self.failure or error
+
+
+def open_stage(final: Path, *, rank: int, need_bytes: int) -> Stage:
+    """Make a staging directory beside ``final`` on rank 0 and tell every rank; each looks whether it sees it."""
+    stage = Stage(root=final.parent, need_bytes=need_bytes)
+    name = None
+    if rank == 0:
+        try:
+            name = str(create_staging(final))
+        except OSError as error:
+            stage.failure = error
+    name = broadcast_object_list([name])[0]
+    if name is None:
+        return stage
+    stage.root, stage.usable = Path(name), True
+    if not stage.root.is_dir():
+        stage.failure = UsageError(f"rank {rank} does not see {name}: put output_dir on a disk that all nodes share")
+    return stage
+
+
+def failed(stage: Stage) -> bool:
+    """Whether some rank found the disk full. Collective: every rank hears of every failure and returns the same.
+
+    Raises:
+        Exception: this rank's own failure, if it is not a full disk.
+        CorruptionError: another rank found corruption.
+        TuneError: another rank failed otherwise.
+    """
+    error = stage.failure
+    own = []
+    if error is not None:
+        kind = _FULL if is_disk_full(error, stage.root, stage.need_bytes) else type(error).__name__
+        own = [(kind, str(error))]
+    told = gather_object(own)
+    others = [(kind, text) for kind, text in told if kind != _FULL]
+    if error is not None and own[0][0] != _FULL:
+        raise error
+    if others:
+        kind, text = others[0]
+        raise CorruptionError(text) if kind == CorruptionError.__name__ else TuneError(f"another rank: {kind}: {text}")
+    return bool(told)
+
+
+def drop_stage(stage: Stage, *, rank: int) -> None:
+    """Delete what is left of the staging directory, and give its space back."""
+    if stage.failure is not None:
+        stage.failure = None
+        gc.collect()  # torch.save leaves its file open in a reference cycle when it fails, and so holds the space
+    if rank == 0 and stage.usable:
+        shutil.rmtree(stage.root, ignore_errors=True)
+
+
+def is_disk_full(error: BaseException, directory: Path, need_bytes: int) -> bool:
+    """Whether ``error``, raised while writing below ``directory``, comes from a full disk or an exhausted quota.
+
+    torch.save and safetensors hide the error number, so the disk itself is asked for ``need_bytes`` (at least 1 MiB);
+    the probe is that large because safetensors has already removed the file for which there was no room.
+    """
+    if isinstance(error, TuneError):
+        return False
+    if isinstance(error, OSError):
+        return error.errno in _NO_ROOM
+    try:
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(probe.fileno(), 0, max(need_bytes, _PROBE_BYTES))
+            else:
+                probe.write(b"\0" * _PROBE_BYTES)
+    except OSError as found:
+        return found.errno in _NO_ROOM
+    return False
+
+
+# ---- the checkpoints of one trainer -------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """What a trainer saves and resumes from; see the module's description.
+
+    Args:
+        trainer: whose methods of the same meaning call these.
+        publisher: who uploads, on the first rank.
 
     Raises:
         CorruptionError: a file still differs from what is live after all ways of writing it; what was there before
@@ -79,202 +184,176 @@ class VerifiedCheckpointMixin(_Base):
             checkpoint to resume from is damaged, incomplete, or of another model.
     """
 
-    run_id: str = ""
-    publisher: Publisher | None = None
-    files_verified: int = 0
-    file_mismatches: int = 0
-    whole_state: WholeState | None = None
-    _stage: Stage | None = None
-    _saved: Mapping[str, manifest.FileEntry] = {}
-    _saved_digests: Mapping[str, str] = {}
+    def __init__(self, trainer: VerifiedTransferMixin, publisher: Publisher | None) -> None:
+        self._trainer = trainer
+        self._publisher = publisher
+        self._stage: Stage | None = None
+        self._saved: Mapping[str, manifest.FileEntry] = {}
+        self._saved_digests: Mapping[str, str] = {}
 
-    def before_save(self) -> None:
-        """Called on every rank before anything is saved; what it raises prevents the save."""
-
-    def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor:
-        """Brings a host tensor of a checkpoint to the device; ``stage`` is "adapter" or "optimizer".
-
-        Here it stays on the host, from where upstream copies it, unverified.
-        """
-        del name, stage
-        return tensor
-
-    @override
-    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any) -> Any:
-        """As upstream; what is certain to fail is refused at once: a push that nobody does, half a checkpoint."""
-        if self.args.push_to_hub:
+    def check_start(self, resume_from: Any) -> Any:
+        """Refuse what is certain to fail, a push that nobody does or half a checkpoint; what to resume from."""
+        args = self._trainer.args
+        if args.push_to_hub:
             self._require_publisher()
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
-        if isinstance(resume_from_checkpoint, str | os.PathLike) and not self._is_sharded():
-            restore.require_complete(Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, *arguments, **keywords)
+        if resume_from is True:
+            resume_from = get_last_checkpoint(args.output_dir) or True
+        if isinstance(resume_from, str | os.PathLike) and not self._is_in_parts:
+            saved_state.require_complete(Path(resume_from))
+        return resume_from
+
+    @property
+    def staging(self) -> Path | None:
+        """Where upstream writes the checkpoint that is being saved; None between saves."""
+        return None if self._stage is None else self._stage.root
+
+    def attempt(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Call what writes a part of a checkpoint; in the middle of a save a failure waits for all ranks."""
+        if self._stage is None:
+            write(*arguments)
+        else:
+            self._stage.attempt(write, *arguments)
 
     # ---- a checkpoint ---------------------------------------------------------------------------------------
 
-    @override
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.before_save()
-        final = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        best_before = self.state.best_model_checkpoint
+    def save(self, write: Callable[[], None], final: Path) -> None:
+        """Save a checkpoint: staged, verified, renamed, pushed, and older ones rotated. Collective.
+
+        Args:
+            write: upstream's ``_save_checkpoint``.
+            final: its place.
+        """
+        trainer, state = self._trainer, self._trainer.state
+        trainer.before_save()
+        best_before, saved = state.best_model_checkpoint, False
         stage = self._open_stage(final)
         try:
             if stage.usable:
                 self._stage = stage
-                stage.attempt(super()._save_checkpoint, model, trial)
+                stage.attempt(write)
             self._stage = None
-            lost = failed(stage) or self._publish_checkpoint(stage, final)
-        except BaseException:
-            self.state.best_model_checkpoint = best_before
-            raise
+            saved = not failed(stage) and self._publish_checkpoint(stage, final)
         finally:
-            self._stage = None
-            self._forget_whole()
-            drop_stage(stage, rank=self.args.process_index)
-        if lost:
-            self.state.best_model_checkpoint = best_before
-            self._say_not_saved(final)
+            if not saved:
+                state.best_model_checkpoint = best_before
+            self._close(stage)
+        if not saved:
+            if trainer.is_world_process_zero():
+                logger.warning(
+                    "No space left in %s: %s was not saved. Earlier checkpoints are intact, training goes on, and the "
+                    "next save tries again: free some space.",
+                    final.parent,
+                    final.name,
+                )
             return
         if stage.push_wanted:
-            self._push_from_checkpoint(str(final))
-        if self.is_world_process_zero():
-            rotate(final, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
+            self.push_checkpoint(final)
+        if trainer.is_world_process_zero():
+            rotate(final, limit=trainer.args.save_total_limit, best=state.best_model_checkpoint)
 
     def _publish_checkpoint(self, stage: Stage, final: Path) -> bool:
-        """Verify what upstream wrote, each rank its own, and rename it; whether the disk is full. Collective."""
+        """Verify what upstream wrote, each rank its own, and rename it; False when the disk is full. Collective."""
         staged = stage.root / final.name
         stage.attempt(self._name_best, staged, final)
         found: dict[str, Readback] = {}
         stage.attempt(lambda: found.update(self._verified(staged, self._live_states())))
         if failed(stage):
-            return True
+            return False
         for others in gather_object([found]):
             found |= others
-        if self.is_world_process_zero():
+        if self._trainer.is_world_process_zero():
             stage.attempt(self._seal_checkpoint, staged, final, found)
-        return failed(stage)
+        return not failed(stage)
 
     def _name_best(self, staged: Path, final: Path) -> None:
         """Upstream looks for the best checkpoint beside the one that it writes, where earlier ones are not now."""
-        if self.state.best_global_step and self.args.save_strategy != SaveStrategy.NO:
-            best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+        trainer, state = self._trainer, self._trainer.state
+        if state.best_global_step and trainer.args.save_strategy != SaveStrategy.NO:
+            best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
             if best == final or best.is_dir():
-                self.state.best_model_checkpoint = str(best)
-        if self.is_world_process_zero():
+                state.best_model_checkpoint = str(best)
+        if trainer.is_world_process_zero():
             if not staged.is_dir():
                 raise SeamError(
                     f"transformers did not write {final.name} where Trainer._get_output_dir said: this version of "
                     "transformers is not supported, install the one named in pyproject.toml"
                 )
-            self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            state.save_to_json(str(staged / TRAINER_STATE_NAME))
 
     def _seal_checkpoint(self, staged: Path, final: Path, found: Mapping[str, Readback]) -> None:
         manifest.write(
             staged,
-            run_id=self.run_id,
-            step=self.state.global_step,
+            run_id=self._trainer.run_id,
+            step=self._trainer.state.global_step,
             status="checkpoint",
             entries={name: one.entry for name, one in found.items() if one.entry is not None},
             tensors={label: value for one in found.values() for label, value in one.digests.items()},
-            extra={"compared": not self._is_sharded()},
+            extra={"compared": not self._is_in_parts},
         )
-        if (aside := make_room(final, self.run_id)) is not None:
+        if (aside := make_room(final, self._trainer.run_id)) is not None:
             logger.warning("%s was there and not this run's: it is now %s", final.name, aside.name)
         replace_directory(staged, final)
 
     def _live_states(self) -> dict[str, Any]:
         """Content of the files beside the weights that this rank writes, by name, from what is live."""
-        states: dict[str, Any] = {}
-        if self.is_world_process_zero():
-            states[TRAINER_STATE_NAME] = self.state
-        if self.args.save_only_model:
+        trainer = self._trainer
+        first = trainer.is_world_process_zero()
+        states: dict[str, Any] = {TRAINER_STATE_NAME: trainer.state} if first else {}
+        if trainer.args.save_only_model:
             return states
         states |= self._random_states()
-        if self.is_world_process_zero() and not self._is_sharded():
+        if first and not self._is_in_parts:
             states[OPTIMIZER_NAME] = self._optimizer_state()
-            states[SCHEDULER_NAME] = self.lr_scheduler.state_dict()
-        if self.is_world_process_zero() and (scaler := getattr(self.accelerator, "scaler", None)) is not None:
+            states[SCHEDULER_NAME] = trainer.lr_scheduler.state_dict()
+        if first and (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
             states[SCALER_NAME] = scaler.state_dict()
         return states
 
     def _random_states(self) -> dict[str, Any]:
-        several = self.args.world_size > 1
-        states: dict[str, Any] = {restore.rng_file(self.args): restore.random_states(all_cards=several)}
-        if len(cards := self._cards()) > 1:
-            states[restore.RNG_OF_CARDS] = [torch.cuda.get_rng_state(card) for card in cards]
+        args, cards = self._trainer.args, self._trainer.devices
+        states: dict[str, Any] = {saved_state.rng_file(args): saved_state.random_states(all_cards=args.world_size > 1)}
+        if len(cards) > 1:
+            states[saved_state.RNG_OF_CARDS] = [torch.cuda.get_rng_state(card) for card in cards]
         return states
 
-    def _cards(self) -> tuple[torch.device, ...]:
-        return getattr(self, "devices", ())  # of a model whose layers are split, see `split`
-
     def _optimizer_state(self) -> dict[str, Any]:
-        if self.whole_state is not None:
-            return self.whole_state.optimizer_state()
-        state: dict[str, Any] = self.optimizer.state_dict()
+        whole = self._trainer.whole_state
+        state: dict[str, Any] = self._trainer.optimizer.state_dict() if whole is None else whole.optimizer_state()
         return state
 
-    # What upstream calls while it writes a checkpoint: directed into the staging directory, and a failure is kept
-    # until all ranks can hear of it, because the others wait in upstream's barrier.
+    def save_optimizer(self, stock: Callable[[str], None], directory: str) -> None:
+        """Write optimizer and scheduler as upstream does, and a sharded optimizer whole."""
+        self.attempt(stock if self._trainer.whole_state is None else self._write_whole_optimizer, directory)
 
-    @override
-    def _get_output_dir(self, trial: Any) -> str:
-        if self._stage is not None:
-            return str(self._stage.root)
-        return super()._get_output_dir(trial)
-
-    @override
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.whole_state is None:
-            self._attempt(super()._save_optimizer_and_scheduler, output_dir)
-        else:
-            self._attempt(self._write_whole_optimizer, Path(output_dir))
-
-    def _write_whole_optimizer(self, directory: Path) -> None:
+    def _write_whole_optimizer(self, directory: str) -> None:
         state = self._optimizer_state()  # collective
-        if self.args.should_save:
-            torch.save(state, directory / OPTIMIZER_NAME)
-            torch.save(self.lr_scheduler.state_dict(), directory / SCHEDULER_NAME)
+        if self._trainer.args.should_save:
+            torch.save(state, Path(directory) / OPTIMIZER_NAME)
+            torch.save(self._trainer.lr_scheduler.state_dict(), Path(directory) / SCHEDULER_NAME)
 
-    @override
-    def _save_scaler(self, output_dir: str) -> None:
-        self._attempt(super()._save_scaler, output_dir)
-
-    @override
-    def _save_rng_state(self, output_dir: str) -> None:
-        self._attempt(super()._save_rng_state, output_dir)
-        if len(self._cards()) > 1:
-            states = self._random_states()[restore.RNG_OF_CARDS]
-            self._attempt(torch.save, states, Path(output_dir) / restore.RNG_OF_CARDS)
-
-    @override
-    def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
-        """As upstream; a full disk in the middle of a checkpoint is handled with that checkpoint."""
-        self._attempt(super().create_model_card, *arguments, **keywords)
-
-    def _attempt(self, write: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
-        if self._stage is not None:
-            self._stage.attempt(write, *arguments, **keywords)
-        else:
-            write(*arguments, **keywords)
+    def save_random_state(self, stock: Callable[[str], None], directory: str) -> None:
+        """Write the random state as upstream does, and those of all cards of a model that is split over several."""
+        self.attempt(stock, directory)
+        if len(self._trainer.devices) > 1:
+            states = self._random_states()[saved_state.RNG_OF_CARDS]
+            self.attempt(torch.save, states, Path(directory) / saved_state.RNG_OF_CARDS)
 
     # ---- the result -----------------------------------------------------------------------------------------
 
-    @override
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, output_dir: str | None, *, for_push: bool) -> None:
         """Save model, tokenizer and arguments: staged, compared with what is live, then renamed one by one.
 
-        A manifest that calls ``output_dir`` finished is removed first; `seal_output` writes the new one. A directory
-        that is sealed and holds the live tensors is left as it is when a push asks for a save. Nothing is pushed here,
-        because what has no manifest is not published: see `push_to_hub`.
+        A manifest that calls the directory finished is removed first; `seal` writes the new one. A directory that is
+        sealed and holds the live tensors is left as it is when a push asks for a save.
         """
         if self._stage is not None:
-            self._stage.attempt(super().save_model, output_dir, _internal_call=True)
+            self._stage.attempt(self._trainer.write_model, output_dir)
             return
-        destination = Path(output_dir or self.args.output_dir)
-        if not (_internal_call and self._is_sealed(destination)):
+        destination = Path(output_dir or self._trainer.args.output_dir)
+        if not (for_push and self._is_sealed(destination)):
             self._save_result(destination)
 
-    def seal_output(self, output_dir: str | None = None, *, also: Iterable[str] = ()) -> None:
+    def seal(self, directory: Path, also: Iterable[str]) -> None:
         """Write the final ``integrity.json`` over the files of the last `save_model` and ``also``: the run is done.
 
         A file that is no longer what `save_model` verified is saved again first.
@@ -283,8 +362,8 @@ class VerifiedCheckpointMixin(_Base):
             OSError: a named file is not there, or the disk is full; then the directory does not look finished.
             CorruptionError: files of the result change again and again.
         """
-        directory, entries = Path(output_dir or self.args.output_dir), {}
-        if self.is_world_process_zero():
+        trainer, entries = self._trainer, {}
+        if trainer.is_world_process_zero():
             entries = {name: manifest.entry_of(directory / name) for name in also}
         for _ in range(_WRITES):
             saved = {name: entry for name, entry in self._saved.items() if name not in entries}
@@ -293,41 +372,40 @@ class VerifiedCheckpointMixin(_Base):
             if not changed:
                 break
             logger.warning("%s changed after it was verified: saved again", ", ".join(changed))
-            self.file_mismatches += len(changed)
+            trainer.transfer_report.files(verified=0, mismatches=len(changed))
             self._save_result(directory, only=changed)
         else:
             raise CorruptionError(
                 f"{', '.join(changed)} in {directory} changed after {_WRITES} verified saves: find out what writes "
                 "there, check the disk, and start the same command again"
             )
-        if self.is_world_process_zero():
+        if trainer.is_world_process_zero():
             manifest.write(
                 directory,
-                run_id=self.run_id,
-                step=self.state.global_step,
+                run_id=trainer.run_id,
+                step=trainer.state.global_step,
                 status="final",
                 files=[*saved, *entries],
                 entries={**saved, **entries},
                 tensors=self._saved_digests,
-                extra={"compared": not self._is_sharded()},
+                extra={"compared": not self._is_in_parts},
             )
             mark_finished(directory)
-        self.accelerator.wait_for_everyone()
+        trainer.accelerator.wait_for_everyone()
 
     def _save_result(self, destination: Path, *, only: Collection[str] | None = None) -> None:
         """Save into ``destination``, all files or some. Collective."""
-        self.before_save()
+        self._trainer.before_save()
         stage = self._open_stage(destination / "model")
         try:
             if stage.usable:
                 stage.attempt(self._write_result, stage.root, destination)
             lost = failed(stage)
-            if not lost and self.is_world_process_zero():
+            if not lost and self._trainer.is_world_process_zero():
                 stage.attempt(self._publish_result, stage.root, destination, only)
             lost = lost or failed(stage)
         finally:
-            self._forget_whole()
-            drop_stage(stage, rank=self.args.process_index)
+            self._close(stage)
         if lost:
             raise UsageError(
                 f"no space left in {destination}: the result was not saved. The checkpoints are intact: free some "
@@ -336,9 +414,9 @@ class VerifiedCheckpointMixin(_Base):
 
     def _write_result(self, root: Path, destination: Path) -> None:
         card = destination / "README.md"
-        if self.is_world_process_zero() and card.is_file():
+        if self._trainer.is_world_process_zero() and card.is_file():
             shutil.copyfile(card, root / card.name)  # PEFT adds to the card that it finds
-        super().save_model(str(root), _internal_call=True)
+        self._trainer.write_model(str(root))
 
     def _publish_result(self, root: Path, destination: Path, only: Collection[str] | None) -> None:
         found = self._verified(root, {})
@@ -356,126 +434,113 @@ class VerifiedCheckpointMixin(_Base):
         self._saved_digests = {label: value for one in found.values() for label, value in one.digests.items()}
 
     def _is_sealed(self, destination: Path) -> bool:
-        sealed = False
-        live = self._whole_model()
-        if self.is_world_process_zero() and not self._is_sharded():
+        sealed, live = False, self._whole_model()
+        if self._trainer.is_world_process_zero() and not self._is_in_parts:
             found = manifest.inspect(destination)
             sealed = found.manifest is not None and found.manifest.status == "final" and not found.problems
-            sealed = sealed and not _differing(readback.compare_model(destination, self._bare_model(), live))
+            sealed = sealed and not _differing(saved_state.compare_model(destination, self._bare_model(), live))
         self._forget_whole()
         return bool(broadcast_object_list([sealed])[0])
 
     # ---- pushing --------------------------------------------------------------------------------------------
 
-    @override
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Upstream makes the repository here, while the trainer is built; whoever uploads has made it, or will."""
-        del token, private
-        self.hub_model_id = self.args.hub_model_id
-
-    @override
-    def push_to_hub(self, *arguments: Any, **keywords: Any) -> Any:
-        """Save and seal the result where that has not been done, and have the publisher upload it. Collective.
-
-        Upstream's arguments are not used: the publisher has its own.
-        """
-        del arguments, keywords
+    def push_result(self) -> Any:
+        """Save and seal the result where that has not been done, and have the publisher upload it. Collective."""
+        trainer, output_dir = self._trainer, Path(self._trainer.args.output_dir)
         self._require_publisher()
-        output_dir = Path(self.args.output_dir)
         if not self._is_sealed(output_dir):
-            self.save_model(_internal_call=True)
-            self.seal_output()
-        if self.publisher is None or not self.is_world_process_zero():
+            trainer.save_model(_internal_call=True)
+            self.seal(output_dir, ())
+        if self._publisher is None or not trainer.is_world_process_zero():
             return None
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        return self.publisher.result(output_dir)
+        trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+        return self._publisher.result(output_dir)
 
-    @override
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+    def push_checkpoint(self, directory: Path) -> None:
+        """Have the publisher upload a checkpoint, which in the middle of a save waits for its end."""
+        trainer = self._trainer
         if self._stage is not None:
             self._stage.push_wanted = True
-        elif self.publisher is not None and self.is_world_process_zero():
-            self.callback_handler.on_push_begin(self.args, self.state, self.control)
-            self.publisher.checkpoint(Path(checkpoint_folder))
+        elif self._publisher is not None and trainer.is_world_process_zero():
+            trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+            self._publisher.checkpoint(directory)
 
     def _require_publisher(self) -> None:
-        if not broadcast_object_list([self.publisher is not None])[0]:
+        if not broadcast_object_list([self._publisher is not None])[0]:
             raise UsageError(
-                "push_to_hub needs a publisher: set trainer.publisher to a hf_rocm_tune.publish.hub_during.Publisher, "
-                "or train without it and run `hf-rocm-tune push` on the result"
+                "push_to_hub needs a publisher: give the trainer publisher=hf_rocm_tune.publish.hub_during.Publisher("
+                "...), or train without it and run `hf-rocm-tune push` on the result"
             )
 
     # ---- resuming -------------------------------------------------------------------------------------------
 
-    @override
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load = super()._load_from_checkpoint
-        self._load_verified(Path(resume_from_checkpoint), lambda: load(resume_from_checkpoint, model))
+    def load_weights(self, directory: Path, stock: Callable[[], None]) -> None:
+        """Check the manifest, load, and compare what is live then with what was live at the save, or with the files.
 
-    @override
-    def _load_best_model(self) -> None:
-        self._load_verified(Path(self.state.best_model_checkpoint), super()._load_best_model)
-
-    def _load_verified(self, directory: Path, load: Callable[[], None]) -> None:
-        """Check the manifest, load, and compare what is live then with what was live at the save, or with the files."""
+        Args:
+            directory: of the checkpoint.
+            stock: loads a checkpoint in parts as upstream does.
+        """
         problems = manifest.verify(directory) if (directory / manifest.MANIFEST_NAME).exists() else []
         if problems:
             raise UsageError(f"{directory}: {problems[0]}; name an older checkpoint, or start afresh")
-        if self._is_sharded():
-            load()
+        if self._is_in_parts:
+            stock()
             return
-        model = self._bare_model()
-        set_weights = restore.load_adapters if hasattr(model, "peft_config") else restore.load_model
+        model, place = self._bare_model(), self._trainer.place_tensor
+        if self._trainer.whole_state is not None:
+            place = placer(model, place)
+        load = saved_state.load_adapters if hasattr(model, "peft_config") else saved_state.load_model
 
         def load_once() -> list[str]:
-            set_weights(directory, model, self._placer())
+            load(directory, model, place)
             return self._differing_from(directory)
 
         _until_equal(load_once, str(directory))
 
-    @override
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        path = Path(checkpoint or "") / OPTIMIZER_NAME
-        if checkpoint is None or self._is_sharded() or not path.is_file():
-            super()._load_optimizer_and_scheduler(checkpoint)
+    def load_optimizer(self, checkpoint: str | None, stock: Callable[[str | None], None]) -> None:
+        """Set optimizer and scheduler from a checkpoint."""
+        trainer, path = self._trainer, Path(checkpoint or "") / OPTIMIZER_NAME
+        if checkpoint is None or self._is_in_parts or not path.is_file():
+            stock(checkpoint)
             return
-        optimizer, scheduler = self.optimizer, self.lr_scheduler
-        place = self._placer()
-        self._restore(path, lambda state: restore.load_optimizer(state, optimizer, place), optimizer.state_dict)
+        optimizer, scheduler, place = trainer.optimizer, trainer.lr_scheduler, trainer.place_tensor
+        if trainer.whole_state is not None:
+            place = placer(self._bare_model(), place)
+        self._restore(path, lambda state: saved_state.load_optimizer(state, optimizer, place), optimizer.state_dict)
         self._restore(path.with_name(SCHEDULER_NAME), scheduler.load_state_dict, scheduler.state_dict)
 
-    @override
-    def _load_scaler(self, checkpoint: str | None) -> None:
+    def load_scaler(self, checkpoint: str | None) -> None:
+        """Set the gradient scaler of fp16 from a checkpoint that has one."""
         path = Path(checkpoint or "") / SCALER_NAME
         if checkpoint is None or not path.is_file():
             return
-        scaler = getattr(self.accelerator, "scaler", None)
+        scaler = getattr(self._trainer.accelerator, "scaler", None)
         if scaler is None:
             raise UsageError(f"{path.parent} was trained with a gradient scaler: resume it with --fp16 true")
         self._restore(path, scaler.load_state_dict, scaler.state_dict)
 
-    @override
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        load = super()._load_rng_state
-        path = Path(checkpoint or "") / restore.rng_file(self.args)
+    def load_random_state(self, checkpoint: str | None, stock: Callable[[str | None], None]) -> None:
+        """Set the random generators from a checkpoint."""
+        path = Path(checkpoint or "") / saved_state.rng_file(self._trainer.args)
         if checkpoint is None or not path.is_file():  # upstream tells of one that is of another number of ranks
-            load(checkpoint)
+            stock(checkpoint)
             return
 
         def set_here(states: Any) -> None:
-            load(checkpoint)
+            stock(checkpoint)
             if not torch.cuda.is_available():
                 states.pop("cuda", None)  # saved on a card, and of no use here
 
         self._restore(path, set_here, lambda: self._random_states()[path.name])
-        cards = path.with_name(restore.RNG_OF_CARDS)
-        if len(self._cards()) > 1 and cards.is_file():
+        devices, cards = self._trainer.devices, path.with_name(saved_state.RNG_OF_CARDS)
+        if len(devices) > 1 and cards.is_file():
 
             def set_all(states: Any) -> None:
-                for device, state in zip(self._cards(), states, strict=True):
+                for device, state in zip(devices, states, strict=True):
                     torch.cuda.set_rng_state(state, device)
 
-            self._restore(cards, set_all, lambda: self._random_states()[restore.RNG_OF_CARDS])
+            self._restore(cards, set_all, lambda: self._random_states()[saved_state.RNG_OF_CARDS])
 
     def _restore(self, path: Path, load: Callable[[Any], Any], live: Callable[[], Any]) -> None:
         """Read saved state once, as it was saved, use it, and find it live."""
@@ -484,7 +549,7 @@ class VerifiedCheckpointMixin(_Base):
         recorded = {label: value for label, value in wanted.items() if label.startswith(f"{path.name}:")}
 
         def load_once() -> list[str]:
-            state, read = readback.read_state(path)
+            state, read = saved_state.read_state(path)
             if read.entry is None and not recorded:
                 raise UsageError(f"{path.parent}: {read.differing[0]}; name an older checkpoint, or start afresh")
             differing = [label for label in recorded if read.digests.get(label) != recorded[label]]
@@ -498,9 +563,23 @@ class VerifiedCheckpointMixin(_Base):
                 raise UsageError(
                     f"{path} cannot be resumed from: {error}; name another checkpoint or start afresh"
                 ) from error
-            return [f"{path.name}:{name}" for name in readback.not_taken_over(state, live())]
+            return [f"{path.name}:{name}" for name in saved_state.not_taken_over(state, live())]
 
         _until_equal(load_once, str(path.parent))
+
+    def _differing_from(self, directory: Path) -> list[str]:
+        """Names of live tensors that are not those of a checkpoint, on every rank."""
+        sharded, live = self._trainer.whole_state is not None, self._whole_model()
+        found: list[str] = []
+        if not sharded or self._trainer.is_world_process_zero():
+            model, recorded = self._bare_model(), manifest.read(directory)
+            known = recorded.tensors if isinstance(recorded, manifest.Manifest) else {}
+            differing = saved_state.compare_recorded(known, model, live)
+            found = _differing(saved_state.compare_model(directory, model, live)) if differing is None else differing
+        if not sharded:
+            return found
+        self._forget_whole()
+        return list(broadcast_object_list([found])[0])
 
     # ---- reading back ---------------------------------------------------------------------------------------
 
@@ -514,7 +593,7 @@ class VerifiedCheckpointMixin(_Base):
         for again in range(1, _WRITES):
             bad = [name for name, one in found.items() if one.differing]
             if not bad:
-                return found
+                break
             logger.warning("%s: not what is live (%s first): written again", directory.name, found[bad[0]].differing[0])
             scratch = create_staging(directory)
             try:
@@ -527,95 +606,71 @@ class VerifiedCheckpointMixin(_Base):
                         found[name] = one
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-        differing = _differing(found)
-        if differing:
+        if differing := _differing(found):
             raise CorruptionError(
-                f"what was saved at step {self.state.global_step} differs from what is live after {_WRITES} ways of "
-                f"writing it: {', '.join(differing[:3])} ({len(differing)} in all). It was discarded and earlier "
-                "checkpoints are intact: check the disk and the memory, then start the same command again"
+                f"what was saved at step {self._trainer.state.global_step} differs from what is live after {_WRITES} "
+                f"ways of writing it: {', '.join(differing[:3])} ({len(differing)} in all). It was discarded and "
+                "earlier checkpoints are intact: check the disk and the memory, then start the same command again"
             )
+        self._trainer.before_manifest(directory)
         return found
 
     def _write_again(self, directory: Path, states: Mapping[str, Any], *, fetched: bool) -> None:
-        if self.is_world_process_zero() and not self._is_sharded():
-            if fetched and self.whole_state is None:
-                self._save(str(directory), state_dict=readback.model_on_host(self._bare_model()))
+        trainer = self._trainer
+        if trainer.is_world_process_zero() and not self._is_in_parts:
+            if fetched and trainer.whole_state is None:
+                trainer._save(str(directory), state_dict=saved_state.model_on_host(self._bare_model()))
             else:
-                super().save_model(str(directory), _internal_call=True)
+                trainer.write_model(str(directory))
         for name, state in states.items():
             if name == TRAINER_STATE_NAME:
-                self.state.save_to_json(str(directory / name))
+                trainer.state.save_to_json(str(directory / name))
             else:
-                torch.save(readback.on_host(state) if fetched else state, directory / name)
+                torch.save(saved_state.on_host(state) if fetched else state, directory / name)
 
     def _compare(self, directory: Path, states: Mapping[str, Any]) -> dict[str, Readback]:
         found: dict[str, Readback] = {}
-        if self.is_world_process_zero() and not self._is_sharded():
-            found |= readback.compare_model(directory, self._bare_model(), self._whole_model())
+        if self._trainer.is_world_process_zero() and not self._is_in_parts:
+            found |= saved_state.compare_model(directory, self._bare_model(), self._whole_model())
         for name, state in states.items():
-            compare = readback.compare_trainer_state if name == TRAINER_STATE_NAME else readback.compare_state
+            compare = saved_state.compare_trainer_state if name == TRAINER_STATE_NAME else saved_state.compare_state
             found[name] = compare(directory / name, state)
-        verified, mismatches = sum(not one.differing for one in found.values()), len(_differing(found))
-        self.files_verified += verified
-        self.file_mismatches += mismatches
-        if (report := getattr(self, "transfer_report", None)) is not None:
-            report.files(verified=verified, mismatches=mismatches)
+        verified = sum(not one.differing for one in found.values())
+        self._trainer.transfer_report.files(verified=verified, mismatches=len(_differing(found)))
         return found
 
     def _bare_model(self) -> nn.Module:
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model: nn.Module = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
+        return model
 
-    def _is_sharded(self) -> bool:
-        fsdp = self.is_fsdp_enabled and self.whole_state is None
-        return bool(self.is_deepspeed_enabled or fsdp or self.is_distributed_loading_by_transformers)
+    @property
+    def _is_in_parts(self) -> bool:
+        """Whether each rank writes files of its own, in a form of upstream's."""
+        return self._trainer.is_sharded and self._trainer.whole_state is None
 
-    # ---- what FSDP2 has sharded -----------------------------------------------------------------------------
-
-    def _whole_model(self) -> dict[str, Tensor] | None:
+    def _whole_model(self) -> dict[str, Any] | None:
         """Trained weights of a sharded model, on rank 0; collective unless a save has brought them together."""
-        return None if self.whole_state is None else self.whole_state.model()
+        whole = self._trainer.whole_state
+        return None if whole is None else whole.model()
 
     def _forget_whole(self) -> None:
-        if self.whole_state is not None:
-            self.whole_state.forget()
-
-    def _placer(self) -> Callable[..., Tensor]:
-        return self.place_tensor if self.whole_state is None else placer(self._bare_model(), self.place_tensor)
-
-    def _differing_from(self, directory: Path) -> list[str]:
-        """Names of live tensors that are not those of a checkpoint, on every rank."""
-        live = self._whole_model()
-        found: list[str] = []
-        if self.whole_state is None or self.is_world_process_zero():
-            model, recorded = self._bare_model(), manifest.read(directory)
-            known = recorded.tensors if isinstance(recorded, manifest.Manifest) else {}
-            differing = readback.compare_recorded(known, model, live)
-            found = _differing(readback.compare_model(directory, model, live)) if differing is None else differing
-        if self.whole_state is None:
-            return found
-        self._forget_whole()
-        return list(broadcast_object_list([found])[0])
-
-    # ---- several ranks --------------------------------------------------------------------------------------
+        if self._trainer.whole_state is not None:
+            self._trainer.whole_state.forget()
 
     def _open_stage(self, final: Path) -> Stage:
-        if self.args.save_on_each_node and self.args.world_size > 1:
+        args = self._trainer.args
+        if args.save_on_each_node and args.world_size > 1:
             raise UsageError(
                 "--save_on_each_node makes checkpoints in parts: leave it out and share output_dir instead"
             )
         adapter = hasattr(self._bare_model(), "peft_config")
-        written = (p for p in self.model.parameters() if p.requires_grad or not adapter)
-        need_bytes = sum(parameter.numel() * parameter.element_size() for parameter in written)
-        return open_stage(final, rank=self.args.process_index, need_bytes=need_bytes)
+        written = (p for p in self._trainer.model.parameters() if p.requires_grad or not adapter)
+        return open_stage(final, rank=args.process_index, need_bytes=sum(each.nbytes for each in written))
 
-    def _say_not_saved(self, final: Path) -> None:
-        if self.is_world_process_zero():
-            logger.warning(
-                "No space left in %s: %s was not saved. Earlier checkpoints are intact, training goes on, and the next "
-                "save tries again: free some space.",
-                final.parent,
-                final.name,
-            )
+    def _close(self, stage: Stage) -> None:
+        self._stage = None
+        self._forget_whole()
+        drop_stage(stage, rank=self._trainer.args.process_index)
 
 
 def _differing(found: Mapping[str, Readback]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Training that has died without an error: what to look for in the numbers of each step, and what may be behind it.
+"""Training that has died without an error is named, and a step whose numbers are not finite is not used.
 
 `StepGuard` is arithmetic on loss and gradient norm of one optimizer step after the other; it knows no trainer.
 
@@ -7,34 +7,68 @@
 - A loss far above those of the last steps: named. Far is 10 robust standard deviations (1.4826 times the median
   absolute deviation, as for a normal distribution) above their median, and at least 1.5 times it.
 
-Not covered: numbers that are wrong and look right.
+`TrainingGuard` brings both numbers to the host in one read a step, after clipping and before the optimizer: the only
+place where a step can still be left out. Several ranks exchange theirs over gloo, so that all leave out the same steps.
+A step that is left out counts: its samples are not seen again in this epoch and the schedule moves on.
+
+`MovementCallback` compares digests of the trainable weights every so many steps: an adapter that does not move has
+nothing to learn from.
+
+Not covered: numbers that are wrong and look right; LOMO, which updates weights during backward. With fp16 the gradient
+scaler looks after gradients.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from hf_rocm_tune.errors import DivergedError
+from hf_rocm_tune.models.shards import local
+from hf_rocm_tune.ranks.agree import everyone, highest
+from hf_rocm_tune.training.run import list_checkpoints
+from hf_rocm_tune.transfer import Digest, QueuedDigests
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 SKIPPED_AMONG = 100
 """Steps among which skipped ones are counted."""
+FIRST_LOOK, LATER_LOOKS = 10, 100
+"""Steps after the start of a training at which weights are compared first, and between the later looks."""
 
 _DEAD_NAMED, _DEAD_STOPS = 3, 20
 _REMEMBERED, _ENOUGH = 100, 30
 _DEVIATIONS, _MAD_TO_SIGMA, _AT_LEAST = 10.0, 1.4826, 1.5
 _SPIKE_PAUSE = 20
 
-NOT_FINITE_CAUSES = (
+_NOT_FINITE_CAUSES = (
     "a learning rate that is too high, fp16 that overflows, NaN in the data or the base weights, or wrong arithmetic "
     "on the device, which has been reported on these cards (the doctor tries it)"
 )
-DEAD_CAUSES = (
+_DEAD_CAUSES = (
     "no label counts in the loss (answers cut off by --max_length, a mask that covers everything), or weights or "
     "activations that are zero on the device: https://github.com/huggingface/accelerate/issues/3043 (the doctor tries "
     "its arithmetic)"
 )
-SPIKE_CAUSES = "unusual rows in this batch, a learning rate that is too high, or wrong arithmetic on the device"
+_SPIKE_CAUSES = "unusual rows in this batch, a learning rate that is too high, or wrong arithmetic on the device"
+_STILL_CAUSES = (
+    "a learning rate that is too small for the dtype of the weights (bfloat16 takes no change below about 0.4 %), "
+    "gradients that do not reach them, or arithmetic on the device that gives zeros (the doctor tries it)"
+)
+_UNUSED = "these layers take no part in the loss (experts that no token is routed to, for example), or get no gradient"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +90,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """On one step.
-
-    Attributes:
-        skip: its gradients must not be used.
-        findings: what to tell.
-    """
+    """On one step: whether its gradients must not be used, and what to tell."""
 
     skip: bool = False
     findings: tuple[Finding, ...] = ()
@@ -110,19 +139,19 @@ class StepGuard:
         while self._skips[0] <= step - SKIPPED_AMONG:
             self._skips.popleft()
         count = len(self._skips)
-        stops = count > self._max_skipped
         text = (
             f"step {step}: loss {loss:.4g}, gradient norm {grad_norm:.4g}: the step was not used ({count} of the last "
-            f"{SKIPPED_AMONG}, at most {self._max_skipped} are let pass). Likely causes: {NOT_FINITE_CAUSES}"
+            f"{SKIPPED_AMONG}, at most {self._max_skipped} are let pass). Likely causes: {_NOT_FINITE_CAUSES}"
         )
-        return Judgement(skip=True, findings=(Finding(step=step, kind="not finite", text=text, stops=stops),))
+        found = Finding(step=step, kind="not finite", text=text, stops=count > self._max_skipped)
+        return Judgement(skip=True, findings=(found,))
 
     def _nothing_learned(self, step: int) -> Judgement:
         if self._dead not in (_DEAD_NAMED, _DEAD_STOPS):
             return Judgement()
         text = (
             f"step {step}: loss and gradient norm are exactly 0, for {self._dead} steps now: nothing is learned. "
-            f"Likely causes: {DEAD_CAUSES}"
+            f"Likely causes: {_DEAD_CAUSES}"
         )
         return Judgement(findings=(Finding(step=step, kind="dead", text=text, stops=self._dead == _DEAD_STOPS),))
 
@@ -136,6 +165,157 @@ class StepGuard:
         self._quiet_until = step + _SPIKE_PAUSE
         text = (
             f"step {step}: the loss is {loss:.4g}, far above those of the last {len(self._losses)} steps (median "
-            f"{median:.4g}). Likely causes: {SPIKE_CAUSES}"
+            f"{median:.4g}). Likely causes: {_SPIKE_CAUSES}"
         )
         return Finding(step=step, kind="loss spike", text=text)
+
+
+class TrainingGuard:
+    """Judges the steps of a trainer, and the weights that it is about to save.
+
+    Args:
+        trainer: a ``transformers.Trainer`` with a ``transfer_report``.
+        max_skipped: see `StepGuard`.
+    """
+
+    def __init__(self, trainer: Any, *, max_skipped: int) -> None:
+        self._trainer = trainer
+        self._steps = StepGuard(max_skipped=max_skipped)
+        self._losses: list[Tensor] = []  # of the micro-steps so far, on the device
+
+    def begin_step(self) -> None:
+        """An optimizer step begins, however the last one ended."""
+        self._losses.clear()
+
+    def remember(self, loss: Tensor) -> None:
+        """The loss of a micro-step, shape [], which stays on the device until the end of the step."""
+        self._losses.append(loss)
+
+    def judge(self, model: nn.Module, norm: Any, settle: Callable[[int], None]) -> None:
+        """Judge the step that is about to be used; one that must not be used loses its gradients. Collective.
+
+        Args:
+            model: whose gradients these are.
+            norm: of the gradients, a number or a tensor of shape [].
+            settle: called when the device has been waited for, with the number of the step.
+
+        Raises:
+            DivergedError: the run must end here.
+        """
+        losses, self._losses = self._losses, []
+        if not losses:
+            return  # the step was left out on request
+        loss = torch.stack(losses).sum().double()
+        if type(norm) is torch.Tensor and norm.device == loss.device:
+            mine = torch.stack([loss, norm.double()]).tolist()
+        else:
+            mine = [loss.item(), float(norm)]
+        rows = everyone(mine)  # NaN on one rank is NaN on all
+        mean = sum(row[0] for row in rows) / len(rows)
+        worst = max((row[1] for row in rows), key=lambda one: one if one < math.inf else math.inf)
+        step = self._trainer.state.global_step + 1
+        settle(step)
+        judgement = self._steps.judge(step, mean, worst, scaled=self._trainer.accelerator.scaler is not None)
+        if judgement.skip:
+            model.zero_grad()  # every optimizer leaves a parameter without a gradient alone
+            if self._trainer.is_world_process_zero():
+                self._trainer.transfer_report.count("guard", skipped_steps=1)
+        for finding in judgement.findings:
+            self.tell(finding)
+
+    def require_finite(self, model: nn.Module) -> None:
+        """Refuse to save weights that hold NaN or infinities. Collective.
+
+        Raises:
+            DivergedError: some do; names them.
+        """
+        bad = [name for name, each in _trainable(model) if not each.detach().isfinite().all()]
+        if not highest([int(bool(bad))])[0]:
+            return
+        named = f": {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}" if bad else " on another rank"
+        step = self._trainer.state.global_step
+        text = (
+            f"step {step}: {len(bad) or 'some'} trainable weights hold NaN or infinity{named}, so they are not saved. "
+            "Likely causes: a learning rate that is too high, or wrong arithmetic on the device (the doctor tries it)"
+        )
+        self.tell(Finding(step=step, kind="weights not finite", text=text, stops=True))
+
+    def tell(self, finding: Finding) -> None:
+        """Warn and report once for all ranks.
+
+        Raises:
+            DivergedError: the finding says that the run must end.
+        """
+        trainer = self._trainer
+        if trainer.is_world_process_zero():
+            outcome = "stopped" if finding.stops else "skipped" if finding.kind == "not finite" else "named"
+            row = {"step": finding.step, "stage": "guard", "kind": finding.kind, "text": finding.text}
+            trainer.transfer_report.incident({**row, "outcome": outcome})
+            trainer.transfer_report.count("guard", warnings=1)
+        if finding.stops:
+            saved = list_checkpoints(Path(trainer.args.output_dir))
+            kept = f"{saved[-1][1].name} is the newest checkpoint, and intact" if saved else "no checkpoint was written"
+            raise DivergedError(f"{finding.text}. {kept}: change what is wrong and start again")
+        if trainer.is_world_process_zero():
+            logger.warning("%s", finding.text)
+
+
+class MovementCallback(TrainerCallback):
+    """Looks whether the trainable weights change; each rank at its own, which are equal to the others' or its shards.
+
+    LoRA's ``B`` starts at zero, so one that is still zero has never had a gradient.
+
+    Args:
+        model: whose weights that require gradients are looked at.
+        tell: takes what was found.
+    """
+
+    def __init__(self, model: nn.Module, tell: Callable[[Finding], None]) -> None:
+        self._model = model
+        self._tell = tell
+        self._before: dict[str, Digest] = {}
+        self._since = 0
+        self._next = 0
+        self._rate = 0.0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Takes the first digests."""
+        self._look(state.global_step, wait=FIRST_LOOK)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Compares when it is time. Steps without a learning rate change nothing, and do not count."""
+        optimizer = more.get("optimizer")
+        self._rate += max((group["lr"] for group in optimizer.param_groups), default=0.0) if optimizer else 0.0
+        if state.global_step < self._next:
+            return
+        before, steps, moved = self._before, state.global_step - self._since, self._rate > 0
+        self._look(state.global_step, wait=LATER_LOOKS)
+        if not (moved and before):
+            return
+        if before == self._before:
+            kind = "nothing moves"
+            what = f"none of the {len(before)} trainable weights has changed in {steps} steps. Likely causes: "
+            what += _STILL_CAUSES
+        elif steps == FIRST_LOOK and (zero := self._zero()):
+            kind = "adapters do not move"
+            shown = ", ".join(zero[:3]) + (f" and {len(zero) - 3} more" if len(zero) > 3 else "")
+            what = f"{len(zero)} LoRA matrices B are still zero after {steps} steps ({shown}): {_UNUSED}"
+        else:
+            return
+        self._tell(Finding(step=state.global_step, kind=kind, text=f"step {state.global_step}: {what}"))
+
+    def _look(self, step: int, *, wait: int) -> None:
+        rows = _trainable(self._model)
+        digests = QueuedDigests([weight.detach() for _, weight in rows]).result()
+        self._before = {name: found for (name, _), found in zip(rows, digests, strict=True)}
+        self._since, self._next, self._rate = step, step + wait, 0.0
+
+    def _zero(self) -> list[str]:
+        rows = [(name, weight.detach().any()) for name, weight in _trainable(self._model) if "lora_B" in name]
+        moved = torch.stack([each.reshape(()) for _, each in rows]).tolist() if rows else []  # one wait for all
+        return [name for (name, _), some in zip(rows, moved, strict=True) if not some]
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """This rank's part of each weight that requires gradients, by name."""
+    return [(name, local(weight)) for name, weight in model.named_parameters() if weight.requires_grad]

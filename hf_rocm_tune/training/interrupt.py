@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_rocm_tune.distributed.agree import highest
 from hf_rocm_tune.errors import Interrupted
 from hf_rocm_tune.integrity.manifest import MANIFEST_NAME
-from hf_rocm_tune.training.supervised import leave_terminal
+from hf_rocm_tune.ranks.agree import highest
+from hf_rocm_tune.training.supervised import Heartbeat, Phase, leave_terminal
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -146,6 +147,36 @@ class InterruptCallback(TrainerCallback):
             return None
         # Only an empty file is a request: it is deleted when it is answered.
         return found.st_mtime_ns if stat.S_ISREG(found.st_mode) and found.st_size == 0 else None
+
+
+class HeartbeatCallback(TrainerCallback):
+    """A sign of life at everything that a trainer tells of."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        events: tuple[tuple[str, Phase, bool], ...] = (
+            ("on_train_begin", "between", True),
+            ("on_epoch_begin", "between", True),
+            ("on_step_begin", "step", False),
+            ("on_substep_end", "step", False),
+            ("on_step_end", "between", False),
+            ("on_prediction_step", "evaluate", False),
+            ("on_evaluate", "between", False),
+            ("on_train_end", "end", False),
+        )
+        for event, phase, fresh in events:
+            setattr(self, event, partial(_beat, heartbeat, phase, fresh))
+
+
+def _beat(
+    heartbeat: Heartbeat,
+    phase: Phase,
+    fresh: bool,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    **_: Any,
+) -> None:
+    heartbeat.beat(step=state.global_step, phase=phase, fresh=fresh)
 
 
 def signal_name(number: int) -> str:

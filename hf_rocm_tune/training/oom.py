@@ -1,145 +1,645 @@
-"""A trainer that survives running out of memory in mid-run: see `oom_steps`, which does it.
+"""A step that finds no memory on the device is done again with smaller micro-batches.
 
-`StepDownMixin` stands in front of a ``transformers.Trainer`` subclass, behind the mixins that leave steps out or look
-at their results: what they see is the micro-step that succeeded.
+`OutOfMemoryRecovery.run` stands around every micro-step. In one process the optimizer step is put back to its start,
+each micro-batch is cut into more parts than before, and the same samples are done again. Where not torch's allocator
+was short but a library or the driver, which cannot use what that allocator keeps, the first try is repeated as it was:
+the cache has been given back by then (pytorch#128601). With several ranks the others wait in a collective that cannot
+be taken back, so the job ends with one line (code 5) and a note in the output directory: the same command, which a
+supervisor or torchrun's elastic agent gives again by itself, goes on from the newest checkpoint with smaller parts.
 
-Covered: training on one process, and on several under DistributedDataParallel. Not covered, where the error ends the
-run: evaluation, clipping and the optimizer's own step; FSDP, DeepSpeed, tensor and context parallelism, static graphs;
-memory of the host. Batches that `memory.stepdown` does not know (preference pairs, images) are not cut: for them, one
-shortage is the end.
+Each part's loss is scaled so that the parts add up to the whole: effective batch, number of optimizer steps and
+learning rate stay, and so do loss and gradients up to rounding. Nothing is cut less again until the run ends. Exact
+for losses normalised by the label tokens of the optimizer step (``num_items_in_batch``) and for means over a
+micro-batch, whose parts are weighed by their labels. Not exact: terms that are no sums over tokens (the load-balancing
+loss of a mixture of experts), random draws (dropout), and TRL's logged entropy and accuracy.
+
+Two kinds of batch can be cut. A padded one has one sequence a row and is cut between rows. A packed one (padding-free)
+has a single row in which the position starts again at 0 with each sequence; it is cut there, and what describes the
+sequences (``cu_seq_lens``, ``max_length``, ``seq_idx``) is made anew. Batches with tensors of unknown meaning
+(preference pairs, images) are not cut: for them one shortage is the end.
+
+Not covered, where the error ends the run: evaluation, clipping, the optimizer's own step; FSDP, DeepSpeed, tensor and
+context parallelism, static graphs; memory of the host; buffers of a model that change in ``forward``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
+import itertools
+import json
+import logging
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from typing_extensions import override
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_rocm_tune.distributed.agree import on_main_process
-from hf_rocm_tune.memory.fragmentation import read
-from hf_rocm_tune.memory.stepdown import Part, split
-from hf_rocm_tune.training.oom_average import averager
-from hf_rocm_tune.training.oom_faults import StepFaults, StepFaultSpec
-from hf_rocm_tune.training.oom_state import read_divisor
-from hf_rocm_tune.training.oom_steps import StepDown
+from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
+from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.models.placement import release_memory
+from hf_rocm_tune.ranks.agree import everyone, on_main_process
 from hf_rocm_tune.transfer import map_tensors
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from transformers import Trainer as _Base
+    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
-    from hf_rocm_tune.distributed.fsdp_traffic import Traffic
-    from hf_rocm_tune.distributed.gradients import GradientCheck
-else:
-    _Base = object
+logger = logging.getLogger(__name__)
+
+Stock = Callable[[nn.Module, Any, Any], Tensor]
+"""``Trainer.training_step`` as upstream has it: model, micro-batch, label tokens of the optimizer step."""
+
+# The underscores keep these out of transformers' uploads, which ignore "_*": the evidence holds training data.
+EVIDENCE_DIRECTORY = "_out_of_memory"
+STATE_FILE = "_step_down.json"
 
 
-class StepDownMixin(_Base):
+# ---- cutting a micro-batch ----------------------------------------------------------------------------------
+
+_BY_ROW = frozenset([
+    "input_ids", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds",
+    "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "completion_mask", "assistant_masks",
+    "special_tokens_mask", "global_attention_mask",
+])  # fmt: skip
+"""Tensors of shape [rows, ...] in which row ``i`` is about example ``i`` and no other."""
+_BY_TOKEN = frozenset([
+    "input_ids", "labels", "shift_labels", "position_ids", "seq_idx", "completion_mask", "assistant_masks",
+])  # fmt: skip
+"""Tensors of shape [1, tokens] of a packed batch."""
+_BOUNDARIES = frozenset(["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"])
+_IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a batch may be cut.
+
+    Attributes:
+        kind: ``rows``, ``packed``, or ``whole``: it must not be cut.
+        sizes: tokens of each unit in order, padding included: of the rows, of the sequences, or of all of it.
+        reason: why it must not be cut; None where it may.
+    """
+
+    kind: Literal["rows", "packed", "whole"]
+    sizes: tuple[int, ...]
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part of a micro-batch.
+
+    Attributes:
+        inputs: what the trainer is given in place of the batch.
+        units: which rows or sequences of the batch it holds.
+        tokens: how many tokens, padding included.
+        share: of the batch's labels that count in the loss; the shares of all parts add up to 1.
+    """
+
+    inputs: dict[str, Any]
+    units: range
+    tokens: int
+    share: float
+
+
+def layout(batch: Mapping[str, Any]) -> Layout:
+    """How this batch of host tensors may be cut."""
+    first = batch.get("input_ids", batch.get("labels"))
+    if not isinstance(first, Tensor) or first.dim() == 0:
+        return Layout(kind="whole", sizes=(1,), reason="it has no input_ids")
+    tokens = first.numel()
+    if not isinstance(batch.get("labels"), Tensor):
+        return Layout(kind="whole", sizes=(tokens,), reason="it has no labels by which its parts could be weighed")
+    positions = batch.get("position_ids")
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    if isinstance(positions, Tensor) and positions.shape == first.shape == (1, tokens):
+        return _packed(batch, positions, tensors)
+    rows = len(first)
+    for name, value in tensors.items():
+        if name not in _BY_ROW or value.dim() == 0 or len(value) != rows:
+            return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to cut its {name}")
+    return Layout(kind="rows", sizes=(tokens // rows,) * rows)
+
+
+def _packed(batch: Mapping[str, Any], positions: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
+    tokens = positions.numel()
+    for name, value in tensors.items():
+        if not (name in _BOUNDARIES or (name in _BY_TOKEN and value.shape == (1, tokens))):
+            return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to cut its {name}")
+    starts = _starts(positions)
+    if positions.any():
+        # Padding at the end is zeros as well, each a sequence of its own: it stays with the last real one.
+        starts[int(positions[0].nonzero()[-1]) + 1 :] = False
+    if "shift_labels" not in batch:
+        # A label at a start would belong to the last token of the sequence before: that pair must stay together.
+        starts[1:] &= batch["labels"][0, 1:] == _IGNORED_LABEL
+    begins = starts.nonzero().flatten().tolist()
+    sizes = tuple(end - begin for begin, end in zip(begins, [*begins[1:], tokens], strict=True))
+    return Layout(kind="packed", sizes=sizes)
+
+
+def _starts(positions: Tensor) -> Tensor:
+    """bool[tokens]: where a sequence begins; the first token always does."""
+    starts = positions[0] == 0
+    starts[0] = True
+    return starts
+
+
+def group(sizes: Sequence[int], parts: int) -> list[range]:
+    """Neighbours joined into at most ``parts`` groups, so that the largest one is as small as it can be.
+
+    Args:
+        sizes: of the units, in order; positive.
+        parts: how many groups there may be, 1 or more.
+
+    Returns:
+        The units of each group; together all of them, in order.
+    """
+    if parts >= len(sizes):
+        return [range(number, number + 1) for number in range(len(sizes))]
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(sizes, middle)) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(sizes, low)
+
+
+def _fill(sizes: Sequence[int], capacity: int) -> list[range]:
+    """Groups of at most ``capacity``, each filled before the next is begun; no size is above it."""
+    groups, begin, held = [], 0, 0
+    for number, size in enumerate(sizes):
+        if held + size > capacity:
+            groups.append(range(begin, number))
+            begin, held = number, 0
+        held += size
+    return [*groups, range(begin, len(sizes))]
+
+
+def next_divisor(sizes: Sequence[int], divisor: int, units: range) -> int | None:
+    """The next power of two times ``divisor`` that tears these units of a batch apart; None for a single one."""
+    if len(units) < 2:
+        return None
+    while any(units[0] in each and units[-1] in each for each in group(sizes, divisor)):
+        divisor *= 2
+    return divisor
+
+
+def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool) -> list[Part]:
+    """Cut a batch of host tensors into at most ``divisor`` parts, which are views of it where that is possible.
+
+    Args:
+        batch: as the data collator made it; not changed.
+        divisor: 1 or more.
+        labels_shifted: whether the loss compares each token with the label after it (causal language models), so that
+            the first label of a row counts for nothing.
+
+    Returns:
+        The parts in order; a batch that cannot be cut is the only one.
+    """
+    found = layout(batch)
+    groups = group(found.sizes, divisor)
+    if len(groups) == 1:
+        return [Part(inputs=dict(batch), units=groups[0], tokens=sum(found.sizes), share=1.0)]
+    tokens = [sum(found.sizes[number] for number in each) for each in groups]
+    if found.kind == "rows":
+        inputs = [
+            {
+                name: value[each.start : each.stop] if isinstance(value, Tensor) else value
+                for name, value in batch.items()
+            }
+            for each in groups
+        ]
+    else:
+        ends = itertools.accumulate(tokens)
+        inputs = [_sequences(batch, end - size, end) for end, size in zip(ends, tokens, strict=True)]
+    counts = [_labels_that_count(one, shifted=labels_shifted) for one in inputs]
+    weights = counts if any(counts) else tokens
+    return [
+        Part(inputs=one, units=each, tokens=size, share=weight / sum(weights))
+        for one, each, size, weight in zip(inputs, groups, tokens, weights, strict=True)
+    ]
+
+
+def _labels_that_count(inputs: Mapping[str, Any], *, shifted: bool) -> int:
+    if "shift_labels" in inputs:
+        labels = inputs["shift_labels"]
+    else:
+        labels = inputs["labels"][..., 1:] if shifted and inputs["labels"].dim() > 1 else inputs["labels"]
+    return int(labels.ne(_IGNORED_LABEL).sum())
+
+
+def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """The sequences that lie in tokens [begin, end) of a packed batch."""
+    inputs = {
+        name: value[:, begin:end] if isinstance(value, Tensor) and name in _BY_TOKEN else value
+        for name, value in batch.items()
+    }
+    if "seq_idx" in inputs:
+        inputs["seq_idx"] = inputs["seq_idx"] - inputs["seq_idx"][0, 0]
+    starts = _starts(inputs["position_ids"]).nonzero().flatten()
+    boundaries = torch.cat([starts, starts.new_tensor([end - begin])])
+    for name in _BOUNDARIES & inputs.keys():
+        value, like = boundaries if name.startswith("cu_seq_lens") else boundaries.diff().max(), batch[name]
+        inputs[name] = value.to(like.dtype) if isinstance(like, Tensor) else int(value)
+    return inputs
+
+
+# ---- an optimizer step that can be put back to its start ----------------------------------------------------
+
+
+class RandomState:
+    """The random state of this process and its devices, as it is now."""
+
+    def __init__(self, *devices: torch.device) -> None:
+        self._python = random.getstate()
+        self._numpy = numpy.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._accelerators = [(torch.cuda.get_rng_state(each), each) for each in devices if each.type == "cuda"]
+
+    def restore(self) -> None:
+        """As it was."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        for state, device in self._accelerators:
+            torch.cuda.set_rng_state(state, device)
+
+
+class Window:
+    """One optimizer step under way: its micro-batches so far, and what must be put back to do them again.
+
+    Put back are gradients (there are none at the start of a step), random states, and what the trainer has logged since
+    (TRL's metrics and token count). TRL's activation offloading forgets by itself what it holds of a forward whose
+    backward never came.
+
+    Attributes:
+        batches: of the micro-steps so far, as host tensors.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.batches: list[Mapping[str, Any]] = []
+        self._random = RandomState(*trainer.devices)
+        self._metrics: dict[str, list[float]] = getattr(trainer, "_metrics", {}).get("train", {})
+        self._lengths = {name: len(values) for name, values in self._metrics.items()}
+        self._tokens = self.tokens
+
+    @property
+    def tokens(self) -> int:
+        """What TRL's trainers have counted in the run so far and log as ``num_tokens``; 0 for one that counts none."""
+        return int(getattr(self._trainer, "_total_train_tokens", 0))
+
+    @tokens.setter
+    def tokens(self, number: int) -> None:
+        if number != self.tokens:
+            self._trainer._total_train_tokens = number
+            if "num_tokens" in self._metrics:
+                self._metrics["num_tokens"] = [number]
+
+    def rewind(self, model: nn.Module) -> None:
+        """Back to the start of the step, with all memory given back that the tries since have taken."""
+        model.zero_grad()
+        release_memory()
+        for name in list(self._metrics):
+            del self._metrics[name][self._lengths.get(name, 0) :]
+            if name not in self._lengths:
+                del self._metrics[name]
+        self.tokens = self._tokens
+        self._random.restore()
+
+
+# ---- the recovery -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shortage:
+    """A micro-batch, or a part of one, that ran out of memory.
+
+    Attributes:
+        wanted: by what micro-batches must be cut so that this one gets smaller; None when it cannot be.
+        what: it, in words.
+        said: the allocator's words.
+        incident: for the report, but for its outcome.
+    """
+
+    wanted: int | None
+    what: str
+    said: str
+    incident: dict[str, Any]
+
+
+class OutOfMemoryRecovery:
     """See the module's description.
 
     Args:
-        on_oom: ``step_down``: a step that runs out of memory is done again with smaller micro-batches; ``stop``: it
-            ends the run, and gradients are averaged during the last backward of a step instead of after it.
+        trainer: whose micro-steps these are, with model, optimizer and accelerator in place.
+        resumed: whether a checkpoint is resumed from.
 
-    Raises:
-        UsageError: ``HF_ROCM_TUNE_STEP_FAULT`` is wrong.
-        OutOfMemoryError: from `train`, when a micro-batch that cannot be made smaller does not fit.
+    Attributes:
+        divisor: into how many parts micro-batches are cut at most, 1 or more; the same on all ranks.
+        loss_factor: what the trainer has to multiply a loss with at the moment.
     """
 
-    _gradient_check: GradientCheck | Traffic | None  # the ranks have it
-    _step_down: StepDown | None = None
+    def __init__(self, trainer: VerifiedTransferMixin, *, resumed: bool) -> None:
+        self._trainer = trainer
+        self._window: Window | None = None
+        self._at: tuple[int, Part] | None = None  # number of the micro-step under way in the window, and its part
+        self._shortages = 0
+        self._cache_was_given_back = False  # in this optimizer step
+        self.loss_factor = 1.0
+        self.divisor, incident = on_main_process(lambda: read_state(trainer, resumed=resumed))
+        if incident is not None and trainer.is_world_process_zero():
+            self._report([incident], "recovered")  # by this restart
 
-    def __init__(self, *arguments: Any, on_oom: Literal["step_down", "stop"] = "step_down", **keywords: Any) -> None:
-        self._on_oom = on_oom
-        spec = StepFaultSpec.from_environment()
-        super().__init__(*arguments, **keywords)
-        self.step_faults = StepFaults(spec, rank=self.args.process_index, report=self.transfer_report)
+    def begin_step(self) -> None:
+        """A new optimizer step begins, however the last one ended."""
+        self._window = None
+        self._cache_was_given_back = False
 
-    def micro_batches(self) -> dict[str, Any]:
-        """For the report: whether they are cut when memory is short, and by what they are cut at present."""
-        divisor = 1 if self._step_down is None else self._step_down.divisor
-        return {"steps_down": self._step_down is not None, "micro_batch_divisor": divisor}
+    def run(self, stock: Stock, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> Tensor:
+        """One micro-step.
 
-    @override
-    def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
-        """As upstream; on an accelerator the allocator's figures stand beside the training loss."""
-        if "loss" in logs and self.args.device.type == "cuda":
-            logs.update(read(self.args.device).for_log())
-        super().log(logs, *arguments, **keywords)
+        Args:
+            stock: computes loss and gradients of a micro-batch.
+            model: as the trainer has wrapped it.
+            inputs: the micro-batch as the loader handed it out.
+            num_items: label tokens of the whole optimizer step on all ranks; None where the loss is a mean.
 
-    @override
-    def create_accelerator_and_postprocess(self) -> None:
-        """As upstream; what is gathered in a micro-step then waits for no rank that is out of memory."""
-        super().create_accelerator_and_postprocess()
-        if self.args.world_size > 1:
-            self.accelerator.gather = partial(self._gather, self.accelerator.gather)
+        Returns:
+            The loss of the micro-batch as upstream would give it, detached, shape [].
 
-    @override
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self._step_down = self._new_step_down(resumed=bool(resume_from_checkpoint))
-        return prepared
+        Raises:
+            OutOfMemoryError: a micro-batch that cannot be cut further finds no memory, or there are several ranks.
+        """
+        window = self._window = self._window or Window(self._trainer)
+        window.batches.append(self._trainer.host_batch(inputs))
+        shortages: list[dict[str, Any]] = []
+        todo: Sequence[Mapping[str, Any]] = [inputs]
+        while (found := self._try(window, stock, model, todo, num_items))[1] is not None:
+            shortages.append(found[1].incident)
+            self._step_down(shortages, found[1])
+            window.rewind(model)
+            todo = window.batches
+        if shortages:
+            self._report(shortages, "recovered")
+        if self._trainer.accelerator.sync_gradients:
+            self._window = None
+        assert found[0] is not None
+        return found[0]
 
-    def _new_step_down(self, *, resumed: bool) -> StepDown | None:
-        ddp = averager(self.model_wrapped)
-        shared = max(self.get_tp_size(), self.get_cp_size(), self.get_sp_size(), self.args.n_gpu) > 1
-        if self._on_oom == "stop" or shared or self._is_sharded() or (self.args.world_size > 1 and ddp is None):
-            return None
-        divisor = on_main_process(
-            lambda: read_divisor(
-                Path(self.args.output_dir),
-                run_id=self.run_id,
-                batch_size=self.args.per_device_train_batch_size,
-                resumed=resumed,
-            )
+    def _try(
+        self, window: Window, stock: Stock, model: nn.Module, todo: Sequence[Mapping[str, Any]], num_items: Any
+    ) -> tuple[Tensor | None, _Shortage | None]:
+        """The loss of the last of these micro-batches, which end the window; or what ran out of memory."""
+        first = len(window.batches) - len(todo)
+        loss = None
+        try:
+            for number, batch in enumerate(todo, start=first):
+                loss = self._micro_step(window, stock, model, number, batch, num_items)
+            check = self._trainer.grad_sync.check
+            if check is not None and self._trainer.accelerator.sync_gradients:
+                check.collect()
+        except RuntimeError as error:
+            return None, self._note(window, error)
+        finally:
+            self._at = None
+        return loss, None
+
+    def _micro_step(
+        self, window: Window, stock: Stock, model: nn.Module, number: int, batch: Mapping[str, Any], num_items: Any
+    ) -> Tensor:
+        """Gradients of one micro-batch, part by part; its loss."""
+        trainer = self._trainer
+        parts = split(window.batches[number], self.divisor, labels_shifted=trainer._loss_shifts_labels)
+        apart = self.divisor > 1 and trainer.args.world_size > 1
+        before = window.tokens
+        losses = []
+        with local_gathers(trainer.accelerator, apart):  # ranks may have unequally many parts
+            for part in parts:
+                self._at = number, part
+                with ExitStack() as stack:
+                    stack.enter_context(self._as_one_of(len(parts), part, num_items))
+                    stack.enter_context(trainer.step_fault(model, part))
+                    if part is not parts[-1]:
+                        stack.enter_context(trainer.accelerator.no_sync(model))
+                    losses.append(stock(model, batch if self.divisor == 1 else part.inputs, num_items))
+                trainer.beat("step")
+        if apart:
+            counted = window.tokens - before
+            window.tokens += round(sum(row[0] for row in everyone([counted]))) - counted
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    @contextmanager
+    def _as_one_of(self, parts: int, part: Part, num_items: Any) -> Iterator[None]:
+        """Upstream divides by the accumulation steps what no token count has normalised: there are more steps now."""
+        trainer = self._trainer
+        steps = trainer.current_gradient_accumulation_steps
+        trainer.current_gradient_accumulation_steps = steps * parts
+        if parts > 1 and _takes_a_mean(trainer, num_items):
+            self.loss_factor = part.share * parts
+        elif parts > 1 and num_items is None:
+            self.loss_factor = part.share
+        try:
+            yield
+        finally:
+            trainer.current_gradient_accumulation_steps = steps
+            self.loss_factor = 1.0
+
+    # ---- after a try that failed ----------------------------------------------------------------------------
+
+    def _note(self, window: Window, error: RuntimeError) -> _Shortage:
+        """What is known of a shortage, and keeps nothing of the error, which holds on to every activation.
+
+        Allocates no device memory. Any other error is raised again.
+        """
+        if device_shortage(error) is None:
+            raise error
+        trainer, args = self._trainer, self._trainer.args
+        number, part = self._at or (len(window.batches) - 1, split(window.batches[-1], 1, labels_shifted=True)[0])
+        found = layout(window.batches[number])
+        alone = args.world_size == 1
+        outside = not (isinstance(error, torch.OutOfMemoryError) or self._cache_was_given_back)
+        self._cache_was_given_back |= outside
+        wanted = self.divisor if alone and outside else next_divisor(found.sizes, self.divisor, part.units)
+        if wanted is not None and not alone:
+            wanted *= 2  # every further shortage would cost another restart
+        self._shortages += 1
+        step, rank, said = trainer.state.global_step + 1, args.process_index, " ".join(str(error).split())
+        units = "sequence" if found.kind == "packed" else "row"
+        evidence = _keep_evidence(
+            Path(args.output_dir) / EVIDENCE_DIRECTORY,
+            f"step-{step}-rank-{rank}-{self._shortages}",
+            part,
+            found,
+            args.device,
+            said,
         )
-        return StepDown(self, averager=ddp, divisor=divisor)
+        return _Shortage(
+            wanted=wanted,
+            what=f"{len(part.units)} {units}{'s' if len(part.units) > 1 else ''} ({part.tokens} tokens)"
+            + (f" ({found.reason})" if found.reason else ""),
+            said=said.split(". ")[0],
+            incident={
+                "step": step,
+                "stage": "memory",
+                "kind": "out of memory",
+                "micro_step": number + 1,
+                "rows": len(part.units),
+                "tokens": part.tokens,
+                "shapes": {name: list(value.shape) for name, value in part.inputs.items() if torch.is_tensor(value)},
+                "divisor": self.divisor,
+                "said": said,
+                "evidence": evidence,
+            },
+        )
 
-    @override
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """As upstream: an optimizer step begins."""
-        if self._step_down is not None:
-            self._step_down.forget()
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+    def _step_down(self, shortages: Sequence[dict[str, Any]], found: _Shortage) -> None:
+        """Cut smaller from now on, or end the run.
 
-    @override
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As upstream, again and smaller if need be; averages of gradients are judged before they are clipped."""
-        stock = super().training_step
-        if not isinstance(inputs, Mapping):  # prompts from which a trainer generates its batch: not ours to cut
-            loss: Tensor = stock(model, inputs, num_items_in_batch)
-        elif self._step_down is not None:
-            loss = self._step_down.run(stock, model, inputs, num_items_in_batch)
-        else:
-            (part,) = split(self.host_batch(inputs), 1, labels_shifted=self._loss_shifts_labels)
-            with self.step_fault(model, part):
-                loss = stock(model, inputs, num_items_in_batch)
-        check = self._gradient_check
-        if check is not None and (check.pending or self.accelerator.sync_gradients):
-            check.settle(step=self.state.global_step + 1)
-        return loss
+        Raises:
+            OutOfMemoryError: the micro-batch cannot be made smaller, or there are several ranks.
+        """
+        args, step = self._trainer.args, found.incident["step"]
+        several = args.world_size > 1
+        who = f"rank {args.process_index}: " if several else ""
+        if found.wanted is None:
+            self._report(shortages, "failed")
+            raise OutOfMemoryError(f"{who}{self._refusal(found)}")
+        cut = f"micro-batches cut into up to {found.wanted} parts (the effective batch stays)"
+        self._write_state(found.wanted, found.incident | {"on_rank": args.process_index} if several else None)
+        if several:
+            raise OutOfMemoryError(
+                f"{who}no memory for {found.what} at step {step} ({found.said}): start the same command again, it goes "
+                f"on from the newest checkpoint with {cut}"
+            )
+        now = f"with {cut} from now on" if found.wanted > self.divisor else "after the allocator's cache was given back"
+        logger.warning("step %d: no memory for %s; the step is done again, %s", step, found.what, now)
+        self.divisor = found.wanted
 
-    @override
-    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
-        """As upstream; a mean over a part of a micro-batch counts by the part's labels."""
-        result = super().compute_loss(*arguments, **keywords)
-        factor = 1.0 if self._step_down is None else self._step_down.loss_factor
-        if factor == 1.0:
-            return result
-        return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
+    def _refusal(self, found: _Shortage) -> str:
+        """What to tell the user when this micro-batch cannot be made smaller."""
+        args, model = self._trainer.args, self._trainer.model
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        advice = []
+        if getattr(args, "max_length", None):
+            advice.append(f"lower --max_length (it is {args.max_length})")
+        if not args.activation_checkpointing:
+            advice.append("turn --activation_checkpointing on")
+        if not getattr(base, "is_loaded_in_4bit", False) and hasattr(model, "peft_config"):
+            advice.append("add --load_in_4bit")
+        advice.append("see what fits with `hf-rocm-tune plan`")
+        kept = found.incident["evidence"]
+        seen = f"; the batch and the allocator's state are in {kept}" if kept else ""
+        return (
+            f"no memory for {found.what} at step {found.incident['step']}, and a micro-batch cannot be smaller "
+            f"({found.said}): {', or '.join(advice)}{seen}"
+        )
 
-    def step_fault(self, model: nn.Module, part: Part) -> AbstractContextManager[None]:
-        """Within it the step that is under way is harmed, where that was asked for."""
-        step = self.state.global_step + 1
-        return self.step_faults.during(model, step=step, rows=len(part.units), tokens=part.tokens)
+    def _report(self, shortages: Sequence[dict[str, Any]], outcome: str) -> None:
+        report = self._trainer.transfer_report
+        report.count("memory", shortages=len(shortages), recovered=len(shortages) if outcome == "recovered" else 0)
+        for each in shortages:
+            report.incident({**each, "outcome": outcome})
 
-    def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The host tensors that a batch came from; what came from nowhere that is known here stays as it is."""
-        return dict(map_tensors(inputs, self._host_source))
+    def _write_state(self, divisor: int, incident: Mapping[str, Any] | None) -> None:
+        """Record what this run has learned beside its checkpoints, so that a restart need not learn it again.
 
-    def _gather(self, stock: Callable[[Any], Any], tree: Any) -> Any:
-        return stock(tree) if self._step_down is None else self._step_down.gather(stock, tree)
+        A full disk is no reason to end a run that has just been saved from another end: it is logged.
+        """
+        trainer = self._trainer
+        directory, size = Path(trainer.args.output_dir), trainer.args.per_device_train_batch_size
+        body = {"run_id": trainer.run_id, "batch_size": size, "divisor": divisor, "incident": incident}
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_text_atomic(directory / STATE_FILE, json.dumps(body) + "\n")
+        except OSError as error:
+            logger.warning(
+                "%s could not be written (%s): a restart begins with whole micro-batches again", STATE_FILE, error
+            )
+
+
+def recovery_for(trainer: VerifiedTransferMixin, *, on_oom: str, resumed: bool) -> OutOfMemoryRecovery | None:
+    """The recovery of a trainer that is prepared to train; None where a step is not done again. Collective."""
+    wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # torch.compile stands around DDP
+    shared = max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size(), trainer.args.n_gpu) > 1
+    plain = isinstance(wrapped, DistributedDataParallel) and not wrapped.static_graph
+    if on_oom == "stop" or shared or trainer.is_sharded or (trainer.args.world_size > 1 and not plain):
+        return None
+    return OutOfMemoryRecovery(trainer, resumed=resumed)
+
+
+def read_state(trainer: Any, *, resumed: bool) -> tuple[int, dict[str, Any] | None]:
+    """Into how many parts this run cuts its micro-batches, and the incident that ended its last start, if one did.
+
+    A record of another run, or for another size of micro-batch, does not count. A trainer of the user's own has no run
+    id: then what stands there counts for a run that is resumed from a checkpoint.
+    """
+    file = Path(trainer.args.output_dir) / STATE_FILE
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+        same = (body["run_id"], body["batch_size"]) == (trainer.run_id, trainer.args.per_device_train_batch_size)
+        if same and (trainer.run_id or resumed):
+            incident = body.get("incident")
+            return max(1, int(body["divisor"])), incident if isinstance(incident, dict) else None
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s cannot be read (%s): micro-batches are whole again", STATE_FILE, error)
+    return 1, None
+
+
+@contextmanager
+def local_gathers(accelerator: Any, on: bool = True) -> Iterator[None]:
+    """Within the block what a trainer gathers for its metrics is this rank's own: no rank waits for another there."""
+    if not on:
+        yield
+        return
+    accelerator.gather = lambda tree: map_tensors(tree, torch.atleast_1d)  # as upstream's shapes
+    try:
+        yield
+    finally:
+        del accelerator.gather
+
+
+def _keep_evidence(
+    directory: Path, name: str, part: Part, found: Layout, device: torch.device, said: str
+) -> str | None:
+    """Write the batch and, on an accelerator, the allocator's snapshot (for https://pytorch.org/memory_viz).
+
+    Returns:
+        The directory; None when that fails: it is not worth the run.
+    """
+    accelerator = device.type == "cuda"
+    content = {
+        "said": said,
+        "inputs": map_tensors(part.inputs, torch.clone),  # not the whole batch, of which it is a view
+        "layout": found.kind,
+        "lengths": list(found.sizes),
+        "units": [part.units.start, part.units.stop],
+        "memory_stats": dict(torch.cuda.memory_stats(device)) if accelerator else None,
+    }
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.save(content, directory / f"{name}.pt")
+        if accelerator:
+            (directory / f"{name}.pickle").write_bytes(pickle.dumps(torch.cuda.memory._snapshot(device)))
+    except (OSError, RuntimeError) as failure:  # torch.save raises RuntimeError when a disk is full
+        logger.warning("the batch that ran out of memory could not be kept in %s: %s", directory, failure)
+        return None
+    return str(directory)
+
+
+def _takes_a_mean(trainer: Any, num_items: Any) -> bool:
+    """Whether upstream takes the loss for a mean over the micro-batch, and divides it by the accumulation steps."""
+    if trainer.loss_is_scaled_for_ga is not None:
+        return not trainer.loss_is_scaled_for_ga
+    counted = trainer.model_accepts_loss_kwargs and num_items is not None
+    return not counted and trainer.compute_loss_func is None

@@ -25,17 +25,15 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from hf_rocm_tune.distributed.agree import highest
 from hf_rocm_tune.errors import UsageError, device_shortage
-from hf_rocm_tune.memory.stepdown import split
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.plan.candidates import Candidate, Trial, with_slack
 from hf_rocm_tune.plan.estimate import Trained, optimizer
-from hf_rocm_tune.training.oom import StepDownMixin
-from hf_rocm_tune.training.oom_window import Window
+from hf_rocm_tune.ranks.agree import highest
+from hf_rocm_tune.training.oom import Window, local_gathers, split
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.training.mixin import VerifiedTransferMixin
+    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
 _ROWS_AT_ONCE = 10_000
 
@@ -191,7 +189,9 @@ def _cut(lengths: list[int], total: int) -> list[int]:
 
 
 def _went_through(trainer: VerifiedTransferMixin, rows: list[dict[str, Any]], *, micro_steps: int) -> bool:
-    stock = super(StepDownMixin, trainer).training_step  # its own would keep evidence and step down
+    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
+
+    stock = super(VerifiedTransferMixin, trainer).training_step  # its own would keep evidence and step down
     try:
         beside = _stand_in(trainer, "state")
         for _ in range(micro_steps):
@@ -240,19 +240,15 @@ def _undone(trainer: VerifiedTransferMixin) -> Iterator[None]:
         stack.enter_context(_kept(trainer, "current_gradient_accumulation_steps"))
         # With the last of them a model counts as prepared: there would be no DistributedDataParallel, no autocast.
         stack.enter_context(_kept(model, "forward", "_original_forward", "_is_accelerate_prepared"))
-        stack.enter_context(_kept(accelerator, "gather", "_models"))
+        stack.enter_context(_kept(accelerator, "_models"))
         stack.callback(model.train, training)
         stack.callback(set_checkpointing, trainer, checkpointing)
         stack.callback(window.rewind, model)
         trainer.current_gradient_accumulation_steps = 1
-        accelerator.gather = _alone  # a rank that is out of memory would leave the others waiting in it
+        stack.enter_context(local_gathers(accelerator))  # a rank without memory would leave the others waiting in it
         accelerator._models = []
         accelerator.prepare_model(model, evaluation_mode=True)  # mixed precision, and no DistributedDataParallel
         yield
-
-
-def _alone(tree: Any) -> Any:
-    return tree
 
 
 _ABSENT = object()

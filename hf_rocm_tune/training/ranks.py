@@ -1,80 +1,399 @@
-"""What several processes that train one model must agree on: the same weights before and after the model is wrapped,
-frozen ones out of DistributedDataParallel's start-up broadcast, and averages of gradients that are judged.
+"""What several processes that train one model must agree on.
+
+Under DistributedDataParallel: the same weights before and after the model is wrapped, frozen ones out of its start-up
+broadcast, and averages of gradients that are judged (`GradientSync`).
+
+Under FSDP2 each card keeps its own rows of every weight (`ShardedModel`). The model is sharded when the trainer is
+built, not when training begins, so that everything that looks at it (coverage, sentinels, reports) sees what will be
+trained. Accelerate finds it sharded and leaves it so. What upstream does between cards without a check, and what is
+done here instead:
+
+    broadcast of all weights from rank 0         each rank reads the files and sends its own rows through the mover
+    gathering weights, averaging gradients       upstream's, judged before the optimizer (`distributed.fsdp_traffic`)
+    norm over all gradients                      added up over gloo
+    gathering the whole model for each save      only what is trained and the optimizer's state, over gloo, compared
+
+Checkpoints have the form of a single process: they are the same with any number of ranks, with or without FSDP2.
+
+Not covered with FSDP2: shortages of memory (the step is not done again), comparison of replicas (a shard has none).
 """
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType, str_to_bool
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.distributed.fsdp_traffic import Traffic
-from hf_rocm_tune.distributed.gradients import GradientCheck, watch
-from hf_rocm_tune.distributed.sync_settings import Compression, SyncSettings, Way
+from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
+from hf_rocm_tune.integrity.replicas import compare_replicas
 from hf_rocm_tune.models.placement import tensors_of
-from hf_rocm_tune.models.shards import is_sharded
+from hf_rocm_tune.models.sharding import shard
+from hf_rocm_tune.models.shards import fsdp_modules, is_sharded, reshard, rows_of, shard_digest
+from hf_rocm_tune.ranks.agree import everyone, highest
+from hf_rocm_tune.ranks.averaging import SyncSettings
+from hf_rocm_tune.ranks.fsdp import Traffic
+from hf_rocm_tune.ranks.gradients import GradientCheck, watch
+from hf_rocm_tune.training.saved_state import host_copy
+from hf_rocm_tune.transfer import Digest, Mover, combine, digest
+from hf_rocm_tune.transfer.host_group import host_group
 
 if TYPE_CHECKING:
-    from transformers import Trainer as _Base
+    from transformers import TrainingArguments
 
-    from hf_rocm_tune.training.callbacks import SentinelCallback
-    from hf_rocm_tune.transfer import Mover
-else:
-    _Base = object
+    from hf_rocm_tune.training.sentinels import SentinelCallback
+
+_BATCH_BYTES = 64 << 20
+RAM_EFFICIENT = (
+    "fsdp_cpu_ram_efficient_loading makes rank 0 broadcast every weight between the cards, unverified: set it to "
+    "false. Each rank reads only its own rows here, so it saves nothing"
+)
+OFFLOAD = "fsdp_offload_params moves weights past the verification in every step: set it to false"
+CHECKPOINTING = (
+    "fsdp_activation_checkpointing is not supported: set it to false and use --activation_checkpointing instead"
+)
 
 
-class RanksMixin(_Base):
-    """See the module's description; for a trainer that has ``mover`` and the callback of the sentinels.
+class GradientSync:
+    """How the ranks of one training average gradients, and the judgement of the averages.
+
+    PowerSGD begins after a tenth of the run's steps, and its state is in no checkpoint: a run that is continued begins
+    with plain averages again.
 
     Args:
-        grad_sync: how several ranks average gradients: ``ddp``, over the process group; ``host``, through host memory
-            over a gloo group, whatever the process group is. Without RCCL at all only where that is gloo as well
-            (``ddp_backend="gloo"`` in the training arguments).
-        grad_compression: what travels between the ranks: ``none``, ``fp16``, ``bf16``, or ``powersgd`` (with ``ddp``).
-            PowerSGD begins after a tenth of the run's steps, and its state is in no checkpoint: a run that is continued
-            begins with plain averages again.
+        settings: how; see `distributed.sync_settings.SyncSettings`.
 
-    Raises:
-        UsageError: the two do not go together; from `train`, when something else than DistributedDataParallel averages
-            gradients and they are not left at ``ddp`` and ``none``.
+    Attributes:
+        check: judges the averages; None before training, with one process, and where nothing is judged.
     """
 
-    mover: Mover
-    _sentinel: SentinelCallback
-    _gradient_check: GradientCheck | Traffic | None = None
-    _traffic: Traffic | None = None  # FSDP2's, where that averages
+    def __init__(self, settings: SyncSettings) -> None:
+        self._settings = settings
+        self.check: GradientCheck | Traffic | None = None
 
-    def __init__(
-        self, *arguments: Any, grad_sync: Way = "ddp", grad_compression: Compression = "none", **keywords: Any
-    ) -> None:
-        self._grad_sync = SyncSettings(way=grad_sync, compression=grad_compression)
-        super().__init__(*arguments, **keywords)
+    def before_wrapping(self, model: nn.Module, sentinel: SentinelCallback) -> None:
+        """Compare the replicas, and keep what is frozen out of DistributedDataParallel's broadcast. Collective."""
+        sentinel.check_replicas(tensors_of(model), "before DistributedDataParallel")
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        buffers = [name for name, _ in model.named_buffers()]
+        _, _, ignore = upstream.resolve("ddp_ignore")
+        ignore(model, [*frozen, *buffers])
 
-    def describe_grad_sync(self) -> dict[str, Any] | None:
+    def start(self, wrapped: nn.Module, mover: Mover, traffic: Traffic | None, *, max_steps: int) -> None:
+        """Begin to judge averages: DistributedDataParallel's, or else those of FSDP2. Collective.
+
+        Raises:
+            UsageError: something else averages gradients, and the settings ask for what only DDP has.
+        """
+        settings = replace(self._settings, powersgd_after=max(2, -(-max_steps // 10)))
+        earlier = self.check if isinstance(self.check, GradientCheck) else None
+        self.check = watch(wrapped, mover, earlier, settings) or traffic
+
+    def settle(self, *, step: int, synced: bool) -> None:
+        """Judge the averages of this step before they are clipped. Collective.
+
+        Raises:
+            CorruptionError: on every rank, when an average is wrong and cannot be made right.
+        """
+        if self.check is not None and (self.check.pending or synced):
+            self.check.settle(step=step)
+
+    def describe(self, model: nn.Module, ranks: int) -> dict[str, Any] | None:
         """For the report: how gradients were averaged, as this rank saw it; None with a single process."""
-        if self.args.world_size == 1:
+        if ranks == 1:
             return None
-        if self._gradient_check is None:
-            way = "fsdp2" if is_sharded(self.model) else "ddp"
-            return {"way": way, "compression": "none", "judged": "no"}
-        return self._gradient_check.describe()
+        if self.check is None:
+            return {"way": "fsdp2" if is_sharded(model) else "ddp", "compression": "none", "judged": "no"}
+        return self.check.describe()
 
-    @override
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        distributed = self.args.world_size > 1 and not is_sharded(self.model)
-        if distributed:
-            self._sentinel.check_replicas(tensors_of(self.model), "before DistributedDataParallel")
-            frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
-            buffers = [name for name, _ in self.model.named_buffers()]
-            _, _, ignore = upstream.resolve("ddp_ignore")
-            ignore(self.model, [*frozen, *buffers])
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if distributed:
-            self._sentinel.check_replicas(tensors_of(self.model), "after DistributedDataParallel")
-        if self.args.world_size > 1:
-            settings = replace(self._grad_sync, powersgd_after=max(2, -(-max_steps // 10)))
-            earlier = self._gradient_check if isinstance(self._gradient_check, GradientCheck) else None
-            self._gradient_check = watch(self.model_wrapped, self.mover, earlier, settings) or self._traffic
-        return prepared
+
+# ---- FSDP2 --------------------------------------------------------------------------------------------------
+
+
+def is_wanted(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher was told to use FSDP, which it says in the environment."""
+    return bool(str_to_bool(environ.get("ACCELERATE_USE_FSDP", "false")))
+
+
+def before_accelerator(args: TrainingArguments) -> None:
+    """Upstream knows no FSDP on the CPU: there the ranks are called ranks of accelerators.
+
+    Raises:
+        UsageError: there is one process.
+    """
+    if not is_wanted(os.environ):
+        return
+    if args.world_size < 2:
+        raise UsageError("FSDP2 shards over two or more processes, and there is one: give --num_processes 2")
+    if args.device.type == "cpu":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+class ShardedModel:
+    """The model of a trainer, sharded by FSDP2, and what replaces accelerate's handling of it.
+
+    Args:
+        accelerator: with its FSDP plugin.
+        mover: brings every row to the device.
+        world_size: how many ranks there are.
+
+    Attributes:
+        seconds: that sharding took, with its verification.
+        whole: brings together what is saved; None before `shard`.
+        traffic: judges what FSDP2 sends; None before `shard` and with ``verify="off"``.
+
+    Raises:
+        UsageError: FSDP2 is asked for in a way that cannot work, or not be verified.
+        SeamError: FSDP was asked for, and accelerate has not made it.
+    """
+
+    def __init__(self, accelerator: Any, mover: Mover, world_size: int) -> None:
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        if plugin is None:
+            raise SeamError("FSDP was asked for and accelerate has not made it: use the version in pyproject.toml")
+        check_plugin(plugin)
+        # What is saved is ours to bring together; upstream writes nothing at all where this is another one.
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+        accelerator.clip_grad_norm_ = self._clip
+        accelerator.get_state_dict = self._state_to_save
+        self._accelerator, self._mover, self._ranks = accelerator, mover, world_size
+        self.seconds = 0.0
+        self.whole: WholeState | None = None
+        self.traffic: Traffic | None = None
+
+    def shard(self, model: nn.Module) -> None:
+        """Shards the model and begins to watch what FSDP2 sends. Collective.
+
+        Raises:
+            CorruptionError: see `models.sharding.shard`, or ranks that hold other buffers than each other.
+        """
+        if is_sharded(model):
+            return
+        plugin = self._accelerator.state.fsdp_plugin
+        _require_rows(model, self._ranks)
+        _require_storage(model, plugin)
+        begun = time.perf_counter()
+        _reduce_as_trained(plugin, model)
+        shard(model, self._accelerator, self._mover)
+        self.seconds = time.perf_counter() - begun
+        self.whole = WholeState(model, self._mover)
+        if self._mover.settings.verify == "off":
+            return
+        sharded = {name for name, each in model.named_parameters() if isinstance(each, DTensor)}
+        compare_replicas(((n, each) for n, each in tensors_of(model) if n not in sharded), "after sharding")
+        self.traffic = Traffic(model, fsdp_modules(model), self._mover)
+
+    def _state_to_save(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """In place of ``Accelerator.get_state_dict``. Collective, unless it has been brought together for this save."""
+        del model, unwrap
+        assert self.whole is not None
+        return self.whole.model()
+
+    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """In place of ``Accelerator.clip_grad_norm_``: the norm is added up over gloo, alike on all ranks."""
+        if self.traffic is not None:
+            self.traffic.require_averages()
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        parts = [each._local_tensor if isinstance(each, DTensor) else each for each in gradients]
+        norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=torch.float32)) if parts else torch.zeros(1)
+        power = norm_type if norm_type != float("inf") else None
+        mine = norms.double().max() if power is None else (norms.double() ** power).sum()
+        rows = [row[0] for row in everyone([mine.item()])]
+        total = max(rows, key=lambda one: (one != one, one)) if power is None else sum(rows) ** (1 / power)
+        factor = max_norm / (total + 1e-6)
+        if factor < 1 or factor != factor:
+            torch._foreach_mul_(parts, factor)
+        return torch.tensor(total, dtype=torch.float32, device=self._mover.device)
+
+
+def _require_rows(model: nn.Module, ranks: int) -> None:
+    """Refuse what would leave a rank without a part of a trained tensor.
+
+    Accelerate tells the optimizer's parameters by the address of their parts, and all empty ones have the same.
+    """
+    for name, each in model.named_parameters():
+        first, last = rows_of(ranks - 1, ranks, each.shape[0])
+        if each.requires_grad and first == last:
+            raise UsageError(
+                f"FSDP2: {name} has {each.shape[0]} rows, too few for {ranks} ranks: give a larger --lora_r, or train "
+                "without FSDP2"
+            )
+
+
+def _require_storage(model: nn.Module, plugin: Any) -> None:
+    """Refuse 4-bit weights that FSDP2 would convert: they are bytes in the dress of floats."""
+    computed = getattr(plugin.mixed_precision_policy, "param_dtype", None)
+    for name, each in model.named_parameters():
+        packed = getattr(each, "quant_state", None) is not None and each.is_floating_point()
+        if packed and computed is not None and each.dtype != computed:
+            raise UsageError(
+                f"FSDP2 converts what it gathers to {computed}, and {name}, packed into {each.dtype}, would be "
+                f"destroyed: use bnb_4bit_quant_storage={computed}"
+            )
+
+
+def _reduce_as_trained(plugin: Any, model: nn.Module) -> None:
+    """Average gradients in the dtype of what is trained.
+
+    Accelerate averages in the dtype of the mixed precision, which loses bits of a float32 adapter's gradients that
+    DistributedDataParallel keeps.
+    """
+    policy = plugin.mixed_precision_policy
+    if policy is None:
+        return
+    quantised = bool(getattr(model, "is_loaded_in_4bit", False))
+    kinds = {each.dtype for each in model.parameters() if each.requires_grad}
+    # accelerate makes trainable weights float32 first, unless the model is quantised
+    dtype = kinds.pop() if quantised and len(kinds) == 1 else torch.float32
+    plugin.mixed_precision_policy = type(policy)(
+        param_dtype=policy.param_dtype, reduce_dtype=dtype, output_dtype=policy.output_dtype
+    )
+
+
+def check_plugin(plugin: Any) -> None:
+    """The same for a trainer that was built without our entry point, from what accelerate has understood.
+
+    Raises:
+        UsageError: see `check_fsdp`.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    for wrong, why in (
+        (plugin.fsdp_version != 2, f"fsdp_version {plugin.fsdp_version} is not supported: use fsdp_version: 2"),
+        (plugin.cpu_ram_efficient_loading, RAM_EFFICIENT),
+        (isinstance(plugin.cpu_offload, CPUOffloadPolicy), OFFLOAD),
+        (plugin.activation_checkpointing, CHECKPOINTING),
+    ):
+        if wrong:
+            raise UsageError(f"FSDP2: {why}")
+
+
+class WholeState:
+    """Brings together, keeps for one save, and forgets.
+
+    Args:
+        model: sharded.
+        mover: holds the settings.
+
+    Attributes:
+        optimizer: accelerate's wrapper of the optimizer; set when training begins.
+    """
+
+    def __init__(self, model: nn.Module, mover: Mover) -> None:
+        self._model, self._mover = model, mover
+        self.optimizer: Any = None
+        self._kept_model: dict[str, Tensor] | None = None
+        self._kept_optimizer: dict[str, Any] | None = None
+
+    def model(self) -> dict[str, Tensor]:
+        """Trained weights by name, whole, on rank 0's host; nothing on other ranks. Collective the first time.
+
+        Raises:
+            CorruptionError: on every rank, when a part did not come over right.
+        """
+        if self._kept_model is None:
+            reshard(self._model)
+            trained = {name: each.data for name, each in self._model.named_parameters() if each.requires_grad}
+            self._kept_model = self._whole(trained)
+        return self._kept_model
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """As `model`, of the optimizer: the ``state_dict`` of a single process."""
+        if self._kept_optimizer is None:
+            state = self.optimizer.state_dict()
+            wholes = self._whole(dict(_sharded(state)))
+            self._kept_optimizer = _filled(state, wholes) if host_group().rank() == 0 else {}
+        return self._kept_optimizer
+
+    def forget(self) -> None:
+        """The save is over: what was brought together is of no more use."""
+        self._kept_model = self._kept_optimizer = None
+
+    # ---- bringing together ----------------------------------------------------------------------------------
+
+    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        result: dict[str, Tensor] = {}
+        bad: list[str] = []
+        for names in _batches(tensors):
+            mine = {name: self._on_host(tensors[name]) for name in names}
+            parts = _gathered(mine)
+            for name in names if parts else ():
+                whole, right = _joined([each[name] for each in parts], tensors[name])
+                result[name] = whole
+                bad += [] if right else [name]
+        if highest([len(bad)])[0] > 0:
+            raise CorruptionError(
+                f"parts of a tensor did not come together right{f' ({bad[0]} first)' if bad else ''}, so nothing was "
+                "saved; checkpoints already written are intact: start the same command again to continue from the "
+                "newest one"
+            )
+        return result
+
+    def _on_host(self, tensor: Tensor) -> tuple[Tensor, str]:
+        """This rank's part on the host, and the digest of the part on the device at its place in the whole."""
+        part = tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+        found = shard_digest(tensor) if isinstance(tensor, DTensor) else digest(part)
+        return host_copy(part), found.hex()  # one that stayed wrong is found on rank 0
+
+
+def _gathered(mine: dict[str, tuple[Tensor, str]]) -> list[dict[str, tuple[Tensor, str]]]:
+    """By rank what each has, on rank 0; nothing elsewhere. Collective, over gloo."""
+    group = host_group()
+    parts: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(mine, parts, dst=0, group=group)
+    return parts or []
+
+
+def _joined(parts: list[tuple[Tensor, str]], like: Tensor) -> tuple[Tensor, bool]:
+    if not isinstance(like, DTensor):
+        whole, text = parts[0]
+        return whole, digest(whole).hex() == text
+    whole = torch.cat([part for part, _ in parts])
+    return whole, digest(whole) == combine(Digest.from_hex(text) for _, text in parts)
+
+
+def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Names, in order, by at most 64 MiB of tensors at a time, so that the host holds no second copy of everything."""
+    batch: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if batch and size + nbytes > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += nbytes
+    if batch:
+        yield batch
+
+
+def _sharded(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every sharded tensor in nested dicts and lists, by its path."""
+    if isinstance(state, DTensor):
+        yield path, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _sharded(value, f"{path}/{key}")
+    elif isinstance(state, list | tuple):
+        for number, value in enumerate(state):
+            yield from _sharded(value, f"{path}/{number}")
+
+
+def _filled(state: Any, wholes: Mapping[str, Tensor], path: str = "") -> Any:
+    """The same with whole tensors in the place of the sharded ones."""
+    if isinstance(state, DTensor):
+        return wholes[path]
+    if isinstance(state, Mapping):
+        return {key: _filled(value, wholes, f"{path}/{key}") for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_filled(value, wholes, f"{path}/{number}") for number, value in enumerate(state))
+    return state

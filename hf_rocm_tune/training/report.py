@@ -23,8 +23,8 @@ from hf_rocm_tune.transfer.digest_host import host_method
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.training.mixin import VerifiedTransferMixin
     from hf_rocm_tune.training.telemetry import Telemetry
+    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
 FILE_NAME = "transfer_report.json"
 SCHEMA = 1
@@ -75,7 +75,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
     everyone = gather_object([mine]) if gather and trainer.args.world_size > 1 else [mine]
     counters = TransferReport.merge([counted for counted, _, _ in everyone])
     injected = counters.pop("step_faults")
-    weights = trainer.weight_coverage()
+    weights, described = trainer.weight_coverage(), trainer.describe()
     batches, between = counters["batches"], counters[BETWEEN_CARDS]
     seconds = sum(row.get("train_runtime", 0.0) for row in trainer.state.log_history)
     verified_weights = weights.verified_bytes * len(everyone)
@@ -97,8 +97,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         },
         **counters,
         "preflight": facts.preflight,
-        "grad_sync": trainer.describe_grad_sync(),
-        "batch_rows": trainer.batch_rows,
+        "grad_sync": described["grad_sync"],
         "weights": {
             **counters["weights"],
             "load_seconds": round(facts.load_seconds, 4),
@@ -106,15 +105,15 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
             "not_attested": list(facts.not_attested),
         },
         "batches": {**batches, "verify_share_of_step": _share(batches["verify_seconds"], seconds * len(everyone))},
-        "memory": {**counters["memory"], **trainer.micro_batches()},
+        "memory": {**counters["memory"], **described["memory"]},
         "auto_fit": facts.auto_fit,
-        "split": trainer.describe_split(),
+        "split": described["split"],
         "survival": journal.summary(
             Path(trainer.args.output_dir),
             facts.run_id,
             skipped_steps=sorted(trainer.skip_steps),
             supervised=is_supervised(),
-            crash_injection=trainer.crash_injection,
+            crash_injection=described["crash_injection"],
         ),
         "findings": [found for _, findings, _ in everyone for found in findings],
         "telemetry": [{"rank": rank, **seen} for rank, (_, _, seen) in enumerate(everyone) if seen is not None],

@@ -1,9 +1,13 @@
 """What a start of a run does in its output directory: begin, resume, or nothing because it is finished.
 
 The same command in the same directory continues from its newest verified checkpoint; that is all that a restart after
-a crash has to do. Another run is refused unless it may overwrite. Nothing here imports torch, so a wrong directory is
-reported before anything heavy is loaded. Before `Plan.commit` nothing changes in the directory, except that what
-killed processes left half written is cleaned up.
+a crash has to do. Another run is refused unless it may overwrite. Two runs are the same when the settings that decide
+what the model becomes are the same; what is only shown, reported, pushed, kept or checked may change (`IGNORED`).
+
+A run is known by its ``run.json`` and its manifests alone. A file that neither names is somebody else's and is never
+touched, whatever it is called. Nothing here imports torch, so a wrong directory is reported before anything heavy is
+loaded. Before `Plan.commit` nothing changes in the directory, except that what killed processes left half written is
+cleaned up.
 
 Only rank 0 calls `prepare_output_dir`; the plan can be pickled and sent to the others.
 """
@@ -11,41 +15,507 @@ Only rank 0 calls `prepare_output_dir`; the plan can be pickled and sent to the 
 from __future__ import annotations
 
 import errno
+import fcntl
+import filecmp
+import hashlib
+import json
+import logging
 import os
 import re
+import secrets
+import socket
+import stat
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.integrity.atomic import clean_leftovers
+from hf_rocm_tune.integrity.atomic import (
+    clean_leftovers,
+    delete_directory,
+    open_in_place,
+    read_plain,
+    write_text_atomic,
+)
+from hf_rocm_tune.redaction import redact_json, without_secrets
 from hf_rocm_tune.training import supervised
-from hf_rocm_tune.training.artefacts import (
-    CHECKPOINT_NAME,
-    free_name,
-    in_the_way,
-    is_checkpoint,
-    listed_by,
-    not_ours,
-    remove,
-    written_by,
+
+logger = logging.getLogger(__name__)
+
+RUN_FILE = "run.json"
+# The underscores keep these out of transformers' uploads, which ignore "_*".
+LOCK_FILE = "_run.lock"
+EVIDENCE_DIRECTORY = "_out_of_memory"
+SCHEMA = 1
+CHECKPOINT_NAME = re.compile(r"^checkpoint-(\d+)$")
+
+IGNORED = frozenset([
+    "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "config", "accelerate_config", "run_name",
+    "project", "report_to", "disable_tqdm", "debug", "skip_memory_metrics", "push_to_hub", "on_corruption", "on_oom",
+    "auto_fit_gib", "max_skipped_steps", "prefetch_batches", "compare_optimizer_every", "doctor", "stall_timeout",
+    "preflight", "grad_sync", "ddp_backend", "telemetry_every", "split_layers", "save_strategy", "save_steps",
+    "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",
+    "include_num_input_tokens_seen", "do_train", "do_eval", "do_predict", "local_rank", "ddp_timeout",
+    "dataset_num_proc", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
+])  # fmt: skip
+"""Settings that do not decide the trajectory, beside those that begin with one of `IGNORED_PREFIXES`."""
+IGNORED_PREFIXES = ("logging_", "log_", "hub_", "trackio_", "verify", "transfer_", "sentinel", "consent_")
+
+_OWN = frozenset([
+    "run.json", "integrity.json", "transfer_report.json", "training_log.json", "loss.png", "survival.jsonl",
+    "stall_report.txt", "stall_report.json", "_crashes.json", "_step_down.json",
+])  # fmt: skip
+"""What any run of ours may write at the top of its directory, beside its result."""
+_UPSTREAM = frozenset([
+    "adapter_config.json", "trainer_state.json", "training_args.bin", "config.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "preprocessor_config.json", "processor_config.json",
+    "train_results.json", "eval_results.json", "all_results.json",
+])  # fmt: skip
+"""What upstream's saves leave; further names of tokenizers are met when the result is saved, see `claim`."""
+_WEIGHTS = re.compile(
+    r"^(adapter_model\.(safetensors|bin)"
+    r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+    r"|pytorch_model(-\d+-of-\d+)?\.bin|pytorch_model\.bin\.index\.json)$"
 )
-from hf_rocm_tune.training.rotation import list_checkpoints
-from hf_rocm_tune.training.run_record import (
-    RunLock,
-    RunRecord,
-    deciding_settings,
-    differences,
-    fingerprint,
-    new_record,
-    read_record,
-    write_record,
-)
+_LISTED_DIRECTORY = re.compile(r"^(damaged-|kept-)?checkpoint-\d+(\.\d+)?$")
+_EVIDENCE_FILE = re.compile(r"^step-\d+-rank-\d+-\d+\.(pt|pickle)$")
+_LOCK_HOLDER = re.compile(rb"process \d+ on [^\n]*")
+
+
+# ---- which run it is ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Content of ``run.json``.
+
+    Attributes:
+        run_id: unique to this run; every manifest that it writes carries it.
+        fingerprint: see `fingerprint`.
+        settings: the settings behind the fingerprint, so that a difference can be named.
+        status: "running", or "finished" when all of the result is in place.
+        started: UTC time, ISO 8601.
+        skipped_steps: optimizer steps that are left out, because the run died in them twice; see `skip_step`.
+        auto_fit: what ``--auto_fit`` has chosen for this run, whatever memory is free when it goes on; None: nothing.
+        files: names that the run's result has, or is about to have, in its directory.
+    """
+
+    run_id: str
+    fingerprint: str
+    settings: Mapping[str, Any]
+    status: Literal["running", "finished"]
+    started: str
+    skipped_steps: tuple[int, ...] = ()
+    auto_fit: Mapping[str, Any] | None = None
+    files: tuple[str, ...] = ()
+
+
+def new_record(settings: Mapping[str, Any]) -> RunRecord:
+    """The record of a run that starts now, with an id of its own."""
+    now = datetime.now(UTC)
+    return RunRecord(
+        run_id=f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}",
+        fingerprint=fingerprint(settings),
+        settings=deciding_settings(settings),
+        status="running",
+        started=now.isoformat(timespec="seconds"),
+    )
+
+
+def write_record(directory: Path, record: RunRecord) -> None:
+    """Write ``run.json`` atomically."""
+    body = {"schema": SCHEMA, **redact_json(asdict(record))}
+    write_text_atomic(directory / RUN_FILE, json.dumps(body, indent=1, sort_keys=True))
+
+
+def read_record(directory: Path) -> RunRecord | None:
+    """The record in ``directory``; None without one.
+
+    Raises:
+        UsageError: it is there and cannot be understood.
+    """
+    path = directory / RUN_FILE
+    try:
+        body = json.loads(read_plain(path))
+        if body.pop("schema") != SCHEMA:
+            raise ValueError("another schema")
+        record = RunRecord(**body)
+        if record.status not in ("running", "finished") or not isinstance(record.settings, dict):
+            raise ValueError("fields of the wrong kind")
+        steps, files = map(int, record.skipped_steps), map(str, record.files)
+        return replace(record, skipped_steps=tuple(steps), files=tuple(files))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UsageError(
+            f"{path} cannot be read ({error}), so it is unknown which run this directory holds: choose another "
+            "--output_dir, or move that file away"
+        ) from error
+
+
+def mark_finished(directory: Path) -> None:
+    """Set the status in ``run.json``, after the final manifest is in place; nothing where no run was recorded."""
+    record = read_record(directory)
+    if record is not None:
+        write_record(directory, replace(record, status="finished"))
+
+
+def skip_step(directory: Path, step: int) -> None:
+    """Leave an optimizer step (from 1 on) out of this run from now on: every start of it heeds ``run.json``.
+
+    Raises:
+        UsageError: ``run.json`` is not there or cannot be read.
+    """
+    record = read_record(directory)
+    if record is None:
+        raise UsageError(f"{directory} holds no {RUN_FILE}, so no step of its run can be left out")
+    write_record(directory, replace(record, skipped_steps=tuple(sorted({*record.skipped_steps, step}))))
+
+
+def fingerprint(settings: Mapping[str, Any]) -> str:
+    """SHA-256 (64 hexadecimal digits) of the settings that decide the trajectory, whatever their order.
+
+    Args:
+        settings: resolved settings by name. Values that are not plain JSON count by their text. What the caller
+            leaves out (package versions, the number of processes) does not count.
+    """
+    text = json.dumps(deciding_settings(settings), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def deciding_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not `IGNORED`, in the form in which JSON gives them back, without secrets."""
+    kept = {k: v for k, v in settings.items() if k not in IGNORED and not k.startswith(IGNORED_PREFIXES)}
+    plain: dict[str, Any] = json.loads(json.dumps(_plain(without_secrets(kept))))
+    return plain
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, most: int = 5) -> str:
+    """ "learning_rate 0.0002 -> 0.001, seed 1 -> 2 and 3 more": what differs between two `deciding_settings`."""
+    old, new = redact_json(old), redact_json(new)  # as ``run.json`` has it
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    shown = ", ".join(f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in changed[:most])
+    return shown + (f" and {len(changed) - most} more" if len(changed) > most else "")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(item) for item in value), key=repr)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    # An enum that is a string is its value in a settings file; a NaN equals itself as text.
+    if isinstance(value, str):
+        return str.__str__(value)
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and value - value == 0):
+        return value
+    return str(value)
+
+
+# ---- the lock -----------------------------------------------------------------------------------------------
+
+
+class RunLock:
+    """An exclusive hold on an output directory, released by `release` or by the end of the process, however it ends.
+
+    A copy that is sent to another process (pickle) holds nothing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Take the lock.
+
+        Raises:
+            UsageError: another process holds it.
+            OSError: the lock file cannot be opened, or is not ours.
+        """
+        self.supported = True
+        self._path = directory / LOCK_FILE
+        self._descriptor: int | None = None
+        while not self._taken():
+            self._close()  # whoever held it has deleted it meanwhile
+        # A data loading worker that outlives a killed parent by seconds must not keep the restart out.
+        os.register_at_fork(after_in_child=self._close)
+        assert self._descriptor is not None
+        with suppress(OSError):  # on a full disk the name of the holder is missing, nothing else
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def _taken(self) -> bool:
+        """Opens and locks the file; whether it is the one that the directory has."""
+        descriptor = self._descriptor = open_in_place(self._path, os.O_RDWR)
+        content = os.pread(descriptor, 400, 0)
+        if content and not _LOCK_HOLDER.fullmatch(content):
+            self._close()
+            raise OSError(errno.EINVAL, f"{LOCK_FILE} in it is not a lock of ours: move it away")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = content.decode("utf-8", "replace") or "another process"
+            self._close()
+            raise UsageError(
+                f"{self._path.parent} is in use by {holder}: wait for that run, stop it, or choose another --output_dir"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                self._close()
+                raise
+            self.supported = False  # some network file systems have no locks
+        return self._is_there()
+
+    def _is_there(self) -> bool:
+        assert self._descriptor is not None
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Let the next run in, also when a process that was forked meanwhile lives on. May be called more than once."""
+        if self._descriptor is not None:
+            with suppress(OSError):  # no locks on this file system, or a disk that is gone
+                if self.supported and self._is_there():
+                    self._path.unlink()
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self._close()
+
+    def _close(self) -> None:
+        """Closes this process's way to the lock; the processes that share it keep what they have."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"supported": self.supported, "_path": self._path, "_descriptor": None}
+
+
+# ---- which files are the run's ------------------------------------------------------------------------------
+
+
+def in_the_way(directory: Path, owned: Collection[str] | None) -> list[str]:
+    """Names in ``directory`` that a run would replace although no run of ours has written them, sorted.
+
+    Args:
+        directory: of a run; it need not be there.
+        owned: what the run in it has written at the top, see `RunRecord`; None where there is no run of ours. Its
+            checkpoints are told from others by their manifests, not here.
+    """
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return []
+    found = set()
+    for name in names:
+        # On a disk that does not tell cases apart, another spelling is the same file.
+        spelled = name if _may_be_written(name) else name.lower()
+        if not _may_be_written(spelled) or not os.path.lexists(directory / spelled):
+            continue
+        if owned is None:
+            found.add(name)
+        elif spelled in _OWN or spelled == EVIDENCE_DIRECTORY:
+            # Written by every run; a link of that name would lead out of the directory.
+            found |= {name} if os.path.islink(directory / name) else set()
+        elif spelled not in owned and not CHECKPOINT_NAME.match(spelled):
+            found.add(name)
+    return sorted(found)
+
+
+def _may_be_written(name: str) -> bool:
+    fixed = name in _OWN or name in _UPSTREAM or name == EVIDENCE_DIRECTORY
+    return fixed or bool(_WEIGHTS.match(name) or CHECKPOINT_NAME.match(name))
+
+
+def written_by(directory: Path, run_id: str, names: Iterable[str]) -> list[Path]:
+    """The files in ``directory`` that a run has written: those at the top, and what its checkpoints' manifests list.
+
+    The manifest of the result comes first, so that what is half deleted does not look finished. Links and what lies
+    behind them are never among them, nor are ``run.json``, by which the rest is known, and ``README.md``, which is kept
+    where a person has edited it.
+
+    Args:
+        directory: of the run.
+        run_id: of the run; a manifest of another one lists nothing here.
+        names: at the top, beside those that every run may write.
+    """
+    found = [directory / name for name in sorted({*names, *_OWN} - {"README.md", RUN_FILE, manifest.MANIFEST_NAME})]
+    if listed_by(directory, run_id) is not None:
+        found.insert(0, directory / manifest.MANIFEST_NAME)
+    for path in sorted(directory.iterdir()):
+        if path.is_symlink() or not path.is_dir():
+            continue
+        if path.name == EVIDENCE_DIRECTORY:
+            found += [each for each in sorted(path.iterdir()) if _EVIDENCE_FILE.match(each.name)]
+        elif _LISTED_DIRECTORY.match(path.name) and (listed := listed_by(path, run_id)) is not None:
+            found += [path / name for name in (manifest.MANIFEST_NAME, *listed)]
+    return [path for path in found if _is_plain(path)]
+
+
+def listed_by(directory: Path, run_id: str) -> tuple[str, ...] | None:
+    """Names that the manifest of this run in ``directory`` lists and that lie in it; None without such a manifest."""
+    found = manifest.read(directory)
+    if not isinstance(found, manifest.Manifest) or found.run_id != run_id:
+        return None
+    inside = directory.resolve()
+    return tuple(name for name in found.files if "\0" not in name and (inside / name).resolve().is_relative_to(inside))
+
+
+def remove(paths: Sequence[Path], top: Path) -> None:
+    """Delete files, and the directories below ``top`` that are empty then.
+
+    Raises:
+        OSError: as the operating system gave it.
+    """
+    for path in paths:
+        path.unlink(missing_ok=True)
+    folders = {parent for path in paths for parent in path.parents if parent != top and top in parent.parents}
+    for folder in sorted(folders, key=lambda each: len(each.parts), reverse=True):
+        with suppress(OSError):  # somebody else's files are in it
+            folder.rmdir()
+
+
+def make_room(final: Path, run_id: str) -> Path | None:
+    """Move what is in the place of a new checkpoint aside, unless a run has written all of it itself.
+
+    Returns:
+        Where it is now; None where nothing was moved.
+    """
+    if not os.path.lexists(final) or (not final.is_symlink() and not unlisted(final, run_id)):
+        return None
+    aside = free_name(final.with_name(f"kept-{final.name}"))
+    final.rename(aside)
+    return aside
+
+
+def unlisted(directory: Path, run_id: str) -> list[str]:
+    """Names below a directory that the manifest of this run in it does not list; all of them where there is none."""
+    if not directory.is_dir():
+        return [directory.name]
+    listed = listed_by(directory, run_id)
+    ours = set() if listed is None else {*listed, manifest.MANIFEST_NAME}
+    found = []
+    for folder, folders, files in os.walk(directory):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        found += [Path(folder, name).relative_to(directory).as_posix() for name in (*files, *links)]
+    return sorted(name for name in found if name not in ours)
+
+
+def free_name(path: Path) -> Path:
+    """``path``, or with the first number behind it that is not taken."""
+    number, candidate = 1, path
+    while os.path.lexists(candidate):
+        candidate, number = path.with_name(f"{path.name}.{number}"), number + 1
+    return candidate
+
+
+def claim(staging: Path, directory: Path) -> list[str]:
+    """Note in ``run.json`` what is about to be moved from ``staging`` to ``directory``, where a run is recorded.
+
+    A file that is there with the same bytes (a card that a person has written) is left as it is.
+
+    Returns:
+        Names that were taken out of ``staging``, because their bytes are in place.
+
+    Raises:
+        UsageError: a file would be replaced that the run has not written.
+        OSError: ``run.json`` cannot be written.
+    """
+    record = read_record(directory)
+    if record is None:
+        return []
+    names = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
+    foreign, in_place = [], []
+    for name in names:
+        if name in record.files or not os.path.lexists(directory / name):
+            continue
+        if _is_plain(directory / name) and filecmp.cmp(staging / name, directory / name, shallow=False):
+            (staging / name).unlink()
+            in_place.append(name)
+        else:
+            foreign.append(name)
+    if foreign:
+        raise UsageError(f"{not_ours(directory, foreign)}; then start the same command again")
+    ours = {*record.files, *names} - set(in_place)
+    write_record(directory, replace(record, files=tuple(sorted(ours))))
+    return in_place
+
+
+def not_ours(directory: Path, names: Sequence[str]) -> str:
+    """What is wrong with files that are `in_the_way`, and what to do."""
+    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return (
+        f"{directory} holds files that no run of ours has written and that this one would replace ({shown}): choose "
+        "another --output_dir, or move them away"
+    )
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether it is a file, and no link to one."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether there is something to resume from: a trainer state, and weights in a form that the Trainer reads."""
+    if not (directory / "trainer_state.json").is_file():
+        return False
+    for path in directory.iterdir():
+        if _WEIGHTS.match(path.name) or path.name.startswith(("pytorch_model_fsdp", "global_step")):
+            return True
+        if path.is_dir() and any(_WEIGHTS.match(inner.name) for inner in path.iterdir()):
+            return True
+    return False
+
+
+# ---- checkpoints in order -----------------------------------------------------------------------------------
+
+
+def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of each ``checkpoint-N`` there, in the order of the numbers; without a directory, none."""
+    if not directory.is_dir():
+        return []
+    found = [(CHECKPOINT_NAME.match(path.name), path) for path in directory.iterdir() if path.is_dir()]
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:
+    """Delete the oldest checkpoints of a run beside ``newest`` until ``limit`` are left.
+
+    Args:
+        newest: the checkpoint that was just verified; it stays, whatever its number, and says which run it is.
+        limit: how many to keep (``save_total_limit``); None or below 1 keeps all.
+        best: ``best_model_checkpoint``; it stays.
+    """
+    written = manifest.read(newest)
+    if limit is None or limit < 1 or not isinstance(written, manifest.Manifest):
+        return
+    protected = {newest.name} | ({Path(best).name} if best else set())
+    here = [path for _, path in list_checkpoints(newest.parent) if not path.is_symlink()]
+    checkpoints = [path for path in here if listed_by(path, written.run_id) is not None]
+    surplus = len(checkpoints) - max(limit, len(protected))
+    for path in [path for path in checkpoints if path.name not in protected][: max(surplus, 0)]:
+        _delete(path, written.run_id)
+
+
+def _delete(checkpoint: Path, run_id: str) -> None:
+    foreign = unlisted(checkpoint, run_id)
+    if not foreign:
+        delete_directory(checkpoint)
+        return
+    ours = [manifest.MANIFEST_NAME, *(listed_by(checkpoint, run_id) or ())]
+    remove([checkpoint / name for name in ours], checkpoint)
+    logger.warning("%s was deleted but for what the run has not written: %s", checkpoint.name, ", ".join(foreign[:6]))
+
+
+# ---- what a start does --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +539,8 @@ class Plan:
     checkpoint: Path | None
     record: RunRecord
     notes: tuple[str, ...]
-    damaged: tuple[Path, ...]
-    overwritten: tuple[Path, ...]
+    damaged: tuple[Path, ...] = ()
+    overwritten: tuple[Path, ...] = ()
     lock: RunLock
     made: tuple[Path, ...] = ()
 
@@ -115,6 +585,7 @@ def prepare_output_dir(
     """Decide what a start with these settings does in ``path``.
 
     Args:
+        path: ``--output_dir``.
         settings: resolved settings by name; see `fingerprint` for those that count.
         overwrite: ``--overwrite_output_dir``: begin again whatever is there.
         resume: ``--resume_from_checkpoint``: a checkpoint, or true for the newest one, which must then be there.
@@ -126,22 +597,21 @@ def prepare_output_dir(
         UsageError: the directory cannot be used, holds another run or is in use; the checkpoint named is not one or is
             damaged; or overwriting would delete what the run is to read.
     """
-    directory = Path(path)
-    named, newest_wanted = _parse_resume(resume)
-    _refuse_inputs(directory, settings)
-    if os.path.isdir(directory) and read_record(directory) is None:
-        _refuse_foreign(directory, None, named)  # before anything is made there
+    start = _Start(Path(path), settings, overwrite, resume)
+    _refuse_inputs(start.directory, settings)
+    if os.path.isdir(start.directory) and read_record(start.directory) is None:
+        start.refuse_foreign(None)  # before anything is made there
     made: list[Path] = []
     lock = None
     try:
-        _probe(directory, made)
-        lock = _lock(directory)
-        notes = [f"{directory}: {line} (left by a process that was killed)" for line in clean_leftovers(directory)]
-        if not lock.supported:
-            notes.append(f"{directory} is on a file system without locks: a second run in it would not be noticed")
-        plan = _decide(directory, settings, overwrite, named, newest_wanted, restarted, notes, lock)
+        _probe(start.directory, made)
+        try:
+            lock = RunLock(start.directory)
+        except OSError as error:
+            raise _unusable(start.directory, error) from error
+        plan = start.decide(lock, restarted)
         if plan.action != "finished":
-            _refuse_foreign(directory, read_record(directory), named)
+            start.refuse_foreign(read_record(start.directory))
         return replace(plan, made=tuple(made))
     except BaseException:
         if lock is not None:
@@ -150,129 +620,159 @@ def prepare_output_dir(
         raise
 
 
-def _decide(
-    directory: Path,
-    settings: Mapping[str, Any],
-    overwrite: bool,
-    named: Path | None,
-    newest_wanted: bool,
-    restarted: bool | None,
-    notes: list[str],
-    lock: RunLock,
-) -> Plan:
-    record = read_record(directory)
-    same = record is not None and record.fingerprint == fingerprint(settings)
-    if restarted is None:
-        restarted = _is_restart(record)
-    if overwrite and not (same and restarted):
-        return _overwriting(directory, settings, record, named, newest_wanted, notes, lock)
-    if record is not None and not same:
-        changed = differences(record.settings, deciding_settings(settings))
-        raise UsageError(
-            f"{directory} holds another run, which differs in {changed}: choose another --output_dir, or give "
-            "--overwrite_output_dir to delete that run"
-        )
-    if record is not None and restarted and named is not None:
-        again = _continue(directory, record, False, notes, lock)
-        return again if again.action != "fresh" else _resume_named(directory, named, record, notes, lock)
-    if named is not None:
-        return _resume_named(directory, named, record or new_record(settings), notes, lock)
-    return _continue(directory, record or new_record(settings), newest_wanted, notes, lock)
+class _Start:
+    """One start in a directory: what was asked, and what is found there."""
 
+    def __init__(self, directory: Path, settings: Mapping[str, Any], overwrite: bool, resume: str | bool | None):
+        self.directory, self._settings, self._overwrite = directory, settings, overwrite
+        word = str(resume or False).strip().lower()
+        self._newest_wanted = word in ("true", "yes", "1")
+        self._named = None if self._newest_wanted or word in ("false", "no", "0", "") else Path(str(resume))
+        self._notes: list[str] = []
 
-def _continue(directory: Path, record: RunRecord, newest_wanted: bool, notes: list[str], lock: RunLock) -> Plan:
-    """The same command again: finished, or from the newest verified checkpoint, or from the beginning."""
-    if not newest_wanted and _is_finished(directory, record, notes):
-        return _plan(directory, "finished", None, record, notes, lock)
-    newest, damaged = _newest_verified(directory, record, notes)
-    if newest is None and newest_wanted:
-        found = f"none of its checkpoints is sound ({notes[-1]})" if damaged else "it holds no checkpoint of this run"
-        raise UsageError(f"--resume_from_checkpoint true: {directory}: {found}; leave the flag out to start at step 0")
-    if damaged:
-        notes.append(f"continuing from {newest.name}" if newest else "no sound checkpoint is left: starting at step 0")
-    return _plan(directory, "resume" if newest else "fresh", newest, record, notes, lock, damaged=damaged)
-
-
-def _newest_verified(directory: Path, record: RunRecord, notes: list[str]) -> tuple[Path | None, list[Path]]:
-    """The newest good checkpoint, and the bad ones that are newer than it. Adds a note on each that is passed over."""
-    damaged = []
-    for _, path in reversed(list_checkpoints(directory)):
-        found = manifest.inspect(path)
-        if found.manifest is None and found.problems[0].kind == "missing":
-            notes.append(
-                f"{path.name} is not attested and is passed over; --resume_from_checkpoint {path} would use it"
+    def decide(self, lock: RunLock, restarted: bool | None) -> Plan:
+        """The plan, with the directory locked."""
+        self._lock = lock
+        left = clean_leftovers(self.directory)
+        self._notes += [f"{self.directory}: {line} (left by a process that was killed)" for line in left]
+        if not lock.supported:
+            self._notes.append(f"{self.directory} is on a file system without locks: a second run would not be noticed")
+        record = read_record(self.directory)
+        same = record is not None and record.fingerprint == fingerprint(self._settings)
+        if restarted is None:
+            restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0") or (
+                record is not None and supervised.is_restart_of(record.run_id)
             )
+        if self._overwrite and not (same and restarted):
+            return self._begin_again(record)
+        if record is not None and not same:
+            changed = differences(record.settings, deciding_settings(self._settings))
+            raise UsageError(
+                f"{self.directory} holds another run, which differs in {changed}: choose another --output_dir, or give "
+                "--overwrite_output_dir to delete that run"
+            )
+        if self._named is None:
+            return self._go_on(record or new_record(self._settings), newest_wanted=self._newest_wanted)
+        if record is not None and restarted:
+            again = self._go_on(record, newest_wanted=False)
+            if again.action != "fresh":
+                return again
+        return self._resume(self._named, record or new_record(self._settings))
+
+    def refuse_foreign(self, record: RunRecord | None) -> None:
+        """Raise where the run would replace what none of ours has written.
+
+        A checkpoint that is named in it adopts the checkpoints that another tool left there, and nothing else.
+        """
+        found = in_the_way(self.directory, None if record is None else self._owned(record))
+        if self._named is not None and self._named.resolve().parent == self.directory.resolve():
+            found = [name for name in found if not (CHECKPOINT_NAME.match(name) and (self.directory / name).is_dir())]
+        if found:
+            raise UsageError(not_ours(self.directory, found))
+
+    def _owned(self, record: RunRecord) -> tuple[str, ...]:
+        """Names at the top that the run there has written, beside those that every run writes."""
+        return (*record.files, *(listed_by(self.directory, record.run_id) or ()))
+
+    def _plan(self, action: Literal["fresh", "resume", "finished"], record: RunRecord, **more: Any) -> Plan:
+        if record.skipped_steps and action != "finished":
+            steps = ", ".join(map(str, record.skipped_steps))
+            self._notes.append(f"left out as run.json says, because the run died in them twice: steps {steps}")
+        rest = {"checkpoint": None, **more}
+        return Plan(
+            directory=self.directory, action=action, record=record, notes=tuple(self._notes), lock=self._lock, **rest
+        )
+
+    def _go_on(self, record: RunRecord, *, newest_wanted: bool) -> Plan:
+        """The same command again: finished, or from the newest verified checkpoint, or from the beginning."""
+        if not newest_wanted and self._is_finished(record):
+            return self._plan("finished", record)
+        newest, damaged = self._newest_verified(record)
+        if newest is None and newest_wanted:
+            found = (
+                f"none of its checkpoints is sound ({self._notes[-1]})"
+                if damaged
+                else "it holds no checkpoint of this run"
+            )
+            raise UsageError(
+                f"--resume_from_checkpoint true: {self.directory}: {found}; leave the flag out to start at step 0"
+            )
+        if damaged:
+            kept = f"continuing from {newest.name}" if newest else "no sound checkpoint is left: starting at step 0"
+            self._notes.append(kept)
+        return self._plan("resume" if newest else "fresh", record, checkpoint=newest, damaged=tuple(damaged))
+
+    def _newest_verified(self, record: RunRecord) -> tuple[Path | None, list[Path]]:
+        """The newest good checkpoint, and the bad ones that are newer. Adds a note on each that is passed over."""
+        damaged = []
+        for _, path in reversed(list_checkpoints(self.directory)):
+            found = manifest.inspect(path)
+            if found.manifest is None and found.problems[0].kind == "missing":
+                self._notes.append(
+                    f"{path.name} is not attested and is passed over; --resume_from_checkpoint {path} would use it"
+                )
+            elif found.problems:
+                damaged.append(path)
+                self._notes.append(f"{path.name} is damaged and is set aside: {found.problems[0]}")
+            elif found.manifest is not None and found.manifest.run_id != record.run_id:
+                damaged.append(path)
+                self._notes.append(f"{path.name} belongs to run {found.manifest.run_id} and is set aside")
+            else:
+                return path, damaged
+        return None, damaged
+
+    def _is_finished(self, record: RunRecord) -> bool:
+        found = manifest.inspect(self.directory)
+        if found.manifest is None or found.manifest.status != "final" or found.manifest.run_id != record.run_id:
+            return False
+        # A model card is there to be edited.
+        lost = [problem for problem in found.problems if not problem.file.endswith(".md")]
+        if lost:
+            self._notes.append(f"the result in {self.directory} is not sound any more, it is made again: {lost[0]}")
+        return not lost
+
+    def _resume(self, checkpoint: Path, record: RunRecord, **more: Any) -> Plan:
+        """From a checkpoint that was named."""
+        if not os.path.isdir(checkpoint) or not is_checkpoint(checkpoint):
+            inside = list_checkpoints(checkpoint)
+            hint = (
+                f"did you mean {inside[-1][1]}?" if inside else "name a checkpoint-N directory that a run has written"
+            )
+            raise UsageError(f"--resume_from_checkpoint {checkpoint}: there is no checkpoint; {hint}")
+        found = manifest.inspect(checkpoint)
+        if found.manifest is None and found.problems[0].kind == "missing":
+            self._notes.append(f"{checkpoint} has no {manifest.MANIFEST_NAME}: its files are not attested")
         elif found.problems:
-            damaged.append(path)
-            notes.append(f"{path.name} is damaged and is set aside: {found.problems[0]}")
-        elif found.manifest is not None and found.manifest.run_id != record.run_id:
-            damaged.append(path)
-            notes.append(f"{path.name} belongs to run {found.manifest.run_id} and is set aside")
-        else:
-            return path, damaged
-    return None, damaged
+            raise UsageError(
+                f"--resume_from_checkpoint {checkpoint}: {found.problems[0]}; name an older checkpoint, or leave the "
+                "flag out to continue from the newest sound one"
+            )
+        return self._plan("resume", record, checkpoint=checkpoint, **more)
 
-
-def _is_finished(directory: Path, record: RunRecord, notes: list[str]) -> bool:
-    found = manifest.inspect(directory)
-    if found.manifest is None or found.manifest.status != "final" or found.manifest.run_id != record.run_id:
-        return False
-    # A model card is there to be edited.
-    lost = [problem for problem in found.problems if not problem.file.endswith(".md")]
-    if lost:
-        notes.append(f"the result in {directory} is not sound any more, it is made again: {lost[0]}")
-    return not lost
-
-
-def _resume_named(directory: Path, checkpoint: Path, record: RunRecord, notes: list[str], lock: RunLock) -> Plan:
-    if not os.path.isdir(checkpoint) or not is_checkpoint(checkpoint):
-        inside = list_checkpoints(checkpoint)
-        hint = f"did you mean {inside[-1][1]}?" if inside else "name a checkpoint-N directory that a run has written"
-        raise UsageError(f"--resume_from_checkpoint {checkpoint}: there is no checkpoint; {hint}")
-    found = manifest.inspect(checkpoint)
-    if found.manifest is None and found.problems[0].kind == "missing":
-        notes.append(f"{checkpoint} has no {manifest.MANIFEST_NAME}: its files are not attested")
-    elif found.problems:
-        raise UsageError(
-            f"--resume_from_checkpoint {checkpoint}: {found.problems[0]}; name an older checkpoint, or leave the flag "
-            "out to continue from the newest sound one"
-        )
-    return _plan(directory, "resume", checkpoint, record, notes, lock)
-
-
-def _overwriting(
-    directory: Path,
-    settings: Mapping[str, Any],
-    old: RunRecord | None,
-    named: Path | None,
-    newest_wanted: bool,
-    notes: list[str],
-    lock: RunLock,
-) -> Plan:
-    if newest_wanted:
-        raise UsageError("--overwrite_output_dir deletes what --resume_from_checkpoint true asks for: give one of them")
-    doomed = written_by(directory, old.run_id, _owned(directory, old)) if old is not None else []
-    if named is not None and any(named.resolve() in path.resolve().parents for path in doomed):
-        raise UsageError(
-            f"--overwrite_output_dir would delete what --resume_from_checkpoint {named} names: choose another "
-            "--output_dir"
-        )
-    if doomed:
-        notes = [*notes, f"--overwrite_output_dir deletes in {directory}: {_listed(doomed, directory)}"]
-    kept = {"README.md"} & set(old.files if old is not None else ())
-    record = replace(new_record(settings), files=tuple(kept))
-    if named is None:
-        return _plan(directory, "fresh", None, record, notes, lock, overwritten=doomed)
-    plan = _resume_named(directory, named, record, notes, lock)
-    return replace(plan, overwritten=tuple(doomed))
-
-
-def _listed(paths: Iterable[Path], directory: Path) -> str:
-    """The names at the top, with the number of files in each folder."""
-    counts = Counter(path.relative_to(directory).parts[0] for path in paths)
-    return ", ".join(
-        name if (directory / name).is_file() else f"{name} ({count} files)" for name, count in counts.items()
-    )
+    def _begin_again(self, old: RunRecord | None) -> Plan:
+        """What ``--overwrite_output_dir`` asks for."""
+        if self._newest_wanted:
+            raise UsageError(
+                "--overwrite_output_dir deletes what --resume_from_checkpoint true asks for: give one of them"
+            )
+        doomed = written_by(self.directory, old.run_id, self._owned(old)) if old is not None else []
+        if self._named is not None and any(self._named.resolve() in path.resolve().parents for path in doomed):
+            raise UsageError(
+                f"--overwrite_output_dir would delete what --resume_from_checkpoint {self._named} names: choose "
+                "another --output_dir"
+            )
+        if doomed:
+            counts = Counter(path.relative_to(self.directory).parts[0] for path in doomed)
+            listed = ", ".join(
+                name if (self.directory / name).is_file() else f"{name} ({count} files)"
+                for name, count in counts.items()
+            )
+            self._notes.append(f"--overwrite_output_dir deletes in {self.directory}: {listed}")
+        kept = {"README.md"} & set(old.files if old is not None else ())
+        record = replace(new_record(self._settings), files=tuple(kept))
+        if self._named is None:
+            return self._plan("fresh", record, overwritten=tuple(doomed))
+        return self._resume(self._named, record, overwritten=tuple(doomed))
 
 
 def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
@@ -313,39 +813,6 @@ def _texts(value: Any) -> list[str]:
     return [text for one in each for text in _texts(one)] if isinstance(each, Iterable) else []
 
 
-def _refuse_foreign(directory: Path, record: RunRecord | None, named: Path | None) -> None:
-    """Raise where a run would replace what none of ours has written.
-
-    A checkpoint that is named in it adopts the checkpoints that another tool left there, and nothing else.
-    """
-    found = in_the_way(directory, None if record is None else _owned(directory, record))
-    if named is not None and named.resolve().parent == directory.resolve():
-        found = [name for name in found if not (CHECKPOINT_NAME.match(name) and (directory / name).is_dir())]
-    if found:
-        raise UsageError(not_ours(directory, found))
-
-
-def _owned(directory: Path, record: RunRecord) -> tuple[str, ...]:
-    """Names at the top of ``directory`` that the run in it has written, beside those that every run writes."""
-    return (*record.files, *(listed_by(directory, record.run_id) or ()))
-
-
-def _is_restart(record: RunRecord | None) -> bool:
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0"):
-        return True
-    return record is not None and supervised.is_restart_of(record.run_id)
-
-
-def _parse_resume(resume: str | bool | None) -> tuple[Path | None, bool]:
-    """(checkpoint named, whether the newest one is asked for). The flag's text "true" and "false" are not paths."""
-    if resume is None or isinstance(resume, bool):
-        return None, bool(resume)
-    word = resume.strip().lower()
-    if word in ("true", "yes", "1", "false", "no", "0", ""):
-        return None, word in ("true", "yes", "1")
-    return Path(resume), False
-
-
 def _probe(directory: Path, made: list[Path]) -> None:
     """Create the directory and really write to it: permission bits do not tell (quotas, read-only mounts, root).
 
@@ -371,13 +838,6 @@ def _unmake(made: Iterable[Path]) -> None:
             path.rmdir()
 
 
-def _lock(directory: Path) -> RunLock:
-    try:
-        return RunLock(directory)
-    except OSError as error:
-        raise _unusable(directory, error) from error
-
-
 def _unusable(directory: Path, error: OSError | ValueError) -> UsageError:
     code, said = (error.errno, error.strerror or error) if isinstance(error, OSError) else (None, error)
     reasons = {
@@ -390,29 +850,3 @@ def _unusable(directory: Path, error: OSError | ValueError) -> UsageError:
         errno.EDQUOT: "the disk quota is used up",
     }
     return UsageError(f"--output_dir {directory} cannot be written: {reasons.get(code or 0, said)}; choose another one")
-
-
-def _plan(
-    directory: Path,
-    action: Literal["fresh", "resume", "finished"],
-    checkpoint: Path | None,
-    record: RunRecord,
-    notes: list[str],
-    lock: RunLock,
-    *,
-    damaged: Iterable[Path] = (),
-    overwritten: Iterable[Path] = (),
-) -> Plan:
-    if record.skipped_steps and action != "finished":
-        left_out = ", ".join(map(str, record.skipped_steps))
-        notes = [*notes, f"left out as run.json says, because the run died in them twice: steps {left_out}"]
-    return Plan(
-        directory=directory,
-        action=action,
-        checkpoint=checkpoint,
-        record=record,
-        notes=tuple(notes),
-        damaged=tuple(damaged),
-        overwritten=tuple(overwritten),
-        lock=lock,
-    )

@@ -58,7 +58,7 @@ def not_called() -> set[str]:
     """Names of overrides and replaced functions that a tiny training does not reach; in a process for that alone."""
     from transformers import Trainer
 
-    from hf_rocm_tune.training.mixin import VerifiedTransferMixin
+    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
     class Probe(VerifiedTransferMixin, Trainer):
         """The mixin in front of the plain trainer."""
@@ -101,8 +101,9 @@ def _train(kind: Any, scratch: Path, name: str, checkpoint: str | None) -> dict[
     with Mover(torch.device("cpu")) as mover:
         model, _ = load_model(ModelSource(name=str(scratch / "model")), mover)
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-        trainer = kind(model=model, args=args, train_dataset=rows, eval_dataset=rows[:4], mover=mover)
-        trainer.publisher = _Nobody()
+        trainer = kind(
+            model=model, args=args, train_dataset=rows, eval_dataset=rows[:4], mover=mover, publisher=_Nobody()
+        )
         trainer.train(resume_from_checkpoint=checkpoint)
         batches = trainer.transfer_report.to_dict()["batches"]
         if not 0 < batches["bytes"] == batches["verified_bytes"]:

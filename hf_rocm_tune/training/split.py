@@ -1,98 +1,100 @@
-"""A trainer of a model whose layers lie on several cards, in one process.
+"""Training a model whose layers lie on several cards, in one process.
 
 Upstream trains it as any model that is on one card: the loss is on the first, optimizers keep their state beside each
 weight, and gradients that cross are carried by `models.split_hops`. What upstream would copy between cards by itself is
-done here instead: the norm over the gradients of all cards. Random states of all cards are kept for a resumed run.
-
-With a plain mover nothing here does anything.
+done here instead: the norm over the gradients of all cards.
 """
 
 from __future__ import annotations
 
-import re
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from typing_extensions import override
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.models.split import layer_stack
 from hf_rocm_tune.models.split_hops import Hops
 from hf_rocm_tune.models.split_mover import SplitMover
-from hf_rocm_tune.training.split_clip import clip_over_cards
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
 
-    from hf_rocm_tune.transfer import Mover
-else:
-    _Base = object
+def carry_between_cards(model: nn.Module, mover: SplitMover) -> None:
+    """From now on what goes from one card's layers to another's goes through the movers, forward and backward."""
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    _, layers = layer_stack(base, base.config)
+    Hops(mover).install(base.base_model, layers)
 
 
-class SplitMixin(_Base):
-    """See the module's description; for a trainer that has ``mover``."""
+def cards_of_parameters(model: nn.Module, mover: SplitMover) -> dict[int, int]:
+    """Number of the card of each parameter, by its identity."""
+    return {id(parameter): mover.split.card_of(name) for name, parameter in model.named_parameters()}
 
-    mover: Mover
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        if isinstance(self.mover, SplitMover):
-            base = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
-            _, layers = layer_stack(base, base.config)
-            Hops(self.mover).install(base.base_model, layers)
+@torch.no_grad()
+def clip_over_cards(
+    mover: SplitMover,
+    card_of: Mapping[int, int],
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+) -> Tensor:
+    """As ``torch.nn.utils.clip_grad_norm_``, which would bring the norms to the first card by peer copies.
 
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """Where the model is: the trainer's device, or those of all cards."""
-        split = self.mover if isinstance(self.mover, SplitMover) and not self.mover.logical else None
-        return tuple(card.device for card in split.cards) if split else (self.args.device,)
+    The norms of the gradients are the same numbers in the same order, so the outcome is torch's bit for bit, up to
+    where the last sum is made: on the host.
 
-    @override
-    def create_accelerator_and_postprocess(self) -> None:
-        """As upstream; gradients are then clipped by their norm over all cards."""
-        super().create_accelerator_and_postprocess()
-        if isinstance(self.mover, SplitMover):
-            self.accelerator.clip_grad_norm_ = partial(clip_over_cards, self.mover, self._card_of_each)
+    Args:
+        mover: of the cards.
+        card_of: number of the card of each parameter, by its identity.
+        parameters: of all cards.
+        max_norm: of all gradients together; infinite to measure only.
+        norm_type: 2 for the Euclidean norm.
 
-    def _card_of_each(self) -> dict[int, int]:
-        assert isinstance(self.mover, SplitMover)
-        split = self.mover.split
-        return {id(parameter): split.card_of(name) for name, parameter in self.model.named_parameters()}
+    Returns:
+        The norm before clipping, shape [], on the first card.
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------
+    Raises:
+        CorruptionError: a norm could not be brought over right.
+    """
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    owners = [card_of[id(parameter)] for parameter in trained]
+    norms: dict[int, Tensor] = {}
+    for card in sorted(set(owners)):
+        mine = [index for index, owner in enumerate(owners) if owner == card]
+        gradients = [trained[index].grad for index in mine]
+        there = torch.stack([torch.linalg.vector_norm(each, norm_type) for each in gradients if each is not None])
+        with mover.cards[card].fetched(there, name=f"gradient_norms.from{card}", stage=BETWEEN_CARDS) as fetched:
+            norms |= dict(zip(mine, fetched.host.clone(), strict=True))
+    on_host = torch.stack([norms[index] for index in range(len(trained))]) if trained else torch.zeros(1)
+    total = torch.linalg.vector_norm(on_host, norm_type)
+    totals = {}
+    for card in sorted({0, *owners}):
+        name = f"gradient_norm.to{card}"
+        totals[card] = mover.cards[card].move(total, name=name, stage=BETWEEN_CARDS)
+        mine = [index for index, owner in enumerate(owners) if owner == card]
+        clip_grads_with_norm_([trained[index] for index in mine], max_norm, totals[card])
+    return totals[0]
 
-    def name_of_state(self, name: str) -> str:
-        """The name of optimizer state with its parameter's in it instead of a number, for whoever has to place it."""
-        found = re.match(r"optimizer\.state\.(\d+)\.(.*)", name)
-        if found is None:
-            return name
-        names = {id(parameter): each for each, parameter in self.model.named_parameters()}
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return f"{names.get(id(parameters[int(found[1])]), found[1])}/{found[2]}"
 
-    # ---- the report -----------------------------------------------------------------------------------------
-
-    def describe_split(self) -> dict[str, Any] | None:
-        """For the report: what each card holds, and what crossed; None where nothing is split."""
-        if not isinstance(self.mover, SplitMover):
-            return None
-        mover = self.mover
-        held = [0] * mover.split.cards
-        for name, tensor in tensors_of(self.model):
-            held[mover.split.card_of(name)] += tensor.numel() * tensor.element_size()
-        rows = []
-        for stage, card, report in zip(mover.split.stages, mover.cards, mover.card_reports, strict=True):
-            counted = report.to_dict()
-            rows.append(
-                {
-                    "card": stage.card,
-                    "device": f"{card.device}{' (logical)' if mover.logical else ''}",
-                    "layers": [stage.layers.start, stage.layers.stop - 1],
-                    "model_bytes": held[stage.card],
-                    "weights": counted["weights"],
-                    BETWEEN_CARDS: counted[BETWEEN_CARDS],
-                }
-            )
-        return {"layers": mover.split.stack, "way": "staged through the host", "cards": rows}
+def describe_split(mover: SplitMover, model: nn.Module) -> dict[str, Any]:
+    """For the report: what each card holds, and what crossed."""
+    held = [0] * mover.split.cards
+    for name, tensor in tensors_of(model):
+        held[mover.split.card_of(name)] += tensor.numel() * tensor.element_size()
+    rows = []
+    for stage, card, report in zip(mover.split.stages, mover.cards, mover.card_reports, strict=True):
+        counted = report.to_dict()
+        rows.append(
+            {
+                "card": stage.card,
+                "device": f"{card.device}{' (logical)' if mover.logical else ''}",
+                "layers": [stage.layers.start, stage.layers.stop - 1],
+                "model_bytes": held[stage.card],
+                "weights": counted["weights"],
+                BETWEEN_CARDS: counted[BETWEEN_CARDS],
+            }
+        )
+    return {"layers": mover.split.stack, "way": "staged through the host", "cards": rows}

@@ -21,17 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_rocm_tune.distributed.watchdog import Look, Stall, Watchdog, briefly
-from hf_rocm_tune.distributed.watchdog_board import Board
-from hf_rocm_tune.distributed.watchdog_lost import is_lost_peer, lost_peer
-from hf_rocm_tune.distributed.watchdog_text import render
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.ranks.stall_report import is_lost_peer, lost_peer, render
+from hf_rocm_tune.ranks.watchdog import Board, Look, Stall, Watchdog, briefly
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.supervised import Patience, Phase, hold_on, patience
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.training.mixin import VerifiedTransferMixin
+    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
 REPORT_FILES = ("stall_report.txt", "stall_report.json")
 """For people, and for programs."""
@@ -126,7 +124,7 @@ class Pace:
         self.step, self.phase = 0, "start"
 
     def hear(self, *, step: int, phase: Phase, fresh: bool = False) -> None:
-        """A sign of life; see `supervised.Heart`."""
+        """A sign of life; see `supervised.Heartbeat`."""
         now = self._clock()
         if self.phase == "step":
             self._steps.append(now - self._since)
@@ -201,17 +199,14 @@ class StallGuard:
         if self._pace is not None:
             self._pace.hear(step=0, phase="start", fresh=True)
 
-    def watch(self, trainer: VerifiedTransferMixin, facts: report.RunFacts, directory: Path) -> None:
-        """From here on a trainer tells of its progress.
-
-        Args:
-            trainer: the one that is about to train.
-            facts: for its report.
-            directory: of the run; it holds what is left of a stall.
-        """
-        self._trainer, self._facts, self._directory = trainer, facts, directory
+    def hear(self, *, step: int, phase: Phase, fresh: bool) -> None:
+        """A sign of life of the trainer; see `supervised.Heartbeat`."""
         if self._pace is not None:
-            trainer.listen(self._pace.hear)
+            self._pace.hear(step=step, phase=phase, fresh=fresh)
+
+    def watch(self, trainer: VerifiedTransferMixin, facts: report.RunFacts, directory: Path) -> None:
+        """A trainer is about to train, in a directory that holds what is left of a stall; ``facts``: for its report."""
+        self._trainer, self._facts, self._directory = trainer, facts, directory
 
     def close(self) -> None:
         """Watch no more; nothing is left behind."""

@@ -128,21 +128,22 @@ def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 class Listener(Protocol):
-    """Whoever hears the signs of life of a trainer; see `Heart.beat`."""
+    """Whoever hears the signs of life of a trainer; see `Heartbeat.beat`."""
 
     def __call__(self, *, step: int, phase: Phase, fresh: bool) -> None:
         """One of them."""
 
 
-class Heart:
+class Heartbeat:
     """Writes the pulse of one process; without a supervisor, and in other ranks than the first here, nothing.
 
-    Attributes:
+    Args:
+        environ: of this process.
         listener: hears each sign of life as well: see `training.stall`, whose watchdog is inside the process.
     """
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self.listener: Listener | None = None
+    def __init__(self, environ: Mapping[str, str] = os.environ, listener: Listener | None = None) -> None:
+        self._listener = listener
         directory = _directory(environ)
         self._file: int | None = None
         if directory is not None and environ.get("LOCAL_RANK", "0") == "0":
@@ -156,8 +157,8 @@ class Heart:
             phase: what goes on now.
             fresh: something begins that has not gone on before, such as a pass over the data: it takes its time.
         """
-        if self.listener is not None:
-            self.listener(step=step, phase=phase, fresh=fresh)
+        if self._listener is not None:
+            self._listener(step=step, phase=phase, fresh=fresh)
         if self._file is not None:
             os.pwrite(self._file, f"{step} {phase}".ljust(_PULSE_BYTES).encode("ascii"), 0)
 

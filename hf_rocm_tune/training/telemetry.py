@@ -1,41 +1,153 @@
-"""The card's temperature, power, memory, load and throttling over a run: gathered, warned of, and summed up.
+"""What stands beside the loss in every log: the card's temperature, power and throttling, speed, integrity counters.
 
-**A thread of its own looks**, every ``every_s`` seconds, and not the training between its steps, for two reasons. At
-the end of a step the card has just come to rest: transformers reads the loss of every micro-batch to filter NaN
-(``logging_nan_inf_filter``), which waits for all that was queued, so what is looked at there is always the lull and
-never the load. And a driver may hang inside a read of sysfs: then this thread hangs, and the training does not. A look
-is a dozen small reads, about 0.1 ms of this process's time in a second. Not seen is what begins and ends between two
-looks; it is counted by none of the driver's files.
+**A thread of its own looks at the card**, every ``every_s`` seconds, and not the training between its steps. At the end
+of a step the card has just come to rest: transformers reads the loss of every micro-batch to filter NaN
+(``logging_nan_inf_filter``), so what is looked at there is always the lull and never the load. And a driver may hang
+inside a read of sysfs: then this thread hangs, and the training does not. A look is a dozen small reads, about 0.1 ms.
+Not seen is what begins and ends between two looks. Only AMD cards have sensors here (sysfs); on a CUDA card torch tells
+of its own memory; on the CPU there is nothing to tell. A figure that could not be read is left out, never 0.
 
-**Thresholds** (general knowledge, lower confidence): RDNA3 regulates itself on the hotspot up to
-about 110 degrees Celsius, so 105 is worth a word; and so are clocks held down by temperature. Held down by the power
-or the current limit is usual under full load: that is counted, and said once.
+**Thresholds** (general knowledge, lower confidence): RDNA3 regulates itself on the hotspot up to about 110 degrees
+Celsius, so 105 is worth a warning; and so are clocks held down by temperature. Held down by the power or the current
+limit is usual under full load: that is counted, and said once.
+
+**Logs.** Every service that ``--report_to`` names is a callback of transformers' own and gets one dict for each
+training log; what is added to it reaches all of them and the trainer's history. Beside ``gpu/...``:
+
+    integrity/verified_gb     10^9 bytes that were verified on their way to the device, so far
+    integrity/mismatches      wrong bytes found so far: in transfers, casts, gradients, frozen weights, replicas, files
+    integrity/recovered       of these, made right
+    speed/seconds_per_step    mean since the last log, evaluation and saving not counted
+    speed/tokens_per_second   likewise; of all ranks, where the trainer counts tokens (TRL's ``num_tokens``)
+
+The counters are those of the process that logs, rank 0; the report at the end adds up all ranks.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from hf_rocm_tune.training.telemetry_source import Sample
+import torch
+from transformers import TrainerCallback
+
+from hf_rocm_tune.machine.child import pci_address
+from hf_rocm_tune.machine.sensors import read_sensors, throttle_causes
+from hf_rocm_tune.machine.sysfs import LiveTree, Reading, Tree
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from hf_rocm_tune.transfer import TransferReport
 
 HOTSPOT_WARN_C = 105.0
 # Below this a hot episode is over: without the gap a card at the threshold would be a new episode every second.
 HOTSPOT_CALM_C = 95.0
-# A look that hangs is not waited for.
-_STOP_S = 1.0
+_STOP_S = 1.0  # a look that hangs is not waited for
+_GIB = 1 << 30
+_HELD_DOWN = "held_down_"
+_LIMITS = {
+    "temperature": (
+        frozenset({"temperature"}),
+        "warning: the card holds its clocks down because of its temperature ({source}): training is slower than it "
+        "could be; see to its fans and the air in the case",
+    ),
+    "power": (
+        frozenset({"power", "current"}),
+        "note: the card holds its clocks down by its power or current limit ({source}): usual under full load, "
+        "nothing to do (general knowledge, lower confidence)",
+    ),
+    "other": (
+        frozenset({"other"}),
+        "warning: the card holds its clocks down, and its driver's reason is none that is known here ({source}): "
+        "training may be slower than it could be",
+    ),
+}
+# Field of the sensors' record: name of the metric, and the factor to its unit.
+_METRICS = {
+    "edge_c": ("edge_c", 1.0),
+    "hotspot_c": ("hotspot_c", 1.0),
+    "memory_c": ("memory_c", 1.0),
+    "power_w": ("power_w", 1.0),
+    "utilisation": ("utilisation_percent", 100.0),
+    "vram_used_bytes": ("vram_used_gib", 1 / _GIB),
+}
 
 
-@dataclass
+# ---- one look -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The sensors at one moment.
+
+    Attributes:
+        metrics: by name, with the unit in the name: ``hotspot_c`` and the like in degrees Celsius, ``power_w``,
+            ``utilisation_percent``, ``vram_used_gib`` (2^30 bytes, of all processes).
+        limits: what holds the clocks down, of ``power``, ``current``, ``temperature`` and ``other``; None where that
+            could not be read. The driver's bit for the hotspot does not count.
+        missing: metric to the reason why it is not in ``metrics``.
+    """
+
+    metrics: Mapping[str, float]
+    limits: frozenset[str] | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+
+def sample(tree: Tree, address: str) -> Sample:
+    """Read the sensors of the card at a PCI address, ``domain:bus:device.function``."""
+    sensors = read_sensors(tree, address)
+    metrics: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    for field_name, (name, factor) in _METRICS.items():
+        reading: Reading[float] = getattr(sensors, field_name)
+        if reading.value is None:
+            missing[name] = reading.reason
+        else:
+            metrics[name] = reading.value * factor
+    held = sensors.throttle
+    if held.value is None:
+        missing["limits"] = held.reason
+    limits = None if held.value is None else frozenset(throttle_causes(held.value))
+    return Sample(metrics=metrics, limits=limits, missing=missing)
+
+
+def card_of(device: torch.device) -> tuple[str | None, str]:
+    """PCI address of the card behind ``device`` whose sensors can be read, or None and the reason."""
+    if device.type != "cuda":
+        return None, f"training on {device.type}: there are no sensors to read"
+    if torch.version.hip is None:
+        return None, "not an AMD card: its sensors are not read, only torch's own memory"
+    address = pci_address(torch.cuda.current_device() if device.index is None else device.index)
+    return address, "" if address else "this torch does not tell the PCI address of its devices"
+
+
+def torch_memory(device: torch.device) -> dict[str, float]:
+    """Memory that torch's allocator holds in this process, in GiB: now, and the peak since the run began."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    names = {
+        "torch_allocated_gib": "allocated_bytes.all.current",
+        "torch_reserved_gib": "reserved_bytes.all.current",
+        "torch_peak_allocated_gib": "allocated_bytes.all.peak",
+        "torch_peak_reserved_gib": "reserved_bytes.all.peak",
+    }
+    # Empty before the first allocation, and under a backend that keeps no counts.
+    return {ours: stats[theirs] / _GIB for ours, theirs in names.items() if theirs in stats}
+
+
+# ---- all looks of a run -------------------------------------------------------------------------------------
+
+
 class _Series:
     """A metric's values: mean and greatest."""
 
-    count: int = 0
-    total: float = 0.0
-    greatest: float = float("-inf")
+    def __init__(self) -> None:
+        self.count, self.total, self.greatest = 0, 0.0, float("-inf")
 
     def add(self, value: float) -> None:
         self.count += 1
@@ -125,7 +237,10 @@ class Telemetry:
             return
         began = time.perf_counter()
         seen = self._read()
-        values = {**seen.metrics, **_held_down(seen.limits)}
+        values = dict(seen.metrics)
+        if seen.limits is not None:
+            for name, (causes, _) in _LIMITS.items():
+                values[f"{_HELD_DOWN}{name}"] = float(not causes.isdisjoint(seen.limits))
         with self._lock:
             self._looks += 1
             self._missing = dict(seen.missing)
@@ -144,7 +259,7 @@ class Telemetry:
         """
         with self._lock:
             recent, self._recent = self._recent, {}
-        found = {f"gpu/{name}": round(one.mean, 3) for name, one in recent.items() if name != _NOT_LOGGED}
+        found = {f"gpu/{name}": round(one.mean, 3) for name, one in recent.items() if name != f"{_HELD_DOWN}other"}
         if "hotspot_c" in recent:
             found["gpu/hotspot_max_c"] = round(recent["hotspot_c"].greatest, 3)
         return found | {f"gpu/{name}": round(value, 3) for name, value in self._memory().items() if "peak" not in name}
@@ -182,38 +297,133 @@ class Telemetry:
                 "down up to about 110 (general knowledge, lower confidence): see to its fans and the air in the case, "
                 "or lower its power limit"
             )
-        if seen.limits is None:
-            return lines
-        for name, (causes, what) in _LIMITS.items():
-            met = not causes.isdisjoint(seen.limits)
+        for name, (causes, what) in _LIMITS.items() if seen.limits is not None else ():
+            met = not causes.isdisjoint(seen.limits or ())
             if self._alarms[name].update(begins=met, ends=not met):
                 lines.append(what.format(source=self._source))
         return lines
 
 
-_HELD_DOWN = "held_down_"
-_NOT_LOGGED = f"{_HELD_DOWN}other"
-_LIMITS = {
-    "temperature": (
-        frozenset({"temperature"}),
-        "warning: the card holds its clocks down because of its temperature ({source}): training is slower than it "
-        "could be; see to its fans and the air in the case",
-    ),
-    "power": (
-        frozenset({"power", "current"}),
-        "note: the card holds its clocks down by its power or current limit ({source}): usual under full load, "
-        "nothing is to be done (general knowledge, lower confidence)",
-    ),
-    "other": (
-        frozenset({"other"}),
-        "warning: the card holds its clocks down, and its driver's reason is none that is known here ({source}): "
-        "training may be slower than it could be",
-    ),
-}
+def of_device(
+    device: torch.device,
+    *,
+    every_s: float,
+    tell: Callable[[str], None],
+    tree: Tree | None = None,
+) -> Telemetry:
+    """Telemetry of the very card that is trained on, found by its PCI address.
+
+    Args:
+        device: the device of this process.
+        every_s, tell: see :class:`Telemetry`.
+        tree: whose ``sys`` is read; this machine's unless given.
+    """
+    address, reason = card_of(device)
+    files = tree or LiveTree()
+    return Telemetry(
+        None if address is None else lambda: sample(files, address),
+        source=reason if address is None else f"amdgpu, {address}",
+        every_s=every_s,
+        memory=lambda: torch_memory(device),
+        tell=tell,
+    )
 
 
-def _held_down(limits: frozenset[str] | None) -> dict[str, float]:
-    """1 for each kind of limit that holds the clocks down, 0 for the others; nothing where that is not known."""
-    if limits is None:
-        return {}
-    return {f"{_HELD_DOWN}{name}": float(not causes.isdisjoint(limits)) for name, (causes, _) in _LIMITS.items()}
+# ---- logs ---------------------------------------------------------------------------------------------------
+
+
+def integrity_counters(report: Mapping[str, Any]) -> dict[str, float]:
+    """The three ``integrity/`` metrics of `TransferReport.to_dict`."""
+    sections = [section for section in report.values() if isinstance(section, Mapping)]
+    return {
+        "integrity/verified_gb": round(sum(one.get("verified_bytes", 0) for one in sections) / 1e9, 6),
+        "integrity/mismatches": sum(one["mismatches"] for one in sections if "mismatches" in one),
+        "integrity/recovered": sum(one["recovered"] for one in sections if "mismatches" in one and "recovered" in one),
+    }
+
+
+class MetricsCallback(TrainerCallback):
+    """Adds the metrics of the module's description to each training log.
+
+    It has to come before the callbacks of the services, which see only what a callback before them has added.
+
+    Args:
+        report: whose counters are logged.
+        telemetry: of the card, looked at while a training lasts; a training that ends in an error leaves its thread to
+            the end of the process. None for none.
+        memory: reads the allocator's figures, by metric.
+        clock: seconds, from any beginning.
+    """
+
+    def __init__(
+        self,
+        report: TransferReport,
+        telemetry: Telemetry | None = None,
+        memory: Callable[[], dict[str, float]] = dict,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._report = report
+        self._telemetry = telemetry
+        self._memory = memory
+        self._clock = clock
+        self._seconds, self._steps, self._tokens = 0.0, 0, 0.0
+        self._began: float | None = None
+        self._ended: float | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Nothing has been timed yet."""
+        self._seconds, self._steps, self._began, self._ended = 0.0, 0, None, None
+        if self._telemetry is not None:
+            self._telemetry.start()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Looks at the card no more."""
+        if self._telemetry is not None:
+            self._telemetry.stop()
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Fetching the batches since the last step counts, unless something else was done meanwhile."""
+        self._began = self._clock() if self._ended is None else self._ended
+        self._ended = None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """One step more."""
+        self._ended = self._clock()
+        if self._began is not None:
+            self._seconds += self._ended - self._began
+            self._steps += 1
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The time since the last step was no training."""
+        self._ended = None
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Likewise."""
+        self._ended = None
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Adds to training logs only: an evaluation at the same step would say the same again."""
+        if logs is None or "loss" not in logs:
+            return
+        found = {**self._memory(), **integrity_counters(self._report.to_dict()), **self._pace(logs.get("num_tokens"))}
+        if self._telemetry is not None:
+            found |= self._telemetry.since_last_log()
+        logs.update(found)
+        state.log_history[-1].update(found)  # the trainer has entered a copy there
+
+    def _pace(self, tokens: float | None) -> dict[str, float]:
+        """Speed since the last log; nothing where no whole step was timed."""
+        seconds, steps = self._seconds, self._steps
+        new = 0.0 if tokens is None else tokens - self._tokens
+        self._seconds, self._steps, self._tokens = 0.0, 0, tokens or 0.0
+        if not steps or seconds <= 0:
+            return {}
+        rate = {"speed/tokens_per_second": round(new / seconds, 3)} if new > 0 else {}
+        return {"speed/seconds_per_step": round(seconds / steps, 6), **rate}

@@ -30,7 +30,7 @@ class _Hanging(RecordedTree):
 def pretend(file: str) -> None:
     """Replace the readers of this process by those of the machine in ``file``."""
     from hf_rocm_tune import machine_findings
-    from hf_rocm_tune.training import telemetry_callback
+    from hf_rocm_tune.training import telemetry
 
     wanted: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
     tree: Tree = (_Hanging if wanted["hangs"] else RecordedTree)(wanted["recording"])
@@ -45,8 +45,8 @@ def pretend(file: str) -> None:
     if wanted["deadline_s"]:
         machine_findings.look = lambda **options: look(**options, deadline_s=wanted["deadline_s"])
     if wanted["address"]:
-        telemetry_callback.card_of = lambda device: (wanted["address"], "")
-        telemetry_callback.LiveTree = lambda: tree
+        telemetry.card_of = lambda device: (wanted["address"], "")
+        telemetry.LiveTree = lambda: tree
 
 
 def _as_on(machine: dict[str, Any], here: Software) -> Software:

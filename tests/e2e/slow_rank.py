@@ -13,7 +13,7 @@ def main() -> int:
     """Runs the command line with the trainer slowed down."""
     from transformers import Trainer
 
-    from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
+    from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
 
     seconds = float(sys.argv[1])
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from hf_rocm_tune import auto_fit
 from hf_rocm_tune.arguments import parse
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError, UsageError
-from hf_rocm_tune.training.oom_faults import VARIABLE
+from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, report_of

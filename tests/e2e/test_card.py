@@ -18,8 +18,7 @@ from huggingface_hub import ModelCard
 from hf_rocm_tune import cli
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish.card import is_ours
-from hf_rocm_tune.publish.history_read import collect
-from hf_rocm_tune.publish.history_verdict import judge
+from hf_rocm_tune.publish.history import collect, judge
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags
 
@@ -168,7 +167,7 @@ def test_a_run_that_fails_leaves_its_log_and_a_report_that_says_so(
     result = run(output, max_steps=8, env={"HF_ROCM_TUNE_FAULT": "kind=zero,persist=1,stage=batches,first=20"})
     assert result.code == 3, result.stderr[-2000:]
     left = collect(output)
-    assert left.rows and left.rows_from == "training_log.json"
+    assert left.rows and left.trained
     found = judge(left.report, finished=left.finished, damaged=left.damaged)
     assert found.level == "bad" and not left.finished
     assert cli.main(["report", str(output)]) == 0
@@ -180,6 +179,6 @@ def test_a_killed_run_can_be_reported(run: Run, tmp_path: Path) -> None:
     result = run(output, max_steps=8, env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"})
     assert result.code == -signal.SIGKILL
     left = collect(output)
-    assert (left.rows_from, left.step, left.finished) == ("checkpoint-3/trainer_state.json", 3, False)
+    assert (left.step, left.finished) == (3, False)
     assert cli.main(["report", str(output)]) == 0
     assert "has not come to its end" in (output / "report.html").read_text()

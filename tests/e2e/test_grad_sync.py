@@ -188,16 +188,3 @@ def test_powersgd_trains_and_all_ranks_agree(job: Job, tmp_path: Path) -> None:
     assert losses_of(output)[-1] < losses_of(output)[0]
     exact = job.done(tmp_path / "exact", max_steps=12)
     assert (output / ADAPTER).read_bytes() != (exact / ADAPTER).read_bytes()
-
-
-@pytest.mark.long
-def test_a_step_that_is_done_again_for_want_of_memory_is_averaged_alike(job: Job, tmp_path: Path) -> None:
-    fault = "kind=oom,where=backward,first=3,count=1"
-    ddp, host = (
-        job.done(tmp_path / way, ("", ""), fault, per_device_train_batch_size=2, grad_sync=way)
-        for way in ("ddp", "host")
-    )
-    _assert_same(host, ddp)
-    report = report_of(host)
-    assert report["memory"]["recovered"] == report["memory"]["shortages"] == 1
-    assert report["gradients"]["mismatches"] == 0

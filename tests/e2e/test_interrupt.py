@@ -158,7 +158,7 @@ def test_a_step_that_is_left_out_computes_nothing_and_the_rest_is_trained(job: J
     argv = job.argv(output, save_steps=1)
     for _ in range(2):
         assert job.server.run(*argv, env=env).code == 1
-    from hf_rocm_tune.training.run_record import skip_step
+    from hf_rocm_tune.training.run import skip_step
 
     skip_step(output, 3)
     result = job.server.run(*argv, env=env)

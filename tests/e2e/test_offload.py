@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.training import readback
+from hf_rocm_tune.training import saved_state as restoring
 from tests import tiny
 from tests.e2e.command import CommandServer
 from tests.e2e.conftest import flags, losses_of, report_of
@@ -57,7 +57,7 @@ def make(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) 
 
 def saved_state(checkpoint: Path) -> dict[str, Any]:
     """Every leaf of ``optimizer.pt``."""
-    return dict(readback.leaves(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)))
+    return dict(restoring.leaves(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)))
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,6 @@ def test_paged_state_is_paged_again_after_a_resume() -> None:
     """Not run here: on a CPU bitsandbytes pages nothing."""
     from bitsandbytes.optim import PagedAdamW8bit
 
-    from hf_rocm_tune.training import restore
-
     parameter = torch.nn.Parameter(torch.randn(400, 400, device="cuda"))
     saved = PagedAdamW8bit([parameter], lr=1e-3)
     parameter.grad = torch.randn_like(parameter)
@@ -142,6 +140,6 @@ def test_paged_state_is_paged_again_after_a_resume() -> None:
     state = {key: value.clone() for key, value in saved.state[parameter].items() if torch.is_tensor(value)}
     fresh = PagedAdamW8bit([parameter], lr=1e-3)
     fresh.load_state_dict(saved.state_dict(), move_to_device=False)
-    restore._place_paged(fresh, lambda tensor, *, name, stage: tensor.cuda())
+    restoring._place_paged(fresh, lambda tensor, *, name, stage: tensor.cuda())
     assert all(getattr(fresh.state[parameter][name], "is_paged", False) for name in ("state1", "state2"))
     assert all(torch.equal(fresh.state[parameter][name].cpu(), value.cpu()) for name, value in state.items())

@@ -75,6 +75,7 @@ def test_an_adapter_that_differs_is_named(job: Job, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / ADAPTER).exists()
 
 
+@pytest.mark.long
 def test_without_the_request_optimizer_state_is_not_compared(job: Job, tmp_path: Path) -> None:
     """What the flag is for: with these settings nothing else looks at the state before the run ends."""
     results = disturbed(job, tmp_path / "out", "exp_avg", sentinel_every=0)

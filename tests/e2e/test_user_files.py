@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.supervisor.ledger import Ledger
+from hf_rocm_tune.supervisor import Ledger
 from hf_rocm_tune.training import journal, supervised
 from tests import tiny
 from tests.e2e.command import CommandServer, Result, Running

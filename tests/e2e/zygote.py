@@ -17,6 +17,7 @@ import functools
 import gc
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -27,7 +28,7 @@ def _dump_logits_after_saving(target: str) -> None:
     """When the command has saved its result, the logits of the live model for fixed tokens go to a file."""
     import torch
 
-    from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
+    from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
     from tests.e2e.probe import logits
 
     stock = VerifiedSFTTrainer.save_model
@@ -63,7 +64,7 @@ def _child(request: dict[str, Any]) -> None:
     code = 1
     try:
         if "PREFLIGHT_LIMIT" in os.environ:
-            from hf_rocm_tune.distributed import preflight
+            from hf_rocm_tune.ranks import preflight
 
             preflight.run.__kwdefaults__["limit_s"] = float(os.environ["PREFLIGHT_LIMIT"])
         if "PRETENDED_MACHINE" in os.environ:
@@ -82,8 +83,15 @@ def _child(request: dict[str, Any]) -> None:
             from tests.e2e import attacks
 
             attacks.begin(json.loads(os.environ["ATTACK"]))
+        if "FILE_LIMIT" in os.environ:  # bytes of a file, beyond which the system refuses to write
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["FILE_LIMIT"]),) * 2)
         sys.argv[1:] = request["argv"]
-        code = sft.main()
+        if "VERB" in os.environ:  # another command than sft
+            from hf_rocm_tune import cli
+
+            code = cli.main([os.environ["VERB"], *request["argv"]])
+        else:
+            code = sft.main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
@@ -113,9 +121,9 @@ def main() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
     import trl.trainer.sft_trainer  # noqa: F401
 
-    import hf_rocm_tune.publish.plots_draw
+    import hf_rocm_tune.publish.plots
     import hf_rocm_tune.sft_job
-    import hf_rocm_tune.training.trainers  # noqa: F401
+    import hf_rocm_tune.training.trainer  # noqa: F401
 
     gc.collect()
     gc.freeze()

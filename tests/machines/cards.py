@@ -77,7 +77,7 @@ CARDS: dict[str, Case] = {
         says=(
             "`export HIP_VISIBLE_DEVICES=2,0`",
             "Radeon RX 7900 XT at 0000:03:00.0, Radeon RX 7900 XTX at 0000:07:00.0",
-            "--batch_shares auto",
+            "train on the larger card alone",
         ),
     ),
     "igpu_hidden_by_its_owner": case(

@@ -3,52 +3,32 @@
 from __future__ import annotations
 
 import json
-import logging
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
 from huggingface_hub import constants, hf_api
-from huggingface_hub.utils import _http as upstream_http
-from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from safetensors.numpy import save_file
 
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.publish.hub_client import Patience
-from tests.publish.hub_server import TOKEN, LoopbackHub, loopback_hub
+from hf_rocm_tune.publish.hub import Patience
+from tests.publish.hub_server import TOKEN, LoopbackHub
 
 BASE = "/home/planted-user/models/Tiny Llama"
 DATA = "/mnt/planted-disk/chats.jsonl"
 QUICK = Patience(attempts=4, first_wait_s=0.01, longest_wait_s=0.02, answer_s=5.0)
 
 
-def use(server: LoopbackHub, monkeypatch: pytest.MonkeyPatch, *, xet: bool = False) -> None:
+def use(server: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let huggingface_hub in this process talk to a server, with its token."""
     template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(hf_api.api, "endpoint", server.url)  # PEFT's, made when it is imported
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", not xet)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-
-
-@pytest.fixture(name="hub")
-def loopback(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    """A Hub without Xet, which this process uses. Only the waits between upstream's own tries are shortened."""
-    disable_progress_bars()
-    monkeypatch.setattr(upstream_http, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 100)))
-    with loopback_hub() as server:
-        use(server, monkeypatch)
-        yield server
-    huggingface_hub.close_session()
-    enable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.WARNING)
 
 
 def clean_report(**changes: Any) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """What the Hub on loopback answers: as much of the Hub's protocol as pushing and pulling of models need.
 
-Spoken: whoami, creation of repositories, check of cards, pre-upload, Git LFS (batch, basic and multipart uploads,
+Spoken: whoami, creation of repositories, check of cards, pre-upload, Git LFS (batch, basic uploads,
 verify), commits (ndjson, with ``parentCommit``), branches, tags, refs, tree, paths-info, resolve with redirects of
-large files to another host, and the tokens of Xet, whose storage is `tests.publish.hub_xet`. Model cards whose
-``base_model`` or ``datasets`` is a path are answered with 400, as the Hub does (huggingface/trl#1873,
-huggingface/transformers#32212).
+large files to another host. Model cards whose ``base_model`` or ``datasets`` is a path are answered with 400, as the
+Hub does (huggingface/trl#1873, huggingface/transformers#32212).
 
-Not spoken: pull requests, datasets and spaces, gated repositories, pagination, the web pages.
+Not spoken: Xet, pull requests, datasets and spaces, gated repositories, pagination, the web pages.
 """
 
 from __future__ import annotations
@@ -54,8 +53,6 @@ def route(hub: LoopbackHub, request: Request, body: bytes) -> Answer:
         if found and request.method in method:
             with hub.store.lock:
                 return handler(hub, request, body, *(unquote(one) for one in found.groups() if one is not None))
-    if hub.xet and path.startswith("/v1/"):
-        return hub.cas.answer(request.method, path, request.headers, body)
     raise Refused(404, f"no such endpoint: {request.line}")
 
 
@@ -108,11 +105,6 @@ def _batch(hub: LoopbackHub, request: Request, body: bytes, repo_id: str) -> Ans
         if one["oid"] not in hub.store.objects:
             signed = f"{hub.cdn}/upload/{one['oid']}?X-Amz-Signature=signed"
             upload: dict[str, Any] = {"href": signed, "header": {}}
-            if hub.multipart_bytes and one["size"] > hub.multipart_bytes and "multipart" in wanted["transfers"]:
-                count = -(-one["size"] // hub.multipart_bytes)
-                urls = {str(part): f"{signed}&part={part}" for part in range(1, count + 1)}
-                upload = {"href": f"{hub.url}/complete/{one['oid']}", "header": urls}
-                upload["header"]["chunk_size"] = str(hub.multipart_bytes)
             entry["actions"] = {"upload": upload, "verify": {"href": f"{hub.url}/verify/{repo_id}"}}
         objects.append(entry)
     return _json({"transfer": "basic", "objects": objects})
@@ -120,18 +112,8 @@ def _batch(hub: LoopbackHub, request: Request, body: bytes, repo_id: str) -> Ans
 
 def _upload(hub: LoopbackHub, request: Request, body: bytes, oid: str) -> Answer:
     assert "authorization" not in request.headers, "a signed address got the token"
-    part = parse_qs(urlsplit(request.path).query).get("part")
-    if part:
-        hub.parts.setdefault(oid, {})[int(part[0])] = body
-    else:
-        hub.store.objects[oid] = hub.stored(oid, body)
+    hub.store.objects[oid] = hub.stored(oid, body)
     return 200, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b""
-
-
-def _complete(hub: LoopbackHub, request: Request, body: bytes, oid: str) -> Answer:
-    parts = hub.parts.pop(oid)
-    hub.store.objects[oid] = hub.stored(oid, b"".join(parts[one["partNumber"]] for one in json.loads(body)["parts"]))
-    return _json({})
 
 
 def _verify(hub: LoopbackHub, request: Request, body: bytes, repo_id: str) -> Answer:
@@ -182,13 +164,13 @@ def _tree(hub: LoopbackHub, request: Request, _: bytes, repo_id: str, revision: 
         files = {path: file for path, file in files.items() if path.startswith(f"{folder}/")}
         if not files:
             raise Refused(404, f"{folder} does not exist on {revision}", "EntryNotFound")
-    return _json([file.stated(path, hub.store.xet_hashes.get(file.lfs)) for path, file in files.items()])
+    return _json([file.stated(path) for path, file in files.items()])
 
 
 def _paths_info(hub: LoopbackHub, request: Request, body: bytes, repo_id: str, revision: str) -> Answer:
     files = hub.store.repo(repo_id, _token(request)).files(revision)
     wanted = parse_qs(body.decode())["paths"]
-    return _json([files[p].stated(p, hub.store.xet_hashes.get(files[p].lfs)) for p in wanted if p in files])
+    return _json([files[p].stated(p) for p in wanted if p in files])
 
 
 def _branch(hub: LoopbackHub, request: Request, _: bytes, repo_id: str, name: str) -> Answer:
@@ -229,25 +211,12 @@ def _resolve(hub: LoopbackHub, request: Request, _: bytes, repo_id: str, revisio
         "X-Linked-Size": str(file.size),
         "Location": f"{hub.cdn}/cdn/{file.lfs}",
     }
-    if xet_hash := hub.store.xet_hashes.get(file.lfs):
-        headers["X-Xet-Hash"] = xet_hash
-        headers["X-Xet-Refresh-Route"] = f"{hub.url}/api/models/{repo_id}/xet-read-token/{sha}"
     return 302, headers, b""
 
 
 def _cdn(hub: LoopbackHub, request: Request, _: bytes, oid: str) -> Answer:
     assert "authorization" not in request.headers, "another host got the token"
     return 200, {"ETag": f'"{oid}"', "Content-Type": "application/octet-stream"}, hub.store.objects[oid]
-
-
-def _xet_token(hub: LoopbackHub, request: Request, _: bytes, repo_id: str, kind: str, _revision: str) -> Answer:
-    if not hub.xet:
-        raise Refused(404, "this Hub has no Xet storage")
-    if kind == "write":
-        hub.store.check_write(_token(request), repo_id.split("/")[0])
-    told = {"casUrl": hub.url, "accessToken": "xet", "exp": 4_000_000_000}
-    names = {"X-Xet-Cas-Url": hub.url, "X-Xet-Access-Token": "xet", "X-Xet-Token-Expiration": "4000000000"}
-    return _json(told, 200, **names)
 
 
 _REPO = r"([^/]+/[^/]+)"
@@ -258,7 +227,6 @@ _ROUTES: tuple[tuple[str, str, Callable[..., Answer]], ...] = (
     ("POST", rf"/api/models/{_REPO}/preupload/(.+)", _preupload),
     ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _batch),
     ("PUT", r"/upload/(\w+)", _upload),
-    ("POST", r"/complete/(\w+)", _complete),
     ("POST", rf"/verify/{_REPO}", _verify),
     ("POST", rf"/api/models/{_REPO}/commit/(.+)", _commit),
     ("GET", rf"/api/models/{_REPO}/revision/(.+)", _info),
@@ -267,7 +235,6 @@ _ROUTES: tuple[tuple[str, str, Callable[..., Answer]], ...] = (
     ("POST", rf"/api/models/{_REPO}/branch/(.+)", _branch),
     ("POST", rf"/api/models/{_REPO}/tag/(.+)", _tag),
     ("GET", rf"/api/models/{_REPO}/refs", _refs),
-    ("GET", rf"/api/models/{_REPO}/xet-(read|write)-token/(.+)", _xet_token),
     ("GET", rf"/api/models/{_REPO}", _info),
     ("GET HEAD", rf"/{_REPO}/resolve/([^/]+)/(.+)", _resolve),
     ("GET", r"/cdn/(\w+)", _cdn),

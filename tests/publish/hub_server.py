@@ -14,7 +14,6 @@ from typing import Any
 
 from tests.publish.hub_routes import Answer, Request, route
 from tests.publish.hub_store import Refused, Store
-from tests.publish.hub_xet import Cas
 
 TOKEN = "hf_PlantedTokenThatMustNeverBeSeen0123"
 USER = "tester"
@@ -50,29 +49,21 @@ class Fault:
 
 
 class LoopbackHub(ThreadingHTTPServer):
-    """The server; ``url`` is its address for HF_ENDPOINT.
-
-    Args:
-        xet: offer the storage of Xet.
-        multipart_bytes: larger objects are uploaded in parts of this size, where the client can; 0 for never.
-    """
+    """The server; ``url`` is its address for HF_ENDPOINT."""
 
     daemon_threads = True
 
-    def __init__(self, *, xet: bool = False, multipart_bytes: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.store = Store()
         self.store.writers[TOKEN] = USER
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.cdn = f"http://localhost:{self.server_port}"  # another host: no token may arrive there
-        self.xet, self.multipart_bytes = xet, multipart_bytes
-        self.cas = Cas(self.store, self.url)
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.damage: list[re.Pattern[str]] = []
         self.release = threading.Event()
         self.held = threading.Event()
-        self.parts: dict[str, dict[int, bytes]] = {}
 
     def fault(self, match: str, **settings: Any) -> Fault:
         """Let requests fail from now on; see `Fault`."""
@@ -98,9 +89,9 @@ class LoopbackHub(ThreadingHTTPServer):
 
 
 @contextmanager
-def loopback_hub(**settings: Any) -> Iterator[LoopbackHub]:
+def loopback_hub() -> Iterator[LoopbackHub]:
     """A server that runs within the block."""
-    with LoopbackHub(**settings) as server:
+    with LoopbackHub() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:

@@ -41,13 +41,11 @@ class File:
             content = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.lfs}\nsize {self.size}\n".encode()
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
-    def stated(self, path: str, xet_hash: str | None) -> dict[str, Any]:
+    def stated(self, path: str) -> dict[str, Any]:
         """The file in an answer of ``tree`` or ``paths-info``."""
         entry: dict[str, Any] = {"type": "file", "path": path, "oid": self.git_hash, "size": self.size}
         if self.lfs:
             entry["lfs"] = {"oid": self.lfs, "size": self.size, "pointerSize": 130}
-            if xet_hash:
-                entry["xetHash"] = xet_hash
         return entry
 
 
@@ -87,7 +85,6 @@ class Store:
         self.lock = threading.RLock()
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
-        self.xet_hashes: dict[str, str] = {}
         self.writers: dict[str, str] = {}
         self.readers: set[str] = set()
 

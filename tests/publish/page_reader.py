@@ -11,9 +11,8 @@ import pytest
 from hf_rocm_tune import cli
 from hf_rocm_tune.doctor.findings import link_of
 from hf_rocm_tune.publish import page
-from hf_rocm_tune.publish.history_read import Left
-from hf_rocm_tune.publish.plots import panels
-from hf_rocm_tune.publish.plots_draw import svg
+from hf_rocm_tune.publish.history import Left
+from hf_rocm_tune.publish.plots import panels, svg
 
 _VOID = frozenset({"meta", "br", "img", "link", "input", "hr", "base"})
 

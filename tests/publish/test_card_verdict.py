@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.publish.history_values import duration, plain, size
-from hf_rocm_tune.publish.history_verdict import counted, coverage, explained, incident, judge
+from hf_rocm_tune.publish.history import counted, coverage, incident, judge
 from tests.publish.card_runs import incident as transfer_incident
 from tests.publish.card_runs import report, stage
 
@@ -19,7 +18,7 @@ WRONG = stage(mismatches=2, recovered=1)
     [
         ({}, "good", "100 % of the bytes on the device were verified, and none of them was wrong."),
         ({"batches": stage(mismatches=1, recovered=1)}, "good", "Something was wrong once, was noticed"),
-        ({"batches": WRONG}, "bad", "could not be made right: batches: 1 of 2 mismatches"),
+        ({"batches": WRONG}, "bad", "could not be recovered: batches: 1 of 2 mismatches"),
         ({"gradients": WRONG}, "bad", "gradients: 1 of 2"),
         ({"incidents": [transfer_incident(outcome="stopped")]}, "bad", "batches input_ids at step 2"),
         ({"coverage": {"verified_bytes": 999_999, "device_bytes": 1_000_000}}, "note", "99.9999 %"),
@@ -75,13 +74,6 @@ def test_every_check_that_looked_or_found_is_counted() -> None:
     assert counted({}) == []
 
 
-def test_what_verifying_means_depends_on_how_much_of_it_there_was() -> None:
-    assert explained(report()).startswith("Every byte is digested")
-    assert "Frozen weights" in explained(report()) and "Frozen" not in explained(report(frozen={"passes": 0}))
-    assert explained(report(verify="sample")).startswith("Of a sample of the transfers")
-    assert explained(report(verify="off")) == explained({}) == ""
-
-
 def test_incidents_of_every_kind_have_the_same_columns() -> None:
     shortage = {"kind": "out_of_memory", "step": 3, "said": "no room", "rows": [1, 2], "outcome": "recovered"}
     names = [list(incident(row)) for row in (transfer_incident(), shortage, "text", None, [1])]
@@ -89,26 +81,3 @@ def test_incidents_of_every_kind_have_the_same_columns() -> None:
     assert incident(shortage)["details"] == "said: no room; rows: 1, 2"
     assert incident(transfer_incident())["where"] == "1,024 bytes from byte 64"
     assert incident(transfer_incident(step=None))["step"] == ""
-
-
-def test_values_as_people_read_them() -> None:
-    assert [size(n) for n in (0, 999, 1000, 2_500_000, 16_060_000_000, 3e15)] == [
-        "0 B",
-        "999 B",
-        "1 kB",
-        "2.5 MB",
-        "16.06 GB",
-        "3000 TB",
-    ]
-    assert [duration(s) for s in (0.0123, 59.9, 60, 3599, 7260)] == [
-        "0.0123 s",
-        "59.9 s",
-        "1 min 0 s",
-        "59 min 59 s",
-        "2 h 1 min",
-    ]
-    deep: Any = "x"
-    for _ in range(5000):
-        deep = [deep]
-    assert plain(deep) == "..."
-    assert plain({"a": [1, 2.5, None, True]}) == "a=1, 2.5, none, yes"

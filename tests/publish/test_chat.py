@@ -4,46 +4,20 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
-import select
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.publish.chat import Chat
-from hf_rocm_tune.publish.generate import answer, apply_template
-from hf_rocm_tune.publish.generate_model import Loaded, loaded_model
-from hf_rocm_tune.publish.generate_settings import LoadSettings, Sampling
-from tests import tiny
-from tests.publish.merge_cases import lora, merged
+from hf_rocm_tune.publish.generate import Loaded, answer, apply_template
+from hf_rocm_tune.publish.generate_command import Sampling
 
 SHORT = Sampling(max_new_tokens=6, temperature=0)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    scratch = tmp_path_factory.mktemp("chat")
-    base, adapter, out, _ = merged(lora("llama3"), scratch, "adapter")
-    return {
-        "base": base,
-        "adapter": adapter,
-        "merged": out,
-        "bare": tiny.build("llama3", scratch / "models", chat_template=False),
-    }
-
-
-@pytest.fixture(scope="module")
-def loaded(made: dict[str, Path]) -> Iterator[Loaded]:
-    with loaded_model(LoadSettings(model=str(made["adapter"])), lambda _: None) as model:
-        yield model
 
 
 @pytest.fixture
@@ -170,73 +144,23 @@ def test_wrong_input_is_one_line(
     assert len(errors) == 1 and all(part in errors[0] for part in named)
 
 
-class Terminal:
-    """A command on a pseudo-terminal."""
+def test_at_the_prompt_ctrl_c_says_how_to_end_and_ctrl_d_ends(
+    made: dict[str, Path], loaded: Loaded, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed: Iterator[str | type[BaseException]] = iter([KeyboardInterrupt, "one", EOFError])
 
-    def __init__(self, *argv: str) -> None:
-        self._end, other = pty.openpty()
-        command = [sys.executable, "-m", "hf_rocm_tune", *argv]
-        self.process = subprocess.Popen(
-            command,
-            stdin=other,
-            stdout=other,
-            stderr=other,
-            start_new_session=True,
-            # The first terminal that a new session opens becomes its own, so that Ctrl-C reaches it.
-            preexec_fn=lambda: os.close(os.open(os.ttyname(other), os.O_RDWR)),
-        )
-        os.close(other)
-        self.seen = ""
+    def read(prompt: str) -> str:
+        assert prompt == "> "
+        found = next(typed)
+        if isinstance(found, str):
+            return found
+        raise found
 
-    def until(self, text: str, timeout: float = 90) -> str:
-        """Reads until a text appears; gives what came before it."""
-        deadline = time.monotonic() + timeout
-        while text not in self.seen:
-            assert self._read(deadline - time.monotonic()), f"{text!r} did not appear in {self.seen!r}"
-        before, _, self.seen = self.seen.partition(text)
-        return before
-
-    def type(self, text: str) -> None:
-        os.write(self._end, text.encode())
-
-    def ctrl_c_until(self, text: str) -> None:
-        """Presses Ctrl-C, and again where nothing comes of it: a signal just before CPython's ``input`` waits is seen
-        only after the next key (its ``select`` is not interrupted any more), which a user answers in this way too.
-        """
-        for _ in range(9):
-            self.type("\x03")
-            deadline = time.monotonic() + 10
-            while text not in self.seen and self._read(deadline - time.monotonic()):
-                pass
-            if text in self.seen:
-                break
-        self.until(text, 0)
-
-    def _read(self, timeout: float) -> bool:
-        ready, _, _ = select.select([self._end], [], [], max(0, timeout))
-        if ready:
-            self.seen += os.read(self._end, 65536).decode(errors="replace")
-        return bool(ready)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._end)
-
-
-def test_on_a_terminal_ctrl_c_stops_an_answer_and_quit_ends_the_session(made: dict[str, Path]) -> None:
-    with Terminal("chat", str(made["adapter"]), "--max_new_tokens", "240", "--temperature", "0") as terminal:
-        terminal.until("/reset forgets")
-        terminal.until("> ")
-        terminal.ctrl_c_until("/quit or Ctrl-D ends the conversation")  # at the prompt
-        terminal.type("one\n")
-        terminal.until("one\r\n")
-        terminal.until(" ")  # it speaks
-        terminal.type("\x03")
-        terminal.until("stopped")
-        terminal.until("> ")
-        terminal.type("/quit\n")
-        assert terminal.process.wait(30) == 0
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr("builtins.input", read)
+    code = cli.main(["chat", str(made["adapter"]), "--max_new_tokens", "6", "--temperature", "0"])
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (0, f"\n{reply(loaded, 'one')}\n\n")
+    assert "/reset forgets" in printed.err and "/quit or Ctrl-D ends the conversation" in printed.err

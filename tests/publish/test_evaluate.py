@@ -16,27 +16,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.data_utils import common_prefix_length
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.publish import evaluate_harness
-from hf_rocm_tune.publish.evaluate import perplexity
-from hf_rocm_tune.publish.evaluate_settings import PerplexitySettings
-from hf_rocm_tune.publish.generate_model import Loaded, loaded_model
-from hf_rocm_tune.publish.generate_settings import LoadSettings
+from hf_rocm_tune.publish import evaluate
+from hf_rocm_tune.publish.evaluate import PerplexitySettings, perplexity
+from hf_rocm_tune.publish.generate import Loaded
 from tests import tiny
-from tests.publish.merge_cases import lora, merged
 
 CLOSE = 1e-5  # relative, float32 in another order
 HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    scratch = tmp_path_factory.mktemp("evaluate")
-    base, adapter, out, _ = merged(lora("llama3"), scratch, "adapter")
+def data(made: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """`made`, and data in every format."""
+    scratch = tmp_path_factory.mktemp("data")
     return {
-        "base": base,
-        "adapter": adapter,
-        "merged": out,
-        "bare": tiny.build("llama3", scratch / "models", chat_template=False),
+        **made,
         "text": tiny.write_text_jsonl(scratch / "text.jsonl", 7),
         "pairs": tiny.write_prompt_completion_jsonl(scratch / "pairs.jsonl", 6),
         "chats": tiny.write_messages_jsonl(scratch / "chats.jsonl", 6),
@@ -44,12 +38,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "sharegpt": tiny.write_sharegpt_jsonl(scratch / "sharegpt.jsonl", 5),
         "folder": tiny.write_dataset_dir(scratch / "folder", train=5, test=4),
     }
-
-
-@pytest.fixture(scope="module")
-def loaded(made: dict[str, Path]) -> Iterator[Loaded]:
-    with loaded_model(LoadSettings(model=str(made["adapter"])), lambda _: None) as model:
-        yield model
 
 
 def rows_of(file: Path, tokenizer: Any) -> Iterator[tuple[list[int], int]]:
@@ -88,44 +76,39 @@ def by_definition(model_directory: Path, file: Path, max_length: int = 1024) -> 
     return total / count, count
 
 
-@pytest.mark.parametrize("data", ["text", "pairs", "chats", "chat pairs", "sharegpt"])
-def test_it_is_the_perplexity_of_the_definition(data: str, made: dict[str, Path], loaded: Loaded) -> None:
-    found = perplexity(loaded, PerplexitySettings(dataset=str(made[data]), batch_size=3), compare=True)
+@pytest.mark.parametrize("kind", ["text", "pairs", "chats", "chat pairs", "sharegpt"])
+def test_it_is_the_perplexity_of_the_definition(kind: str, data: dict[str, Path], loaded: Loaded) -> None:
+    found = perplexity(loaded, PerplexitySettings(dataset=str(data[kind]), batch_size=3), compare=True)
     for name, result in (("merged", found), ("base", found["without_adapter"])):
-        loss, count = by_definition(made[name], made[data])
+        loss, count = by_definition(data[name], data[kind])
         assert result["loss"] == pytest.approx(loss, rel=CLOSE)
         assert result["perplexity"] == pytest.approx(math.exp(loss), rel=CLOSE)
         assert found["tokens"] == count
     assert found["loss"] != pytest.approx(found["without_adapter"]["loss"], rel=CLOSE)
 
 
-def test_neither_batches_nor_their_padding_change_it(made: dict[str, Path], loaded: Loaded) -> None:
+def test_neither_batches_nor_their_padding_change_it(data: dict[str, Path], loaded: Loaded) -> None:
     losses = [
-        perplexity(loaded, PerplexitySettings(dataset=str(made["text"]), batch_size=size), compare=False)["loss"]
+        perplexity(loaded, PerplexitySettings(dataset=str(data["text"]), batch_size=size), compare=False)["loss"]
         for size in (1, 2, 7)
     ]
     assert losses == pytest.approx([losses[0]] * 3, rel=CLOSE)
 
 
-def test_rows_are_cut_at_their_end_and_counted_as_cut(made: dict[str, Path], loaded: Loaded) -> None:
-    found = perplexity(loaded, PerplexitySettings(dataset=str(made["text"]), max_length=20), compare=False)
-    loss, count = by_definition(made["merged"], made["text"], max_length=20)
+def test_rows_are_cut_at_their_end_and_counted_as_cut(data: dict[str, Path], loaded: Loaded) -> None:
+    found = perplexity(loaded, PerplexitySettings(dataset=str(data["text"]), max_length=20), compare=False)
+    loss, count = by_definition(data["merged"], data["text"], max_length=20)
     assert (found["loss"], found["tokens"]) == (pytest.approx(loss, rel=CLOSE), count)
     assert found["rows_cut"] > 0
 
 
-def test_the_first_rows_only(made: dict[str, Path], loaded: Loaded) -> None:
-    found = perplexity(loaded, PerplexitySettings(dataset=str(made["text"]), max_rows=3), compare=False)
-    assert found["rows"] == 3
-
-
-def test_only_the_assistant_counts_where_that_is_asked(made: dict[str, Path], loaded: Loaded) -> None:
-    settings = PerplexitySettings(dataset=str(made["chats"]), assistant_only=True)
+def test_only_the_assistant_counts_where_that_is_asked(data: dict[str, Path], loaded: Loaded) -> None:
+    settings = PerplexitySettings(dataset=str(data["chats"]), assistant_only=True)
     found = perplexity(loaded, settings, compare=False)
-    tokenizer = AutoTokenizer.from_pretrained(made["base"])
-    model = AutoModelForCausalLM.from_pretrained(made["merged"]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(data["base"])
+    model = AutoModelForCausalLM.from_pretrained(data["merged"]).eval()
     total, count = 0.0, 0
-    for line in made["chats"].read_text().splitlines():
+    for line in data["chats"].read_text().splitlines():
         shown = tokenizer.apply_chat_template(
             json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True
         )
@@ -138,13 +121,6 @@ def test_only_the_assistant_counts_where_that_is_asked(made: dict[str, Path], lo
     assert found["counted"] == "what the assistant says"
 
 
-def test_bfloat16_is_close_to_float32(made: dict[str, Path], loaded: Loaded) -> None:
-    settings = PerplexitySettings(dataset=str(made["text"]))
-    exact = perplexity(loaded, settings, compare=False)["loss"]
-    with loaded_model(LoadSettings(model=str(made["adapter"]), dtype="bfloat16"), lambda _: None) as half:
-        assert perplexity(half, settings, compare=False)["loss"] == pytest.approx(exact, rel=5e-3)
-
-
 def command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, list[str], list[str]]:
     code = cli.main(["eval", *map(str, argv)])
     printed = capsys.readouterr()
@@ -153,10 +129,10 @@ def command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, lis
 
 
 def test_the_last_line_is_the_json_that_the_file_gets(
-    made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = command(
-        capsys, made["adapter"], "--dataset_name", made["folder"], "--compare", "--json", tmp_path / "r.json"
+        capsys, data["adapter"], "--dataset_name", data["folder"], "--compare", "--json", tmp_path / "r.json"
     )
     result = json.loads(out[-1])
     assert code == 0 and result == json.loads((tmp_path / "r.json").read_text())
@@ -167,21 +143,21 @@ def test_the_last_line_is_the_json_that_the_file_gets(
 
 
 def test_batches_that_arrive_wrong_change_nothing(
-    made: dict[str, Path], loaded: Loaded, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data: dict[str, Path], loaded: Loaded, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean = perplexity(loaded, PerplexitySettings(dataset=str(made["text"]), batch_size=2), compare=False)
+    clean = perplexity(loaded, PerplexitySettings(dataset=str(data["text"]), batch_size=2), compare=False)
     monkeypatch.setenv("HF_ROCM_TUNE_FAULT", "kind=zero,stage=batches,rate=0.5,seed=5")
-    code, out, _ = command(capsys, made["adapter"], "--dataset_name", made["text"], "--batch_size", 2)
+    code, out, _ = command(capsys, data["adapter"], "--dataset_name", data["text"], "--batch_size", 2)
     found = json.loads(out[-1])["perplexity"]
     assert code == 0 and found["loss"] == clean["loss"]
     assert found["batches"]["mismatches"] == found["batches"]["recovered"] > 0
 
 
 def test_a_batch_that_stays_wrong_gives_no_figure(
-    made: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ROCM_TUNE_FAULT", "kind=flip,stage=batches,persist=1")
-    code, out, errors = command(capsys, made["adapter"], "--dataset_name", made["text"])
+    code, out, errors = command(capsys, data["adapter"], "--dataset_name", data["text"])
     assert (code, out, len(errors)) == (3, [], 1)
 
 
@@ -207,22 +183,22 @@ def test_wrong_input_is_one_line(
     name: str,
     argv: list[str],
     named: list[str],
-    made: dict[str, Path],
+    data: dict[str, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "one.jsonl").write_text('{"input_ids": [5]}\n')
-    places = {**made, "one": tmp_path / "one.jsonl"}
-    code, out, errors = command(capsys, made[name], *(part.format(**places) for part in argv))
+    places = {**data, "one": tmp_path / "one.jsonl"}
+    code, out, errors = command(capsys, data[name], *(part.format(**places) for part in argv))
     assert (code, out, len(errors)) == (2, [], 1)
     assert all(part in errors[0] for part in named), errors[0]
 
 
 def test_a_missing_harness_is_one_line_with_the_command_that_installs_it(
-    made: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate_harness.importlib.util, "find_spec", lambda _: None)
-    code, out, errors = command(capsys, made["adapter"], "--tasks", "arc_easy")
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda _: None)
+    code, out, errors = command(capsys, data["adapter"], "--tasks", "arc_easy")
     assert (code, out, len(errors)) == (2, [], 1)
     assert "pip install 'hf-rocm-tune[eval]'" in errors[0]
 
@@ -230,12 +206,12 @@ def test_a_missing_harness_is_one_line_with_the_command_that_installs_it(
 @pytest.mark.skipif(not HAS_HARNESS, reason="the extra `eval` (lm-eval) is not installed")
 @pytest.mark.filterwarnings("ignore")  # the harness's own
 def test_the_harness_asks_the_model_that_was_loaded(
-    made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each question has two answers, of which the base prefers one and the adapter the other, which is called right."""
-    tokenizer = AutoTokenizer.from_pretrained(made["merged"])
+    tokenizer = AutoTokenizer.from_pretrained(data["merged"])
     letters = {letter: tokenizer(letter)["input_ids"][0] for letter in string.ascii_lowercase}
-    models = [AutoModelForCausalLM.from_pretrained(made[name]).eval() for name in ("base", "merged")]
+    models = [AutoModelForCausalLM.from_pretrained(data[name]).eval() for name in ("base", "merged")]
     rows = []
     for number in range(8):
         ids = tokenizer(f"Question {number}:", return_tensors="pt")["input_ids"]
@@ -258,11 +234,11 @@ def test_the_harness_asks_the_model_that_was_loaded(
         "doc_to_choice: '{{choices}}'\ndoc_to_target: answer\ntarget_delimiter: ''\n"
         "metric_list:\n  - metric: acc\n    aggregation: mean\n    higher_is_better: true\n"
     )
-    code, out, _ = command(capsys, made["adapter"], "--tasks", "tiny_choice", "--include_path", tmp_path, "--compare")
+    code, out, _ = command(capsys, data["adapter"], "--tasks", "tiny_choice", "--include_path", tmp_path, "--compare")
     found = json.loads(out[-1])["tasks"]
     assert code == 0
     assert found["results"]["tiny_choice"]["acc,none"] == 1
     assert found["without_adapter"]["results"]["tiny_choice"]["acc,none"] == 0
     assert "not verified" in found["inputs"]
-    code, _, errors = command(capsys, made["adapter"], "--tasks", "tiny_choise", "--include_path", tmp_path)
+    code, _, errors = command(capsys, data["adapter"], "--tasks", "tiny_choise", "--include_path", tmp_path)
     assert code == 2 and "no task 'tiny_choise'" in errors[0]

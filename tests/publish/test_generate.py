@@ -15,23 +15,13 @@ from peft import IA3Config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.publish.generate_model import loaded_model
-from hf_rocm_tune.publish.generate_settings import LoadSettings
+from hf_rocm_tune.publish.generate import loaded_model
+from hf_rocm_tune.publish.generate_command import LoadSettings
 from tests import tiny
-from tests.publish.merge_cases import EXPERTS, Case, build_base, ids, logits, lora, merged, reference, write_adapter
+from tests.publish.merge_cases import EXPERTS, Case, build_base, ids, logits, lora, reference, write_adapter
 
 TOKENS = 10
 QUESTION = "What comes next?"
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A base, its adapter with a tokenizer, both merged, and a model without a chat template."""
-    scratch = tmp_path_factory.mktemp("generate")
-    base, adapter, out, _ = merged(lora("llama3"), scratch, "adapter")
-    tiny.build_tokenizer().save_pretrained(adapter)
-    bare = tiny.build("llama3", scratch / "models", chat_template=False)
-    return {"base": base, "adapter": adapter, "merged": out, "bare": bare, "scratch": scratch}
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +71,6 @@ def test_adapter_merged_model_and_stock_transformers_say_the_same(made: dict[str
     assert run("base", "--prompt", QUESTION, "--temperature", "0")[1] == said(made["base"]) + "\n" != wanted + "\n"
 
 
-def test_raw_text_goes_in_as_it_is(made: dict[str, Path], run: Any) -> None:
-    assert run("merged", "--prompt", QUESTION, "--raw")[1] == said(made["merged"], raw=True) + "\n"
-
-
 def test_a_model_without_a_template_takes_plain_text_and_says_so(made: dict[str, Path], run: Any) -> None:
     code, out, err = run("bare", "--prompt", QUESTION)
     assert (code, out) == (0, said(made["bare"], raw=True) + "\n")
@@ -131,13 +117,6 @@ def test_prompts_from_a_file_and_from_standard_input(
     assert many == f"=== prompt 1 of 2\n{wanted}\n\n=== prompt 2 of 2\n{wanted}\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION))
     assert run("merged")[1] == wanted + "\n"
-
-
-def test_a_system_message_changes_what_the_model_sees(run: Any) -> None:
-    plain, asked = (
-        run("adapter", "--prompt", QUESTION, *more)[1] for more in ([], ["--system", "Speak like a pirate"])
-    )
-    assert plain != asked
 
 
 def test_an_answer_that_ends_by_itself_is_not_called_stopped(made: dict[str, Path], tmp_path: Path, run: Any) -> None:
@@ -206,13 +185,6 @@ def test_what_is_attached_is_what_stock_peft_attaches(name: str, made: dict[str,
     with loaded_model(LoadSettings(model=str(adapter), dtype="bfloat16"), lambda _: None) as half:
         found = logits(half.model)  # whole modules of float32 in a bfloat16 model too
         assert float((found - wanted).abs().max()) < 0.1 * float(wanted.abs().max())
-
-
-def test_inputs_are_known_to_the_door(made: dict[str, Path]) -> None:
-    with loaded_model(LoadSettings(model=str(made["adapter"])), lambda _: None) as loaded:
-        placed = loaded.place({"input_ids": torch.arange(6).reshape(1, 6)})
-        assert loaded.mover.was_verified(placed["input_ids"])
-        assert all(loaded.mover.was_verified(value) for value in loaded.model.parameters())
 
 
 def test_a_reader_that_leaves_is_no_error(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

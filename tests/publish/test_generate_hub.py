@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from huggingface_hub import snapshot_download
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.integrity import manifest
 from tests import tiny
-from tests.publish.hub_fixtures import loopback  # noqa: F401 - a fixture
 from tests.publish.hub_server import USER, LoopbackHub
 from tests.publish.merge_cases import build_base, lora, merged, write_adapter
 
@@ -46,6 +46,8 @@ def test_an_adapter_answers_by_its_id_and_is_merged_by_it(
     repo = f"{USER}/adapter"
     assert cli.main(["push", str(adapter), repo]) == 0, capsys.readouterr().err
     assert said(capsys, repo, "--base", str(base)) == said(capsys, str(out))
+    pulled = Path(snapshot_download(repo))
+    assert manifest.verify(pulled) == [], "a user can verify what was pulled with the manifest that came along"
     assert cli.main(["merge", repo, str(tmp_path / "again"), "--base", str(base)]) == 0
     assert "run run-9, step 5" in capsys.readouterr().err
     found, wanted = manifest.read(tmp_path / "again"), manifest.read(out)

@@ -73,8 +73,6 @@ def test_a_push_that_is_killed_goes_on_where_it_was(hub: LoopbackHub, tmp_path: 
     assert len(sent) == 1 and adapter in sent[0], "what had arrived was sent again"
     assert on_hub(hub, REPO)["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
     assert "the Hub serves what was trained" in printed and TOKEN not in printed + said
-    third = start(hub, tmp_path, str(out), REPO, "--checkpoints", "all")
-    assert "MB; 0 sent, 19 there already" in third.communicate()[0]
 
 
 def test_ctrl_c_ends_it_with_130_and_says_how_to_go_on(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -90,24 +88,6 @@ def test_ctrl_c_ends_it_with_130_and_says_how_to_go_on(hub: LoopbackHub, tmp_pat
     assert running.returncode == 130
     assert "interrupted: the push was stopped. The same command goes on" in said and "Traceback" not in said
     assert printed == "" and [path.name for path in tmp_path.glob("hf-rocm-tune-push-*")] == []
-
-
-def test_the_token_is_in_nothing_that_is_left(hub: LoopbackHub, tmp_path: Path) -> None:
-    out = write_run(tmp_path / "out")
-    (out / "training_args.bin").write_bytes(b"pickle")
-    listed = list(manifest.read(out).files)  # type: ignore[union-attr]
-    manifest.write(out, run_id="run-1", step=8, status="final", files=listed)
-    hub.fault("POST .*/commit/", status=500, body=TOKEN.encode())
-    running = start(hub, tmp_path, str(out), REPO, "--private", "--tag", "v1")
-    printed, said = running.communicate()
-    assert running.returncode == 0, said
-    assert TOKEN not in printed + said
-    left = [p for p in tmp_path.rglob("*") if p.is_file() and TOKEN.encode() in p.read_bytes()]
-    assert left == []
-    assert [path for path, content in on_hub(hub, REPO).items() if TOKEN.encode() in content] == []
-    assert hub.store.repos[REPO].private and set(hub.store.repos[REPO].tags) == {"v1"}
-    sent = [one for one in hub.requests if one.headers.get("authorization") == f"Bearer {TOKEN}"]
-    assert sent and not [one for one in hub.requests if one.headers["host"].startswith("localhost") and one in sent]
 
 
 @pytest.mark.parametrize(
@@ -127,5 +107,5 @@ def test_wrong_input_is_one_line_and_2(arguments: list[str], says: str, capsys: 
 
 
 def test_the_command_imports_no_torch() -> None:
-    look = "import sys, hf_rocm_tune.publish.hub_command; sys.exit('torch' in sys.modules)"
+    look = "import sys, hf_rocm_tune.publish.hub; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", look], env={**os.environ, "HF_ROCM_TUNE_QUIET": "1"}).returncode == 0

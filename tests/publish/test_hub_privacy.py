@@ -12,9 +12,9 @@ from huggingface_hub import ModelCard
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish.hub import PushSettings, push
-from hf_rocm_tune.publish.privacy import Private, find_in_file, hub_id_of, local_paths, scrub_json, scrub_text
-from hf_rocm_tune.publish.upload_card import clean_card
-from tests.publish.hub_fixtures import BASE, DATA, QUICK, loopback, on_hub, write_run  # noqa: F401
+from hf_rocm_tune.publish.staging import clean_card
+from hf_rocm_tune.redaction import Private, find_in_file, hub_id_of, local_paths, scrub_json, scrub_text
+from tests.publish.hub_fixtures import BASE, DATA, QUICK, on_hub, write_run
 from tests.publish.hub_server import TOKEN, USER, LoopbackHub
 from tests.publish.hub_store import card_errors
 

@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
-import json
+import os
 import random
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+import shutil
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish import merge as merging
-from hf_rocm_tune.publish.merge_settings import MergeSettings
-from tests.publish.merge_cases import load_base, logits, lora, merged, reference
+from hf_rocm_tune.publish.merge_command import MergeSettings
+from tests.e2e.command import CommandServer, Result
+from tests.publish.merge_cases import lora, merged
 
-KILLS = 25
-Ask = Callable[..., dict[str, Any]]
+KILLS = 8
+Merge = Callable[..., Result]
 
 
-@pytest.fixture(scope="module")
-def ask() -> Iterator[Ask]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.publish.merge_killer"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdin is not None and process.stdout is not None
-    process.stdout.readline()
+@pytest.fixture
+def merging_of(commands: CommandServer, case: dict[str, Path]) -> Merge:
+    """Runs ``merge`` as a process of its own, which may get a signal after some seconds."""
 
-    def request(**wanted: Any) -> dict[str, Any]:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(
-            json.dumps({name: str(v) if isinstance(v, Path) else v for name, v in wanted.items()}) + "\n"
-        )
-        process.stdin.flush()
-        answer: dict[str, Any] = json.loads(process.stdout.readline())
-        return answer
+    def run(out: Path, *, after: float | None = None, number: int = signal.SIGKILL, **env: str) -> Result:
+        argv = (str(case["adapter"]), str(out), "--base", str(case["base"]))
+        running = commands.start(*argv, env={"VERB": "merge", **env})
+        if after is not None:
+            time.sleep(after)
+            os.kill(running.pid, number)
+        return running.wait()
 
-    yield request
-    process.stdin.close()
-    process.wait(10)
-    process.stdout.close()
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -68,44 +57,44 @@ def assert_finished(out: Path, undisturbed: Path) -> None:
     assert found.tensors == wanted.tensors
 
 
-def test_kills_at_random_moments(ask: Ask, case: dict[str, Path], tmp_path: Path) -> None:
-    whole = ask(**{**case, "out": tmp_path / "whole"})
-    assert whole["code"] == 0, whole["stderr"]
+def test_kills_at_random_moments(merging_of: Merge, case: dict[str, Path], tmp_path: Path) -> None:
+    begun = time.monotonic()
+    whole = merging_of(tmp_path / "whole")
+    seconds = time.monotonic() - begun
+    assert whole.code == 0, whole.stderr
     chooser = random.Random(7)
     killed = 0
     for number in range(KILLS):
         out = tmp_path / f"out-{number}"
-        after = chooser.uniform(0, 1.05 * whole["seconds"])
-        answer = ask(**{**case, "out": out}, kill_after=after)
-        killed += answer["code"] == -9
-        assert answer["code"] in (-9, 0), answer["stderr"]
+        answer = merging_of(out, after=chooser.uniform(0, 1.05 * seconds))
+        killed += answer.code == -9
+        assert answer.code in (-9, 0), answer.stderr
         if out.exists():
             assert_finished(out, case["out"])  # it was done before the kill
     assert killed > KILLS // 2
     assert all(name.startswith(("out-", "whole")) for name in seen(tmp_path))
-    last = ask(**{**case, "out": tmp_path / "last"})
-    assert last["code"] == 0, last["stderr"]
+    last = merging_of(tmp_path / "last")
+    assert last.code == 0, last.stderr
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("_")]  # the killed ones' are cleaned up
     assert_finished(tmp_path / "last", case["out"])
 
 
-def test_sigterm_ends_it_in_one_line_and_removes_what_was_begun(
-    ask: Ask, case: dict[str, Path], tmp_path: Path
-) -> None:
-    for _ in range(20):
-        answer = ask(**{**case, "out": tmp_path / "out"}, kill_after=0.1, term=True)
-        if answer["code"] == 130:
+def test_sigterm_ends_it_in_one_line_and_removes_what_was_begun(merging_of: Merge, tmp_path: Path) -> None:
+    for tries in range(1, 20):  # until it is neither too early for our handler nor too late
+        answer = merging_of(tmp_path / "out", after=0.1 * tries, number=signal.SIGTERM)
+        if answer.code == 130:
             break
-    assert answer["code"] == 130, answer["stderr"]
-    assert answer["stderr"].splitlines()[-1] == "hf-rocm-tune: interrupted: stopped by SIGTERM"
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    assert answer.code == 130, answer.stderr
+    assert answer.stderr.splitlines()[-1] == "hf-rocm-tune: interrupted: stopped by SIGTERM"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_room_is_one_line_and_leaves_nothing(ask: Ask, case: dict[str, Path], tmp_path: Path) -> None:
-    """Every file is limited to 64 KiB by the operating system, which refuses a write in the middle of a tensor."""
-    answer = ask(**{**case, "out": tmp_path / "out"}, file_limit=64 << 10)
-    assert answer["code"] == 2, answer["stderr"]
-    assert "cannot be written: File too large; nothing is left there" in answer["stderr"].splitlines()[-1]
+def test_no_room_is_one_line_and_leaves_nothing(merging_of: Merge, tmp_path: Path) -> None:
+    """The operating system refuses a write in the middle of a tensor."""
+    answer = merging_of(tmp_path / "out", FILE_LIMIT=str(64 << 10))
+    assert answer.code == 2, answer.stderr
+    assert "cannot be written: File too large; nothing is left there" in answer.stderr.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,13 +115,3 @@ def test_a_disk_that_returns_other_bytes_is_found_before_the_rename(
     with pytest.raises(CorruptionError, match="differs from what was written"):
         merging.merge(settings, lambda _: None)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_empty_directory_may_be_there_already(case: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    merging.merge(
-        MergeSettings(adapter=str(case["adapter"]), base=str(case["base"]), out=tmp_path / "out"), lambda _: None
-    )
-    assert seen(tmp_path) == ["out"]
-    wanted = reference(case["base"], case["adapter"])[1]
-    assert float((logits(load_base(tmp_path / "out")) - wanted).abs().max()) < 1e-5

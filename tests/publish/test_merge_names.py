@@ -24,10 +24,9 @@ from transformers import (
 from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.publish import merge_layers, merge_names
 from hf_rocm_tune.publish.merge import merge
-from hf_rocm_tune.publish.merge_names import Group, Names
-from hf_rocm_tune.publish.merge_settings import MergeSettings
+from hf_rocm_tune.publish.merge_command import MergeSettings
+from hf_rocm_tune.publish.merge_weights import Group, Names
 from tests.publish.merge_cases import config_of, logits, randomise, stored_names
 
 _COMMON = {
@@ -87,12 +86,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_layers, "SLAB_ELEMENTS", 1000)
-    monkeypatch.setattr(merge_names, "PART_BYTES", 3 * 64 * 64 * 4)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_merged_logits_are_those_of_base_plus_adapter(name: str, tmp_path: Path) -> None:
     build, targets = CASES[name]
@@ -134,4 +127,4 @@ def test_a_conversion_that_cannot_be_reverted_is_refused_and_not_guessed() -> No
     tensors = {name: torch.zeros(2, 3) for name, _ in group.sources}
     # The model does not know this conversion, so nothing takes the stack apart again.
     with pytest.raises(UsageError, match="cannot take it apart into the same again"):
-        list(names.change(group, tensors, lambda name, value, first: value, in_parts=False))
+        names.change(group, tensors, lambda name, value: value)

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.publish import merge as merging
 from tests import tiny
 from tests.publish.merge_cases import load_base, lora, write_adapter
 
@@ -251,7 +251,7 @@ def test_an_unfinished_run_names_its_newest_checkpoint(here: Path, capsys: pytes
 def test_a_lack_of_room_is_seen_before_anything_is_written(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merging, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     line = refusal(capsys, here, str(here / "adapter"), str(here / "out"), "--base", str(here / "base"))
     assert "GB free" in line
 

@@ -11,8 +11,8 @@ import torch
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.publish.generate_model import loaded_model
-from hf_rocm_tune.publish.generate_settings import LoadSettings
+from hf_rocm_tune.publish.generate import loaded_model
+from hf_rocm_tune.publish.generate_command import LoadSettings
 from tests import tiny
 from tests.e2e import probe
 from tests.e2e.command import CommandServer
@@ -20,19 +20,17 @@ from tests.publish.merge_cases import load_base, logits, reference
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def run(commands: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A finished QLoRA run that went far from its start; ``live`` holds the logits of the model that was trained."""
     scratch = tmp_path_factory.mktemp("run")
     base = tiny.build("llama3", scratch / "models")
     data = tiny.write_messages_jsonl(scratch / "data" / "train.jsonl", 16)
-    server = CommandServer(scratch)
-    done = server.run(
+    done = commands.run(
         *("--model_name_or_path", str(base), "--dataset_name", str(data), "--output_dir", str(scratch / "out")),
         *("--load_in_4bit", "true", "--max_steps", "3", "--learning_rate", "0.03", "--max_length", "64"),
         *("--lora_dropout", "0", "--disable_tqdm", "true", "--per_device_train_batch_size", "2"),
         env={"DUMP_LOGITS": str(scratch / "live.pt")},
     )
-    server.close()
     assert done.code == 0, done.stderr
     return {"base": base, "out": scratch / "out", "live": scratch / "live.pt", "data": data}
 

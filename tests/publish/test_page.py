@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hf_rocm_tune.doctor.findings import link_of
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish import page
-from hf_rocm_tune.publish.history_read import Left, collect
+from hf_rocm_tune.publish.history import Left, collect
 from tests.publish.card_runs import RUN_ID, incident, report, rows, stage, write_run
 from tests.publish.page_reader import check_harmless, page_of, run
 
@@ -65,7 +65,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in written[1:])
     seen = check_harmless(written[0].read_text(encoding="utf-8"))
     for words in (
-        "100 % of the bytes on the device were verified. Something was wrong once, was noticed, and was made right",
+        "100 % of the bytes on the device were verified. Something was wrong once, was noticed, and was recovered",
         "Faults were injected on request: kind=zero, injected=1.",
         "1,024 bytes from byte 64",
         "fresh slot",
@@ -85,7 +85,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "never" not in seen.words  # another run's journal
     assert link_of("ROCm/ROCm#6603") in [dict(a).get("href") for n, a in seen.tags if n == "a"]
     assert [dict(a).get("open") for n, a in seen.tags if n == "details"][:2] == ["", None]
-    assert err.startswith("hf-rocm-tune: ") and "made right before it was used" in err
+    assert err.startswith("hf-rocm-tune: ") and "recovered before it was used" in err
     assert manifest.inspect(directory).problems == []
 
 
@@ -137,7 +137,6 @@ def test_hostile_strings_everywhere_stay_text(tmp_path: Path) -> None:
         directory=directory,
         run_id=HOSTILE,
         rows=[*rows(), {HOSTILE: 1.0, "step": 1, f"eval_{HOSTILE}_loss": 2.0}],
-        rows_from=HOSTILE,
         step=1,
         trained=spoiled(left.trained),
         report=spoiled(
@@ -160,7 +159,7 @@ JSON = st.recursive(
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_report_of_any_form_gives_a_page(data: st.DataObject) -> None:
     whole = report(incidents=[incident()], telemetry=[{"rank": 0}], findings=[{"title": "x"}])
     for key in data.draw(st.lists(st.sampled_from(sorted(whole)), max_size=6)):
@@ -212,19 +211,6 @@ def test_nonsense_is_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureF
         assert (code, out) == (2, ""), (words, err)
         assert words in err and err.startswith("hf-rocm-tune: error: ") and len(err.splitlines()) == 1, err
     assert not (tmp_path / "run" / "report.html").exists()
-
-
-def test_a_directory_that_cannot_be_written_names_the_cure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = write_run(tmp_path / "run")
-
-    def refused(*_: object, **__: object) -> None:
-        raise PermissionError(13, os.strerror(13))
-
-    monkeypatch.setattr(Path, "mkdir", refused)  # root may write anywhere, so permission bits would not do
-    code, _, err = run(capsys, "report", directory)
-    assert code == 2 and "Permission denied; name another file with --out" in err
 
 
 def test_a_half_written_page_never_takes_the_place_of_a_whole_one(

@@ -12,7 +12,7 @@ from tests import simcard
 
 EXPERIMENTS = """
 import torch, simcard
-from hf_rocm_tune.memory import fragmentation
+from hf_rocm_tune.training import device_memory
 card = torch.device("cuda", 0)
 
 # work runs later than the call; a stream waits for what it is told to, and for nothing else
@@ -63,7 +63,7 @@ else:
     raise AssertionError("a host tensor was taken")
 
 # the capacity, and what torch tells of it
-read = fragmentation.read(card)
+read = device_memory.read(card)
 assert read.total == 1 << 26 and read.allocated > 0 and read.largest_free > 0
 assert read.free == read.total - read.reserved
 try:
@@ -72,7 +72,7 @@ except torch.OutOfMemoryError:
     pass
 else:
     raise AssertionError("more than there is")
-assert torch.cuda.memory_stats()["num_ooms"] == 1 and fragmentation.read(card).retries == 1
+assert torch.cuda.memory_stats()["num_ooms"] == 1 and device_memory.read(card).retries == 1
 assert torch.cuda.get_device_properties(0).gcnArchName == "gfx1100"
 assert torch.cuda.device_count() == 2 and torch.empty(1, device="cuda:1").device.index == 1
 

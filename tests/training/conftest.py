@@ -16,7 +16,7 @@ from tests import tiny
 from tests.training.savers import STEPS, Make, VerifiedSFT
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama on disk."""
     return tiny.build("llama3", tmp_path_factory.mktemp("models"))
@@ -32,7 +32,9 @@ def rows() -> Dataset:
 def saver(model_path: Path, rows: Dataset, tmp_path: Path) -> Make:
     """Builds a trainer that writes to ``tmp_path/out``; adapters of another dtype than float32 are cast as TRL does."""
 
-    def build(out: str = "out", *, adapter: torch.dtype = torch.float32, **options: Any) -> VerifiedSFT:
+    def build(
+        out: str = "out", *, adapter: torch.dtype = torch.float32, ours: Any = None, **options: Any
+    ) -> VerifiedSFT:
         torch.manual_seed(3)
         kept = {"save_steps": 2, "max_steps": STEPS, "eval_strategy": "no", "learning_rate": 1e-2} | options
         args = SFTConfig(
@@ -54,10 +56,12 @@ def saver(model_path: Path, rows: Dataset, tmp_path: Path) -> Make:
             train_dataset=rows,
             eval_dataset=rows.select(range(4)),
             peft_config=LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM"),
+            **{"run_id": "run-1", **(ours or {})},
         )
         for name, parameter in trainer.model.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.to(adapter)
+                trainer.mover.mark_derived(parameter, "cast")
         return trainer
 
     return build

@@ -9,22 +9,24 @@ from typing import Any
 from transformers import Trainer
 from trl import SFTTrainer
 
-from hf_rocm_tune.training.checkpoint import VerifiedCheckpointMixin
+from hf_rocm_tune import VerifiedTransferMixin
 
 STEPS = 4
 Make = Callable[..., Any]
 
 
-class VerifiedSFT(VerifiedCheckpointMixin, SFTTrainer):  # type: ignore[misc]
+class VerifiedSFT(VerifiedTransferMixin, SFTTrainer):
     """As a user would define it."""
 
-    run_id = "run-1"
 
-
-class VerifiedPlain(VerifiedCheckpointMixin, Trainer):  # type: ignore[misc]
+class VerifiedPlain(VerifiedTransferMixin, Trainer):
     """The mixin in front of the plain trainer."""
 
-    run_id = "run-2"
+
+def files(trainer: Any) -> tuple[int, int]:
+    """Files that were read back and equal what is live, and tensors and values in files that did not."""
+    counted = trainer.transfer_report.to_dict()["files"]
+    return counted["verified"], counted["mismatches"]
 
 
 def names(directory: Path) -> list[str]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.manifest import Manifest
-from tests.training.savers import STEPS, Make, VerifiedPlain, names
+from tests.training.savers import STEPS, Make, VerifiedPlain, files, names
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -46,11 +46,17 @@ def test_resume_is_bit_equal_to_an_uninterrupted_run(saver: Make, tmp_path: Path
         assert found.manifest.extra == {"compared": True} and found.manifest.tensors
         assert {"optimizer.pt", "trainer_state.json", "rng_state.pth"} <= set(found.manifest.files)
     # each time: adapter, optimizer, scheduler, random state, trainer state
-    assert (whole.files_verified, whole.file_mismatches) == (10, 0)
+    assert files(whole) == (10, 0)
 
     resumed = saver("resumed", adapter=dtype)
     placed: list[tuple[str, torch.dtype]] = []
-    resumed.place_tensor = lambda tensor, *, name, stage: placed.append((stage, tensor.dtype)) or tensor.clone()
+    place = resumed.place_tensor
+
+    def noting(tensor: torch.Tensor, *, name: str, stage: str) -> torch.Tensor:
+        placed.append((stage, tensor.dtype))
+        return place(tensor, name=name, stage=stage)
+
+    resumed.place_tensor = noting
     resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
     # fused AdamW counts steps in float32 where it computes
     assert set(placed) == {("adapter", dtype), ("optimizer", dtype), ("optimizer", torch.float32)}
@@ -107,11 +113,11 @@ class Recorder:
 
 
 def test_saved_push_rotate_in_that_order(saver: Make, tmp_path: Path) -> None:
-    trainer = saver(save_total_limit=1)
+    recorder = Recorder(tmp_path / "out")
+    trainer = saver(save_total_limit=1, ours={"publisher": recorder})
     before: list[int] = []
     trainer.before_save = lambda: before.append(trainer.state.global_step)
     trainer.args.push_to_hub = True
-    trainer.publisher = recorder = Recorder(tmp_path / "out")
     trainer.train()
     assert recorder.checkpoints == [
         ("checkpoint-2", True, ["checkpoint-2"]),
@@ -125,7 +131,9 @@ def test_a_push_is_of_a_sealed_result_and_needs_a_publisher(saver: Make, tmp_pat
     trainer.args.push_to_hub = True
     with pytest.raises(UsageError, match="needs a publisher"):
         trainer.train()
-    trainer.publisher = recorder = Recorder(tmp_path / "out")
+    recorder = Recorder(tmp_path / "out")
+    trainer = saver(save_strategy="no", ours={"publisher": recorder})
+    trainer.args.push_to_hub = True
     trainer.train()
     trainer.save_model()
     assert recorder.results == [], "a save alone publishes nothing: its files have no manifest yet"
@@ -167,7 +175,7 @@ def test_a_file_that_differs_from_the_live_adapter_is_written_again_up_to_five_t
         with pytest.raises(CorruptionError, match=r"step 5 differs.*lora_A"):
             trainer._save_checkpoint(trainer.model, None)
         assert names(out) == ["checkpoint-4"] and manifest.verify(out / "checkpoint-4") == []
-    assert trainer.file_mismatches == times
+    assert files(trainer)[1] == times
 
 
 def test_a_wrong_optimizer_file_is_caught(saver: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,16 +247,18 @@ def test_whole_models_and_a_plain_trainer_are_verified_too(model_path: Path, tmp
             disable_tqdm=True, dataloader_pin_memory=False,
         )  # fmt: skip
         model = AutoModelForCausalLM.from_pretrained(model_path, tie_word_embeddings=True)
-        return VerifiedPlain(model=model, args=args, train_dataset=rows)
+        return VerifiedPlain(model=model, args=args, train_dataset=rows, run_id="run-2")
 
     whole = build("a")
     whole.train()
-    assert (whole.files_verified, whole.file_mismatches) == (10, 0)
+    assert files(whole) == (10, 0)
     checkpoint = tmp_path / "a" / "checkpoint-1"
     for form in ("one file", "shards"):
         resumed = build(form)
         placed: list[str] = []
-        resumed.place_tensor = lambda tensor, *, name, stage, to=placed: to.append(name) or tensor
+        resumed.place_tensor = lambda tensor, *, name, stage, to=placed, place=resumed.place_tensor: (
+            to.append(name) or place(tensor, name=name, stage=stage)
+        )
         resumed.train(resume_from_checkpoint=str(checkpoint))
         assert _equal(dict(whole.model.state_dict()), dict(resumed.model.state_dict()))
         assert set(resumed.model.state_dict()) <= set(placed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import signal
@@ -33,6 +34,7 @@ def test_a_full_disk_is_survived_at_a_checkpoint(
 ) -> None:
     honest, calls = getattr(Trainer, writer), []
 
+    @functools.wraps(honest)
     def sometimes_full(self: Any, *arguments: Any, **keywords: Any) -> None:
         calls.append(1)
         if len(calls) == 2:
@@ -50,6 +52,7 @@ def test_a_full_disk_is_survived_at_a_checkpoint(
 def test_another_failure_is_not_taken_for_a_full_disk(
     saver: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    @functools.wraps(Trainer._save_scaler)
     def failing(*_: Any) -> None:
         raise RuntimeError("something else")
 
@@ -66,7 +69,7 @@ def test_every_writer_s_way_of_reporting_a_full_disk_is_understood(tmp_path: Pat
 import errno, os, subprocess, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from hf_rocm_tune.training.stage import Stage, drop_stage, is_disk_full
+from hf_rocm_tune.training.checkpoint import Stage, drop_stage, is_disk_full
 disk = Path({str(tmp_path)!r})
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "small", str(disk)], check=True)
 big = torch.zeros(2_000_000)
@@ -170,7 +173,7 @@ def _run_rank(rank: int, port: int, model_path: Path, tmp_path: Path) -> None:
         _full_disk(Trainer, "_save", lambda trainer: rank == 0 and trainer.state.global_step == 2)
         _full_disk(Trainer, "_save_rng_state", lambda trainer: rank == 1 and trainer.state.global_step == 3)
         model = AutoModelForCausalLM.from_pretrained(model_path)
-        trainer = VerifiedPlain(model=model, args=args, train_dataset=rows, eval_dataset=rows)
+        trainer = VerifiedPlain(model=model, args=args, train_dataset=rows, eval_dataset=rows, run_id="run-2")
         trainer.train()
         trainer.save_model()
         trainer.seal_output()
@@ -185,6 +188,7 @@ def _run_rank(rank: int, port: int, model_path: Path, tmp_path: Path) -> None:
 def _full_disk(owner: type, name: str, when: Callable[[Any], bool]) -> None:
     honest = getattr(owner, name)
 
+    @functools.wraps(honest)
     def write(self: Any, *arguments: Any, **keywords: Any) -> None:
         if when(self):
             raise OSError(errno.ENOSPC, "No space left on device")

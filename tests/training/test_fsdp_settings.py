@@ -10,9 +10,7 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
-from hf_rocm_tune.models.placement import Coverage
-from hf_rocm_tune.training.deepspeed import check_deepspeed, with_deepspeed
-from hf_rocm_tune.training.fsdp_settings import check_fsdp
+from hf_rocm_tune.training.refusals import check_fsdp
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -93,19 +91,3 @@ def test_deepspeed_without_a_gpu_is_refused_where_accelerate_would_train_with_dd
     monkeypatch.setattr(process, "has_accelerator", lambda: False)
     with pytest.raises(UsageError, match="sees no GPU"):
         process.prepare_process({"ACCELERATE_USE_DEEPSPEED": "true"})
-
-
-def test_full_verification_is_not_claimed_of_deepspeed() -> None:
-    wanted = {"ACCELERATE_USE_DEEPSPEED": "true"}
-    with pytest.raises(UsageError, match="--consent_unverified"):
-        check_deepspeed(wanted, verify="full", consent=False)
-    for verify, consent in (("full", True), ("sample", False), ("off", False)):
-        check_deepspeed(wanted, verify=verify, consent=consent)
-    check_deepspeed({}, verify="full", consent=False)
-
-
-def test_coverage_names_what_deepspeed_moves() -> None:
-    whole = Coverage(verified_bytes=8, device_bytes=8)
-    assert with_deepspeed(whole, enabled=False).complete
-    found = with_deepspeed(whole, enabled=True)
-    assert not found.complete and "averages gradients by itself" in found.unverified[0]["reason"]

@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.errors import DivergedError
+from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from hf_rocm_tune.training.guard import SKIPPED_AMONG, StepGuard
-from hf_rocm_tune.training.oom_faults import VARIABLE
-from tests import tiny
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -73,18 +72,6 @@ def test_steps_that_learn_nothing_are_named_and_then_end_the_run() -> None:
     assert not any(verdict.skip for verdict in found.values())
 
 
-@pytest.mark.parametrize("numbers", [(0.0, 0.1), (0.1, 0.0), (1e-30, 1e-30)])
-def test_small_numbers_are_not_dead(numbers: tuple[float, float]) -> None:
-    guard = StepGuard(max_skipped=5)
-    assert not any(guard.judge(step, *numbers).findings for step in range(1, 40))
-
-
-def test_single_windows_without_labels_are_not_named() -> None:
-    guard = StepGuard(max_skipped=5)
-    for step in range(1, 200):
-        assert not guard.judge(step, *((0.0, 0.0) if step % 3 else (1.0, 1.0))).findings
-
-
 @given(seed=st.integers(0, 10**6), spread=st.floats(0.0, 0.4), slope=st.floats(0.0, 0.01))
 @settings(deadline=None, max_examples=30)
 def test_noise_and_progress_are_no_spikes_and_a_spike_is_one(seed: int, spread: float, slope: float) -> None:
@@ -98,11 +85,6 @@ def test_noise_and_progress_are_no_spikes_and_a_spike_is_one(seed: int, spread: 
     assert not guard.judge(151, 40.0, 1.0).findings  # named once, not at each step of it
 
 
-def test_there_are_no_spikes_before_there_is_a_level() -> None:
-    guard = StepGuard(max_skipped=5)
-    assert not any(guard.judge(step, 100.0 if step % 7 == 0 else 1.0, 1.0).findings for step in range(1, 30))
-
-
 # ---- in a trainer -----------------------------------------------------------------------------------------------
 
 
@@ -111,12 +93,6 @@ class Verified(VerifiedTransferMixin, Trainer):
 
 
 Make = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
-    return tiny.build("llama3", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +179,7 @@ def test_a_step_with_nan_gradients_changes_no_weight_and_no_optimizer_state(
     assert trainer.state.global_step == 4
 
 
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("bad", [BAD[0], *(pytest.param(bad, marks=pytest.mark.long) for bad in BAD[1:])])
 def test_a_loss_that_is_not_finite_is_not_used_even_where_its_gradients_are(make: Make, bad: float) -> None:
     class Harming(Verified):
         """Adds something to the loss that has no gradient."""
@@ -219,25 +195,6 @@ def test_a_loss_that_is_not_finite_is_not_used_even_where_its_gradients_are(make
     trainer.train()
     assert same(snapshots.taken[1], snapshots.taken[2]) and not same(snapshots.taken[2], snapshots.taken[3])
     assert guarded(trainer) == [(2, "not finite", "skipped")]
-
-
-def test_sound_training_is_not_touched(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make(max_steps=12)
-    trainer.train()
-    assert guarded(trainer) == [] and not [row for row in caplog.records if row.name.startswith("hf_rocm_tune")]
-    assert trainer.transfer_report.to_dict()["guard"] == {"skipped_steps": 0, "warnings": 0}
-
-
-def test_it_stops_after_the_limit_and_names_the_newest_checkpoint(make: Make, tmp_path: Path) -> None:
-    trainer = make(
-        fault="kind=nan,first=3", max_steps=20, save_strategy="steps", save_steps=2, extra={"max_skipped_steps": 2}
-    )
-    with pytest.raises(DivergedError) as caught:
-        trainer.train()
-    assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
-    assert "step 5: loss" in str(caught.value) and "checkpoint-4 is the newest checkpoint" in str(caught.value)
-    assert guarded(trainer)[-1] == (5, "not finite", "stopped")
-    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_weights_that_are_not_finite_are_never_saved(make: Make, tmp_path: Path) -> None:

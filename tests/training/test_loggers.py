@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.training.loggers import CountersCallback, check_loggers, count_in_logs, integrity_counters
+from hf_rocm_tune.training.refusals import check_loggers
+from hf_rocm_tune.training.telemetry import MetricsCallback, integrity_counters
 from hf_rocm_tune.transfer import TransferReport
 
 
@@ -31,7 +32,7 @@ class Run:
     def __init__(self, report: TransferReport | None = None) -> None:
         self.clock = Clock()
         self.state = TrainerState()
-        self.callback = CountersCallback(report or TransferReport(), clock=self.clock)
+        self.callback = MetricsCallback(report or TransferReport(), clock=self.clock)
         self.tell("on_train_begin")
 
     def tell(self, event: str, **more: Any) -> None:
@@ -113,18 +114,6 @@ def test_evaluation_logs_are_left_as_they_are() -> None:
     run.tell("on_log", logs=logs)
     run.tell("on_log", logs=None)
     assert logs == {"eval_loss": 1.0}
-
-
-def test_it_stands_before_the_services() -> None:
-    class Handler:
-        callbacks: list[TrainerCallback] = [TrainerCallback()]  # noqa: RUF012
-
-    class Trainer:
-        callback_handler = Handler()
-        transfer_report = TransferReport()
-
-    count_in_logs(Trainer())  # type: ignore[arg-type]
-    assert isinstance(Trainer.callback_handler.callbacks[0], CountersCallback)
 
 
 def test_several_services_in_one_word_are_explained() -> None:

@@ -62,11 +62,6 @@ class At(TrainerCallback):
         self.do(more["model"])
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build("llama3", tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture
 def make(model_path: Path, tmp_path: Path) -> Make:
     """Builds a trainer of four steps; `lora` are options of the adapter."""

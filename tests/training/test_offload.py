@@ -11,7 +11,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.placement import Coverage
-from hf_rocm_tune.training.offload import OptimizerTablesCallback, _of_bitsandbytes, check_offloads, with_offloads
+from hf_rocm_tune.training.refusals import OptimizerTablesCallback, _of_bitsandbytes, check_offloads, with_offloads
 
 COMPLETE = Coverage(verified_bytes=10, device_bytes=10)
 

@@ -18,9 +18,9 @@ from trl import SFTConfig
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.candidates import Candidate
-from hf_rocm_tune.training.oom_faults import VARIABLE
+from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from hf_rocm_tune.training.probe import probe, set_checkpointing, set_way, try_on_all_ranks, worst_rows
-from hf_rocm_tune.training.trainers import VerifiedSFTTrainer
+from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
 
 Build = Callable[..., VerifiedSFTTrainer]
 
@@ -105,16 +105,15 @@ def assert_equal(before: Any, after: Any, where: str = "") -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "fits"),
+    ("fault", "fits", "checkpointing"),
     [
-        ("", True),
-        ("kind=oom,where=forward", False),
-        ("kind=oom,where=backward", False),
-        ("kind=oom,rows=4", True),
-        ("kind=nan", True),
+        ("", True, True),
+        ("kind=oom,where=forward", False, False),
+        ("kind=oom,where=backward", False, True),
+        ("kind=oom,rows=4", True, False),
+        ("kind=nan", True, False),
     ],
 )
-@pytest.mark.parametrize("checkpointing", [False, True])
 def test_nothing_is_left_of_a_probe(build: Build, fault: str, fits: bool, checkpointing: bool) -> None:
     trainer = build(fault)
     before = state_of(trainer)

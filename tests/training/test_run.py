@@ -15,8 +15,7 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.training.run import Plan, prepare_output_dir
-from hf_rocm_tune.training.run_record import fingerprint, mark_finished, read_record
+from hf_rocm_tune.training.run import Plan, fingerprint, mark_finished, prepare_output_dir, read_record
 
 SETTINGS = {"learning_rate": 2e-4, "seed": 1, "model_name_or_path": "some/model", "logging_steps": 5}
 

@@ -12,8 +12,7 @@ import pytest
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.training import supervised
-from hf_rocm_tune.training.run import Plan, prepare_output_dir
-from hf_rocm_tune.training.run_record import read_record, skip_step
+from hf_rocm_tune.training.run import Plan, prepare_output_dir, read_record, skip_step
 
 SETTINGS = {"learning_rate": 2e-4, "seed": 1}
 

@@ -12,15 +12,13 @@ from typing import get_args
 
 import pytest
 
-from hf_rocm_tune.distributed.watchdog_lost import PeerLostError
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.ranks.stall_report import PeerLostError
 from hf_rocm_tune.ranks_arguments import RanksArguments
-from hf_rocm_tune.supervisor.settings import Settings
-from hf_rocm_tune.supervisor.watch import Watch
+from hf_rocm_tune.supervisor import Settings, Watch
 from hf_rocm_tune.training import supervised
-from hf_rocm_tune.training.run_record import fingerprint
 from hf_rocm_tune.training.stall import Limits, Pace, watched
-from hf_rocm_tune.training.supervised import Heart, Patience, Phase, hold_on, read_pulse
+from hf_rocm_tune.training.supervised import Heartbeat, Patience, Phase, hold_on, read_pulse
 
 AUTO = Limits.of("auto", None)
 assert AUTO is not None
@@ -155,10 +153,6 @@ def test_a_wrong_setting_is_one_message(text: str) -> None:
         RanksArguments(stall_timeout=text)
 
 
-def test_it_does_not_decide_which_run_it_is() -> None:
-    assert fingerprint({"seed": 1, "stall_timeout": "60"}) == fingerprint({"seed": 1})
-
-
 def test_the_supervisor_says_how_long_it_waits_and_holds_on_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +165,7 @@ def test_the_supervisor_says_how_long_it_waits_and_holds_on_when_asked(
     watch.look()
     now.now = 150.0
     assert watch.silence() is None, "it waits as long again"
-    Heart().beat(step=3, phase="step")
+    Heartbeat().beat(step=3, phase="step")
     watch.look()
     now.now = 161.0
     assert watch.silence() == 11.0
@@ -179,12 +173,6 @@ def test_the_supervisor_says_how_long_it_waits_and_holds_on_when_asked(
     watch.look()
     assert watch.silence() is None
     assert read_pulse(tmp_path / supervised.PULSE_FILE)[0] == supervised.Pulse(step=3, phase="step")
-
-
-def test_without_a_supervisor_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(supervised.VARIABLE, raising=False)
-    hold_on()
-    assert supervised.patience() is None
 
 
 LOST = RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:38547")

@@ -15,10 +15,8 @@ from transformers import TrainerCallback
 
 from hf_rocm_tune.doctor.findings import knowledge_data
 from hf_rocm_tune.machine.sysfs import LiveTree
-from hf_rocm_tune.training import telemetry_callback
-from hf_rocm_tune.training.telemetry import HOTSPOT_WARN_C, Telemetry
-from hf_rocm_tune.training.telemetry_callback import attach, of_device
-from hf_rocm_tune.training.telemetry_source import Sample, sample
+from hf_rocm_tune.training import telemetry
+from hf_rocm_tune.training.telemetry import HOTSPOT_WARN_C, Sample, Telemetry, of_device, sample
 from hf_rocm_tune.tune_arguments import TuneArguments
 from tests.training.telemetry_card import ADDRESS, VR_BIT, Card
 
@@ -92,9 +90,8 @@ def watch(card: Card) -> Iterator[Watch]:
 
 
 def train(saver: Any, watched: Telemetry, steps: _Steps, **options: Any) -> Any:
-    trainer = saver(save_strategy="no", **options)
+    trainer = saver(save_strategy="no", ours={"telemetry": watched}, **options)
     trainer.add_callback(steps)
-    attach(trainer, watched)
     trainer.train()
     return trainer
 
@@ -172,8 +169,7 @@ def test_a_read_that_hangs_holds_no_training_up(saver: Any) -> None:
         return Sample(metrics={})
 
     watched = Telemetry(read, source="a driver that hangs", every_s=0.001, tell=lambda line: None)
-    trainer = saver(save_strategy="no", max_steps=3)
-    attach(trainer, watched)
+    trainer = saver(save_strategy="no", max_steps=3, ours={"telemetry": watched})
     trainer.train()
     assert watched.summary()["looks"] == 0
     assert len([row for row in trainer.state.log_history if "loss" in row]) == 3
@@ -230,7 +226,7 @@ def test_on_the_cpu_nothing_is_claimed_and_the_report_says_why() -> None:
 
 def test_a_card_is_found_by_the_address_of_its_device(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     # Only the probe is replaced: a ROCm torch that names the card's address.
-    monkeypatch.setattr(telemetry_callback, "card_of", lambda device: (ADDRESS, ""))
+    monkeypatch.setattr(telemetry, "card_of", lambda device: (ADDRESS, ""))
     watched = of_device(torch.device("cpu"), every_s=0.0, tell=lambda line: None, tree=LiveTree(card.root))
     watched.look()
     found = watched.summary()

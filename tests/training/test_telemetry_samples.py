@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_rocm_tune.machine.sysfs import LiveTree
-from hf_rocm_tune.training.telemetry import Telemetry
-from hf_rocm_tune.training.telemetry_source import Sample, sample
+from hf_rocm_tune.training.telemetry import Sample, Telemetry, sample
 from tests.training.telemetry_card import ADDRESS, CURRENT_BIT, FIT_BIT, HOTSPOT_BIT, POWER_BIT, VR_BIT, Card
 
 

@@ -1,1 +1,0 @@
-"""Several ranks: agreeing on decisions."""

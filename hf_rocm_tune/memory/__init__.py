@@ -1,1 +1,0 @@
-"""Memory of a training step: planned by arithmetic before it runs."""

@@ -1,0 +1,336 @@
+"""An adapter on disk or on the Hub: found, checked against its manifest, and attached to a model with PEFT's layers.
+
+Covered: LoRA with DoRA, rsLoRA, experts' parameters, whole modules and trained tokens; LoHa, LoKr, IA3, OFT. Refused:
+other methods, and adapters whose initialisation rewrote the base weights (PiSSA and its like), unless they were
+converted when they were saved.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.models.files import check_safetensors
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+NAME = "default"
+"""The name under which an adapter is attached."""
+
+_CARD = "README.md"  # a user may edit it after training
+_METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
+# PEFT 0.21.2: initialisations that subtract the adapter's start from the base weight.
+_REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_NOT_BELOW = ["*/*"]  # checkpoints of a run; the same weights in yet another form
+_BASE_FILES = [
+    *("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"),
+    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
+]
+# Warnings of PEFT's about what is handled here: ties (see `merge`), patterns that PEFT itself adds for experts that are
+# no targets, a bias that a merge refuses by name, and a name that transformers 5.23 has replaced.
+_NOT_FOR_USERS = (
+    ".*tie_word_embeddings.*",
+    "The following .*_pattern keys",
+    "`lora_bias=True` was passed",
+    "`is_gradient_checkpointing` is deprecated",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A checked adapter.
+
+    Attributes:
+        name: as the user gave it.
+        directory: where its files are.
+        config: PEFT's configuration.
+        attested: its files are those that its manifest recorded; False where it has no manifest.
+        run_id: of the run that trained it, and at which step; "" and 0 where no manifest says.
+        settings: of the run that trained it, from ``run.json`` beside it; empty where there is none.
+    """
+
+    name: str
+    directory: Path
+    config: PeftConfig
+    attested: bool
+    run_id: str
+    step: int
+    settings: Mapping[str, Any]
+
+    @property
+    def trained_in_bits(self) -> int | None:
+        """4 or 8 where its run was told to quantise the base, else None (also where that is not known)."""
+        return 4 if self.settings.get("load_in_4bit") else 8 if self.settings.get("load_in_8bit") else None
+
+    @property
+    def method(self) -> str:
+        """Such as ``LORA, r=16``, for a line to the user."""
+        kind = "DoRA" if getattr(self.config, "use_dora", False) else str(self.config.peft_type.value)
+        rank = getattr(self.config, "r", None)
+        return kind + (f", r={rank}" if isinstance(rank, int) else "")
+
+    @property
+    def described(self) -> str:
+        """What it is and whether its files are the ones that were written, in one phrase."""
+        if not self.attested:
+            return f"adapter {self.name} ({self.method}), not attested: it has no integrity.json"
+        return f"adapter {self.name} ({self.method}), equal to its manifest (run {self.run_id[:8]}, step {self.step})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """The model below an adapter: the name by which it goes, and its revision on the Hub (None: the main one)."""
+
+    name: str
+    revision: str | None
+
+    @property
+    def hub_id(self) -> str | None:
+        """Its id on the Hub; None for a directory."""
+        return None if Path(self.name).expanduser().is_dir() else self.name
+
+    def download(self) -> Path:
+        """Its directory; what the Hub has of it is downloaded.
+
+        Raises:
+            UsageError: it cannot be had.
+        """
+        if self.hub_id is None:
+            return Path(self.name).expanduser()
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        wanted: dict[str, Any] = {"allow_patterns": _BASE_FILES, "ignore_patterns": _NOT_BELOW}
+        try:
+            return Path(snapshot_download(self.name, revision=self.revision, **wanted))
+        except (OSError, HfHubHTTPError, HFValidationError) as error:
+            raise UsageError(
+                f"the base {self.name} cannot be had ({_short(error)}): name a directory or a Hub id with --base"
+            ) from error
+
+
+def base_of(adapter: Adapter, name: str | None = None) -> Base:
+    """The base that the user names, else the one that the adapter names.
+
+    Raises:
+        UsageError: neither does, or it is a directory that is not there.
+    """
+    revision = None if name else getattr(adapter.config, "revision", None)
+    base = Base(name=name or str(adapter.config.base_model_name_or_path or ""), revision=revision)
+    if not base.name:
+        raise UsageError(f"{adapter.name} does not say which model it was trained on: name it with --base")
+    if base.hub_id is not None and base.name.startswith((".", "/", "~")):
+        raise UsageError(f"the base {base.name} is not there: name a directory or a Hub id with --base")
+    return base
+
+
+def find_adapter(name: str, revision: str | None = None) -> Path | None:
+    """The directory of an adapter, downloaded when ``name`` is a Hub id; None where there is no adapter by that name.
+
+    Raises:
+        UsageError: a directory that holds neither an adapter nor a model.
+    """
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return _adapter_in(directory)
+    if directory.exists() or name.startswith((".", "/", "~")):
+        raise UsageError(f"{name} is no directory: give the directory of an adapter or of a model, or a Hub id")
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        hf_hub_download(name, CONFIG_FILE, revision=revision)
+        # All of it: the manifest lists pictures and pages too.
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=_NOT_BELOW))
+    except (OSError, HfHubHTTPError, HFValidationError):  # not there, or not to be reached: who loads it will say
+        return None
+
+
+def open_adapter(name: str, revision: str | None = None) -> Adapter:
+    """Find an adapter and check its files, before anything is loaded.
+
+    Raises:
+        UsageError: there is none, it is damaged, or of a kind that cannot be attached.
+    """
+    directory = find_adapter(name, revision)
+    if directory is None:
+        if Path(name).expanduser().is_dir():
+            raise UsageError(f"{name} is a whole model, not an adapter: give an adapter's directory or Hub id")
+        raise UsageError(
+            f"no {CONFIG_FILE} of {name} could be found on the Hub: check the spelling, the network and "
+            "HF_HUB_OFFLINE, or give a directory"
+        )
+    written = _check_manifest(name, directory)
+    config = _read_config(name, directory)
+    if (directory / WEIGHTS_FILE).is_file():
+        check_safetensors(directory / WEIGHTS_FILE)
+    elif (directory / "adapter_model.bin").is_file():
+        raise UsageError(f"{name}: adapter_model.bin is a pickle, which is not read here: save it as safetensors")
+    else:
+        raise UsageError(f"{name} has {CONFIG_FILE}, but no {WEIGHTS_FILE}: copy it again, or take a checkpoint")
+    return Adapter(
+        name=name,
+        directory=directory,
+        config=config,
+        attested=written is not None,
+        run_id=written.run_id if written else "",
+        step=written.step if written else 0,
+        settings=_settings_of_run(directory),
+    )
+
+
+def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, str], Tensor]) -> PeftModel:
+    """Wrap a model with an adapter, active, in evaluation mode.
+
+    PEFT decides which tensor of the file belongs where. `PeftModel.from_pretrained` is not used, because it reads
+    straight onto the device.
+
+    Args:
+        model: changed in place; it may be on the meta device.
+        adapter: to attach.
+        place: called with each tensor of the file (on the host, a view of the mapped file) and its name there; what it
+            returns is used as it is.
+
+    Raises:
+        UsageError: the adapter does not belong to this model, or its file cannot be read.
+    """
+    from peft import PeftModel, PeftModelForCausalLM, set_peft_model_state_dict
+
+    wrapper = PeftModelForCausalLM if model.can_generate() else PeftModel
+    adapter.config.inference_mode = True
+    try:
+        with safe_open(adapter.directory / WEIGHTS_FILE, framework="pt", device="cpu") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{adapter.name}: {WEIGHTS_FILE} cannot be read ({error}); copy it again") from error
+    _resize_vocabulary(model, tensors)
+    placed = {name: place(tensor, name) for name, tensor in tensors.items()}
+    base_name = getattr(model, "name_or_path", "") or "this base model"
+    wrong = f"{adapter.name} does not fit {type(model).__name__} of {base_name}"
+    fix = "give the model that it was trained on with --base"
+    try:
+        with warnings.catch_warnings():
+            for message in _NOT_FOR_USERS:
+                warnings.filterwarnings("ignore", message=message)
+            peft_model = wrapper(model, adapter.config, NAME, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+        # Assigned, not copied: PEFT would move (and cast) what it loads to where, and what, the base weight is.
+        peft_model.load_state_dict = partial(peft_model.load_state_dict, assign=True)
+        loaded = set_peft_model_state_dict(peft_model, placed, NAME)
+        del peft_model.load_state_dict
+    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise UsageError(f"{wrong}: {_short(error)}; {fix}") from error
+    there = {name for name, value in peft_model.named_parameters(remove_duplicate=False) if not value.is_meta}
+    adapters = (name for name in loaded.missing_keys if f".{NAME}." in name or name.endswith(f".{NAME}"))
+    missing = [name for name in adapters if name not in there]  # one that is tied to another is stored once
+    # PEFT saves a trained module of a resized vocabulary twice, the second time under a name that it does not read.
+    stray = [name for name in loaded.unexpected_keys if ".modules_to_save." not in name]
+    if missing or stray:
+        what = f"it lacks {missing[0]}" if missing else f"it holds {stray[0]}, which is no part of it"
+        raise UsageError(f"{wrong}: {what} ({len(missing) + len(stray)} tensors in all); {fix}")
+    peft_model.eval()
+    return peft_model
+
+
+def _resize_vocabulary(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Give the model as many token embeddings as the adapter brings: training may have added or cut off tokens.
+
+    The new rows are replaced by the adapter's, which brings both embeddings whole.
+    """
+    embedding = model.get_input_embeddings()
+    path = next((name for name, module in model.named_modules() if module is embedding), None)
+    rows, width = embedding.weight.shape
+    for name, tensor in tensors.items():
+        of_embedding = name.startswith(f"base_model.model.{path}.") and name.endswith("weight")
+        if of_embedding and ".lora_" not in name and tensor.ndim == 2 and tensor.shape[1] == width:
+            if tensor.shape[0] != rows:
+                model.resize_token_embeddings(tensor.shape[0], mean_resizing=False)
+            return
+
+
+def _adapter_in(directory: Path) -> Path | None:
+    if (directory / CONFIG_FILE).is_file():
+        return directory
+    if (directory / "config.json").is_file():
+        return None
+    checkpoints = [path for path in directory.glob("checkpoint-*") if (path / CONFIG_FILE).is_file()]
+    if checkpoints:
+        newest = max(checkpoints, key=lambda path: (len(path.name), path.name))
+        raise UsageError(
+            f"{directory} holds no finished adapter, but {len(checkpoints)} checkpoints: finish the run, or give "
+            f"{newest}"
+        )
+    raise UsageError(
+        f"{directory} holds neither {CONFIG_FILE} nor config.json: give an adapter's or a model's directory"
+    )
+
+
+def _check_manifest(name: str, directory: Path) -> manifest.Manifest | None:
+    if not (directory / manifest.MANIFEST_NAME).exists():
+        return None
+    found = manifest.inspect(directory)
+    problems = [problem for problem in found.problems if problem.file != _CARD]
+    if problems or found.manifest is None:
+        raise UsageError(
+            f"{name}: {problems[0]}: the adapter is not what its run wrote and is not used; copy it again, or "
+            "take an earlier checkpoint"
+        )
+    needed = [CONFIG_FILE, WEIGHTS_FILE]
+    if stray := [file for file in needed if (directory / file).exists() and file not in found.manifest.files]:
+        raise UsageError(f"{name}: {stray[0]} is not in its integrity.json: it was put there by something else")
+    return found.manifest
+
+
+def _read_config(name: str, directory: Path) -> PeftConfig:
+    from peft import PeftConfig
+
+    try:
+        with warnings.catch_warnings(record=True):  # fields of a newer PEFT; what they would change is refused by name
+            warnings.simplefilter("always")
+            config = PeftConfig.from_pretrained(str(directory))
+    except KeyError as error:
+        raise UsageError(f"{name}: {CONFIG_FILE}: this version of PEFT knows no method {error}: update it") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{name}: {CONFIG_FILE} cannot be read ({_short(error)}): copy it again") from error
+    if config.peft_type.value not in _METHODS:
+        raise UsageError(f"{name} is {config.peft_type.value}, which is not covered here: {', '.join(_METHODS)} are")
+    scheme = getattr(config, "init_lora_weights", True)
+    if isinstance(scheme, str) and scheme.lower().startswith(_REWRITES_BASE):
+        raise UsageError(
+            f"{name}: init_lora_weights={scheme} rewrote the base weights when it was trained, so it does not fit the "
+            "original ones: save it as plain LoRA with save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+    return config
+
+
+def _settings_of_run(directory: Path) -> Mapping[str, Any]:
+    """From the run that wrote this directory, or the directory above a checkpoint."""
+    for place in (directory, directory.parent):
+        try:
+            settings = json.loads((place / "run.json").read_text(encoding="utf-8"))["settings"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        return settings if isinstance(settings, dict) else {}
+    return {}
+
+
+def _short(error: BaseException) -> str:
+    """The telling line of an error of PEFT's or torch's."""
+    if other := re.search(r"size mismatch for (\S+):", str(error)):
+        return f"{other[1]} has another shape there"
+    chosen = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return chosen if len(chosen) <= 200 else chosen[:197] + "..."

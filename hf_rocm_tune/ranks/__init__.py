@@ -1,0 +1,1 @@
+"""Several processes that train one model: preflight, judged averages of gradients, FSDP2's traffic, watchdog."""

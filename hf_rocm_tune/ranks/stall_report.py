@@ -1,0 +1,332 @@
+"""What is known of a rank that no longer gets on, the one line that names the cause, and the page with all stacks.
+
+A rank that can answer tells the Python stacks of its threads, and the collectives it waits in from torch's flight
+recorders (one for RCCL/NCCL, in builds that have it, and one for gloo: torch 2.13, ``FlightRecorder.hpp``; they are
+private names, and what is missing is left out). Of one that cannot, ``/proc`` tells the state, the function of the
+kernel in which it waits, and, to those who may read it, the kernel's stack. Linux; elsewhere nothing is known.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from hf_rocm_tune.errors import StallError
+
+Frame = Mapping[str, Any]
+
+_RECORDERS = (("nccl", "_dump_nccl_trace_json"), ("gloo", "_dump_fr_trace_json"))
+_KEPT = (
+    "collective_seq_id", "profiling_name", "process_group", "input_sizes", "input_dtypes", "state", "time_created_ns",
+)  # fmt: skip
+_LAST = 10
+"""Collectives of the past that are told."""
+
+_BACKWARD = ("torch/autograd/", "_engine_run_backward")
+_COLLECTIVES = "torch/distributed/"
+_OURS = "/hf_rocm_tune/"
+
+# Only the text tells gloo's failures from bugs: they are plain RuntimeError (torch 2.13), and the messages of its
+# transport begin with the source file. RCCL/NCCL and the store raise types of their own.
+_GLOO = re.compile(r"gloo/transport/|connection (closed|reset) by peer|timed out waiting \d+ms", re.IGNORECASE)
+_NCCL = re.compile(r"remote process exited|ncclRemoteError|ncclSystemError|communicator was aborted|timeout", re.I)
+_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
+_WAIT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessState:
+    """A process, seen from outside. ``state`` is its main thread's: R runs, S sleeps, D sleeps in a driver and cannot
+    be interrupted, T stopped, t held by a debugger, Z ended."""
+
+    pid: int
+    state: str
+    waits_in: str = ""  # function of the kernel; "" where the main thread does not wait or it is not told
+    kernel_stack: tuple[str, ...] = ()  # innermost function first; empty where it may not be read
+    tracer: int = 0  # process id of its debugger; 0 for none
+
+
+def process_state(pid: int, root: Path = Path("/proc")) -> ProcessState | None:
+    """What the kernel, which tells it in ``root``, knows of a process; None when there is none of this number."""
+    folder = root / str(pid)
+    told = dict(line.split(":", 1) for line in _lines(folder / "status") if ":" in line)
+    if not (state := told.get("State", "").strip()[:1]):
+        return None
+    waits_in = "".join(_lines(folder / "wchan"))
+    return ProcessState(
+        pid=pid,
+        state=state,
+        waits_in="" if waits_in == "0" else waits_in,
+        kernel_stack=tuple(line.rpartition(" ")[2] for line in _lines(folder / "stack")),
+        tracer=int(told.get("TracerPid", "0")),
+    )
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError:  # it has ended, or may not be read
+        return []
+
+
+def stacks() -> list[dict[str, Any]]:
+    """The Python stack of every thread that has one, the main thread first.
+
+    Returns:
+        For each thread ``thread`` (its name), ``main``, and ``frames``, outermost first: ``file``, ``line``,
+        ``function``, ``code``.
+    """
+    main, here = threading.main_thread().ident, threading.get_ident()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = []
+    for number, frame in sys._current_frames().items():
+        if number != here:
+            frames = [
+                {"file": each.filename, "line": each.lineno, "function": each.name, "code": each.line or ""}
+                for each in traceback.extract_stack(frame)
+            ]
+            found.append({"thread": names.get(number, f"thread {number}"), "main": number == main, "frames": frames})
+    return sorted(found, key=lambda each: (not each["main"], str(each["thread"])))
+
+
+def collectives() -> dict[str, Any]:
+    """Collectives that this process has begun, from the flight recorders. It may wait for the device.
+
+    Returns:
+        ``pending``: those that have not ended, oldest first; ``last``: those before; each with ``recorder``.
+        ``missing``: why a recorder said nothing.
+    """
+    found: dict[str, Any] = {"pending": [], "last": [], "missing": []}
+    c10d = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
+    for recorder, name in _RECORDERS:
+        dump = getattr(c10d, name, None)
+        if dump is None:
+            found["missing"].append(f"{recorder}: this build of torch has no {name}")
+            continue
+        try:
+            entries = json.loads(dump()).get("entries", [])  # absent where nothing was recorded
+        except Exception as error:  # whatever a private function raises, the stacks are worth more than it
+            found["missing"].append(f"{recorder}: {type(error).__name__}: {error}")
+            continue
+        for entry in entries:
+            told = {"recorder": recorder, **{key: entry[key] for key in _KEPT if key in entry}}
+            ended = entry.get("retired") or entry.get("state") == "completed"
+            found["last" if ended else "pending"].append(told)
+    found["last"] = found["last"][-_LAST:]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What is known of one rank."""
+
+    rank: int
+    pid: int
+    where: str  # what it was at: "in step 12"
+    silent_s: float  # seconds without progress, by its own count
+    statement: Mapping[str, Any] | None  # ``stacks`` and ``collectives``; None for a rank that did not answer
+    process: ProcessState | None  # None when it is gone
+    children: Sequence[ProcessState] = field(default=())
+
+    @property
+    def frames(self) -> Sequence[Frame]:
+        """The main thread's Python stack, outermost first; empty where it is not known."""
+        threads = self.statement["stacks"] if self.statement else ()
+        return next((thread["frames"] for thread in threads if thread["main"]), ())
+
+    @property
+    def pending(self) -> Sequence[Mapping[str, Any]]:
+        """The collectives in which it is known to wait."""
+        told: Sequence[Mapping[str, Any]] = (self.statement or {}).get("collectives", {}).get("pending", ())
+        return told
+
+    @property
+    def name(self) -> str:
+        """ "rank 1 (pid 4242)"."""
+        return f"rank {self.rank} (pid {self.pid})"
+
+
+def explain(ranks: Sequence[Rank], *, elsewhere: int) -> str:
+    """Why nothing goes on, in one line.
+
+    A rank that waits in a collective waits for the others, so the cause is sought in those that do not; where all wait,
+    they wait in different collectives, or their connection does not deliver.
+
+    Args:
+        ranks: those of this machine.
+        elsewhere: how many ranks run on other machines; nothing is known of them.
+    """
+    if len(ranks) == 1 and not elsewhere:
+        return f"the process (pid {ranks[0].pid}) {_what(ranks[0])}"
+    waiting = [rank for rank in ranks if _waits_in(rank) is not None]
+    causes = [rank for rank in ranks if rank not in waiting]
+    at = {rank.rank: "" if len({each.where for each in ranks}) == 1 else f", {rank.where}," for rank in ranks}
+    parts = [f"{rank.name}{at[rank.rank]} {_what(rank)}" for rank in causes]
+    what = "waits" if not causes else "waits for it" if len(causes) == 1 else "waits for them"
+    parts += [f"{rank.name}{at[rank.rank]} {what} in {_waits_in(rank)}" for rank in waiting]
+    keys = ("recorder", "process_group", "collective_seq_id", "profiling_name", "input_sizes")
+    if (
+        not causes
+        and len({tuple(str(each.pending[0].get(key)) for key in keys) for each in waiting if each.pending}) > 1
+    ):
+        parts.append("these are different collectives, so each waits for ever")
+    elif elsewhere:
+        others = "the rank" if elsewhere == 1 else f"the {elsewhere} ranks"
+        parts.append(f"of {others} on other machines nothing is known here: their own line says it")
+    elif not causes:
+        parts.append("it is the same collective, so the connection between them does not deliver")
+    return "; ".join(parts)
+
+
+def _waits_in(rank: Rank) -> str | None:
+    """The collective in which a rank waits, for people; None when it does not, or that is not known."""
+    if not rank.frames or (rank.process is not None and rank.process.state in "DTt"):
+        return None
+    innermost = rank.frames[-1]
+    pending = rank.pending[0] if rank.pending else None
+    operation = str(pending["profiling_name"]).rpartition(":")[2] if pending else ""
+    if _BACKWARD[0] in innermost["file"] and innermost["function"] == _BACKWARD[1]:
+        return f"{operation} of gradients" if pending else None
+    if _COLLECTIVES in innermost["file"]:
+        called = next(frame["function"] for frame in reversed(rank.frames) if frame["function"] != "wrapper")
+        return f"{operation or called}{_called_from(rank.frames)}"
+    if pending and pending["recorder"] == "nccl":  # the host waits for the device, and the device for the others
+        return f"{operation}{_called_from(rank.frames)}"
+    return None
+
+
+def _what(rank: Rank) -> str:
+    """What a rank that waits in no collective does instead."""
+    process = rank.process
+    if process is None or process.state in "ZX":
+        return "is gone: it was killed, or it crashed"
+    inside = f" in {process.waits_in}" if process.waits_in else ""
+    if process.state == "T":
+        return "is stopped (state T)"
+    if process.state == "t":
+        return f"is held by a debugger (state t, pid {process.tracer})"
+    place = f" in {_place(rank.frames[-1])}{_called_from(rank.frames)}" if rank.frames else ""
+    if process.state == "D":
+        return f"hangs in the kernel (state D{inside}){place}"
+    if rank.statement is None:
+        does = "computes" if process.state == "R" else f"sleeps{inside}"
+        return f"{does} in a call that does not let Python answer (state {process.state})"
+    stuck = [child for child in rank.children if child.state in "DTt"]
+    also = "".join(f"; its child process {child.pid} is in state {child.state}" for child in stuck)
+    return f"is{place or ' at an unknown place'}{also}"
+
+
+def _place(frame: Frame) -> str:
+    file = frame["file"]
+    for mark in ("site-packages/", "dist-packages/"):
+        if mark in file:
+            file = file.rpartition(mark)[2]
+    if (ours := file.rfind(_OURS)) >= 0:
+        file = file[ours + 1 :]
+    return f"{frame['function']}() in {file}:{frame['line']}"
+
+
+def _called_from(frames: Sequence[Frame]) -> str:
+    """The nearest place in our own code, where the innermost is not."""
+    if _OURS in frames[-1]["file"]:
+        return ""
+    ours = next((frame for frame in reversed(frames) if _OURS in frame["file"]), None)
+    return f" (called by {_place(ours)})" if ours else ""
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """A stall's report as a page for people: what the kernel says of each rank, and its stacks as Python prints them.
+
+    Args:
+        report: see `watchdog.Stall`.
+    """
+    lines = [f"no progress for {report['silent_seconds']:.0f} s {report['where']}", report["cause"]]
+    for rank in report["ranks"]:
+        lines += ["", f"==== rank {rank['rank']}, pid {rank['pid']}, {rank['where']}"]
+        process, statement = rank["process"], rank["statement"]
+        lines.append(f"main thread: {_seen(process)}" if process else "there is no such process any more")
+        if process and process["kernel_stack"]:
+            lines.append(f"kernel stack: {' < '.join(process['kernel_stack'])}")
+        lines += [f"child process {child['pid']}: {_seen(child)}" for child in rank["children"]]
+        if statement is None:
+            lines.append("it did not answer, so its Python stacks are not known")
+            continue
+        for each in statement.get("collectives", {}).get("pending", ()):
+            lines.append(f"open collective: {', '.join(f'{key} {value}' for key, value in each.items())}")
+        for thread in statement["stacks"]:
+            lines += ["", f"{thread['thread']} (most recent call last):"]
+            for frame in thread["frames"]:
+                lines.append(f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}')
+                lines += [f"    {frame['code']}"] if frame["code"] else []
+    if report["ranks_on_other_machines"]:
+        lines += ["", f"{report['ranks_on_other_machines']} ranks on other machines: nothing is known of them here"]
+    return "\n".join(lines) + "\n"
+
+
+def _seen(task: Mapping[str, Any]) -> str:
+    return f"state {task['state']}" + (f" in {task['waits_in']}" if task["waits_in"] else "")
+
+
+class PeerLostError(StallError):
+    """The connection to another rank broke, which ended for a reason of its own.
+
+    Attributes:
+        follows: whoever knows that reason says it instead of this.
+    """
+
+    follows = True
+
+
+class _Peer(Protocol):
+    """Another rank of this machine, see `watchdog.Standing`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def alive(self) -> bool: ...
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error is a broken connection to another rank, or a collective that did not return in time."""
+    import torch.distributed as dist
+
+    if isinstance(error, dist.DistBackendError):
+        return _NCCL.search(str(error)) is not None
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and _GLOO.search(str(error)) is not None
+
+
+def lost_peer(error: BaseException, ranks: Sequence[_Peer], *, where: str) -> PeerLostError:
+    """What to tell of a broken connection.
+
+    Args:
+        error: see `is_lost_peer`.
+        ranks: the other ranks of this machine, alive until a moment ago.
+        where: what this rank is at: "in step 12".
+    """
+    deadline = time.monotonic() + _WAIT_SECONDS  # a connection breaks before its process is gone
+    while ranks and all(each.alive for each in ranks) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    gone = [f"rank {each.rank} (pid {each.pid})" for each in ranks if not each.alive]
+    if gone:
+        is_are = "is" if len(gone) == 1 else "are"
+        cause = f"{', '.join(gone)} {is_are} gone without a word: killed (see `dmesg` for want of memory), or crashed"
+    elif _LATE.search(str(error)):
+        cause = "another rank did not come to a collective within --ddp_timeout"
+    else:
+        cause = "a rank on another machine is gone or cannot be reached; its own line says why"
+    return PeerLostError(
+        f"the connection to another rank broke {where}: {cause}. The checkpoints already written are intact: start "
+        "the same command again to continue from the newest one"
+    )

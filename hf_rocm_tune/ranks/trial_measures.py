@@ -1,0 +1,325 @@
+"""What a child of a trial measures: copies between two cards, or sums over all ranks, both by value.
+
+Peer copies over PCIe can return zeros while every call reports success (exllamav3#333, accelerate#4036, pytorch#84803,
+llama.cpp#6208); some are right only after a first copy through the host (pytorch#87363), so the first copy of a fresh
+process counts on its own. Copies of one dtype between contiguous tensors are made by memcpy, others by a kernel that
+writes to the peer's memory (torch's Copy.cu); above 1 MiB HIP takes another engine (ROC_P2P_SDMA_SIZE). The pattern is
+made on the sending card and counted on the receiving one, so that the host has no part in either; then it is read back.
+
+RCCL can spin for ever (rccl#1129, ROCm/vllm#390), and a collective can give wrong sums. Each rank contributes small
+whole numbers that depend on position and rank, so the sums are exact in every dtype and are compared as integers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_rocm_tune.machine.child import device_of, step
+from hf_rocm_tune.transfer import gb_per_s
+from hf_rocm_tune.transfer.damage import Damage, examine
+from hf_rocm_tune.transfer.diagnosis import POISON
+from hf_rocm_tune.transfer.pattern import PIECE_WORDS, fill_with_pattern, pattern
+from hf_rocm_tune.transfer.raw_bytes import as_bytes
+from hf_rocm_tune.transfer.raw_copies import Copies, copies_for, wait_for
+
+SIZES = (4 << 10, 512 << 10, (1 << 20) - 4, (1 << 20) + 4, 64 << 20, 1 << 30)
+"""Bytes: on both sides of the threshold, a page, and what weights have."""
+
+_KERNEL_BYTES = (1 << 20) + 4
+_REPEATED_BYTES = (1 << 20) + 4
+_READ_BYTES = 64 << 20
+_KEPT_COPIES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """One copy: bytes of the source; ``contiguous``, ``strided source``, ``strided destination`` or ``cast``."""
+
+    nbytes: int
+    shape: str = "contiguous"
+    non_blocking: bool = False
+    label: str = "warm"
+
+    def __str__(self) -> str:
+        return f"{self.label}, {self.nbytes:,} bytes, {self.shape}{', non_blocking' if self.non_blocking else ''}"
+
+
+def measure_pair(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy from one device to another in all ways, and look at what arrived.
+
+    Args:
+        request: ``source`` and ``destination``: each with ``device`` and ``address`` (see ``device_of``); ``largest``:
+            bytes of the largest copy; ``repeats``; ``fault``: one of ``raw_copies.FAULTS``.
+
+    Returns:
+        ``peer_access``: what torch says of it, None on the CPU; ``cases`` and ``wrong``: how many copies, and how many
+        of them were wrong; ``problems``: the first of these, see `_Bench.try_case`; ``staged_wrong``: elements that
+        were wrong on the way through the host.
+    """
+    step("waking both devices")
+    destination, source = device_of(request["destination"]), device_of(request["source"])
+    bench = _Bench(source, destination, copies_for(request))
+    problems: list[dict[str, Any]] = []
+    cases = wrong = 0
+    for number, case in enumerate(_copies_to_try(request["largest"], request["repeats"])):
+        step(f"copying from {source} to {destination}: {case}")
+        found = bench.try_case(case, number)
+        cases, wrong = cases + 1, wrong + (found is not None)
+        problems += [found] if found is not None else []
+    step(f"copying from {source} to {destination} and back at the same time")
+    for found in bench.both_ways(min(64 << 20, request["largest"])):
+        cases, wrong = cases + 1, wrong + (found is not None)
+        problems += [found] if found is not None else []
+    step(f"copying from {source} to {destination} through the host")
+    return {
+        "peer_access": _peer_access(source, destination),
+        "cases": cases,
+        "wrong": wrong,
+        "problems": problems[:_KEPT_COPIES],
+        "staged_wrong": bench.staged(_REPEATED_BYTES),
+    }
+
+
+def _copies_to_try(largest: int, repeats: int) -> Iterator[_Case]:
+    sizes = [size for size in SIZES if size <= largest]
+    yield _Case(nbytes=min(64 << 20, sizes[-1]), label="cold")
+    for size in sizes:
+        for non_blocking in (False, True):
+            yield _Case(nbytes=size, non_blocking=non_blocking)
+    for shape in ("strided source", "strided destination", "cast"):
+        for nbytes in (sizes[0], min(_KERNEL_BYTES, sizes[-1])):
+            for non_blocking in (False, True):
+                yield _Case(nbytes=nbytes, shape=shape, non_blocking=non_blocking)
+    for number in range(repeats):
+        yield _Case(nbytes=min(_REPEATED_BYTES, sizes[-1]), label=f"repeat {number + 1}", non_blocking=number % 2 == 1)
+
+
+class _Bench:
+    """Two devices, and what was sent before."""
+
+    def __init__(self, source: torch.device, destination: torch.device, copies: Copies) -> None:
+        self._source, self._destination, self._copies = source, destination, copies
+        self._earlier: Tensor | None = None
+
+    def try_case(self, case: _Case, number: int) -> dict[str, Any] | None:
+        """Copy once. None when the destination holds what it should.
+
+        Returns:
+            ``case`` in words; ``wrong_on_card``: elements that the receiving card found wrong; ``damage`` as it was
+            read back, None where that was right, so that the bytes came late.
+        """
+        sent = _words(case.nbytes, number, self._source)
+        target = _poisoned(sent.numel(), torch.bfloat16 if case.shape == "cast" else torch.float32, self._destination)
+        arrives = target
+        if case.shape == "strided source":
+            spread = torch.zeros(sent.numel(), 2, device=self._source)
+            spread[:, 0] = sent
+            sent = spread[:, 0]
+        elif case.shape == "strided destination":
+            arrives = _poisoned(2 * sent.numel(), torch.float32, self._destination).view(-1, 2)[:, 0]
+        wait_for(sent, target, arrives)
+        words = f"{self._source} to {self._destination}: {case}"
+        self._copies.copy(arrives, sent, what=words, non_blocking=case.non_blocking)
+        wait_for(sent, arrives)
+        if arrives is not target:
+            target[:] = arrives  # on the card itself
+            wait_for(target)
+        return self._look(str(case), target, case.nbytes, number)
+
+    def both_ways(self, nbytes: int) -> Iterator[dict[str, Any] | None]:
+        """A copy in each direction, neither waited for before the other begins. Each as in `try_case`."""
+        there, back = _words(nbytes, 1, self._source), _words(nbytes, 2, self._destination)
+        at_destination = _poisoned(there.numel(), torch.float32, self._destination)
+        at_source = _poisoned(back.numel(), torch.float32, self._source)
+        wait_for(there, back, at_destination, at_source)
+        ways = ((at_destination, there, 1), (at_source, back, 2))
+        for target, sent, _ in ways:
+            words = f"{sent.device} to {target.device}: both directions at once"
+            with _own_streams(sent.device, target.device):
+                self._copies.copy(target, sent, what=words, non_blocking=True)
+        wait_for(there, back)
+        for target, sent, number in ways:
+            words = f"both directions at once, {nbytes:,} bytes, {sent.device} to {target.device}"
+            yield self._look(words, target, nbytes, number)
+
+    def staged(self, nbytes: int) -> int:
+        """Elements that are wrong when the copy goes through memory of the host."""
+        sent = _words(nbytes, 3, self._source)
+        target = _poisoned(sent.numel(), torch.float32, self._destination)
+        words = f"{self._source} to {self._destination}, through the host"
+        host = torch.empty(sent.shape, dtype=sent.dtype)
+        self._copies.copy(host, sent, what=words)
+        self._copies.copy(target, host, what=words)
+        wait_for(target)
+        return _count(target, 3)
+
+    def _look(self, words: str, target: Tensor, nbytes: int, number: int) -> dict[str, Any] | None:
+        """Count on the receiving card, and read back: where the count found something, and for all but huge copies.
+
+        What only the host reads wrong counts when it reads the same twice; otherwise the way to the host is at fault.
+        """
+        wrong = _count(target, number)
+        if not wrong and nbytes > _READ_BYTES:
+            return None
+        right = as_bytes(_words(nbytes, number, torch.device("cpu")).to(target.dtype))
+        read = as_bytes(target.cpu())
+        damage = examine(read, right, earlier=self._earlier)
+        self._earlier = right
+        if not wrong and (damage is None or not torch.equal(read, as_bytes(target.cpu()))):
+            return None
+        described = None if damage is None else {**asdict(damage), "kind": damage.kind}
+        return {"case": words, "wrong_on_card": wrong, "damage": described}
+
+
+@contextlib.contextmanager
+def _own_streams(*devices: torch.device) -> Iterator[None]:
+    """A copy between devices waits for the current streams of both, so two of them need streams of their own each."""
+    with contextlib.ExitStack() as stack:
+        for device in devices:
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        yield
+
+
+def _words(nbytes: int, number: int, device: torch.device) -> Tensor:
+    """float32[nbytes / 4] of a pattern, made on the device."""
+    whole = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return fill_with_pattern(whole, number).view(torch.float32)
+
+
+def _poisoned(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    tensor = torch.empty(count, dtype=dtype, device=device)
+    as_bytes(tensor).fill_(POISON)
+    return tensor
+
+
+def _count(target: Tensor, number: int) -> int:
+    """Elements that differ from the pattern, compared as integers on the device that holds them."""
+    integers = torch.int32 if target.dtype == torch.float32 else torch.int16
+    wrong = torch.zeros((), dtype=torch.int64, device=target.device)
+    for start in range(0, target.numel(), PIECE_WORDS):
+        piece = target[start : start + PIECE_WORDS]
+        right = pattern(number, start, piece.numel(), target.device).view(torch.float32).to(target.dtype)
+        wrong += (piece.view(integers) != right.view(integers)).sum()
+    return int(wrong)
+
+
+def _peer_access(source: torch.device, destination: torch.device) -> bool | None:
+    if source.type != "cuda":
+        return None
+    return bool(torch.cuda.can_device_access_peer(source, destination))
+
+
+SUM_FAULTS = ("wrong", "zeros", "own", "absent")
+"""What a rank can be given: one element of a sum is wrong, a sum is zeros, a sum is what the rank itself had, or it
+never joins the process group."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KEPT_SUMS = 6
+_EXACT = 256
+"""Whole numbers up to this are exact in bfloat16, which has 8 bits for them."""
+
+
+def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the other ranks, sum, compare.
+
+    Args:
+        request: ``rank``, ``world``, ``backend`` (nccl or gloo), ``store``: a file that all ranks see, ``device`` with
+            ``address``; ``timeout_s`` of the process group; ``largest``: bytes of the largest sum; ``repeats``;
+            ``fault``: one of `SUM_FAULTS`, ``where``: only sums whose words contain this.
+
+    Returns:
+        ``cases`` and ``wrong``: how many sums, and how many of them were wrong; ``problems``: the first of these;
+        ``repeated_bytes`` and ``gb_per_s``: bytes of the repeated sum, and of these over its seconds the median.
+    """
+    rank, world, backend = request["rank"], request["world"], request["backend"]
+    fault = request.get("fault") or {}
+    device = device_of(request)
+    step(f"joining a process group of {world} over {backend}")
+    if fault.get("kind") == "absent":
+        time.sleep(request["timeout_s"])
+    store = dist.FileStore(request["store"], world)  # type: ignore[attr-defined]  # not in torch's annotations
+    limit = timedelta(seconds=request["timeout_s"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    problems: list[dict[str, Any]] = []
+    rates: list[float] = []
+    repeated_bytes = 0
+    cases = wrong = 0
+    for number, (case, count, dtype) in enumerate(_sums_to_try(request["largest"], request["repeats"])):
+        words = f"{case} over {backend}"
+        step(f"summing {words}")
+        mine = _numbers(number, rank, count, dtype, world, device)
+        summed = mine.clone()
+        wait_for(summed)
+        began = time.perf_counter()
+        dist.all_reduce(summed)
+        wait_for(summed)
+        if words.startswith("repeat"):
+            repeated_bytes = summed.nbytes
+            rates.append(gb_per_s(summed.nbytes, time.perf_counter() - began))
+        if fault.get("kind") in SUM_FAULTS and fault.get("where", "") in words:
+            _harm(summed, mine, fault["kind"])
+        damage, own = _compare(summed, mine, number, world)
+        cases, wrong = cases + 1, wrong + (damage is not None)
+        if damage is not None and len(problems) < _KEPT_SUMS:
+            said = f"{words}: this rank's own numbers, nothing was added" if own else words
+            problems.append({"case": said, "damage": {**asdict(damage), "kind": damage.kind}})
+    step(f"leaving the process group over {backend}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return {
+        "cases": cases,
+        "wrong": wrong,
+        "problems": problems,
+        "repeated_bytes": repeated_bytes,
+        "gb_per_s": sorted(rates)[len(rates) // 2] if rates else None,
+    }
+
+
+def _sums_to_try(largest: int, repeats: int) -> Iterator[tuple[str, int, torch.dtype]]:
+    """Words, elements and dtype of each sum."""
+    sizes = [size for size in (4, 4 << 10, (1 << 20) + 4, 25 << 20, 64 << 20) if size <= largest]
+    yield f"cold, {sizes[-1]:,} bytes of float32", sizes[-1] // 4, torch.float32
+    for size in sizes:
+        for dtype in _DTYPES:
+            count = max(size // dtype.itemsize, 1)
+            yield f"{size:,} bytes of {str(dtype).removeprefix('torch.')}", count, dtype
+    for number in range(repeats):
+        size = min(25 << 20, sizes[-1])  # a bucket of DistributedDataParallel
+        yield f"repeat {number + 1}, {size:,} bytes of bfloat16", size // 2, torch.bfloat16
+
+
+def _numbers(number: int, rank: int, count: int, dtype: torch.dtype, world: int, device: torch.device) -> Tensor:
+    """What a rank contributes: [count] whole numbers from 1 on, of which `world` add up to at most `_EXACT`."""
+    values = torch.empty(count, dtype=dtype, device=device)
+    for start in range(0, count, PIECE_WORDS):
+        piece = values[start : start + PIECE_WORDS]
+        piece[:] = (pattern(97 * number + rank, start, piece.numel(), device) >> 7) % (_EXACT // world) + 1
+    return values
+
+
+def _compare(summed: Tensor, mine: Tensor, number: int, world: int) -> tuple[Damage | None, bool]:
+    """The damage, and whether what is there is what the rank itself had."""
+    right = torch.zeros_like(summed)
+    for rank in range(world):
+        right += _numbers(number, rank, summed.numel(), summed.dtype, world, summed.device)
+    damage = examine(as_bytes(summed.cpu()), as_bytes(right.cpu()))
+    return damage, damage is not None and torch.equal(summed, mine)
+
+
+def _harm(summed: Tensor, mine: Tensor, kind: str) -> None:
+    if kind == "wrong":
+        summed[summed.numel() // 2] += 1
+    elif kind == "zeros":
+        summed.zero_()
+    elif kind == "own":
+        summed[:] = mine

@@ -1,0 +1,436 @@
+"""Ends a job that no longer gets on, and says why: exit code 4, never an endless wait.
+
+A daemon thread of each rank watches its own main thread. Time counts only while this thread itself runs, so a machine
+that slept, or a job that was stopped as a whole, is not taken for one that hangs. A rank declares a stall when it and
+every other rank of its machine that can answer have been silent for longer than they allow themselves. Then those that
+can answer state the Python stacks of their threads and the collectives in which they wait; of the others the kernel
+tells the state, and SIGKILL ends them, because a stopped process sees no other signal. What is made of it for people is
+in `stall_report`.
+
+The thread wakes once a second unless the limits are short, and the main thread, at each sign of life, rewrites a line
+in a file (microseconds). Not covered: a call that hangs while it holds the interpreter's lock, in a job of one process
+(the supervisor sees it from outside); a rank on another machine, of which nothing is known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from hf_rocm_tune.errors import StallError
+from hf_rocm_tune.ranks import meeting, stall_report
+from hf_rocm_tune.ranks.stall_report import Rank, process_state
+
+_TICK_SECONDS = 3.0
+"""A rank that has not ticked for so long is not waited for."""
+_ANSWER_SECONDS = 5.0
+_VERDICT_SECONDS = 40.0
+"""How long a rank that has answered waits for the one that asked."""
+_LAST_SECONDS = 60.0
+"""However the diagnosis itself hangs, the process ends after this."""
+_FLUSH_SECONDS, _GONE_SECONDS = 1.0, 3.0
+_BLOCK_BYTES, _WHERE_BYTES = 512, 128
+_TRIES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """One look at the main thread's progress: how many signs of life there were, what it is at ("in step 12"), and the
+    seconds that may pass until the next one; None: without end."""
+
+    beats: int
+    where: str
+    limit_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """A stall: why nothing goes on, for people; seconds without progress and what is done, by the count of the rank
+    that tells it; all that is known, as JSON has it."""
+
+    cause: str
+    silent_s: float
+    where: str
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How one rank stands. ``tick`` grows while its watchdog runs, so not in a process that is stopped as a whole;
+    ``overdue``: its seconds without progress are more than it allows itself."""
+
+    rank: int
+    pid: int
+    born: float
+    tick: int
+    where: str
+    silent_s: float
+    overdue: bool
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process still runs."""
+        return meeting.is_alive(self.pid, self.born)
+
+    @property
+    def can_answer(self) -> bool:
+        """Where only the main thread hangs in a driver (D), the watchdog's own may answer."""
+        state = process_state(self.pid)
+        return self.alive and state is not None and state.state not in "Tt"
+
+
+class Board:
+    """One rank's place in the directory where the watchdogs of one machine meet, from here to `leave`.
+
+    Every rank rewrites its file in place, so that a full disk does not silence it, and reads those of the others. When
+    one declares a stall it makes a file that the others see; they leave their statements beside it. The last one to
+    leave takes the directory away; what a killed rank has left is taken away with it.
+
+    Args:
+        directory: the same for all ranks of one job on one machine, and for none of another job.
+        rank: of this process.
+
+    Raises:
+        UsageError: the directory is somebody else's, or open to others.
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._directory, self.rank = directory, rank
+        self._born = meeting.born(os.getpid())
+        self._file = self._open()
+        self.show(tick=0, silent_s=0.0, overdue=False)
+        self.mark("at the start")
+
+    def _open(self) -> int:
+        for attempt in range(_TRIES):
+            meeting.make_place(self._directory)
+            try:
+                return os.open(self._of(self.rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:  # the last rank to leave has just taken it away
+                if attempt == _TRIES - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def show(self, *, tick: int, silent_s: float, overdue: bool) -> None:
+        """Let the others see how this rank stands."""
+        mine = {"rank": self.rank, "pid": os.getpid(), "born": self._born}
+        mine |= {"tick": tick, "silent_s": round(silent_s, 3), "overdue": overdue}
+        os.pwrite(self._file, json.dumps(mine).encode("ascii").ljust(_BLOCK_BYTES), 0)
+
+    def mark(self, where: str) -> None:
+        """Let the others see what this rank is at; by the thread that is at it, so that it stays true when all of the
+        process is stopped."""
+        os.pwrite(self._file, where.encode("ascii").ljust(_WHERE_BYTES)[:_WHERE_BYTES], _BLOCK_BYTES)
+
+    def others(self) -> list[Standing]:
+        """The other ranks that have come and not left, whether they live or not."""
+        found = [_read_standing(file) for file in self._directory.glob("rank-*")]
+        return sorted((each for each in found if each and each.rank != self.rank), key=lambda each: each.rank)
+
+    def declare(self) -> bool:
+        """Tell the others of a stall; False when another rank was first."""
+        try:
+            descriptor = os.open(self._directory / "declared", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(str(self.rank))
+        return True
+
+    def is_declared(self) -> bool:
+        """Whether some rank has declared a stall."""
+        return (self._directory / "declared").exists()
+
+    def declared_by(self) -> Standing | None:
+        """Who declared it; None where that is not known (yet, or any more)."""
+        with contextlib.suppress(OSError, ValueError):
+            return _read_standing(self._of(int((self._directory / "declared").read_text(encoding="utf-8"))))
+        return None
+
+    def state(self, statement: Mapping[str, Any]) -> None:
+        """Leave this rank's statement, in place of an earlier one."""
+        meeting.write(self._directory / f"statement-{self.rank}", statement)
+
+    def statement(self, rank: int) -> dict[str, Any] | None:
+        """What a rank has stated."""
+        return meeting.read(self._directory / f"statement-{rank}")
+
+    def finish(self) -> None:
+        """Let those that answered go."""
+        (self._directory / "finished").touch(mode=0o600)
+
+    def is_finished(self) -> bool:
+        """Whether they may go."""
+        return (self._directory / "finished").exists() or not self._directory.exists()
+
+    def leave(self, *, without: Collection[int] = ()) -> None:
+        """This rank is done; when no living one is left, so is the directory.
+
+        Args:
+            without: processes that are about to be killed.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            self._of(self.rank).unlink()
+        os.close(self._file)
+        if not any(each.alive for each in self.others() if each.pid not in without):
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _of(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank}"
+
+
+class Watchdog:
+    """Watches this process from `start` to `stop`.
+
+    Args:
+        look: tells the progress of the main thread; called in another thread, so it must not wait.
+        on_suspicion: hears of a stall before its cause is sought.
+        on_stall: tells of it before the job is ended; it must come back.
+        board: where the ranks of this machine meet; None for a process alone.
+        elsewhere: how many ranks run on other machines.
+        tick_s: seconds between two looks.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        *,
+        look: Callable[[], Look],
+        on_suspicion: Callable[[], None],
+        on_stall: Callable[[Stall], None],
+        board: Board | None,
+        elsewhere: int = 0,
+        tick_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._look, self._on_suspicion, self._on_stall = look, on_suspicion, on_stall
+        self._board, self._elsewhere = board, elsewhere
+        self._tick_s, self._clock = tick_s, clock
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stall watchdog", daemon=True)
+        self._silence = _Silence()
+        self._seen: dict[int, _Silence] = {}
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._stopped.set()
+        self._thread.join()  # one that has declared a stall ends the process
+
+    def _watch(self) -> None:
+        before, tick = self._clock(), 0
+        while not self._stopped.wait(self._tick_s):
+            now = self._clock()
+            # What is beyond two ticks is time in which this process did not run.
+            passed, before, tick = min(now - before, 2 * self._tick_s), now, tick + 1
+            look = self._look()
+            self._silence.see(look.beats, passed)
+            overdue = look.limit_s is not None and self._silence.seconds > look.limit_s
+            others = self._others()
+            for each in others:
+                self._seen.setdefault(each.rank, _Silence()).see(each.tick, passed)
+            if self._board is not None:
+                self._board.show(tick=tick, silent_s=self._silence.seconds, overdue=overdue)
+                if self._board.is_declared():
+                    self._answer(look)
+            if overdue and not any(self._may_get_on(each) for each in others):
+                if self._board is not None and not self._board.declare():
+                    self._answer(look)
+                self._conclude(look)
+
+    def _may_get_on(self, other: Standing) -> bool:
+        """Whether another rank may still go on, so that this one waits for it with reason."""
+        ticks = self._seen[other.rank].seconds < max(_TICK_SECONDS, 4 * self._tick_s)
+        return ticks and not other.overdue and other.can_answer
+
+    def _others(self) -> list[Standing]:
+        return self._board.others() if self._board is not None else []
+
+    def _answer(self, look: Look) -> NoReturn:
+        """Another rank has declared a stall: tell it what is known here, and end when it has told the user."""
+        _end_in_any_case()
+        assert self._board is not None
+        self._statement(look)
+        deadline = self._clock() + _VERDICT_SECONDS
+        while not self._board.is_finished():
+            declarer = self._board.declared_by()
+            if self._clock() > deadline or (declarer is not None and not declarer.alive):
+                self._conclude(look)
+            time.sleep(0.05)
+        self._end([])
+
+    def _conclude(self, look: Look) -> NoReturn:
+        """Collect, explain, tell, and end the job."""
+        _end_in_any_case()
+        mute: list[Rank] = []
+        try:
+            self._on_suspicion()
+            ranks = self._collect(look)
+            mute = [rank for rank in ranks if rank.statement is None or not rank.statement["complete"]]
+            cause = stall_report.explain(ranks, elsewhere=self._elsewhere)
+            silent_s = round(self._silence.seconds, 1)
+            report = {
+                "cause": cause,
+                "where": look.where,
+                "silent_seconds": silent_s,
+                "told_by_rank": self._board.rank if self._board else ranks[0].rank,
+                "ranks_on_other_machines": self._elsewhere,
+                "ranks": [asdict(rank) for rank in ranks],
+            }
+            self._on_stall(Stall(cause=cause, silent_s=silent_s, where=look.where, report=report))
+        except Exception:
+            traceback.print_exc()  # a bug of ours: the job has to end all the same
+        finally:
+            self._end(mute)
+
+    def _collect(self, look: Look) -> list[Rank]:
+        """This rank and the others of this machine, by their own word or the kernel's."""
+        statement = self._statement(look)
+        others = self._others()
+        deadline = self._clock() + _ANSWER_SECONDS
+        while self._clock() < deadline:
+            said = [self._said(each) for each in others if each.can_answer]
+            if all(each is not None and each["complete"] for each in said):
+                break
+            time.sleep(0.05)
+        mine = self._board.rank if self._board is not None else 0
+        found = [_rank(mine, os.getpid(), look.where, self._silence.seconds, statement, alive=True)]
+        for each in others:
+            found.append(_rank(each.rank, each.pid, each.where, each.silent_s, self._said(each), alive=each.alive))
+        return sorted(found, key=lambda rank: rank.rank)
+
+    def _said(self, standing: Standing) -> dict[str, Any] | None:
+        return self._board.statement(standing.rank) if self._board is not None else None
+
+    def _statement(self, look: Look) -> dict[str, Any]:
+        """The stacks first: to ask for the collectives may hang where the device does."""
+        mine: dict[str, Any] = {"where": look.where, "stacks": stall_report.stacks(), "complete": False}
+        if self._board is not None:
+            self._board.state(mine)
+        briefly(lambda: mine.update(collectives=stall_report.collectives()), _ANSWER_SECONDS)
+        mine["complete"] = True
+        if self._board is not None:
+            self._board.state(mine)
+        return mine
+
+    def _end(self, mute: list[Rank]) -> NoReturn:
+        """This process, its children, and the ranks that cannot do it themselves; nothing may keep running."""
+        briefly(lambda: (sys.stdout.flush(), sys.stderr.flush()), _FLUSH_SECONDS)
+        alive = {each.pid: each.born for each in self._others() if each.alive}
+        ended = [rank.pid for rank in mute if rank.pid in alive]
+        below = [child for pid in [*ended, os.getpid()] for child in descendants(pid)]
+        stuck = [pid for pid in [*ended, *below] if (state := process_state(pid)) is not None and state.state == "D"]
+        processes = [(pid, alive.get(pid) or meeting.born(pid)) for pid in stuck]
+        if self._board is not None:
+            self._board.finish()
+            self._board.leave(without=ended)
+        _kill([*ended, *below])
+        # From here on the main thread may see a broken connection: it is not given the time to tell of that.
+        if processes and (left := _wait_until_gone(processes, _GONE_SECONDS)):
+            text = f"hf-rocm-tune: processes {left} do not end even by SIGKILL, so they hang in a driver and hold the "
+            os.write(2, f"{text}GPU: restart the machine\n".encode())
+        os._exit(StallError.exit_code)
+
+
+class _Silence:
+    """How long a number has not changed."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: int | None = None
+
+    def see(self, number: int, passed: float) -> None:
+        """A look at it, ``passed`` seconds after the last one."""
+        self.seconds = self.seconds + passed if number == self._last else 0.0
+        self._last = number
+
+
+def briefly(work: Callable[[], object], seconds: float) -> bool:
+    """Do something that may never come back, such as a call into a device that hangs; whether it came back."""
+    thread = threading.Thread(target=work, name="stall watchdog's work", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def descendants(pid: int) -> list[int]:
+    """Numbers of a process's children, and of theirs; those that began a session of their own, as the service of a
+    logger does to outlive its parent, are left out with theirs."""
+    found, todo = list[int](), [pid]
+    while todo:
+        with contextlib.suppress(psutil.Error, OSError):
+            parent = todo.pop(0)
+            own = [child.pid for child in psutil.Process(parent).children() if _session(child.pid) == _session(pid)]
+            found += own
+            todo += own
+    return found
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return 0
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _wait_until_gone(processes: list[tuple[int, float]], seconds: float) -> list[int]:
+    """Wait for processes to end; those that have not."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid, since in processes if meeting.is_alive(pid, since)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return left
+
+
+def _read_standing(file: Path) -> Standing | None:
+    """None for one that is gone, or is being written."""
+    try:
+        raw = file.read_bytes()
+        where = raw[_BLOCK_BYTES:].decode("ascii").strip()
+        return Standing(**json.loads(raw[:_BLOCK_BYTES]), where=where)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _rank(number: int, pid: int, where: str, silent_s: float, statement: dict[str, Any] | None, *, alive: bool) -> Rank:
+    children = [state for child in descendants(pid) if (state := process_state(child)) is not None] if alive else []
+    return Rank(
+        rank=number,
+        pid=pid,
+        where=where,
+        silent_s=round(silent_s, 1),
+        statement=statement,
+        process=process_state(pid) if alive else None,
+        children=children,
+    )
+
+
+def _end_in_any_case() -> None:
+    """A timer in C: it needs no lock of the interpreter, which a hanging call may hold."""
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 - it has to stay open
+    faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)

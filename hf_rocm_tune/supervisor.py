@@ -1,0 +1,624 @@
+"""``hf-rocm-tune run -- COMMAND``: watches a training job and starts it again from its newest verified checkpoint.
+
+The command runs in a session of its own, so a Ctrl-C in the terminal reaches the supervisor alone, which passes it on
+once. Every process of it inherits `supervised.VARIABLE`, whose value nobody else has: what is left of a start is found
+by that, wherever it hangs in the process tree, because a rank or a loader's worker that outlives its launcher would
+hold the card's memory and the output directory.
+
+Not covered: a process in an uninterruptible sleep in the driver, which no signal ends; it is named. A supervisor that
+is killed itself leaves the command running. Nothing here imports torch: what watches must not die of what it watches
+for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import psutil
+
+from hf_rocm_tune.errors import StallError, UsageError
+from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.machine.sensors import core_dumps
+from hf_rocm_tune.redaction import one_line
+from hf_rocm_tune.training import journal
+from hf_rocm_tune.training.run import list_checkpoints, read_record, skip_step
+from hf_rocm_tune.training.supervised import (
+    BEGUN_FILE,
+    EARLIER_FILE,
+    PULSE_FILE,
+    VARIABLE,
+    Begun,
+    Patience,
+    Phase,
+    Pulse,
+    leave_terminal,
+    read_begun,
+    read_pulse,
+    tell_patience,
+)
+
+ENTRIES = frozenset({"sft"})
+"""Modules of this package that train, which are verbs of the command line as well."""
+DEATHS_TO_SKIP = 2
+DEATHS_TO_STOP = 4
+EXCEPTIONS_TO_STOP = 2
+
+_PACKAGE = "hf_rocm_tune"
+# accelerate's launcher of a single process passes no signal on and dies before its job, so ours stands around it.
+_LAUNCHER = [sys.executable, "-m", f"{_PACKAGE}.launch"]
+_FORMS = (
+    "`accelerate launch ... -m hf_rocm_tune.sft ...`, `hf-rocm-tune sft ...`, `torchrun ... -m hf_rocm_tune.sft ...` "
+    "or `python -m hf_rocm_tune.sft ...`"
+)
+_POLL_SECONDS, _LOOK_SECONDS, _SAME_PRESS_SECONDS = 0.05, 0.2, 1.0
+_KILL_SECONDS = 30.0
+"""How long SIGKILL may take: the kernel takes back what the process held first."""
+_LONGEST_WAIT_SECONDS = 300.0
+# torch's agent kills its workers this long after a signal, 30 seconds unless told: a checkpoint may take longer.
+_AGENT_TIMEOUT = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The flags of ``hf-rocm-tune run``.
+
+    Args:
+        max_restarts: restarts without a new checkpoint between them; a new verified checkpoint begins the count again.
+            Steps are finite, so the whole is.
+        max_skips: optimizer steps that may be left out, over all of the run. More are no bad batches.
+        stall_seconds: without a sign of life (one a micro-step) after which a job that trains is ended; 0 for never.
+        start_seconds: the same before the first step, where nothing tells of progress: downloads, tokenising.
+        backoff_seconds: before the first restart; each further one without a new checkpoint waits twice as long, up to
+            five minutes.
+        grace_seconds: from SIGTERM to SIGKILL for a job that stands still.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    max_restarts: int = 8
+    max_skips: int = 3
+    stall_seconds: float = 1800.0
+    start_seconds: float = 7200.0
+    backoff_seconds: float = 5.0
+    grace_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"--{name} must be 0 or more, got {getattr(self, name)}")
+
+
+def supervise(words: Sequence[str], settings: Settings) -> int:
+    """Run a training command to its end, through crashes and stalls.
+
+    Args:
+        words: the command line as the user gave it.
+        settings: the limits.
+
+    Returns:
+        0 when the job is done, 130 when it was asked to end, else the code of its last end: 2 and 3 as they are, 4 for
+        a stall, 128 + n for signal n.
+
+    Raises:
+        UsageError: the command cannot be supervised or started.
+        StallError: a process does not end even by SIGKILL.
+    """
+    argv = to_start(words)
+    with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-run-") as directory, _asked_to_end() as asked:
+        return _Supervision(argv, shown(words), settings, Path(directory), asked).run()
+
+
+# ---- which command lines can be supervised ------------------------------------------------------------------
+
+
+def to_start(words: Sequence[str]) -> list[str]:
+    """The command line to start for the one that the user gave: a job of ours, which tells of its progress and its end.
+
+    Raises:
+        UsageError: it is not one that can be supervised.
+    """
+    program, rest = os.path.basename(words[0]) if words else "", list(words[1:])
+    found: list[str] | None = None
+    if program == "hf-rocm-tune" and rest[:1] and rest[0] in ENTRIES:
+        found = [sys.executable, "-m", _PACKAGE, *rest]
+    elif program == "accelerate-launch" and _runs_ours(rest):
+        found = [*_LAUNCHER, *rest]
+    elif program == "accelerate" and rest[:1] == ["launch"] and _runs_ours(rest):
+        found = [*_LAUNCHER, *rest[1:]]
+    elif program == "torchrun" and _runs_ours(rest):
+        found = list(words)
+    elif program.startswith("python"):
+        found = _python(list(words))
+    if found is None:
+        given = shown(words) if words else "nothing"
+        raise UsageError(f"run supervises {_FORMS}; got: {given[:200]}")
+    return found
+
+
+def shown(words: Sequence[str]) -> str:
+    """The command line as it may be printed: a token in it is left out."""
+    plain: list[str] = []
+    for word in words:
+        flag, given, _ = word.partition("=")
+        if given and _is_token_flag(flag):
+            word = f"{flag}=***"
+        elif plain and _is_token_flag(plain[-1]):
+            word = "***"
+        plain.append(word)
+    return " ".join(word if "***" in word else shlex.quote(word) for word in plain)
+
+
+def _is_token_flag(word: str) -> bool:
+    return word.startswith("--") and word.replace("-", "_").endswith("_token")
+
+
+def _python(words: list[str]) -> list[str] | None:
+    """``python [options] -m MODULE ...``."""
+    if "-m" not in words[:-1]:
+        return None
+    place = words.index("-m") + 1
+    module, rest = words[place], words[place + 1 :]
+    if module == _PACKAGE:
+        return words if rest[:1] and rest[0] in ENTRIES else None
+    if module in ("accelerate.commands.launch", "accelerate.commands.accelerate_cli"):
+        return to_start(["accelerate", *(["launch"] if module.endswith("launch") else []), *rest])
+    if module == "torch.distributed.run":
+        return words if _runs_ours(rest) else None
+    return words if _is_ours(module) else None
+
+
+def _runs_ours(words: Sequence[str]) -> bool:
+    return any(flag in ("-m", "--module") and _is_ours(module) for flag, module in pairwise(words))
+
+
+def _is_ours(module: str) -> bool:
+    package, _, entry = module.partition(".")
+    return package == _PACKAGE and entry in ENTRIES
+
+
+# ---- what to do after a death -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """How a start ended that should have gone on."""
+
+    how: str  # for people: "ended by SIGKILL"
+    code: int  # what the supervisor would return for it
+    phase: Phase | None  # at the last sign of life; None before the job said anything
+    step: int  # optimizer steps done by then
+    resumed_at: int  # step of the checkpoint from which this start went on; 0 from the start
+    checkpoint: int  # step of the newest verified checkpoint now; 0 for none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do now, and why, for people."""
+
+    action: Literal["restart", "stop"]
+    reason: str
+    skip: int | None = None  # an optimizer step to leave out from now on
+    wait_seconds: float = 0.0  # before the restart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a start died, for people, and the optimizer step that may be the cause: the one that was computed, or the
+    one that was just done, whose kernels may still have been running."""
+
+    name: str
+    step: int | None = None
+
+
+_AT_THE_START = Place(name="before the first step")
+
+
+def place_of(death: Death) -> Place:
+    """Where a start died."""
+    if death.phase in (None, "start"):
+        return _AT_THE_START
+    if death.phase == "step":
+        return Place(name=f"in step {death.step + 1}", step=death.step + 1)
+    if death.phase == "between" and death.step == death.resumed_at:
+        return _AT_THE_START
+    if death.phase == "between":
+        return Place(name=f"in step {death.step}", step=death.step)
+    names = {
+        "evaluate": f"in the evaluation after step {death.step}",
+        "save": f"in the checkpoint of step {death.step}",
+        "end": "in the save of the result",
+        "publish": "in the upload of the result",
+    }
+    return Place(name=names[str(death.phase)])
+
+
+def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings) -> Decision:
+    """What to do after the last of these deaths. Codes 0, 2, 3 and 130 are ends, not deaths.
+
+    Rules, in this order: died in the upload: the result is complete, nothing is started again; the second exception
+    (code 1) before the first step: given up, because nothing there changes by itself; the fourth death at the same
+    place, or more restarts without a new checkpoint than allowed: given up; the second death at the same step: that
+    step is left out from now on, because a restart alone would die there again. Deaths count only since the newest
+    checkpoint came to be: a run that gets on is worth starting again.
+
+    Args:
+        deaths: of this supervision, oldest first; at least one.
+        skipped: optimizer steps that are left out already.
+        settings: the limits.
+    """
+    last, place = deaths[-1], place_of(deaths[-1])
+    if last.phase == "publish":
+        return Decision(action="stop", reason="the result is complete on disk and only its upload died")
+    recent = [death for death in deaths if death.checkpoint == last.checkpoint]
+    here = sum(place_of(death) == place for death in recent)
+    raised = sum(death.code == 1 and place_of(death) == _AT_THE_START for death in recent)
+    if here >= DEATHS_TO_STOP or raised >= EXCEPTIONS_TO_STOP:
+        also = ", although it is left out" if place.step in skipped else ""
+        return Decision(action="stop", reason=f"died {here} times {place.name}{also}")
+    if len(recent) > settings.max_restarts:
+        return Decision(action="stop", reason=f"{settings.max_restarts} restarts brought no new checkpoint")
+    wait = min(settings.backoff_seconds * 2 ** (len(recent) - 1), _LONGEST_WAIT_SECONDS)
+    if here >= DEATHS_TO_SKIP and place.step is not None and place.step not in skipped:
+        if len(skipped) >= settings.max_skips:
+            steps = ", ".join(map(str, sorted(skipped)))
+            why = f"steps {steps} are left out already" if skipped else "no step may be left out"
+            return Decision(action="stop", reason=f"died {here} times {place.name}, and {why} (--max_skips)")
+        return Decision(
+            action="restart",
+            skip=place.step,
+            wait_seconds=wait,
+            reason=f"died {here} times {place.name}: the step is left out, its batches are not trained on",
+        )
+    return Decision(action="restart", wait_seconds=wait, reason=f"died {place.name}")
+
+
+# ---- one start: its processes, its signs of life, its journal ------------------------------------------------
+
+
+class Child:
+    """A started command; ``directory`` is the supervisor's own, the mark of every process of it.
+
+    Raises:
+        UsageError: there is no such program.
+    """
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], directory: Path) -> None:
+        self._mark = str(directory)
+        try:
+            self._process = subprocess.Popen(
+                list(argv), env={**environ, VARIABLE: self._mark}, start_new_session=True, stdin=subprocess.DEVNULL
+            )
+        except OSError as error:
+            raise UsageError(f"{argv[0]} cannot be started: {error.strerror}") from error
+
+    def poll(self) -> int | None:
+        """Its status when it has ended: the exit code, or minus the signal's number."""
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        """A signal to the command itself; launchers pass it on."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def end(self, grace_seconds: float) -> list[int]:
+        """SIGTERM, then SIGKILL to all that is left of it; the process ids that even SIGKILL did not end."""
+        self.send(signal.SIGTERM)
+        _wait(lambda: self.poll() is not None, grace_seconds)
+        left = self._left()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _wait(lambda: self.poll() is not None and not self._left(), _KILL_SECONDS if left else 0.0)
+        return self._left()
+
+    def _left(self) -> list[int]:
+        """Processes that carry the mark and run still."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(VARIABLE) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+        return found
+
+
+def _wait(happened: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+class Watch:
+    """Whether one start of the job is alive and how far it is, seen from the files that it writes into ``directory``.
+
+    What an earlier start left there is put aside first. ``clock`` does not run while the machine sleeps.
+    """
+
+    def __init__(self, directory: Path, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory, self._settings, self._clock = directory, settings, clock
+        (directory / PULSE_FILE).unlink(missing_ok=True)
+        if (directory / BEGUN_FILE).exists():
+            (directory / BEGUN_FILE).replace(directory / EARLIER_FILE)
+        limits = Patience(start_seconds=settings.start_seconds, stall_seconds=settings.stall_seconds)
+        tell_patience(directory, limits)
+        self.begun: Begun | None = None
+        self.pulse: Pulse | None = None
+        self._stamp = 0
+        self._since = clock()
+
+    def look(self) -> None:
+        """Reads what is new."""
+        if self.begun is None:
+            self.begun = read_begun(self._directory / BEGUN_FILE)
+        pulse, stamp = read_pulse(self._directory / PULSE_FILE)
+        if pulse is not None and (pulse, stamp) != (self.pulse, self._stamp):
+            self.pulse, self._stamp, self._since = pulse, stamp, self._clock()
+
+    def silence(self) -> float | None:
+        """Seconds without a sign of life, where they are more than the settings allow; else None."""
+        if self.pulse is not None and self.pulse.phase == "publish":
+            return None  # an upload tells of no progress
+        starting = self.pulse is None or self.pulse.phase == "start"
+        limit = self._settings.start_seconds if starting else self._settings.stall_seconds
+        silent = self._clock() - self._since
+        return silent if limit and silent > limit else None
+
+
+class Ledger:
+    """The journal of one supervision, ``survival.jsonl``: kept in memory until it is known that the directory is this
+    run's, because a job that is refused (another run's directory, wrong flags) never begins. On several machines one
+    supervisor writes, see `belongs_to`. ``failure`` says why the last entry could not be written.
+    """
+
+    def __init__(self) -> None:
+        self._begun: Begun | None = None
+        self._is_kept_elsewhere = False
+        self._waiting: list[dict[str, Any]] = []
+        self.failure: OSError | None = None
+
+    def add(self, event: str, **details: Any) -> None:
+        """One entry; what is None is left out. Nothing while another machine's supervisor keeps the journal."""
+        if self._is_kept_elsewhere:
+            return
+        told = {key: value for key, value in details.items() if value is not None}
+        self._waiting.append({"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **told})
+        self._write()
+
+    def belongs_to(self, begun: Begun) -> None:
+        """The run and its directory are known now; with them who keeps the journal from here on: who leads."""
+        self._begun = begun
+        self._is_kept_elsewhere = not begun.leads
+        if self._is_kept_elsewhere:
+            self._waiting.clear()
+        self._write()
+
+    def _write(self) -> None:
+        self.failure = None
+        while self._begun is not None and self._waiting:
+            try:
+                entry = {"run_id": self._begun.run_id, **self._waiting[0]}
+                journal.append(Path(self._begun.output_dir), entry)
+            except OSError as error:
+                self.failure = error
+                return
+            self._waiting.pop(0)
+
+
+# ---- all starts ---------------------------------------------------------------------------------------------
+
+
+class _Asked:
+    """Signals to the supervisor: the first is passed on, whichever it is, the second Ctrl-C too, the third kills."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self._last = -_SAME_PRESS_SECONDS
+
+    def hear(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+        now = time.monotonic()
+        if not self.signals or (number == signal.SIGINT and now - self._last > _SAME_PRESS_SECONDS):
+            self.signals.append(number)
+            self._last = now
+
+
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    """How one start ended."""
+
+    code: int
+    how: str
+    message: str | None = None
+    stalled: bool = False
+
+
+class _Supervision:
+    def __init__(self, argv: list[str], shown: str, settings: Settings, directory: Path, asked: _Asked) -> None:
+        self._argv, self._shown, self._settings, self._directory, self._asked = argv, shown, settings, directory, asked
+        self._ledger = Ledger()
+        self._deaths: list[Death] = []
+        self._begun: Begun | None = None
+        self._dumps: frozenset[str] = frozenset()
+
+    def run(self) -> int:
+        while True:
+            number = len(self._deaths) + 1
+            _say(f"start {number}: {self._shown}")
+            self._dumps = core_dumps()
+            watch = Watch(self._directory, self._settings)
+            record, (name, value) = self._directory / "exit.json", _AGENT_TIMEOUT
+            record.unlink(missing_ok=True)
+            environ = {name: value, **os.environ, EXIT_FILE_VARIABLE: str(record)}
+            end = self._see_through(Child(self._argv, environ, self._directory), watch)
+            decision = self._judge(end, watch)
+            self._enter(end, watch, decision)
+            if decision is None:
+                if end.code in FINAL_CODES:
+                    _say(f"not started again: {end.how} is final")
+                asked = self._asked.signals and end.code not in {0, *FINAL_CODES}
+                return INTERRUPTED if asked else end.code
+            self._carry_out(decision, end)
+            if decision.action == "stop":
+                return end.code
+            deadline = time.monotonic() + decision.wait_seconds
+            while not self._asked.signals and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+            if self._asked.signals:
+                _say("not started again, as asked; the same command goes on from the newest checkpoint")
+                return INTERRUPTED
+
+    def _see_through(self, child: Child, watch: Watch) -> _End:
+        passed_on, stalled, cut_short = 0, None, False
+        while child.poll() is None:
+            time.sleep(_LOOK_SECONDS)
+            self._look(watch)
+            if len(self._asked.signals) > passed_on:
+                passed_on += 1
+                if cut_short := passed_on > 2:
+                    break
+                child.send(self._asked.signals[passed_on - 1])
+            elif (stalled := watch.silence()) is not None:
+                _say(f"no sign of life for {stalled:.0f} s: ending the job")
+                break
+        if cut_short or stalled is not None or child.poll() not in (0, INTERRUPTED):
+            self._clean_up(child, self._settings.grace_seconds if stalled is not None else 0.0)
+        self._look(watch)
+        if stalled is not None:
+            return _End(code=StallError.exit_code, how=f"no sign of life for {stalled:.0f} s", stalled=True)
+        return self._ending(child.poll())
+
+    def _clean_up(self, child: Child, grace_seconds: float) -> None:
+        """Nothing of this start may live on: it would hold the card's memory and the output directory."""
+        survivors = child.end(grace_seconds)
+        if survivors:
+            what = f"processes {survivors} of the job do not end even by SIGKILL, so they hang in the driver"
+            self._ledger.add("end", how=what, code=StallError.exit_code)
+            raise StallError(f"{what} and hold the GPU: restart the machine, then start the same command again")
+
+    def _look(self, watch: Watch) -> None:
+        known = watch.begun
+        watch.look()
+        if watch.begun is not None and known is None:
+            self._begun = watch.begun
+            self._ledger.belongs_to(watch.begun)
+            start = len(self._deaths) + 1
+            self._ledger.add("start", start=start, resumed_from=watch.begun.resumed_from or "the start")
+
+    def _ending(self, status: int | None) -> _End:
+        assert status is not None
+        try:
+            told = json.loads((self._directory / "exit.json").read_text(encoding="utf-8"))
+            if told.get("follows"):  # a rank without our launcher lost its peer: nobody has said it yet
+                _complain(str(told["message"]))
+            if int(told["code"]) != 0 or status == 0 or self._asked.signals:  # else it died after it was done
+                return _End(code=int(told["code"]), how=f"exit code {told['code']}", message=str(told["message"]))
+        except (OSError, ValueError, KeyError):
+            pass
+        number = -status if status < 0 else status - 128
+        if number in set(signal.Signals) and status != INTERRUPTED:
+            return _End(code=128 + number, how=f"ended by {signal.Signals(number).name}")
+        return _End(code=status, how=f"exit code {status}")
+
+    def _judge(self, end: _End, watch: Watch) -> Decision | None:
+        """What to do; None where the job has ended for good."""
+        if self._asked.signals or (not end.stalled and end.code in {0, INTERRUPTED, *FINAL_CODES}):
+            return None
+        pulse = watch.pulse if watch.begun else None
+        resumed = ((watch.begun.resumed_from if watch.begun else None) or "").rpartition("-")[2]
+        death = Death(
+            how=end.how,
+            code=end.code,
+            phase=pulse.phase if pulse else None,
+            step=pulse.step if pulse else 0,
+            resumed_at=int(resumed) if resumed.isdecimal() else 0,
+            checkpoint=self._newest_checkpoint(),
+        )
+        self._deaths.append(death)
+        record = read_record(Path(self._begun.output_dir)) if self._begun else None
+        return decide(self._deaths, record.skipped_steps if record else (), self._settings)
+
+    def _enter(self, end: _End, watch: Watch, decision: Decision | None) -> None:
+        evidence = [f"amdgpu left the device core dump {name}" for name in sorted(core_dumps() - self._dumps)]
+        self._ledger.add(
+            "end",
+            how=end.how,
+            code=end.code,
+            message=end.message,
+            step=watch.pulse.step if watch.pulse else None,
+            phase=watch.pulse.phase if watch.pulse else "start",
+            evidence=evidence or None,
+            decision=None if decision is None else f"{decision.action}: {decision.reason}",
+            skipped_step=None if decision is None else decision.skip,
+        )
+        for line in evidence:
+            _say(f"{line}, as it does when it resets a GPU")
+        if self._ledger.failure is not None:
+            _say(f"{journal.FILE_NAME} could not be written: {self._ledger.failure.strerror}")
+
+    def _carry_out(self, decision: Decision, end: _End) -> None:
+        newest = self._deaths[-1].checkpoint
+        place = f"checkpoint-{newest}" if newest else "the start, since there is no checkpoint yet (see --save_steps)"
+        if decision.action == "stop":
+            where = f"; see {Path(self._begun.output_dir) / journal.FILE_NAME}" if self._begun else ""
+            kept = f"checkpoint-{newest} is intact" if newest else "no checkpoint was written"
+            _complain(f"run: given up: {end.how}, {decision.reason}; {kept}{where}")
+            return
+        if decision.skip is not None:
+            assert self._begun is not None  # a step was computed
+            if self._begun.leads:
+                skip_step(Path(self._begun.output_dir), decision.skip)
+        _say(f"{end.how}; {decision.reason}; starting again in {decision.wait_seconds:.0f} s from {place}")
+
+    def _newest_checkpoint(self) -> int:
+        """Step of the newest checkpoint of this run that has a manifest; 0 for none. The job verifies its bytes."""
+        if self._begun is None:
+            return 0
+        for step, path in reversed(list_checkpoints(Path(self._begun.output_dir))):
+            found = manifest.read(path)
+            if isinstance(found, manifest.Manifest) and found.run_id == self._begun.run_id:
+                return step
+        return 0
+
+
+@contextlib.contextmanager
+def _asked_to_end() -> Iterator[_Asked]:
+    """Ctrl-C, SIGTERM and SIGHUP are remembered within the block, where signals can be handled at all."""
+    asked = _Asked()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
+    numbers = (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,)))
+    before = {number: signal.signal(number, asked.hear) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    print(f"{PROGRAM}: run: {one_line(line)}", flush=True)
+
+
+def _complain(line: str) -> None:
+    print(f"{PROGRAM}: error: {one_line(line)}", file=sys.stderr, flush=True)

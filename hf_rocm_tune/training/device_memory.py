@@ -1,0 +1,303 @@
+"""The memory of the card beside the model: a fragmented cache, what libraries take, and those that end the process.
+
+**Fragmentation.** Words: *allocated* is what tensors hold; *reserved* is what torch's allocator has taken from the
+driver; *inactive split* is free, in blocks that are partly in use, so it cannot be given back. Between steps much of
+what is reserved is free in every healthy run. What tells fragmentation is memory that was reserved and never in use at
+any one time: ``reserved - peak of allocated``, a lower bound, because the peak is that of the whole run. Between steps
+is the safe point to give the cache back: gradients and activations are gone. Sources: torch's memory management notes,
+and ``torch.cuda.memory_stats`` for the names of counters.
+
+**Libraries.** The first matrix product of a thread makes a BLAS handle with a workspace, and the first kernel of a
+library loads its code: both outside torch's allocator, which keeps what it once had. Where the weights and that cache
+have filled the card by then, a run dies of a few megabytes (pytorch#128601), or, inside bitsandbytes, without an
+exception. So one operation of each kind runs before the weights are loaded. It is also the first look at whether this
+card computes at all. Not covered: kernels that only other shapes or dtypes select, Triton's, RCCL's buffers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import TrainerCallback
+
+from hf_rocm_tune.errors import RUNTIME_OUT_OF_MEMORY, OutOfMemoryError, StallError, TuneError, device_shortage
+from hf_rocm_tune.models.placement import release_memory
+from hf_rocm_tune.transfer import digest_on_device
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from hf_rocm_tune.transfer import TransferReport
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY = 10
+"""Steps between two looks at fragmentation."""
+PAUSE = 50
+"""Steps between two times that the cache is given back, which costs the requests after it."""
+LITTLE_FREE, MUCH_UNUSED = 0.05, 0.10
+"""Shares of the device: free memory below the one is little, memory never in use above the other is much."""
+_GIB = 2**30
+_SIDE = 64  # of the operands of the libraries' first operations
+_PEEK = ("hipPeekAtLastError", "cudaPeekAtLastError")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The memory of one device at one moment, in bytes.
+
+    Attributes:
+        total: of the device.
+        free: of the device, as the driver says; what other processes hold is not free.
+        allocated: held by tensors.
+        allocated_peak: the most that tensors held at once since the process began.
+        reserved: taken from the driver.
+        inactive_split: free, in blocks of which another part is in use.
+        largest_free: the largest block that is reserved and free.
+        retries: how often a request failed at first and was served after the cache was given back.
+    """
+
+    total: int
+    free: int
+    allocated: int
+    allocated_peak: int
+    reserved: int
+    inactive_split: int
+    largest_free: int
+    retries: int
+
+    @classmethod
+    def of(cls, stats: Mapping[str, int], segments: Iterable[Mapping[str, Any]], *, free: int, total: int) -> Reading:
+        """From ``torch.cuda.memory_stats``, ``torch.cuda.memory_snapshot`` and ``torch.cuda.mem_get_info``."""
+        return cls(
+            total=total,
+            free=free,
+            allocated=stats.get("allocated_bytes.all.current", 0),
+            allocated_peak=stats.get("allocated_bytes.all.peak", 0),
+            reserved=stats.get("reserved_bytes.all.current", 0),
+            inactive_split=stats.get("inactive_split_bytes.all.current", 0),
+            largest_free=largest_free_block(segments),
+            retries=stats.get("num_alloc_retries", 0),
+        )
+
+    @property
+    def never_in_use(self) -> int:
+        """Reserved beyond the most that tensors ever held at once."""
+        return max(0, self.reserved - self.allocated_peak)
+
+    def for_log(self) -> dict[str, float]:
+        """The figures that are logged beside the loss, in GiB."""
+        return {
+            "memory/allocated_gib": round(self.allocated / _GIB, 3),
+            "memory/reserved_gib": round(self.reserved / _GIB, 3),
+            "memory/inactive_split_gib": round(self.inactive_split / _GIB, 3),
+            "memory/largest_free_gib": round(self.largest_free / _GIB, 3),
+        }
+
+
+def reason_to_empty(now: Reading, earlier: Reading | None) -> str | None:
+    """Why the cache should be given back at the next safe point; None when it should stay.
+
+    Either there is little left for the driver to give and much of what is reserved was never in use, or the allocator
+    has had to give its cache back in the middle of a step since the earlier reading, which is the last thing it does
+    before a request fails.
+    """
+    if earlier is not None and now.retries > earlier.retries:
+        return f"{now.retries - earlier.retries} requests failed at first and were served from a cache given back"
+    if now.free < LITTLE_FREE * now.total and now.never_in_use > MUCH_UNUSED * now.total:
+        return (
+            f"{now.never_in_use / _GIB:.1f} GiB are reserved beyond what was ever in use at once, and "
+            f"{now.free / _GIB:.1f} GiB are left"
+        )
+    return None
+
+
+def largest_free_block(segments: Iterable[Mapping[str, Any]]) -> int:
+    """Bytes of the largest block that is reserved and free, from ``torch.cuda.memory_snapshot``."""
+    blocks = (block for segment in segments for block in segment["blocks"])
+    return max((block["size"] for block in blocks if block["state"] == "inactive"), default=0)
+
+
+def read(device: torch.device) -> Reading:
+    """The memory of an accelerator now. Waits for nothing on the device."""
+    free, total = torch.cuda.mem_get_info(device)
+    here = torch.cuda.current_device() if device.index is None else device.index
+    segments = (one for one in torch.cuda.memory_snapshot() if one["device"] == here)
+    return Reading.of(torch.cuda.memory_stats(device), segments, free=free, total=total)
+
+
+class FragmentationCallback(TrainerCallback):
+    """Looks at the allocator of a device every few steps, and gives its cache back where `reason_to_empty` says so."""
+
+    def __init__(self, device: torch.device, report: TransferReport) -> None:
+        self._device = device
+        self._report = report
+        self._earlier: Reading | None = None
+        self._quiet_until = 0
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Between two steps."""
+        if self._device.type != "cuda" or state.global_step % LOOK_EVERY:
+            return
+        now, earlier = read(self._device), self._earlier
+        self._earlier = now
+        reason = reason_to_empty(now, earlier)
+        if reason is None or state.global_step < self._quiet_until:
+            return
+        self._quiet_until = state.global_step + PAUSE
+        release_memory()
+        self._earlier = after = read(self._device)
+        self._tell(state.global_step, reason, now, after)
+
+    def _tell(self, step: int, reason: str, before: Reading, after: Reading) -> None:
+        returned = before.reserved - after.reserved
+        logger.warning(
+            "step %d: the allocator's cache was given back (%s): %.1f GiB returned, %.1f GiB stay in blocks partly in "
+            "use. Batches of like length (--train_sampling_strategy group_by_length) or of few shapes "
+            "(--pad_to_multiple_of 64) fragment it less",
+            step,
+            reason,
+            returned / 2**30,
+            after.inactive_split / 2**30,
+        )
+        self._report.count("memory", cache_given_back=1)
+        self._report.incident(
+            {
+                "step": step,
+                "stage": "memory",
+                "kind": "fragmented",
+                "reason": reason,
+                "returned_bytes": returned,
+                "inactive_split_bytes": after.inactive_split,
+                "outcome": "cache given back",
+            }
+        )
+
+
+# ---- libraries ----------------------------------------------------------------------------------------------
+
+
+def warm_up(device: torch.device, *, bits: int | None = None) -> int:
+    """One matrix product, forward and backward, one attention, one digest, and one operation on quantised weights.
+
+    Args:
+        device: does nothing for the host.
+        bits: of the weights that bitsandbytes will quantise: 4, 8 or None.
+
+    Returns:
+        Bytes that the card has less since, beyond what torch's allocator has taken; what other processes take or give
+        back meanwhile counts as well, so this is a measurement and no promise.
+
+    Raises:
+        OutOfMemoryError: there is hardly any memory on the card.
+        StallError: the card cannot compute this, with the reason.
+    """
+    if device.type != "cuda":
+        return 0
+    try:
+        with torch.cuda.device(device):
+            before = _outside(device)
+            for dtype in (torch.float32, torch.bfloat16):
+                _multiply(torch.ones(_SIDE, _SIDE, dtype=dtype, device=device, requires_grad=True))
+            weight = torch.ones(_SIDE, _SIDE, dtype=torch.float16, device=device)
+            digest_on_device(weight)
+            if bits is not None:
+                _quantise(weight, bits)
+            torch.cuda.synchronize(device)
+            return max(0, _outside(device) - before)
+    except RuntimeError as error:
+        raise _refusal(error, device) from error
+
+
+def _outside(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def _multiply(operand: Tensor) -> None:
+    """Backward runs in a thread of its own, which has a BLAS handle of its own."""
+    rows = (operand @ operand).view(1, 1, _SIDE, _SIDE)
+    functional.scaled_dot_product_attention(rows, rows, rows, is_causal=True).sum().backward()
+
+
+def _quantise(weight: Tensor, bits: int) -> None:
+    """By bitsandbytes' operators themselves: its functions would bring their tables to the card, round the engine."""
+    import bitsandbytes  # noqa: F401  # registers them
+
+    operators = torch.ops.bitsandbytes
+    if bits == 4:
+        packed, scales = operators.quantize_4bit(weight, 64, "nf4", torch.uint8)
+        operators.dequantize_4bit(packed, scales, 64, "nf4", list(weight.shape), weight.dtype)
+    else:
+        rows = operators.int8_vectorwise_quant(weight, 0.0)[0]
+        operators.int8_linear_matmul(rows, rows)
+
+
+def _refusal(error: RuntimeError, device: torch.device) -> TuneError:
+    free, total = torch.cuda.mem_get_info(device)
+    room = f"{free / _GIB:.2f} of {total / _GIB:.2f} GiB are free"
+    said = device_shortage(error)
+    if said is not None and free < _GIB:
+        return OutOfMemoryError(f"{room} on the card before a weight is loaded ({said}): end what else uses the card")
+    why = said or str(error).strip().partition("\n")[0]
+    # A shortage that is none: hipBLAS says so of some installations, TheRock#1708.
+    beside = f" although {room}" if said is not None else ""
+    return StallError(f"the card cannot do what training needs{beside} ({why}): see `hf-rocm-tune doctor`")
+
+
+def explain_native_exits(tell: Callable[[TuneError], None]) -> None:
+    """From now on a native library that ends this process gives it a line and an exit code of ours.
+
+    When a call to the runtime fails, bitsandbytes prints ``Error out of memory at line N in file F`` and calls C's
+    ``exit(1)`` (csrc/compat.cuh, ``BNB_CHECK_RETURN``; bitsandbytes#464): nothing is raised, and nothing of Python runs
+    any more but what C calls at the end.
+
+    Args:
+        tell: prints and records an error as the ending of this process.
+    """
+    libc, owner, alive = ctypes.CDLL(None), os.getpid(), True
+
+    def ended(_: int | None) -> None:
+        if alive and os.getpid() == owner:
+            error = _native_error()
+            tell(error)
+            os._exit(error.exit_code)
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ended)
+    key = ctypes.pointer(handler)  # names the handler to libc, and is kept with it until Python ends
+
+    def python_ends() -> None:
+        nonlocal alive
+        alive = False
+        libc.__cxa_finalize(key)  # calls it and forgets it: without Python it could not run
+
+    libc.__cxa_atexit(handler, None, key)
+    atexit.register(python_ends)
+
+
+def _native_error() -> TuneError:
+    """What the runtime of the card said last; both give the same number to a shortage of memory."""
+    peeks = [getattr(library, name, None) for library in _native_libraries() for name in _PEEK]
+    if any(peek is not None and peek() == RUNTIME_OUT_OF_MEMORY for peek in peeks):
+        return OutOfMemoryError(
+            "a native library found no memory on the card and ended the process (its own line stands above; "
+            "bitsandbytes does so): lower --per_device_train_batch_size (and raise --gradient_accumulation_steps by as "
+            "much) or --max_length; the same command goes on from the newest checkpoint"
+        )
+    return TuneError("a native library ended the process; its own line stands above; see `hf-rocm-tune doctor`")
+
+
+def _native_libraries() -> list[ctypes.CDLL]:
+    extension = sys.modules.get("bitsandbytes.cextension")
+    own = getattr(getattr(extension, "lib", None), "_lib", None)  # looking there finds the runtime that it is linked to
+    return [library for library in (own, ctypes.CDLL(None)) if library is not None]

@@ -1,0 +1,195 @@
+"""Two real ranks whose gradients are averaged through the host: bit for bit DistributedDataParallel's over gloo, and
+nothing that goes wrong on the way reaches the optimizer or leaves a rank waiting.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.ranks.averaging import SyncSettings
+from tests.ranks.host_sync_rank import LONG
+from tests.ranks.pair import Outcomes, run_pair, start_pair, wait_for
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Outcomes:
+    """What each rank reports, by case."""
+    return run_pair("tests.ranks.host_sync_rank", tmp_path_factory.mktemp("host-sync") / "store", checkout)
+
+
+@pytest.mark.parametrize(
+    ("case", "plain"),
+    [
+        ("host", "ddp"),
+        ("host long", "ddp long"),
+        ("host bf16 weights", "ddp bf16 weights"),
+        ("host no window", "ddp no window"),
+        ("host unverified", "ddp"),
+        ("host views", "ddp"),
+        ("host pieces", "ddp"),
+        ("host unused", "ddp"),
+        ("host fp16, bf16 weights", "ddp bf16 weights"),  # 16-bit gradients are not cast
+        ("ddp fp16", "ddp fp16 unchecked"),
+        ("host fp16", "ddp fp16"),
+        ("host bf16", "ddp bf16"),
+        ("host bf16 pieces", "ddp bf16"),
+        ("powersgd", "powersgd unchecked"),
+    ],
+)
+def test_the_weights_are_bit_for_bit_those_of_plain_averages(outcomes: Outcomes, case: str, plain: str) -> None:
+    for rank in outcomes:
+        assert rank[case]["weights"] == rank[plain]["weights"]
+        assert rank[case]["incidents"] == [] and rank[case]["gradients"]["mismatches"] == 0
+    assert outcomes[0][case]["weights"] == outcomes[1][case]["weights"]
+
+
+def test_compression_is_in_effect(outcomes: Outcomes) -> None:
+    weights = [outcomes[0][case]["weights"]["wide.weight"] for case in ("ddp long", "ddp fp16", "ddp bf16", "powersgd")]
+    assert len(set(weights)) == 4
+
+
+@pytest.mark.parametrize("case", ["host", "host pieces", "host bf16", "host bf16 weights"])
+def test_every_byte_is_verified_both_ways(outcomes: Outcomes, case: str) -> None:
+    for rank in outcomes:
+        crossed = rank[case]["buckets"]
+        assert crossed["tensors"] >= 2 * rank[case]["gradients"]["buckets"] > 0
+        assert crossed["verified_bytes"] == crossed["bytes"] > 0
+        assert crossed["mismatches"] == 0
+
+
+def test_the_report_says_how_and_how_much(outcomes: Outcomes) -> None:
+    none, bf16 = (outcomes[0][case]["sync"] for case in ("host long", "host bf16"))
+    assert (none["way"], none["compression"], none["judged"], none["averages"]) == ("host", "none", "projections", LONG)
+    assert none["process_group"] == "gloo"
+    assert none["bytes_to_host_and_back_per_step"] == 2 * none["bytes_between_ranks_per_step"]
+    assert bf16["bytes_between_ranks_per_step"] * 2 == none["bytes_between_ranks_per_step"]
+    assert none["wait_seconds"] > 0
+    assert outcomes[0]["host unverified"]["sync"]["judged"] == "no"
+    assert outcomes[0]["host unverified"]["buckets"]["verified_bytes"] == 0
+    ddp, powersgd = (outcomes[0][case]["sync"] for case in ("ddp bf16", "powersgd"))
+    assert ddp["way"] == "ddp" and ddp["wait_seconds"] is None
+    assert ddp["bytes_between_ranks_per_step"] == bf16["bytes_between_ranks_per_step"]
+    assert powersgd["judged"] == "equal on all ranks" and powersgd["bytes_between_ranks_per_step"] is None
+    assert outcomes[0]["ddp"]["sync"] is None
+
+
+# Each summand is rounded once by the cast, and by the one addition of two ranks; its spacing is 2^-23, 2^-10, 2^-7.
+@pytest.mark.parametrize(("compression", "spacing"), [("none", 2**-23), ("fp16", 2**-10), ("bf16", 2**-7)])
+def test_an_average_is_as_near_as_its_dtype_allows(outcomes: Outcomes, compression: str, spacing: float) -> None:
+    for rank in outcomes:
+        found = rank[f"average {compression}"]
+        assert found["worst"] <= 2 * spacing
+        assert compression == "none" or found["worst"] > spacing / 16, "it was not cast"
+
+
+def test_what_a_cast_makes_infinite_is_named_and_passed_on(outcomes: Outcomes) -> None:
+    for rank in outcomes:
+        case = rank["fp16 overflow"]
+        assert case["done"] == 4 and case["gradients"]["mismatches"] == 0
+        assert {(row["kind"], row["outcome"]) for row in case["incidents"]} == {("not finite", "passed on")}
+
+
+def test_nan_that_backward_made_is_named_and_passed_on(outcomes: Outcomes) -> None:
+    for rank in outcomes:
+        case = rank["host not finite"]
+        assert case["done"] == 4 and case["gradients"]["mismatches"] == case["buckets"]["mismatches"] == 0
+        assert {tuple(row["ranks"]) for row in case["incidents"]} == {(1,)}
+
+
+@pytest.mark.parametrize(
+    ("case", "plain", "least"),
+    [
+        ("to host, once", "ddp", 1),
+        ("to host, every one", "ddp", 7),
+        ("to host, pieces", "ddp", 7),
+        ("to device, once", "ddp", 1),
+        ("to device, dropped", "ddp", 7),
+        ("host fp16, to host", "ddp fp16", 2),
+    ],
+)
+def test_a_bucket_that_arrives_wrong_is_sent_again(outcomes: Outcomes, case: str, plain: str, least: int) -> None:
+    for rank in outcomes:
+        crossed = rank[case]["buckets"]
+        assert crossed["mismatches"] == crossed["recovered"] == len(rank[case]["incidents"])
+        assert {row["stage"] for row in rank[case]["incidents"]} <= {"buckets"}
+        assert rank[case]["gradients"]["mismatches"] == 0  # it never came to an average
+        assert rank[case]["weights"] == rank[plain]["weights"]
+    harmed = outcomes[1][case]
+    assert harmed["injected"] >= harmed["buckets"]["recovered"] >= least
+    wanted = "to device" if case.startswith("to device") else "to host"
+    assert all(row["tensor"].endswith(wanted) and row["length"] > 0 for row in harmed["incidents"])
+
+
+@pytest.mark.parametrize(
+    ("case", "plain"),
+    [
+        ("average, on one", "ddp"),
+        ("average, on both", "ddp"),
+        ("average, views", "ddp"),
+        ("to device, after the verdict", "ddp"),
+        ("everything once", "ddp"),
+        ("ddp fp16, flip on one", "ddp fp16"),
+        ("ddp bf16, zero on both", "ddp bf16"),
+    ],
+)
+def test_a_wrong_average_is_made_again_bit_for_bit(outcomes: Outcomes, case: str, plain: str) -> None:
+    for rank in outcomes:
+        found = rank[case]["gradients"]
+        assert found["mismatches"] == found["recovered"] > 0
+        assert {row["outcome"] for row in rank[case]["incidents"]} == {"recovered"}
+        assert rank[case]["weights"] == rank[plain]["weights"]
+
+
+def test_of_powersgd_what_differs_between_the_ranks_is_replaced_by_the_average(outcomes: Outcomes) -> None:
+    case = "powersgd, flip on one"
+    for rank in outcomes:
+        assert rank[case]["gradients"]["mismatches"] == rank[case]["gradients"]["recovered"] == 1
+        assert [row["kind"] for row in rank[case]["incidents"]] == ["differs between ranks"]
+    assert outcomes[0][case]["weights"] == outcomes[1][case]["weights"] != outcomes[0]["powersgd"]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("to host, for good", "came from cpu to the host wrong"),
+        ("to device, for good", "could not be brought back to cpu"),
+        ("to device, for good on both", "could not be brought back to cpu"),
+        ("average, for good", "averaging it again through the host did not help"),
+        ("to host, stop", "--on_corruption stop was asked for"),
+        ("to device, stop", "--on_corruption stop was asked for"),
+    ],
+)
+def test_what_cannot_be_made_right_stops_both_ranks_in_the_same_step(outcomes: Outcomes, case: str, said: str) -> None:
+    assert outcomes[0][case]["weights"] == outcomes[1][case]["weights"]
+    assert said in outcomes[1][case]["error"]
+    for rank in outcomes:
+        assert rank[case]["done"] == 1
+        line = rank[case]["error"]
+        assert "at step 2 on ranks" in line and "was not used" in line and "\n" not in line
+        assert rank[case]["gradients"]["recovered"] == 0
+
+
+def test_a_rank_that_dies_in_a_step_leaves_no_other_waiting(tmp_path: Path, checkout: Path) -> None:
+    ranks = start_pair("tests.ranks.host_sync_dying", tmp_path / "store", checkout)
+    (said, complaint), (_, other) = wait_for(ranks)
+    assert ranks[1].returncode == -signal.SIGKILL, other
+    assert ranks[0].returncode == 0, complaint
+    assert said.startswith("RuntimeError")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"way": "host", "compression": "powersgd"}, "powersgd does not go with --grad_sync host"),
+        ({"way": "rccl"}, "choose one of ddp, host"),
+        ({"compression": "fp8"}, "choose one of none, fp16, bf16, powersgd"),
+        ({"powersgd_after": 1}, "from 2 on"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        SyncSettings(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,231 @@
+"""The supervisor's parts: which commands it starts and how, what it decides after a death, and its journal."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.supervisor import ENTRIES, Death, Decision, Ledger, Settings, decide, place_of, shown, to_start
+from hf_rocm_tune.training.journal import FILE_NAME
+from hf_rocm_tune.training.supervised import Begun
+
+THIS = [sys.executable, "-m"]
+THROUGH = [*THIS, "hf_rocm_tune.launch"]
+
+
+@pytest.mark.parametrize(
+    ("given", "started"),
+    [
+        ("hf-rocm-tune sft --lora_r 8", [*THIS, "hf_rocm_tune", "sft", "--lora_r", "8"]),
+        ("/x/bin/hf-rocm-tune sft", [*THIS, "hf_rocm_tune", "sft"]),
+        (
+            "accelerate launch --cpu -m hf_rocm_tune.sft --a b",
+            [*THROUGH, "--cpu", "-m", "hf_rocm_tune.sft", "--a", "b"],
+        ),
+        ("accelerate-launch --module hf_rocm_tune.sft", [*THROUGH, "--module", "hf_rocm_tune.sft"]),
+        ("python3 -m accelerate.commands.launch -m hf_rocm_tune.sft", [*THROUGH, "-m", "hf_rocm_tune.sft"]),
+        ("python -m hf_rocm_tune.sft --a", ["python", "-m", "hf_rocm_tune.sft", "--a"]),
+        ("/v/python3.12 -u -m hf_rocm_tune sft", ["/v/python3.12", "-u", "-m", "hf_rocm_tune", "sft"]),
+        ("torchrun --nproc-per-node 2 -m hf_rocm_tune.sft", None),
+        ("python -m torch.distributed.run -m hf_rocm_tune.sft", None),
+    ],
+)
+def test_what_trains_through_us_is_started(given: str, started: list[str] | None) -> None:
+    assert to_start(shlex.split(given)) == (started if started is not None else shlex.split(given))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "hf-rocm-tune",
+        "hf-rocm-tune run -- hf-rocm-tune sft",
+        "hf-rocm-tune env",
+        "accelerate",
+        "accelerate config",
+        "accelerate launch",
+        "accelerate launch train.py",
+        "accelerate launch train.py --method -m",
+        "accelerate launch -m trl.scripts.sft",
+        "accelerate launch -m hf_rocm_tune",
+        "torchrun train.py",
+        "python",
+        "python -m",
+        "python train.py",
+        "python -m hf_rocm_tune env",
+        "python -m hf_rocm_tune.sftx",
+        "python -m torch.distributed.run train.py",
+        "trl sft",
+        "CUDA_VISIBLE_DEVICES=0 hf-rocm-tune sft",
+    ],
+)
+def test_anything_else_is_refused_with_what_would_do(given: str) -> None:
+    with pytest.raises(UsageError, match="run supervises `accelerate launch") as caught:
+        to_start(shlex.split(given))
+    assert (given or "nothing") in str(caught.value)
+
+
+def test_every_entry_is_a_module_and_a_verb() -> None:
+    import importlib.util
+
+    from hf_rocm_tune.cli import VERBS
+
+    assert set(VERBS) >= ENTRIES
+    assert all(importlib.util.find_spec(f"hf_rocm_tune.{name}") for name in ENTRIES)
+
+
+@pytest.mark.parametrize("flag", ["--hub_token hf_s3cret", "--hub-token=hf_s3cret", "--push_to_hub_token hf_s3cret"])
+def test_a_token_on_the_command_line_is_never_shown(flag: str) -> None:
+    line = f"hf-rocm-tune sft {flag} --lora_r 8"
+    assert "s3cret" not in shown(shlex.split(line))
+    assert shown(shlex.split(line)).endswith("--lora_r 8")
+    with pytest.raises(UsageError) as refused:
+        to_start(shlex.split(f"echo {flag}"))
+    assert "s3cret" not in str(refused.value)
+
+
+# ---- after a death -----------------------------------------------------------------------------------------------
+
+SETTINGS = Settings()
+
+
+def death(
+    step: int = 6, phase: str | None = "step", *, checkpoint: int = 4, resumed_at: int = 4, code: int = 137
+) -> Death:
+    return Death(how="ended", code=code, phase=phase, step=step, resumed_at=resumed_at, checkpoint=checkpoint)  # type: ignore[arg-type]
+
+
+def decisions(deaths: list[Death], settings: Settings = SETTINGS) -> list[Decision]:
+    """The decision after each of them, until it is to stop; steps are left out as decided."""
+    made: list[Decision] = []
+    for count in range(1, len(deaths) + 1):
+        skipped = {each.skip for each in made if each.skip is not None}
+        made.append(decide(deaths[:count], skipped, settings))
+        if made[-1].action == "stop":
+            break
+    return made
+
+
+def test_the_second_death_in_a_step_leaves_it_out_and_the_fourth_gives_up() -> None:
+    made = decisions([death()] * 9)
+    assert [each.action for each in made] == ["restart", "restart", "restart", "stop"]
+    assert [each.skip for each in made] == [None, 7, None, None]
+    assert "in step 7" in made[1].reason and "left out" in made[1].reason
+    assert "4 times in step 7, although it is left out" in made[3].reason
+
+
+def test_an_exception_at_the_start_is_tried_once_more_and_not_again() -> None:
+    made = decisions([death(phase="start"), *[death(phase="start", code=1)] * 9])
+    assert [each.action for each in made] == ["restart", "restart", "stop"]
+    assert [each.action for each in decisions([death(phase="save", code=1)] * 9)] == ["restart"] * 3 + ["stop"]
+
+
+@pytest.mark.parametrize("phase", ["evaluate", "save", "end", "start", None])
+def test_where_no_batch_can_be_the_cause_no_step_is_left_out(phase: str | None) -> None:
+    made = decisions([death(phase=phase)] * 9)
+    assert [each.skip for each in made] == [None] * 4
+    assert made[-1].action == "stop" and "4 times" in made[-1].reason
+
+
+def test_between_steps_the_last_ones_kernels_may_have_been_running() -> None:
+    assert place_of(death(6, "between")) == place_of(death(5, "step"))
+    assert place_of(death(4, "between", resumed_at=4)).step is None, "this process has computed no step yet"
+
+
+def test_deaths_in_different_steps_are_restarted_up_to_the_limit() -> None:
+    made = decisions([death(step) for step in range(4, 40)], Settings(max_restarts=5))
+    assert [each.action for each in made] == ["restart"] * 5 + ["stop"]
+    assert all(each.skip is None for each in made)
+    assert "5 restarts brought no new checkpoint" in made[-1].reason
+
+
+def test_a_new_checkpoint_begins_the_counts_again() -> None:
+    deaths = [death(10 * n + 3, checkpoint=10 * n) for n in range(50)]
+    assert all(each.action == "restart" and each.skip is None for each in decisions(deaths, Settings(max_restarts=1)))
+    waits = [each.wait_seconds for each in decisions(deaths)]
+    assert set(waits) == {SETTINGS.backoff_seconds}
+
+
+def test_restarts_wait_longer_and_longer_but_not_for_ever() -> None:
+    made = decisions([death(step) for step in range(4, 40)], Settings(max_restarts=20, backoff_seconds=5))
+    waits = [each.wait_seconds for each in made[:-1]]
+    assert waits[:4] == [5, 10, 20, 40] and max(waits) == 300
+
+
+def test_only_a_few_steps_may_be_left_out() -> None:
+    deaths = [death(step, checkpoint=step // 2) for step in (6, 6, 8, 8, 10, 10, 12, 12)]
+    made = decisions(deaths, Settings(max_skips=3))
+    assert [each.skip for each in made] == [None, 7, None, 9, None, 11, None, None]
+    assert made[-1].action == "stop" and "steps 7, 9, 11 are left out already" in made[-1].reason
+    refused = decisions([death()] * 2, Settings(max_skips=0))[-1]
+    assert refused.action == "stop" and "no step may be left out" in refused.reason
+
+
+def test_a_result_that_is_complete_is_not_made_again_for_its_upload() -> None:
+    assert decisions([death(phase="publish")])[-1].action == "stop"
+
+
+PHASES = st.sampled_from([None, "start", "step", "between", "evaluate", "save", "end"])
+
+
+@given(
+    places=st.lists(st.tuples(st.integers(0, 6), PHASES), min_size=40, max_size=40),
+    checkpoints=st.lists(st.integers(0, 2), min_size=40, max_size=40),
+)
+def test_without_steady_progress_it_always_ends(places: list[tuple[int, str | None]], checkpoints: list[int]) -> None:
+    """Even where the newest checkpoint comes and goes, as when damaged ones are set aside."""
+    deaths = [
+        death(step, phase, checkpoint=kept, resumed_at=0)
+        for (step, phase), kept in zip(places, checkpoints, strict=True)
+    ]
+    made = decisions(deaths)
+    assert made[-1].action == "stop"
+    assert len(made) <= 3 * (SETTINGS.max_restarts + 1)
+    assert len([each for each in made if each.skip is not None]) <= SETTINGS.max_skips
+
+
+@pytest.mark.parametrize("name", Settings.__dataclass_fields__)
+def test_settings_below_zero_are_refused(name: str) -> None:
+    for value in (-1, float("nan")):
+        with pytest.raises(UsageError, match=f"--{name}"):
+            Settings(**{name: value})
+
+
+# ---- the journal of two supervisors on two machines --------------------------------------------------------------
+
+
+def begun(output: Path, *, leads: bool) -> Begun:
+    return Begun(run_id="run", output_dir=str(output), resumed_from=None, attempt=1, leads=leads)
+
+
+@pytest.mark.parametrize("leaders", [(0, 0, 0), (0, 1, 0), (1, 0, 1), (1, 1, 0)])
+def test_every_start_is_entered_once(tmp_path: Path, leaders: tuple[int, ...]) -> None:
+    ledgers = [Ledger(), Ledger()]
+    for start, leader in enumerate(leaders, 1):
+        for number, ledger in enumerate(ledgers):
+            ledger.belongs_to(begun(tmp_path, leads=number == leader))
+            ledger.add("start", start=start)
+        for ledger in ledgers:
+            ledger.add("end", code=-9, start=start)
+    entries = [json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
+    assert [(each["event"], each["start"]) for each in entries] == [
+        (event, start) for start in range(1, len(leaders) + 1) for event in ("start", "end")
+    ]
+
+
+def test_a_start_that_never_began_is_entered_by_who_leads_the_next(tmp_path: Path) -> None:
+    leader, other = ledgers = [Ledger(), Ledger()]
+    for ledger in ledgers:
+        ledger.add("end", code=1, start=1)
+    assert not (tmp_path / FILE_NAME).exists()
+    other.belongs_to(begun(tmp_path, leads=False))
+    leader.belongs_to(begun(tmp_path, leads=True))
+    (entry,) = [json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
+    assert (entry["event"], entry["start"], entry["run_id"]) == ("end", 1, "run")
