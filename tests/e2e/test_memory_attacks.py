@@ -138,7 +138,8 @@ def matrix(*samples: tuple[Any, ...], method: tuple[str, ...], **axes: tuple[Any
 
 def the_incident(report: dict[str, Any]) -> dict[str, Any]:
     """The only one; the run went on after it."""
-    (row,) = report["incidents"]
+    assert len(report["incidents"]) == 1, report["incidents"]
+    row = report["incidents"][0]
     assert row["outcome"] == "recovered"
     return dict(row)
 

@@ -64,20 +64,8 @@ def test_the_values_of_the_json_add_up(small: Path, capsys: pytest.CaptureFixtur
 def test_a_recipe_is_the_planned_job(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     data = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", 2)
-    flags = [
-        "--model",
-        str(small),
-        "--seq",
-        "384",
-        "--effective_batch",
-        "6",
-        "--rank",
-        "8",
-        "--targets",
-        "q_proj",
-        "--method",
-        "qlora",
-    ]
+    flags = ["--model", str(small), "--seq", "384", "--effective_batch", "6", "--rank", "8", "--targets", "q_proj"]
+    flags += ["--method", "qlora"]
     flags += ["--modules_to_save", "lm_head", "--packing", "--dataset_name", str(data)]
     code, out, err = _run(capsys, *flags, "--emit", str(recipe), "--json")
     assert code == 0, err
@@ -110,19 +98,8 @@ def test_the_command_line_is_the_recipe(small: Path, tmp_path: Path, capsys: pyt
     import shlex
 
     recipe = tmp_path / "recipe.yaml"
-    flags = [
-        "--model",
-        str(small),
-        "--seq",
-        "512",
-        "--effective_batch",
-        "2",
-        "--dataset_name",
-        "rows",
-        "--dora",
-        "--method",
-        "lora",
-    ]
+    flags = ["--model", str(small), "--seq", "512", "--effective_batch", "2", "--method", "lora", "--dora"]
+    flags += ["--dataset_name", "rows"]
     _, out, _ = _run(capsys, *flags, "--emit", str(recipe), "--json")
     words = shlex.split(json.loads(out)["command"])
     assert words[:2] == ["hf-rocm-tune", "sft"]

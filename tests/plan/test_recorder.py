@@ -95,7 +95,7 @@ def kept_shapes(model: nn.Module, run: Callable[[], object]) -> Counter[tuple[tu
 
 
 @pytest.mark.parametrize("arch", sorted(MODELS))
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_few_layers_tell_what_all_layers_take(arch: str, lora: bool) -> None:
     from hf_rocm_tune.plan.estimate import Trace
 

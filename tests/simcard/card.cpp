@@ -281,6 +281,7 @@ struct Block {
   StreamId stream;
   std::set<std::pair<int, StreamId>> far_uses;
   int state;  // 0 free, 1 in use, 2 freed and awaited by another stream
+  size_t used;  // of `size`, what counts as allocated: torch's allocator splits a block and counts what was asked for
 };
 struct Memory {
   std::mutex m;
@@ -322,7 +323,7 @@ void release(void* ctx) {
   auto* b = static_cast<Block*>(ctx);
   auto& mem = memory(b->dev);
   std::lock_guard<std::mutex> g(mem.m);
-  mem.allocated -= int64_t(b->size);
+  mem.allocated -= int64_t(b->used);
   if (b->far_uses.empty()) {
     to_free_list(mem, b);
     return;
@@ -387,13 +388,13 @@ struct Allocator final : c10::DeviceAllocator {
     touch(dev);
     if (n == 0) return {nullptr, nullptr, &release_nothing, Device(kSim, dev)};
     const size_t unit = n > (1 << 20) ? (2 << 20) : 512;
-    const size_t size = (n + unit - 1) / unit * unit;
+    const size_t size = (n + unit - 1) / unit * unit, used = (n + 511) / 512 * 512;
     auto& mem = memory(dev);
-    auto* b = take(mem, dev, current_stream[dev], size);
+    auto* b = take(mem, dev, current_stream[dev], size, used);
     if (!b) {
       ++mem.retries;
       drop_cache(mem, dev);
-      b = take(mem, dev, current_stream[dev], size);
+      b = take(mem, dev, current_stream[dev], size, used);
     }
     if (!b) {
       ++mem.ooms;
@@ -403,7 +404,7 @@ struct Allocator final : c10::DeviceAllocator {
     return {b->ptr, b, &release, Device(kSim, dev)};
   }
   static void release_nothing(void*) {}
-  static Block* take(Memory& mem, DeviceIndex dev, StreamId stream, size_t size) {
+  static Block* take(Memory& mem, DeviceIndex dev, StreamId stream, size_t size, size_t used) {
     std::lock_guard<std::mutex> g(mem.m);
     look_at_events(mem);
     Block* b = nullptr;
@@ -417,7 +418,7 @@ struct Allocator final : c10::DeviceAllocator {
       }
     if (!b) {
       if (mem.reserved + mem.outside + int64_t(size) > capacity.load()) return nullptr;
-      b = new Block{std::aligned_alloc(512, size), size, dev, stream, {}, 0};
+      b = new Block{std::aligned_alloc(512, size), size, dev, stream, {}, 0, 0};
       mem.all.insert(b);
       if (poison.load()) std::memset(b->ptr, 0xCD, size);
       mem.reserved += int64_t(size);
@@ -425,7 +426,8 @@ struct Allocator final : c10::DeviceAllocator {
       ++mem.fresh;
     }
     b->state = 1;
-    mem.allocated += int64_t(b->size);
+    b->used = used;
+    mem.allocated += int64_t(used);
     mem.peak = std::max(mem.peak, mem.allocated);
     return b;
   }
