@@ -55,7 +55,7 @@ _PUBLIC = frozenset(
 )
 _SHORTEST_NAME = 3
 _CONTROL_GROUPS, _GROUP_MOUNTS = "proc/self/cgroup", "sys/fs/cgroup/"
-# How engines name the control groups of their containers (hardware.container_sysfs).
+# How engines name the control groups of their containers (machine.host).
 _ENGINES = ("docker", "libpod", "kubepods", "crio-", "containerd", "lxc")
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<![\w.-])(/home|/Users|/var/home|[A-Za-z]:[\\/]Users)([\\/])[^\\/\s:;,'\"`()<>]+"), r"\1\2user"),

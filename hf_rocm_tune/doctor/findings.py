@@ -30,7 +30,7 @@ from hf_rocm_tune.machine.variables import issue_link, links_of
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
 #: Tables that checks look things up in (`knowledge_data`); all other files hold rows.
-DATA_FILES = ("kernels.toml", "versions.toml", "thresholds.toml", "addresses.toml")
+DATA_FILES = ("kernels.toml", "versions.toml", "thresholds.toml", "addresses.toml", "checks.toml")
 NOT_TESTED_HERE = "not tested by this project"
 
 RowStatus = Literal["ok", "info", "warn", "fail"]

@@ -1,11 +1,11 @@
 """Measured checks: what is tried on the device itself, each in a child process with a deadline.
 
-A check is an entry of `MEASURED` and a function ``check(request) -> list[Finding] | Again`` in the module that the
-entry names. The child imports that module, and with it torch; this process never does. ``request["device"]`` is
+A check is an entry of ``knowledge/checks.toml`` and the function that it names, ``check(request) -> list[Finding] |
+Again``. The child imports the function's module, and with it torch; this process never does. ``request["device"]`` is
 ``cuda:0`` ... or ``cpu``; ``request["fault"]``, where it is there, is ``{"kind": ..., "where": ...}``, one of the
 check's own ``faults``. Faults of the process itself (hang, kill, garbage ...) are made by ``machine.child``. The
-function calls ``child.step("copying 64 MiB")`` before each part, so that a hang can be told by name. Here is
-judged what all of them have in common: a child that hung, died or left garbage.
+function calls ``child.step("copying 64 MiB")`` before each part, so that a hang can be told by name. Here is judged
+what all of them have in common: a child that hung, died or left garbage.
 
 To try one by hand: ``echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.measured NAME``.
 """
@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from hf_rocm_tune.doctor.evidence import Check, Evidence
-from hf_rocm_tune.doctor.findings import Finding, from_row, unknown
+from hf_rocm_tune.doctor.findings import Finding, from_row, knowledge_data, unknown
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.child import ENDINGS, Outcome, answer, run
 from hf_rocm_tune.machine.software import TorchDevice
@@ -29,11 +29,6 @@ from hf_rocm_tune.ranks.trials import DEVICE_ERRORS
 
 VARIABLE = "HF_ROCM_TUNE_DOCTOR_FAULT"
 MODULE = "hf_rocm_tune.doctor.measured"
-COPY_FAULTS = ("zeros", "zero_range", "flip", "stale", "drop", "unstable")  # transfer.raw_copies, which imports torch
-RANK_FAULTS = ("wrong", "zeros", "own", "absent")  # distributed.preflight_ranks, likewise
-RESULT_FAULTS = ("wrong", "nan", "zeros")  # arithmetic, likewise
-GRADIENT_FAULTS = (*RESULT_FAULTS, "gradient")
-_NEVER = 10**9  # seconds: JSON has no infinity
 _TAIL_LINES = 6
 _STACK_HEAD = "(most recent call first):"
 
@@ -92,193 +87,10 @@ class Again:
     request: Mapping[str, Any] = field(default_factory=dict)
 
 
-_transfer = partial(Measured, group="transfers", faults=COPY_FAULTS)
-_memory = partial(Measured, group="memory", function="memory.canaries", faults=("zeros", "flip"))
-_pairs = partial(Measured, group="pairs", needs_cards=2)
-_compute = partial(Measured, group="compute", faults=RESULT_FAULTS)
-_long = {"full": True}
-
-# In the order in which they run.
-_CHECKS = (
-    _transfer(
-        name="round_trip",
-        about="bytes from the host to the card and back, by size, dtype and way of copying, cold and warm",
-        function="transfers.round_trip",
-        seconds=8,
-        options={"largest": 64 << 20, "repeats": 20},
-    ),
-    _transfer(
-        name="round_trip_long",
-        about="the same with up to 256 MiB, and a hundred times the same tensor",
-        function="transfers.round_trip",
-        seconds=25,
-        deadline_s=300,
-        options={"largest": 256 << 20, "repeats": 100},
-        full=True,
-    ),
-    _transfer(
-        name="mmap_heap",
-        about="a tensor in a mapped file to the card, against the same tensor on the heap",
-        function="transfers.mmap_heap",
-        seconds=5,
-        deadline_s=240,  # 8 MiB took 5 s where it stalls, and all ways of 40 MiB shall end
-        faults=("slow", "zeros"),
-    ),
-    _transfer(
-        name="casts",
-        about="changes of dtype on the card, and on the way to and from it, against the CPU's",
-        function="casts.casts",
-        seconds=6,
-    ),
-    _transfer(
-        name="bandwidth",
-        about="speed of page-locked copies to the card and back, against what its link should give",
-        function="memory.bandwidth",
-        seconds=4,
-        faults=("slow",),
-        options={"mib": 256},
-    ),
-    _memory(
-        name="canaries",
-        about="memory that must not change while other memory is allocated and freed, for a few seconds",
-        seconds=8,
-        options={"cycles": 40, "seconds": 4, "share": 0.9},
-    ),
-    _memory(
-        name="canaries_long",
-        about="the same through 400 cycles",
-        seconds=180,
-        deadline_s=1800,
-        options={"cycles": 400, "seconds": _NEVER, "share": 0.9},
-        full=True,
-    ),
-    _pairs(
-        name="pairs",
-        about="copies between every ordered pair of cards, cold and warm, against copies through the host",
-        function="pairs.pairs",
-        seconds=12,
-        deadline_s=45,
-        faults=COPY_FAULTS,
-        options={"largest": 64 << 20, "repeats": 10},
-    ),
-    _pairs(
-        name="pairs_long",
-        about="the same with up to 1 GiB, and a hundred times the same copy",
-        function="pairs.pairs",
-        seconds=30,
-        deadline_s=180,
-        faults=COPY_FAULTS,
-        options={"largest": 1 << 30, "repeats": 100},
-        full=True,
-    ),
-    _pairs(
-        name="all_reduce",
-        about="sums over all cards by value: RCCL, and where it fails what works instead",
-        function="pairs.all_reduce",
-        seconds=8,
-        deadline_s=45,
-        faults=RANK_FAULTS,
-        options={"largest": 64 << 20, "repeats": 5},
-    ),
-    _pairs(
-        name="grad_sync",
-        about="how a run on all cards would average gradients: its own preflight, with its deadlines",
-        function="pairs.grad_sync",
-        seconds=15,
-        deadline_s=30,
-        faults=RANK_FAULTS,
-    ),
-    _compute(
-        name="gemm",
-        about="matrix products of every dtype against float64, also odd shapes and transposed factors",
-        function="gemm.gemm",
-        seconds=5,
-    ),
-    _compute(
-        name="gemm_repeat",
-        about="the same matrix product again and again under load, bit for bit",
-        function="gemm.gemm_repeat",
-        seconds=6,
-        options={"seconds": 0.4},
-    ),
-    _compute(
-        name="attention",
-        about="attention forward and backward against float64, and which backend really runs",
-        function="attention.attention",
-        seconds=6,
-        faults=GRADIENT_FAULTS,
-    ),
-    _compute(
-        name="norm",
-        about="normalisation, embedding, softmax and cross entropy forward and backward against float64",
-        function="layers.norm",
-        seconds=5,
-        faults=GRADIENT_FAULTS,
-    ),
-    _compute(
-        name="nf4",
-        about="4-bit weights of bitsandbytes: quantised, dequantised and multiplied, against their definition",
-        function="layers.nf4",
-        seconds=6,
-        faults=(*GRADIENT_FAULTS, "absmax"),
-    ),
-    _compute(
-        name="gemm_long",
-        about="matrix products of the sizes of a language model's layers against float64",
-        function="gemm.gemm",
-        seconds=30,
-        deadline_s=900,
-        options=_long,
-        full=True,
-    ),
-    _compute(
-        name="gemm_repeat_long",
-        about="the same matrix product for half a minute in each dtype under load, bit for bit",
-        function="gemm.gemm_repeat",
-        seconds=130,
-        deadline_s=900,
-        options={"seconds": 30},
-        full=True,
-    ),
-    _compute(
-        name="attention_long",
-        about="attention of longer sequences and other head sizes, with the names of the kernels",
-        function="attention.attention",
-        seconds=20,
-        deadline_s=600,
-        faults=GRADIENT_FAULTS,
-        options=_long,
-        full=True,
-    ),
-    _compute(
-        name="norm_long",
-        about="the layers of norm in the sizes of a language model",
-        function="layers.norm",
-        seconds=20,
-        deadline_s=600,
-        faults=GRADIENT_FAULTS,
-        options=_long,
-        full=True,
-    ),
-    _compute(
-        name="nf4_long",
-        about="4-bit weights in the sizes of a language model's layers",
-        function="layers.nf4",
-        seconds=30,
-        deadline_s=600,
-        faults=(*GRADIENT_FAULTS, "absmax"),
-        options=_long,
-        full=True,
-    ),
-    _compute(
-        name="blas",
-        about="hipBLASLt against rocBLAS, by result and by time",
-        function="gemm.blas",
-        seconds=5,
-        full=True,
-    ),
-)
-MEASURED: Mapping[str, Measured] = {one.name: one for one in _CHECKS}
+MEASURED: Mapping[str, Measured] = {
+    name: Measured(name=name, **{**entry, "faults": tuple(entry["faults"])})
+    for name, entry in knowledge_data("checks.toml").items()
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +101,7 @@ class DoctorFault:
 
     Attributes:
         check: a key of ``MEASURED``.
-        kind: one of that check's faults, or an ending of its process (``child.ENDINGS``).
+        kind: one of that check's faults, or an ending of its process (``machine.child.ENDINGS``).
         where: only where these words are part of what the check says it is doing.
     """
 

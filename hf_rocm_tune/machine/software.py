@@ -313,7 +313,7 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
 def _ask_devices() -> list[dict[str, Any]]:
     import torch
 
-    if torch.version.hip is None and torch.version.cuda is None:
+    if torch.version.hip is None and torch.version.cuda is None and not torch.cuda.is_available():
         return []
     torch.cuda.init()  # not `is_available()`, which turns every error into False
     found = []

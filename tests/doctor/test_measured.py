@@ -21,9 +21,7 @@ from hf_rocm_tune.doctor import arithmetic, attention, gemm, layers, transfers
 from hf_rocm_tune.doctor.casts import WAYS
 from hf_rocm_tune.doctor.findings import Finding
 from hf_rocm_tune.doctor.measured import (
-    COPY_FAULTS,
     MEASURED,
-    RANK_FAULTS,
     VARIABLE,
     DoctorFault,
     failure,
@@ -174,7 +172,8 @@ def test_the_parents_half_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
     from hf_rocm_tune.ranks import trial_measures
 
-    assert (COPY_FAULTS, RANK_FAULTS) == (FAULTS, trial_measures.SUM_FAULTS), "copies of what imports torch"
+    copies, sums = MEASURED["casts"].faults, MEASURED["all_reduce"].faults
+    assert (copies, sums) == (FAULTS, trial_measures.SUM_FAULTS), "copies of what imports torch"
 
 
 def test_a_check_that_does_not_exist_is_refused_by_hand() -> None:
@@ -277,7 +276,7 @@ CASTS = [
     ("to the device, non_blocking", "zero_range"),
     ("from the device, blocking", "unstable"),
 ]
-OTHERS = [(way, kind) for way in WAYS for kind in COPY_FAULTS if kind != "stale" and (way, kind) not in CASTS]
+OTHERS = [(way, kind) for way in WAYS for kind in FAULTS if kind != "stale" and (way, kind) not in CASTS]
 
 
 @pytest.mark.parametrize(

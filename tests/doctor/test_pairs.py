@@ -1,0 +1,108 @@
+"""What the doctor says of copies between cards and of sums over them; tests/ranks tries the trials themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune.doctor import pairs
+from hf_rocm_tune.doctor.findings import Finding
+from hf_rocm_tune.doctor.measured import MEASURED, DoctorFault, run_measured
+from hf_rocm_tune.machine.child import Outcome
+from hf_rocm_tune.ranks.preflight import GradSyncChoice, PreflightFault, SyncWay
+from hf_rocm_tune.ranks.trials import PairTrial, ReduceTrial, Way
+
+CARDS = {"devices": [{"device": "cuda:0"}, {"device": "cuda:1"}]}
+WRONG = {"cases": 9, "wrong": 2, "problems": [{"case": "cold"}], "staged_wrong": 0, "peer_access": True}
+
+
+def judged(result: dict[str, Any] | None, **outcome: Any) -> Finding:
+    status = outcome.pop("status", "done")
+    trial = PairTrial(source="cuda:0", destination="cuda:1", outcome=Outcome(status=status, result=result, **outcome))
+    return pairs.judge_pair(trial, "1 right", "copies")
+
+
+@pytest.mark.parametrize(
+    ("result", "outcome", "row"),
+    [
+        ({**WRONG, "wrong": 0, "problems": []}, {}, "pair_right"),
+        (WRONG, {}, "pair_wrong"),
+        ({**WRONG, "staged_wrong": 1}, {}, "pair_wrong_through_host"),
+        (None, {"status": "timeout", "seconds": 60.0, "code": -9, "step": "copying"}, "pair_hung"),
+        (None, {"status": "died", "code": -6}, "pair_died"),
+        (None, {"status": "died", "code": 1, "error": "RuntimeError: HIP error: page fault"}, "pair_died"),
+    ],
+)
+def test_a_pair_is_told_for_what_it_is(result: dict[str, Any] | None, outcome: dict[str, Any], row: str) -> None:
+    finding = judged(result, **outcome)
+    assert (finding.row, finding.subject, finding.needs_cards) == (row, "cuda:0->cuda:1", 2)
+    assert finding.evidence[-1] == "with HSA_ENABLE_PEER_SDMA=0: 1 right"
+    if row == "pair_wrong":
+        assert "right when it was read back" in finding.evidence[0], "bytes that came late"
+        assert "AMD documents two contradictory settings" in finding.cure and "must" not in finding.cure
+    if row == "pair_wrong_through_host":
+        assert "IOMMU" not in finding.cure, "it is not blamed on the pair"
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Sequence[str]) -> list[Way]:
+    """All-reduce trials with given verdicts; returns the ways that were tried."""
+    tried: list[Way] = []
+
+    def trial(devices: Any, way: Way, **_: Any) -> ReduceTrial:
+        verdict = verdicts[len(tried)]
+        tried.append(way)
+        good = {"cases": 9, "wrong": int(verdict == "wrong"), "problems": [{"case": "a sum"}], "gb_per_s": None}
+        statuses = {"hung": "timeout", "died": "died"}
+        outcome = Outcome(status=statuses.get(verdict, "done"), result=None if verdict in statuses else good)  # type: ignore[arg-type]
+        return ReduceTrial(way=way, outcomes=(outcome, outcome))
+
+    monkeypatch.setattr(pairs, "try_all_reduce", trial)
+    return tried
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "row", "how"),
+    [
+        (["right"], "all_reduce_right", ""),
+        (["hung", "right"], "all_reduce_without_p2p", "did not return"),
+        (["wrong", "right"], "all_reduce_without_p2p", "gave wrong sums"),
+        (["died", "hung", "right"], "all_reduce_over_gloo_only", "ended a rank"),
+        (["hung", "hung", "died"], "all_reduce_on_no_way", "did not return"),
+    ],
+)
+def test_where_rccl_fails_it_is_said_what_works(
+    verdicts: list[str], row: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = scripted(monkeypatch, verdicts)
+    (finding,) = run_measured(MEASURED["all_reduce"], [CARDS])
+    assert tried == ["rccl", "rccl_without_p2p", "gloo"][: len(verdicts)]
+    assert finding.row == row and how in finding.title and finding.needs_cards == 2
+
+
+@pytest.mark.parametrize(
+    ("way", "shown", "row", "status"),
+    [
+        ("ddp", True, "grad_sync_ddp", "ok"),
+        ("ddp_without_p2p", True, "grad_sync_without_p2p", "info"),
+        ("host", True, "grad_sync_host", "info"),
+        ("one_card", False, "grad_sync_one_card", "fail"),
+        ("ddp", False, "", "unknown"),
+    ],
+)
+def test_the_decision_that_training_would_take_is_named(
+    way: SyncWay, shown: bool, row: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def chosen(devices: Any, *, fault: Any, **_: Any) -> GradSyncChoice:
+        asked.append((devices, fault))
+        return GradSyncChoice(way=way, reason="the reason", evidence=("a trial",), shown=shown)
+
+    monkeypatch.setattr(pairs, "try_machine", chosen)
+    fault = DoctorFault(check="grad_sync", kind="hang", where="cold")
+    marked, finding = run_measured(MEASURED["grad_sync"], [CARDS], fault=fault)
+    assert (marked.row, finding.row, finding.status) == ("fault_on_purpose", row, status)
+    assert "the reason" in finding.text and "a trial" in finding.evidence
+    assert asked == [(CARDS["devices"], PreflightFault(trial="ddp", kind="hang", where="cold"))], "as training does"

@@ -1,0 +1,79 @@
+"""The doctor on the simulated card: it sees a card that only torch knows, and its measured checks run there.
+
+The card has no Triton, no real rates, no sysfs, no bitsandbytes kernels and no layer normalisation (its shapes are not
+those that torch foretells): what rests on those cannot be shown here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests import simcard
+
+MODULE = "hf_rocm_tune.doctor.measured"
+
+
+@pytest.fixture(scope="module")
+def card() -> dict[str, str]:
+    """The variables of a process that has the card."""
+    try:
+        return {**os.environ, **simcard.environment(), "HF_ROCM_TUNE_QUIET": "1"}
+    except simcard.NoCompiler as missing:
+        pytest.skip(str(missing))
+
+
+def told(environ: dict[str, str], *argv: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", *argv],
+        input=json.dumps(request or {}),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environ,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def measured(environ: dict[str, str], name: str, **request: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = told(environ, MODULE, name, request={"device": "cuda:0", **request})["findings"]
+    return found
+
+
+def test_a_card_that_only_torch_sees_is_measured(card: dict[str, str]) -> None:
+    report = told(card, "hf_rocm_tune", "doctor", "--only", "driver", "torch", "casts", "pairs", "--json")
+    found = {one["check"]: one for one in report["findings"]}
+    assert found["driver"]["row"] == "other_gpu" and simcard.NAME in found["driver"]["text"]
+    assert simcard.NAME in report["machine"]
+    assert (found["casts"]["row"], found["casts"]["subject"][:6]) == ("casts_right", "cuda:0")
+    assert report["exit_code"] == 0 and "pairs" not in found, "one card"
+
+
+def test_a_right_card_passes_and_a_harmed_way_is_found_and_told(card: dict[str, str]) -> None:
+    small = {"largest": 65_536, "repeats": 2}
+    (right,) = measured(card, "round_trip", **small)
+    assert right["row"] == "round_trip_right"
+    rows = {one["row"] for one in measured({**card, "SIMCARD_HARM": "zero,0.2,65536"}, "round_trip", **small)}
+    assert rows and rows <= {"round_trip_sending", "round_trip_memory"}
+
+
+def test_a_rate_of_nothing_real_is_compared_with_nothing(card: dict[str, str]) -> None:
+    (rate,) = measured(card, "bandwidth", mib=1)
+    assert rate["row"] == "bandwidth_of_unknown_link"
+
+
+@pytest.mark.long
+def test_a_harmed_way_back_and_arithmetic_are_told(card: dict[str, str]) -> None:
+    request = {"largest": 65_536, "repeats": 2}
+    rows = {one["row"] for one in measured({**card, "SIMCARD_HARM_BACK": "flip,0.2,65536"}, "round_trip", **request)}
+    assert rows and rows <= {"round_trip_read_back", "round_trip_mapping"}
+    (gemm,) = measured(card, "gemm")
+    assert gemm["row"] == "gemm_right"
