@@ -9,7 +9,7 @@ trained. Accelerate finds it sharded and leaves it so. What upstream does betwee
 done here instead:
 
     broadcast of all weights from rank 0         each rank reads the files and sends its own rows through the mover
-    gathering weights, averaging gradients       upstream's, judged before the optimizer (`distributed.fsdp_traffic`)
+    gathering weights, averaging gradients       upstream's, judged before the optimizer (`ranks.fsdp`)
     norm over all gradients                      added up over gloo
     gathering the whole model for each save      only what is trained and the optimizer's state, over gloo, compared
 
@@ -70,7 +70,7 @@ class GradientSync:
     with plain averages again.
 
     Args:
-        settings: how; see `distributed.sync_settings.SyncSettings`.
+        settings: how; see `ranks.averaging.SyncSettings`.
 
     Attributes:
         check: judges the averages; None before training, with one process, and where nothing is judged.

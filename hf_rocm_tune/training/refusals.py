@@ -116,9 +116,12 @@ def check_offloads(args: TrainingArguments) -> None:
         require_bitsandbytes(args.device, f"--optim {_optimizer(args)}")
 
 
-def with_offloads(found: Coverage, args: TrainingArguments) -> Coverage:
+def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool = False) -> Coverage:
     """The coverage of a model, with what these settings send to the device past the mover."""
     rows = []
+    if deepspeed:
+        reason = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
+        rows.append({"tensor": "weights and gradients under DeepSpeed", "reason": reason})
     if args.device.type != "cpu" and getattr(args, "activation_offloading", False):
         rows.append(
             {

@@ -20,7 +20,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -501,12 +500,7 @@ class VerifiedTransferMixin(_Base):
         found = coverage(self.model, self.mover)
         for model in self._references:
             found += coverage(model, self.mover)
-        found = with_offloads(found, self.args)
-        if self.is_deepspeed_enabled:
-            reason = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
-            row = {"tensor": "weights and gradients under DeepSpeed", "reason": reason}
-            found = replace(found, unverified=[*found.unverified, row])
-        return found
+        return with_offloads(found, self.args, deepspeed=self.is_deepspeed_enabled)
 
     def seal_output(self, output_dir: str | None = None, *, also: Iterable[str] = ()) -> None:
         """Write the final ``integrity.json`` over the files of the last `save_model` and ``also``: the run is done.
