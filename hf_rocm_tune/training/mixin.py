@@ -35,7 +35,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.attest import attest
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import Coverage, coverage, digests_before, mark_computed, mark_rewritten, place
-from hf_rocm_tune.models.quantised import keep_trainable_on_cpu
+from hf_rocm_tune.models.quantised import follow_bias_casts, keep_trainable_on_cpu
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.training.batch_shares import BatchSharesMixin
 from hf_rocm_tune.training.callbacks import SentinelCallback, is_foreign
@@ -177,6 +177,7 @@ class VerifiedTransferMixin(
         if evaluation_mode and not any(plain is known for known in (self.model, *self._references)):
             attest(model, self.mover)
             place(model, self.mover)
+            follow_bias_casts(model, self.mover)
             self._references.append(model)
         return stock(model, device_placement=bool(device_placement), evaluation_mode=evaluation_mode)
 
@@ -186,6 +187,7 @@ class VerifiedTransferMixin(
         else:
             place(model, self.mover)
         keep_trainable_on_cpu(model)
+        follow_bias_casts(model, self.mover)
 
     def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor:
         """Brings one host tensor to the device, verified (adapter and optimizer state on resume)."""
