@@ -37,6 +37,7 @@ from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import Coverage, coverage, digests_before, mark_computed, mark_rewritten, place
 from hf_rocm_tune.models.quantised import follow_bias_casts, keep_trainable_on_cpu
 from hf_rocm_tune.models.shards import local
+from hf_rocm_tune.models.written import follow_written_buffers
 from hf_rocm_tune.training.batch_shares import BatchSharesMixin
 from hf_rocm_tune.training.callbacks import SentinelCallback, is_foreign
 from hf_rocm_tune.training.cards import CardMixin
@@ -188,6 +189,7 @@ class VerifiedTransferMixin(
             place(model, self.mover)
         keep_trainable_on_cpu(model)
         follow_bias_casts(model, self.mover)
+        follow_written_buffers(model, self.mover)
 
     def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor:
         """Brings one host tensor to the device, verified (adapter and optimizer state on resume)."""

@@ -49,8 +49,11 @@ def require_complete(directory: Path) -> None:
     """Refuse a checkpoint that upstream would use by halves, or stumble over.
 
     Raises:
-        UsageError: its trainer state cannot be read, or it has some of optimizer, scheduler and random state, not all.
+        UsageError: it is not there, its trainer state cannot be read, or it has some of optimizer, scheduler and
+            random state, not all.
     """
+    if not directory.is_dir():
+        raise UsageError(f"Can't find a valid checkpoint at {directory}: name another one or start afresh")
     try:
         step = TrainerState.load_from_json(str(directory / TRAINER_STATE_NAME)).global_step
         if not isinstance(step, int):
