@@ -44,6 +44,9 @@ EXPECTED: dict[str, str] = {
     "TrainerIntegrationTest::test_logging_inf_nan_filter": (
         "asserts what is logged while the loss is NaN in every step: the guard leaves such steps out, and ends the run"
     ),
+    "TrainerIntegrationTest::test_training_arguments_are_left_untouched": (
+        "asserts upstream's arguments: the trainer's own copy of them has dataloader_pin_memory off"
+    ),
     "TrainerIntegrationTest::test_resume_training_with_checkpoint": SEALED,
     "TrainerIntegrationTest::test_resume_training_with_shard_checkpoint": SEALED,
 }

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.modules.batchnorm import _NormBase
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor, nn
 
     from hf_rocm_tune.transfer import Mover
@@ -32,12 +34,36 @@ def running_statistics(model: nn.Module) -> set[str]:
 def follow_written_buffers(model: nn.Module, mover: Mover) -> None:
     """Tells the mover of each verified buffer that the forward of its module, a user's, has written or replaced."""
     for module in model.modules():
-        if type(module).__module__.partition(".")[0] in LIBRARIES or not module._buffers:
+        if not (_is_users(module) and module._buffers):
             continue
         if not any(isinstance(hook, _OwnBuffers) for hook in module._forward_hooks.values()):
             hook = _OwnBuffers(mover)
             module.register_forward_pre_hook(hook.before)
             module.register_forward_hook(hook)
+
+
+def writable_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """Running statistics, and the buffers of a user's modules: what is loaded into them need not be the model's own."""
+    for module in model.modules():
+        if _is_users(module) or isinstance(module, _NormBase):
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+
+
+def is_written_buffer(model: nn.Module, name: str) -> bool:
+    """Whether a user's module may have given this buffer its form."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    return key in module._buffers and _is_users(module)
+
+
+def set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+    """Puts `value`, whatever its form, in the place of the buffer."""
+    path, _, key = name.rpartition(".")
+    model.get_submodule(path)._buffers[key] = value
+
+
+def _is_users(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] not in LIBRARIES
 
 
 class _OwnBuffers:

@@ -37,7 +37,7 @@ from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import Coverage, coverage, digests_before, mark_computed, mark_rewritten, place
 from hf_rocm_tune.models.quantised import follow_bias_casts, keep_trainable_on_cpu
 from hf_rocm_tune.models.shards import local
-from hf_rocm_tune.models.written import follow_written_buffers
+from hf_rocm_tune.models.written import follow_written_buffers, writable_buffers
 from hf_rocm_tune.training.batch_shares import BatchSharesMixin
 from hf_rocm_tune.training.callbacks import SentinelCallback, is_foreign
 from hf_rocm_tune.training.cards import CardMixin
@@ -331,6 +331,8 @@ class VerifiedTransferMixin(
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 self.mover.mark_derived(local(parameter), f"loaded from {directory.name}")
+        for buffer in writable_buffers(self.model):
+            self.mover.mark_derived(buffer, f"loaded from {directory.name}")
         self._sentinel.take()
 
     def before_save(self) -> None:

@@ -21,6 +21,7 @@ from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.models.written import is_written_buffer, set_buffer
 from hf_rocm_tune.training.readback import adapter_file
 from hf_rocm_tune.transfer import digest
 
@@ -127,6 +128,9 @@ def load_model(directory: Path, model: nn.Module, place: Place) -> None:
                 return
             for name in sorted(names):
                 tensor = opened.get_tensor(name)
+                if tensor.shape != live[name].shape and is_written_buffer(model, name):
+                    set_buffer(model, name, place(tensor, name=name, stage="adapter"))
+                    continue
                 _check_fit(file, {name: tensor}, {name: live[name]})
                 live[name].copy_(place(tensor, name=name, stage="adapter"))  # device: both are there
 
