@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,10 @@ from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from hf_rocm_tune.transfer import Mover
+
+BIAS_CAST = "cast by bitsandbytes from a verified tensor"
 
 
 def require_bitsandbytes(device: torch.device, flag: str) -> None:
@@ -56,3 +60,30 @@ def keep_trainable_on_cpu(model: nn.Module) -> int:
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  # a plain flag, not a parameter
             told += 1
     return told
+
+
+def follow_bias_casts(model: nn.Module, mover: Mover) -> None:
+    """Lets bitsandbytes cast a verified, frozen bias: the cast counts as derived, and is watched from then on.
+
+    Its layers do so in ``forward``, wherever the bias has another dtype than the input or the layer's compute dtype. Of
+    a Qwen2 that is loaded in float32, quantised and given adapters, no such bias would be what was loaded.
+    """
+    for module in model.modules():
+        if not type(module).__module__.startswith("bitsandbytes."):
+            continue
+        bias = getattr(module, "bias", None)
+        hooked = any(isinstance(hook, _BiasCast) for hook in module._forward_hooks.values())
+        if bias is not None and not bias.requires_grad and not hooked and mover.was_verified(bias):
+            module.register_forward_hook(_BiasCast(mover, bias.dtype))
+
+
+class _BiasCast:
+    """A forward hook that tells the mover of a bias that the layer has cast."""
+
+    def __init__(self, mover: Mover, dtype: torch.dtype) -> None:
+        self._mover, self._dtype = mover, dtype
+
+    def __call__(self, module: Any, *_: Any) -> None:
+        if module.bias.dtype != self._dtype:
+            self._dtype = module.bias.dtype
+            self._mover.mark_derived(module.bias, BIAS_CAST)

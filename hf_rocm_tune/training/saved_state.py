@@ -37,6 +37,7 @@ from transformers.trainer_pt_utils import safe_globals
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.integrity.manifest import FileEntry, read_once
 from hf_rocm_tune.models.shards import local, own_rows
+from hf_rocm_tune.models.written import is_written_buffer, set_buffer
 from hf_rocm_tune.transfer.digest import digest
 
 if TYPE_CHECKING:
@@ -291,8 +292,11 @@ def require_complete(directory: Path) -> None:
     """Refuse a checkpoint that upstream would use by halves, or stumble over.
 
     Raises:
-        UsageError: its trainer state cannot be read, or it has some of optimizer, scheduler and random state, not all.
+        UsageError: it is not there, its trainer state cannot be read, or it has some of optimizer, scheduler and
+            random state, not all.
     """
+    if not directory.is_dir():
+        raise UsageError(f"Can't find a valid checkpoint at {directory}: name another one or start afresh")
     try:
         step = TrainerState.load_from_json(str(directory / TRAINER_STATE_NAME)).global_step
         if not isinstance(step, int):
@@ -366,6 +370,9 @@ def load_model(directory: Path, model: nn.Module, place: Place) -> None:
                 return
             for name in sorted(names):
                 tensor = opened.get_tensor(name)
+                if tensor.shape != live[name].shape and is_written_buffer(model, name):
+                    set_buffer(model, name, place(tensor, name=name, stage="adapter"))
+                    continue
                 _check_fit(file, {name: tensor}, {name: live[name]})
                 live[name].copy_(place(tensor, name=name, stage="adapter"))  # device: both are there
 

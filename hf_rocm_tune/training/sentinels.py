@@ -13,6 +13,7 @@ from hf_rocm_tune.integrity.sentinels import Change, FrozenSentinel, TrainedSent
 from hf_rocm_tune.models.attest import RECOMPUTED, TRAINED, is_recomputed
 from hf_rocm_tune.models.placement import findable_tensors_of, tensors_of
 from hf_rocm_tune.models.shards import is_sharded, local, reshard
+from hf_rocm_tune.models.written import running_statistics
 from hf_rocm_tune.transfer import digest
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
@@ -199,7 +200,9 @@ class SentinelCallback(TrainerCallback):
     # ---- what is watched ------------------------------------------------------------------------------------
 
     def _frozen(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
-        return (found for found in findable_tensors_of(self._model) if not found[1].requires_grad)
+        counted = running_statistics(self._model)
+        found = findable_tensors_of(self._model)
+        return (each for each in found if not each[1].requires_grad and each[0] not in counted)
 
     def _trainable(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in tensors_of(self._model) if tensor.requires_grad)

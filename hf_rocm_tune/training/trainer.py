@@ -46,9 +46,10 @@ from hf_rocm_tune.models.placement import (
     place,
     tensors_of,
 )
-from hf_rocm_tune.models.quantised import keep_trainable_on_cpu
+from hf_rocm_tune.models.quantised import follow_bias_casts, keep_trainable_on_cpu
 from hf_rocm_tune.models.shards import is_sharded, local
 from hf_rocm_tune.models.split_mover import SplitMover
+from hf_rocm_tune.models.written import follow_written_buffers, writable_buffers
 from hf_rocm_tune.ranks.agree import everyone
 from hf_rocm_tune.ranks.averaging import Compression, SyncSettings, Way
 from hf_rocm_tune.training import ranks, split
@@ -250,6 +251,7 @@ class VerifiedTransferMixin(_Base):
         if evaluation_mode and not any(plain is known for known in (self.model, *self._references)):
             attest(model, self.mover)
             place(model, self.mover)
+            follow_bias_casts(model, self.mover)
             self._references.append(model)
         return stock(model, device_placement=bool(device_placement), evaluation_mode=evaluation_mode)
 
@@ -259,6 +261,8 @@ class VerifiedTransferMixin(_Base):
         else:
             place(model, self.mover)
         keep_trainable_on_cpu(model)
+        follow_bias_casts(model, self.mover)
+        follow_written_buffers(model, self.mover)
 
     # ---- a training begins ----------------------------------------------------------------------------------
 
@@ -597,6 +601,8 @@ class VerifiedTransferMixin(_Base):
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 self.mover.mark_derived(local(parameter), f"loaded from {directory.name}")
+        for buffer in writable_buffers(self.model):
+            self.mover.mark_derived(buffer, f"loaded from {directory.name}")
         self._sentinel.take()
 
     def _source_of(self, tensor: Tensor) -> Tensor:

@@ -222,6 +222,8 @@ def test_result_is_sealed_last_and_a_failed_save_does_not_look_finished(
 
 
 def test_damaged_checkpoints_are_refused_by_name(saver: Make, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Can't find a valid checkpoint at"):  # upstream's words
+        saver().train(resume_from_checkpoint=str(tmp_path / "none"))
     trainer = saver(max_steps=2)
     trainer.train()
     checkpoint = tmp_path / "out" / "checkpoint-2"

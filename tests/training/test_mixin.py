@@ -12,11 +12,19 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 from trl import SFTConfig, SFTTrainer
 
 from hf_rocm_tune import VerifiedTransferMixin, was_verified
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
+from hf_rocm_tune.models.quantised import BIAS_CAST
 from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
@@ -252,3 +260,22 @@ def test_the_loader_pins_nothing_beside_the_mover_s_ring_and_the_user_s_argument
     assert not again.args.dataloader_pin_memory and not again.args.enable_jit_checkpoint
     assert given.dataloader_pin_memory and given.enable_jit_checkpoint
     assert "enable_jit_checkpoint is set to False" in caplog.text
+
+
+def test_biases_that_bitsandbytes_casts_in_forward_stay_verified_and_watched(
+    make: Make, model_path: Path, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(model_path, attention_bias=True)
+    biased = tmp_path / "biased"
+    AutoModelForCausalLM.from_config(config).save_pretrained(biased)
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(biased, dtype=torch.float32, quantization_config=four_bit)
+    trainer = make(model=get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM")), save_strategy="steps")
+    trainer.train()
+    bias = model.model.layers[0].self_attn.o_proj.bias
+    assert bias.dtype == torch.bfloat16
+    assert trainer.mover.reason(bias) == BIAS_CAST
+    assert trainer.weight_coverage().complete
+    bias.data[0] += 1
+    with pytest.raises(MemoryFaultError, match=r"o_proj\.bias"):
+        trainer._save_checkpoint(trainer.model, trial=None)
