@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def sft(argv: Sequence[str]) -> int:
     """fine-tune a model, verified; every flag of `trl sft`"""
     if {"-h", "--help"} & set(argv):
-        from hf_rocm_tune.arguments import build_parser
+        from hf_rocm_tune.settings.arguments import build_parser
 
         build_parser().print_help()
         print(

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from hf_rocm_tune import configs, recipe_file
+from hf_rocm_tune import configs
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.exits import (
     ASKED_FILE,
@@ -44,6 +44,7 @@ from hf_rocm_tune.exits import (
 )
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.redaction import one_line
+from hf_rocm_tune.settings import recipe as recipe_file
 from hf_rocm_tune.training.supervised import leave_terminal
 
 CONFIG_FLAG = "--accelerate_config"

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: ``accelerate launch -m hf_rocm_tune.sft`` (or ``hf-rocm-tune sft``).
 
 Only the start: variables of a recipe are applied before torch is imported, and one boundary turns errors into one line
-and an exit code. The run itself is told in :mod:`hf_rocm_tune.sft_job`.
+and an exit code. The run itself is told in :mod:`hf_rocm_tune.job.run`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hf_rocm_tune import recipe_file, split_start
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.machine import process, variables
 from hf_rocm_tune.quick_start import uncollected
+from hf_rocm_tune.settings import recipe as recipe_file
+from hf_rocm_tune.settings import split as split_start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +42,7 @@ def _start(argv: list[str]) -> int:
     with uncollected():
         process.prepare_process(os.environ)
         process.check_bitsandbytes()
-        from hf_rocm_tune import sft_job
+        from hf_rocm_tune.job import run as sft_job
 
     return sft_job.run(argv)
 

@@ -11,10 +11,11 @@ import re
 import sys
 from dataclasses import replace
 
-from hf_rocm_tune import arguments, recipes
+from hf_rocm_tune import recipes
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.models.split import parse
 from hf_rocm_tune.plan import GIB, CardMemory, PlanRequest, card_memory, from_training, plan_for, split_plan
+from hf_rocm_tune.settings import arguments
 
 DESKTOP_GIB = 1.0
 

@@ -15,11 +15,11 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 from trl.scripts._hf_argparser import string_to_bool
 
-from hf_rocm_tune import defaults
-from hf_rocm_tune.arguments import Arguments, build_parser, parse
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.ranks_arguments import RanksArguments
-from hf_rocm_tune.tune_arguments import TuneArguments
+from hf_rocm_tune.settings import defaults
+from hf_rocm_tune.settings.arguments import Arguments, build_parser, parse
+from hf_rocm_tune.settings.ranks import RanksArguments
+from hf_rocm_tune.settings.tune import TuneArguments
 
 OUR_TYPES = (TuneArguments, RanksArguments)
 TRL_TYPES = (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)

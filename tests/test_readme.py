@@ -82,8 +82,8 @@ def test_readme_has_every_kind_of_block() -> None:
 
 @pytest.mark.parametrize("flag", sorted(set(re.findall(r"`--([a-z_0-9]+)", PROSE))))
 def test_flag_exists(flag: str) -> None:
-    from hf_rocm_tune.arguments import build_parser
     from hf_rocm_tune.launch import is_launcher_flag
+    from hf_rocm_tune.settings.arguments import build_parser
 
     known = {option for action in build_parser()._actions for option in action.option_strings}
     assert f"--{flag}" in known or is_launcher_flag(flag) or flag in OTHERS

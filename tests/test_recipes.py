@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_rocm_tune import arguments, cli, recipe_file, recipes
+from hf_rocm_tune import cli, recipes
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.recipes.command import validate
+from hf_rocm_tune.settings import arguments
+from hf_rocm_tune.settings import recipe as recipe_file
 
 NAMES = [
     "llama_1b_lora",

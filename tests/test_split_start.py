@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.split_start import asks_for_split
+from hf_rocm_tune.settings.split import asks_for_split
 
 # Two cards and the processor's own GPU, as the kernel's driver lists them.
 PROGRAM = """

@@ -1,7 +1,7 @@
 """Recipes: complete settings of a training job as YAML files, by names that ``--config`` takes too.
 
 Each says in its opening comment what it is for, how to start it, what it needs and what memory is planned for it. This
-finds and copies them; it imports no torch. Reading one is :mod:`hf_rocm_tune.recipe_file`'s.
+finds and copies them; it imports no torch. Reading one is :mod:`hf_rocm_tune.settings.recipe`'s.
 """
 
 from __future__ import annotations

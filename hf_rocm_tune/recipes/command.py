@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_rocm_tune import recipe_file, recipes
+from hf_rocm_tune import recipes
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process, variables
+from hf_rocm_tune.settings import recipe as recipe_file
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.arguments import Arguments
+    from hf_rocm_tune.settings.arguments import Arguments
 
 
 def add_actions(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +96,7 @@ def validate(given: str | Path) -> Verdict:
     Raises:
         UsageError: it cannot be used; one message names all that could be found at once.
     """
-    from hf_rocm_tune import arguments
+    from hf_rocm_tune.settings import arguments
     from hf_rocm_tune.training.refusals import check_loggers, check_offloads
 
     recipe = recipe_file.read_recipe(given)

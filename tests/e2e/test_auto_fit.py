@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_rocm_tune import auto_fit
-from hf_rocm_tune.arguments import parse
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError, UsageError
+from hf_rocm_tune.job import auto_fit
+from hf_rocm_tune.settings.arguments import parse
 from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from tests import tiny
 from tests.e2e.command import CommandServer, Result

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_rocm_tune import arguments as command_line
 from hf_rocm_tune.data.sources import load_source
 from hf_rocm_tune.models.factory import ModelSource, load_model, load_tokenizer
+from hf_rocm_tune.settings import arguments as command_line
 from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
 from hf_rocm_tune.transfer import Mover, TransferSettings
 from tests import tiny

@@ -121,8 +121,8 @@ def main() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
     import trl.trainer.sft_trainer  # noqa: F401
 
+    import hf_rocm_tune.job.run
     import hf_rocm_tune.publish.plots
-    import hf_rocm_tune.sft_job
     import hf_rocm_tune.training.trainer  # noqa: F401
 
     gc.collect()

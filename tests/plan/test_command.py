@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_rocm_tune import arguments, cli
+from hf_rocm_tune import cli
 from hf_rocm_tune.plan.estimate import GIB
 from hf_rocm_tune.plan.public_models import public_model
 from hf_rocm_tune.plan.request import PlanRequest, from_training
+from hf_rocm_tune.settings import arguments
 from tests import tiny
 
 LLAMA = "meta-llama/Llama-3.1-8B"

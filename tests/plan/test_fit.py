@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune import arguments, cli
+from hf_rocm_tune import cli
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.survey import Machine, survey
 from hf_rocm_tune.machine.sysfs import as_tree
@@ -26,6 +26,7 @@ from hf_rocm_tune.plan.fit import Plan, Recordings, in_processes, largest_models
 from hf_rocm_tune.plan.public_models import public_model
 from hf_rocm_tune.plan.request import PlanRequest, TooManyOperations, card_memory, config_of, from_training
 from hf_rocm_tune.plan.text import as_values
+from hf_rocm_tune.settings import arguments
 from tests import tiny
 from tests.small_models import EXPERTS, SMALL
 

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 
 from hf_rocm_tune import VerifiedTransferMixin, upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.job.split import _devices
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.split import Split
 from hf_rocm_tune.models.split_loading import device_map, without_dispatch
 from hf_rocm_tune.models.split_mover import SplitMover
-from hf_rocm_tune.split_setup import _devices
 from hf_rocm_tune.transfer import FaultSpec, Mover
 from tests import tiny
 

@@ -15,9 +15,9 @@ from transformers import TrainerCallback
 
 from hf_rocm_tune.doctor.findings import knowledge_data
 from hf_rocm_tune.machine.sysfs import LiveTree
+from hf_rocm_tune.settings.tune import TuneArguments
 from hf_rocm_tune.training import telemetry
 from hf_rocm_tune.training.telemetry import HOTSPOT_WARN_C, Sample, Telemetry, of_device, sample
-from hf_rocm_tune.tune_arguments import TuneArguments
 from tests.training.telemetry_card import ADDRESS, VR_BIT, Card
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817

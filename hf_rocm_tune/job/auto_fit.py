@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import str_to_bool
 
-from hf_rocm_tune.arguments import Arguments
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
 from hf_rocm_tune.plan import CONTEXT_BYTES, GIB, CardMemory, PlanRequest, from_training, plan_for
 from hf_rocm_tune.plan.candidates import (
@@ -31,6 +30,7 @@ from hf_rocm_tune.plan.candidates import (
     next_candidate,
 )
 from hf_rocm_tune.ranks.agree import highest, on_main_process
+from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.training.probe import set_way, try_on_all_ranks
 
 if TYPE_CHECKING:

@@ -14,15 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune import announce, auto_fit, exits, machine_findings, ranks_arguments, upstream
-from hf_rocm_tune import arguments as command_line
-from hf_rocm_tune.arguments import Arguments
-from hf_rocm_tune.cards import Cards
+from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.errors import MemoryFaultError
+from hf_rocm_tune.job import announce, auto_fit
+from hf_rocm_tune.job import findings as machine_findings
+from hf_rocm_tune.job.card import Cards
+from hf_rocm_tune.job.setup import Job, make_trainer, open_publisher, prepare
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.ranks.agree import highest, on_main_process
-from hf_rocm_tune.sft_setup import Job, make_trainer, open_publisher, prepare
+from hf_rocm_tune.settings import arguments as command_line
+from hf_rocm_tune.settings import ranks as ranks_arguments
+from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.training import report, seam_probe, stall
 from hf_rocm_tune.training.device_memory import explain_native_exits
 from hf_rocm_tune.training.run import Plan, prepare_output_dir

@@ -10,7 +10,7 @@ from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.training.report import RunFacts, describe_device
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.arguments import Arguments
+    from hf_rocm_tune.settings.arguments import Arguments
     from hf_rocm_tune.training.trainer import VerifiedTransferMixin
     from hf_rocm_tune.transfer import Mover
 

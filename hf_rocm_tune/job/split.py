@@ -19,8 +19,8 @@ from hf_rocm_tune.plan.split import even_counts, memory_lines
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.arguments import Arguments
     from hf_rocm_tune.models.factory import ModelSource
+    from hf_rocm_tune.settings.arguments import Arguments
 
 Say = Callable[..., None]
 _LOGICAL_CARDS = 2

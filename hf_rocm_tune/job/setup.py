@@ -15,12 +15,12 @@ from accelerate import PartialState
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from trl import get_peft_config, get_quantization_config
 
-from hf_rocm_tune import announce, auto_fit
-from hf_rocm_tune.arguments import Arguments
-from hf_rocm_tune.cards import Cards
 from hf_rocm_tune.data.formats import check_format
 from hf_rocm_tune.data.mixture import load_mixture
 from hf_rocm_tune.data.sources import Splits, load_source
+from hf_rocm_tune.job import announce, auto_fit
+from hf_rocm_tune.job.card import Cards
+from hf_rocm_tune.job.split import make_mover
 from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.split_loading import device_map
@@ -28,7 +28,7 @@ from hf_rocm_tune.publish import hub_during as publishing
 from hf_rocm_tune.publish.hub_during import Publisher
 from hf_rocm_tune.ranks.agree import on_main_process
 from hf_rocm_tune.redaction import local_paths
-from hf_rocm_tune.split_setup import make_mover
+from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.device_memory import warm_up
 from hf_rocm_tune.training.faults import Crashes, StepFaultSpec

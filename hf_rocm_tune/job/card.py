@@ -26,7 +26,7 @@ from hf_rocm_tune.training import report
 from hf_rocm_tune.training.run import deciding_settings
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.arguments import Arguments
+    from hf_rocm_tune.settings.arguments import Arguments
     from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
 PICTURE_NAME = "loss.png"

@@ -24,15 +24,16 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 
-from hf_rocm_tune import defaults, recipe_file
-from hf_rocm_tune.defaults import Difference
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.ranks.averaging import SyncSettings
 from hf_rocm_tune.ranks.preflight import Preflight
-from hf_rocm_tune.ranks_arguments import RanksArguments, process_group
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
-from hf_rocm_tune.tune_arguments import TuneArguments
+from hf_rocm_tune.settings import defaults
+from hf_rocm_tune.settings import recipe as recipe_file
+from hf_rocm_tune.settings.defaults import Difference
+from hf_rocm_tune.settings.ranks import RanksArguments, process_group
+from hf_rocm_tune.settings.tune import TuneArguments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import MutableMapping, Sequence
 
-from hf_rocm_tune import recipe_file
 from hf_rocm_tune.machine import kfd, visible
 from hf_rocm_tune.machine import variables as policy
+from hf_rocm_tune.settings import recipe as recipe_file
 
 FLAG = "--split_layers"
 VARIABLE = "HF_ROCM_TUNE_SPLIT"

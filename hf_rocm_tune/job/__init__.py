@@ -1,0 +1,1 @@
+"""The story of a run, from its settings to what it leaves on disk."""

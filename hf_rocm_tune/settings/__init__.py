@@ -1,0 +1,1 @@
+"""Settings: flags, defaults that differ from TRL's, recipes."""
