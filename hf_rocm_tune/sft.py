@@ -15,6 +15,7 @@ from hf_rocm_tune.machine import process, variables
 from hf_rocm_tune.quick_start import uncollected
 from hf_rocm_tune.settings import recipe as recipe_file
 from hf_rocm_tune.settings import split as split_start
+from hf_rocm_tune.training.supervised import outlive_terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         130 interrupted by Ctrl-C, SIGTERM or SIGHUP; 1 for a bug of ours, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        outlive_terminal()
     return run_guarded(lambda: _start(arguments), argv=arguments, process_ends=argv is None)
 
 

@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import stat
+import sys
 import termios
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from hf_rocm_tune.integrity.atomic import write_text_atomic
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 VARIABLE = "HF_ROCM_TUNE_SUPERVISED"
 """Names the directory; every process of a supervised job inherits it, and is known by it."""
@@ -196,6 +201,34 @@ def leave_terminal() -> None:
                 os.close(nowhere)
         except OSError:
             pass  # closed
+
+
+class _Terminal(io.FileIO):
+    """A terminal that may be closed: from then on what is printed goes nowhere.
+
+    A supervised job is not told by its terminal, only by its supervisor a moment later, and must not die of a line
+    that it prints in between.
+    """
+
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            leave_terminal()
+            return super().write(data) or 0
+
+
+def outlive_terminal() -> None:
+    """Lets this process print on when its terminal is closed. Before libraries keep ``sys.stderr`` for their logs."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream.isatty():
+            stream.flush()
+            raw = _Terminal(stream.fileno(), "w", closefd=False)
+            buffered = io.BufferedWriter(raw)
+            setattr(sys, name, io.TextIOWrapper(buffered, stream.encoding, stream.errors, line_buffering=True))
 
 
 def _directory(environ: Mapping[str, str]) -> Path | None:

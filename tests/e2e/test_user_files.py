@@ -234,6 +234,24 @@ def test_a_terminal_that_is_closed_ends_the_supervised_job_with_a_checkpoint(pla
     assert manifest.verify(newest) == [] and not list(place.out.glob("_*"))
 
 
+def test_a_terminal_that_is_closed_without_a_signal_does_not_end_the_job(place: Place) -> None:
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hf_rocm_tune.sft", *place.argv(max_steps=40, logging_steps=1, save_strategy="no")],
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        cwd=place.room,
+    )
+    os.close(slave)
+    seen = b""
+    while b"'loss'" not in seen:
+        seen += os.read(master, 65536)
+    os.close(master)
+    assert process.wait(200) == 0 and manifest.inspect(place.out).problems == []
+
+
 def test_a_damaged_checkpoint_is_refused_once_by_the_supervised_job(place: Place) -> None:
     assert place.run(max_steps=1).code == 0
     foreign = (place.out / "checkpoint-1").rename(place.room / "checkpoint-1")
