@@ -207,6 +207,7 @@ class Death:
     step: int  # optimizer steps done by then
     resumed_at: int  # step of the checkpoint from which this start went on; 0 from the start
     checkpoint: int  # step of the newest verified checkpoint now; 0 for none
+    cut: int = 1  # how many parts the next start makes of a micro-batch, because memory was short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +258,8 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings
     (code 1) before the first step: given up, because nothing there changes by itself; the fourth death at the same
     place, or more restarts without a new checkpoint than allowed: given up; the second death at the same step: that
     step is left out from now on, because a restart alone would die there again. Deaths count only since the newest
-    checkpoint came to be: a run that gets on is worth starting again.
+    checkpoint came to be: a run that gets on is worth starting again. At a place they count only with micro-batches cut
+    alike: a rank that ran out of memory has had them cut smaller, and that is worth a start of its own.
 
     Args:
         deaths: of this supervision, oldest first; at least one.
@@ -268,7 +270,7 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings
     if last.phase == "publish":
         return Decision(action="stop", reason="the result is complete on disk and only its upload died")
     recent = [death for death in deaths if death.checkpoint == last.checkpoint]
-    here = sum(place_of(death) == place for death in recent)
+    here = sum(place_of(death) == place and death.cut == last.cut for death in recent)
     raised = sum(death.code == 1 and place_of(death) == _AT_THE_START for death in recent)
     if here >= DEATHS_TO_STOP or raised >= EXCEPTIONS_TO_STOP:
         also = ", although it is left out" if place.step in skipped else ""
@@ -551,10 +553,20 @@ class _Supervision:
             step=pulse.step if pulse else 0,
             resumed_at=int(resumed) if resumed.isdecimal() else 0,
             checkpoint=self._newest_checkpoint(),
+            cut=self._cut(),
         )
         self._deaths.append(death)
         record = read_record(Path(self._begun.output_dir)) if self._begun else None
         return decide(self._deaths, record.skipped_steps if record else (), self._settings)
+
+    def _cut(self) -> int:
+        if self._begun is None:
+            return 1
+        try:
+            found = json.loads((Path(self._begun.output_dir) / "_step_down.json").read_text(encoding="utf-8"))
+            return int(found["divisor"]) if found["run_id"] == self._begun.run_id else 1
+        except (OSError, ValueError, KeyError, TypeError):
+            return 1  # there is none, or the job itself will say what is wrong with it
 
     def _enter(self, end: _End, watch: Watch, decision: Decision | None) -> None:
         evidence = [f"amdgpu left the device core dump {name}" for name in sorted(core_dumps() - self._dumps)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,11 @@ def test_the_second_death_in_a_step_leaves_it_out_and_the_fourth_gives_up() -> N
     assert [each.skip for each in made] == [None, 7, None, None]
     assert "in step 7" in made[1].reason and "left out" in made[1].reason
     assert "4 times in step 7, although it is left out" in made[3].reason
+
+
+def test_a_step_that_is_tried_again_in_smaller_parts_is_not_left_out() -> None:
+    made = decisions([replace(death(code=5), cut=cut) for cut in (4, 8, 16, 16)])
+    assert [each.skip for each in made] == [None, None, None, 7]
 
 
 def test_an_exception_at_the_start_is_tried_once_more_and_not_again() -> None:
