@@ -16,7 +16,7 @@ from hf_rocm_tune.settings.split import asks_for_split
 PROGRAM = """
 import json, os, sys
 import hf_rocm_tune
-from hf_rocm_tune import split_start
+from hf_rocm_tune.settings import split as split_start
 from hf_rocm_tune.machine import kfd
 assert "torch" not in sys.modules
 node = lambda index, arch, gib: kfd.GpuNode(
