@@ -82,7 +82,8 @@ class CommandServer:
         self._count = 0
         scratch.mkdir(parents=True, exist_ok=True)
         environment = {
-            **os.environ,
+            # Not what a test of this process has set for Accelerate: it would take the commands' card away.
+            **{name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")},
             "HF_HOME": str(scratch / "hf"),
             "HF_HUB_OFFLINE": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",

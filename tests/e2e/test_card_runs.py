@@ -115,7 +115,7 @@ METHODS = {
         for name, settings in (("lora", BF16), ("qlora", {"load_in_4bit": True}))
     },
 }
-SAMPLE = ("lora", "qlora", "split")
+SAMPLE = ("lora", "qlora")
 
 
 def command_line(method: Method, model: Path, messages: Path, output: Path) -> list[str]:

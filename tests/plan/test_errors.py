@@ -13,8 +13,6 @@ from benchmarks.plan_errors import compare
 LIMIT_PERCENT = 10.0
 SAMPLE = (
     ("Llama", "qlora", True, "bfloat16+autocast"),
-    ("Llama", "full", True, "float32, accumulation 2, adamw_torch"),
-    ("Qwen3-MoE", "full", True, "float32"),
     ("Llama, wide", "full", True, "bfloat16+autocast, adamw_8bit"),  # the optimizer's step is the peak
 )
 
