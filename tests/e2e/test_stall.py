@@ -115,7 +115,7 @@ def test_an_endless_loop_is_named_with_its_line(job: Job, tmp_path: Path) -> Non
     assert [result.code for result in results] == [4, 4], [result.stderr[-2000:] for result in results]
     assert "Traceback" not in results[0].stderr + results[1].stderr
     told = stall_report(output)
-    assert "is in _spin() in hf_rocm_tune/training/crash.py:" in told["cause"]
+    assert "is in _spin() in hf_rocm_tune/training/faults.py:" in told["cause"]
     assert "waits for it in all_" in told["cause"]
     assert all(rank["statement"]["complete"] for rank in told["ranks"])
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 4
