@@ -75,13 +75,8 @@ def test_wrong_input_is_one_line_and_code_2(
     assert all(name in err for name in named), err
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(["hf_rocm_tune.sft"], marks=pytest.mark.long),
-        ["hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual"],
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("command", [["hf_rocm_tune.sft"], ["hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual"]])
 def test_wrong_job_flags_are_one_line_whoever_starts_the_job(command: list[str], tmp_path: Path) -> None:
     argv = [sys.executable, "-m", *command, "--learning_rat", "3", "--output_dir", str(tmp_path / "out")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)

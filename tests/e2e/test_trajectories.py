@@ -1,7 +1,8 @@
 """However the work is shared out, the training is the same: losses, gradient norms and adapter over 50 steps.
 
-A sample is in the normal suite, the full matrix is `long`. What differs between ways
-is the order of float sums, how far a batch is padded, and the dtype in which adapters of a 4-bit model are averaged.
+All of it is `long`: the normal suite has DDP (`test_two_processes`), FSDP2 (`test_fsdp`) and splits (`test_split`). What
+differs between ways is the order of float sums, how far a batch is padded, and the dtype in which adapters of a 4-bit
+model are averaged.
 
 ``KEEP_TRAJECTORIES=FILE`` keeps what was seen, a JSON object a line; see ``benchmarks/results``.
 """
@@ -57,22 +58,10 @@ def trained(server: CommandServer, model_of: Callable[[str], Path], scratch: Pat
     return Trained(server, model_of, scratch / "trajectories")
 
 
-SAMPLE = {
-    "ddp": "lora, accumulation 2, packed",
-    "split": "qlora, accumulation 1, padded",
-}
-CELLS = [
-    pytest.param(
-        case,
-        name,
-        marks=[] if str(case) == SAMPLE.get(name) else pytest.mark.long,
-        id=f"{case}, {name}".replace(" ", "-"),
-    )
-    for case in CASES
-    for name in WAYS
-]
+CELLS = [pytest.param(case, name, id=f"{case}, {name}".replace(" ", "-")) for case in CASES for name in WAYS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "name"), CELLS)
 def test_the_way_does_not_change_the_training(trained: Trained, case: Case, name: str) -> None:
     reference = trained.reference(case)
