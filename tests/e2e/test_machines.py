@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from hf_rocm_tune.integrity import manifest
 from tests.e2e.conftest import report_of
 from tests.two_ranks import free_port
 
 
+@pytest.mark.long
 def test_two_agents_of_torchrun_train_one_adapter(
     base_flags: list[str], model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_run_goes_on_through_the_host_where_the_sums_were_wrong(
     assert report["gradients"]["buckets"] > 0 and report["gradients"]["mismatches"] == 0
 
 
+@pytest.mark.long
 def test_what_the_user_insists_on_ends_the_run_before_a_model_is_loaded(
     argv: list[str], server: CommandServer, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def _surprises(model_types: Iterable[str]) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_a_sample_of_architectures_is_planned_or_refused() -> None:
     assert _surprises(SAMPLE) == []
 

@@ -12,7 +12,6 @@ from benchmarks.plan_errors import compare
 
 LIMIT_PERCENT = 10.0
 SAMPLE = (
-    ("Llama", "qlora", True, "bfloat16+autocast"),
     ("Llama, wide", "full", True, "bfloat16+autocast, adamw_8bit"),  # the optimizer's step is the peak
 )
 
