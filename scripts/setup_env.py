@@ -209,6 +209,8 @@ class Environment:
         """
         state = self.state()
         keep = self.choice.build == "keep"
+        if VENV.is_symlink():  # what it leads to may be another checkout's, with a state file of ours in it
+            raise SetupError(f".venv is a link to {VENV.readlink()}: remove the link, or run make setup there")
         if VENV.is_dir() and any(VENV.iterdir()) and state.get("made_by") != "setup":
             if not keep or not self.python.exists():
                 raise SetupError(f".venv was not made by make setup: move it away ({VARIABLE}=keep installs into it)")

@@ -190,6 +190,21 @@ def test_venv_of_the_users_own_is_refused_and_left_as_it_is(
     assert [file.name for file in machine.VENV.iterdir()] == ["precious"]
 
 
+def test_a_link_to_the_environment_of_another_checkout_is_refused_and_nothing_there_is_changed(
+    machine: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other checkout"
+    other.mkdir()
+    state = json.dumps({"made_by": "setup", "state": "ready"})
+    for name, text in ((machine.STATE.name, state), ("precious", "kept")):
+        (other / name).write_text(text)
+    machine.VENV.symlink_to(other)
+    monkeypatch.setenv("HF_ROCM_TUNE_TORCH", "cpu")
+    assert machine.main([]) == 2
+    assert ".venv is a link to" in capsys.readouterr().err
+    assert {file.name: file.read_text() for file in other.iterdir()} == {machine.STATE.name: state, "precious": "kept"}
+
+
 def test_failed_setup_never_looks_finished_and_the_next_starts_afresh(
     machine: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
