@@ -67,7 +67,7 @@ def library() -> Path:
         raise NoCompiler("the simulated card needs g++ or clang++, and there is neither")
     source, torch = HERE / "card.cpp", torch_directory()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = (source.read_bytes(), (torch / "version.py").read_bytes(), version.encode())
+    parts = (source.read_bytes(), (torch / "version.py").read_bytes(), version.encode(), str(torch).encode())
     key = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
     target = HERE.parents[1] / "build" / "simcard" / f"{key}.so"
     if target.exists():
