@@ -5,7 +5,6 @@ Importing this, ``--help`` and ``--version`` import no torch.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import os
@@ -13,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
 from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
 
 
@@ -54,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     from hf_rocm_tune.supervisor import Settings
 
     usual = Settings()
-    parser = _Parser(prog=f"{PROGRAM} run", description=run.__doc__, usage="%(prog)s [flags] -- COMMAND ...")
+    parser = CommandParser(prog=f"{PROGRAM} run", description=run.__doc__, usage="%(prog)s [flags] -- COMMAND ...")
     flags = {
         "max_restarts": "restarts without a new checkpoint between them",
         "max_skips": "optimizer steps that may be left out because the run dies in them",
@@ -80,7 +79,7 @@ def configs(argv: Sequence[str]) -> int:
     """list, find and copy the accelerate configurations"""
     from hf_rocm_tune import configs as shipped
 
-    parser = _Parser(prog=f"{PROGRAM} configs", description=configs.__doc__)
+    parser = CommandParser(prog=f"{PROGRAM} configs", description=configs.__doc__)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|path|cp")
     actions.add_parser("ls", help="list the names, with what each is for")
     actions.add_parser("path", help="print the path of one").add_argument("name")
@@ -104,7 +103,7 @@ def recipes(argv: Sequence[str]) -> int:
     """list, show, copy and check recipes: complete settings by name, for `sft --config NAME`"""
     from hf_rocm_tune.recipes import command
 
-    parser = _Parser(prog=f"{PROGRAM} recipes", description=recipes.__doc__)
+    parser = CommandParser(prog=f"{PROGRAM} recipes", description=recipes.__doc__)
     command.add_actions(parser)
     return command.run(parser.parse_args(argv))
 
@@ -113,7 +112,7 @@ def version(argv: Sequence[str]) -> int:
     """print the version"""
     from hf_rocm_tune.version import __version__
 
-    _Parser(prog=f"{PROGRAM} version", description=version.__doc__).parse_args(argv)
+    CommandParser(prog=f"{PROGRAM} version", description=version.__doc__).parse_args(argv)
     print(f"{PROGRAM} {__version__}")
     return 0
 
@@ -122,7 +121,7 @@ def env(argv: Sequence[str]) -> int:
     """show which environment variables were set, kept or are harmful, and why"""
     from hf_rocm_tune.machine import variables
 
-    parser = _Parser(prog=f"{PROGRAM} env", description=env.__doc__)
+    parser = CommandParser(prog=f"{PROGRAM} env", description=env.__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--export", action="store_true", help="print shell lines that set what would be set")
@@ -172,7 +171,7 @@ def demo(argv: Sequence[str]) -> int:
 
 def drill(argv: Sequence[str]) -> int:
     """put faults into real transfers on this machine, and show that each is found"""
-    parser = _Parser(prog=f"{PROGRAM} drill", description=drill.__doc__)
+    parser = CommandParser(prog=f"{PROGRAM} drill", description=drill.__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda (HIP and CUDA) where torch sees one")
     parser.add_argument("--faults", type=int, help="faults to put in (default: 2000)")
     parser.add_argument("--clean", type=int, help="transfers without a fault (default: 5000)")
@@ -300,7 +299,7 @@ def _with_model(
     sigterm_interrupts: bool = True,
 ) -> int:
     """Run a command module that loads a model: its flags are read, and most refused, before torch is imported."""
-    parser = _Parser(prog=f"{PROGRAM} {name or verb.__name__}", description=verb.__doc__)
+    parser = CommandParser(prog=f"{PROGRAM} {name or verb.__name__}", description=verb.__doc__)
     command.add_flags(parser)
     wanted = parser.parse_args(argv)
 
@@ -321,11 +320,3 @@ def _help() -> str:
     lines = [f"usage: {PROGRAM} VERB ...", "", "verbs:"]
     lines += [f"  {name:<8} {command.__doc__}" for name, command in VERBS.items()]
     return "\n".join([*lines, "", f"{PROGRAM} VERB --help says more."])
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with its errors as ``UsageError``."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say it in one line; the usage is one ``--help`` away."""
-        raise UsageError(f"{message}; see `{self.prog} --help`")

@@ -18,8 +18,10 @@ at one boundary (the entry point), with ``from``, so nothing is lost for a bug r
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
+from typing import NoReturn
 
 RUNTIME_OUT_OF_MEMORY = 2
 """``cudaErrorMemoryAllocation`` and ``hipErrorOutOfMemory``."""
@@ -50,6 +52,14 @@ class UsageError(TuneError):
     """The user's input is wrong. Nothing was changed or overwritten."""
 
     exit_code = 2
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse with its errors as `UsageError`: one line; the usage is one ``--help`` away."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
 class CorruptionError(TuneError):

@@ -7,9 +7,9 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import CommandParser, UsageError
 
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _PROGRAM = "hf-rocm-tune bench"
@@ -96,8 +96,8 @@ def _folder(text: str) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=_PROGRAM, description="Measure transfers, loading, steps and averages on this machine.")
-    kinds = parser.add_subparsers(dest="bench", required=True, metavar="transfer|load|step|comm", parser_class=_Parser)
+    parser = CommandParser(prog=_PROGRAM, description="Measure transfers, loading, steps and averages on this machine.")
+    kinds = parser.add_subparsers(dest="bench", required=True, metavar="transfer|load|step|comm")
     transfer = kinds.add_parser("transfer", help="copies by size: raw, torch, accelerate, ours")
     load = kinds.add_parser("load", help="an 8B-shaped checkpoint: stock from_pretrained and ours")
     step = kinds.add_parser("step", help="training steps: verified and unverified")
@@ -148,11 +148,3 @@ def _model_flags(parser: argparse.ArgumentParser, *, rows: str) -> None:
     parser.add_argument("--layers", type=_number(1), help=f"its layers {_CHOSEN}")
     parser.add_argument("--batch", type=_number(1), help=f"{rows} {_CHOSEN}")
     parser.add_argument("--seq", type=_number(1), help=f"tokens of a row {_CHOSEN}")
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with its errors as ``UsageError``."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say it in one line; the usage is one ``--help`` away."""
-        raise UsageError(f"{message}; see `{self.prog} --help`")

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 
@@ -19,7 +18,7 @@ from hf_rocm_tune.doctor.diagnose import all_checks, diagnose, listing, select
 from hf_rocm_tune.doctor.evidence import Check, read_here
 from hf_rocm_tune.doctor.measured import VARIABLE, DoctorFault
 from hf_rocm_tune.doctor.report import Report, about, markdown, table
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import CommandParser, UsageError
 
 PROGRAM = "hf-rocm-tune doctor"
 NARROWEST, WIDEST = 60, 120
@@ -118,7 +117,7 @@ def _say(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog=PROGRAM,
         description="Is this machine fit to train, and if not, what exactly is wrong and how is it fixed? "
         "Exit code: 0 fine, 1 warnings, 2 failures.",
@@ -136,11 +135,3 @@ def _parser() -> argparse.ArgumentParser:
     of_file = "diagnose a file of --capture instead of this machine"
     action.add_argument("--from", type=Path, dest="recording", metavar="FILE", help=of_file)
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with its errors as ``UsageError``."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say it in one line; the usage is one ``--help`` away."""
-        raise UsageError(f"{message}; see `{self.prog} --help`")

@@ -7,11 +7,11 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
-from hf_rocm_tune.errors import OutOfMemoryError, UsageError
+from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError
 from hf_rocm_tune.plan import text
 from hf_rocm_tune.plan.estimate import GIB, OPTIMIZERS, CardMemory, Estimate
 from hf_rocm_tune.plan.fit import Plan, largest_models, plan_for, worthwhile
@@ -140,7 +140,7 @@ def _request(wanted: argparse.Namespace) -> PlanRequest:
 
 def _parser() -> argparse.ArgumentParser:
     what = "What a training job takes of the card, and the fastest way that fits."
-    parser = _Parser(prog=f"{_PROGRAM} plan", description=what)
+    parser = CommandParser(prog=f"{_PROGRAM} plan", description=what)
     usual = PlanRequest()
 
     def flag(*names: str, help: str, **settings: Any) -> None:
@@ -178,14 +178,6 @@ def _parser() -> argparse.ArgumentParser:
     flag("--json", action="store_true", help="print JSON; memory in bytes")
     flag("--largest", action="store_true", help="name the largest known public model that fits instead")
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with its errors as ``UsageError``."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say it in one line; the usage is one ``--help`` away."""
-        raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
 # ---- the choice as a job ----------------------------------------------------------------------------------------

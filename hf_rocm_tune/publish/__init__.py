@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from typing import NoReturn
-
-from hf_rocm_tune.errors import UsageError
-
-
-class CommandParser(argparse.ArgumentParser):
-    """argparse with its errors as ``UsageError``: one line; the usage is one ``--help`` away."""
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse."""
-        raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
 def say(line: str) -> None:

@@ -51,10 +51,10 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import _http as upstream_http
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
-from hf_rocm_tune.errors import CorruptionError, Interrupted, TuneError, UsageError
+from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, Manifest
-from hf_rocm_tune.publish import CommandParser, say
+from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.history import checkpoints
 from hf_rocm_tune.publish.staging import Entry, Staged, check_directory, is_hub_id, stage
 from hf_rocm_tune.redaction import Private, redact, remember, scrub_text

@@ -17,9 +17,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
-from hf_rocm_tune.publish import CommandParser, say
+from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.history import (
     Left,
     collect,
