@@ -25,6 +25,7 @@ from hf_rocm_tune.doctor.findings import Finding, from_row, knowledge_data, unkn
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.child import ENDINGS, Outcome, answer, run
 from hf_rocm_tune.machine.software import TorchDevice
+from hf_rocm_tune.machine.variables import read_pairs
 from hf_rocm_tune.ranks.trials import DEVICE_ERRORS
 
 VARIABLE = "HF_ROCM_TUNE_DOCTOR_FAULT"
@@ -116,17 +117,11 @@ class DoctorFault:
         Raises:
             UsageError: names what is unknown, missing, given twice or not valid, and what is valid.
         """
-        values: dict[str, str] = {}
-        for item in filter(None, (piece.strip() for piece in environ.get(VARIABLE, "").split(","))):
-            key, separator, value = (piece.strip() for piece in item.partition("="))
-            if not separator or key not in ("check", "kind", "where") or key in values:
-                raise UsageError(f"{VARIABLE}: '{item}' is not understood; give each of check kind where once")
-            values[key] = value
-        if not values:
+        text = environ.get(VARIABLE, "").strip()
+        if not text:
             return None
-        for key in ("check", "kind"):
-            if key not in values:
-                raise UsageError(f"{VARIABLE}: '{key}' is missing; for example check=round_trip,kind=zeros")
+        example = dict.fromkeys(("check", "kind"), "both, for example check=round_trip,kind=zeros")
+        values = read_pairs(VARIABLE, text, ("check", "kind", "where"), required=example)
         check, kind = values["check"], values["kind"]
         if check not in MEASURED:
             raise UsageError(f"{VARIABLE}: check={check} is not valid; expected one of {' '.join(MEASURED)}")

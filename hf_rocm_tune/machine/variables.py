@@ -22,6 +22,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any, Literal, TextIO
 
+from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.sysfs import Reading
 from hf_rocm_tune.machine.visible import FILTERS
 
@@ -564,3 +565,32 @@ def exports(decisions: Iterable[Decision]) -> str:
         for decision in decisions
         if decision.action == "set" and decision.value is not None
     )
+
+
+# ---- variables of our own ---------------------------------------------------------------------------------------
+
+
+def read_pairs(variable: str, text: str, keys: Iterable[str], *, required: Mapping[str, str]) -> dict[str, str]:
+    """Read ``key=value`` pairs joined by commas, as every variable that asks for faults has them.
+
+    Args:
+        variable: its name, for messages.
+        text: its value.
+        keys: that are valid.
+        required: keys that must be there, and what to give for them.
+
+    Raises:
+        UsageError: names what is not understood, given twice or missing, and what is valid.
+    """
+    valid, values = tuple(keys), dict[str, str]()
+    for item in filter(None, (piece.strip() for piece in text.split(","))):
+        key, separator, value = (piece.strip() for piece in item.partition("="))
+        if not separator or key not in valid:
+            raise UsageError(f"{variable}: '{item}' is not understood; valid keys: {' '.join(valid)}")
+        if key in values:
+            raise UsageError(f"{variable}: '{key}' is given twice; give it once")
+        values[key] = value
+    for key, expected in required.items():
+        if key not in values:
+            raise UsageError(f"{variable}: '{key}' is missing; give {expected}")
+    return values

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.machine.child import ENDINGS
+from hf_rocm_tune.machine.variables import read_pairs
 from hf_rocm_tune.ranks import meeting
 from hf_rocm_tune.ranks.trials import FAILED, PairTrial, ReduceTrial, Way, try_all_reduce, try_at_once
 
@@ -117,17 +118,11 @@ class PreflightFault:
         Raises:
             UsageError: names what is unknown, missing, given twice or not valid, and what is valid.
         """
-        values: dict[str, str] = {}
-        for item in filter(None, (piece.strip() for piece in environ.get(VARIABLE, "").split(","))):
-            key, separator, value = (piece.strip() for piece in item.partition("="))
-            if not separator or key not in _KEYS or key in values:
-                raise UsageError(f"{VARIABLE}: '{item}' is not understood; give each of {' '.join(_KEYS)} once")
-            values[key] = value
-        if not values:
+        text = environ.get(VARIABLE, "").strip()
+        if not text:
             return None
-        missing = [key for key in ("trial", "kind") if key not in values]
-        if missing:
-            raise UsageError(f"{VARIABLE}: '{missing[0]}' is missing; for example trial=ddp,kind=hang")
+        example = dict.fromkeys(("trial", "kind"), "both, for example trial=ddp,kind=hang")
+        values = read_pairs(VARIABLE, text, _KEYS, required=example)
         rank = values.pop("rank", None)
         if rank is not None and not rank.isdecimal():
             raise UsageError(f"{VARIABLE}: rank={rank} is not valid; give the number of a rank")

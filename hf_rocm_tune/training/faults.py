@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.machine.variables import read_pairs
 from hf_rocm_tune.transfer import TransferReport, tree_tensors
 
 CRASH_VARIABLE = "HF_ROCM_TUNE_CRASH"
@@ -124,12 +125,8 @@ def _parse(
         least: the least value of a key of a number.
     """
     hints, values = get_type_hints(spec), dict[str, Any]()
-    for item in filter(None, (piece.strip() for piece in text.split(","))):
-        key, separator, value = (piece.strip() for piece in item.partition("="))
-        if not separator or key not in hints:
-            raise UsageError(f"{variable}: '{item}' is not understood; valid keys: {' '.join(hints)}")
-        if key in values:
-            raise UsageError(f"{variable}: '{key}' is given twice; give it once")
+    kind = f"kind= one of {' '.join(allowed['kind'])}"
+    for key, value in read_pairs(variable, text, hints, required={"kind": kind}).items():
         read = float if hints[key] is float else str if key in allowed else int
         try:
             values[key] = read(value)
@@ -139,8 +136,6 @@ def _parse(
             raise UsageError(f"{variable}: {key}={value} is not valid; expected one of {' '.join(allowed[key])}")
         if key in least and values[key] < least[key]:
             raise UsageError(f"{variable}: {key}={value} is not valid; expected a whole number from {least[key]} on")
-    if "kind" not in values:
-        raise UsageError(f"{variable}: 'kind' is missing; give kind= one of {' '.join(allowed['kind'])}")
     return spec(**values)
 
 

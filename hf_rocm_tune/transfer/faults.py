@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine.variables import read_pairs
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS, STAGES
 
 VARIABLE = "HF_ROCM_TUNE_FAULT"
@@ -63,18 +64,12 @@ class FaultSpec:
             UsageError: names the key that is unknown, given twice, missing or has a wrong value, and what is valid.
         """
         values: dict[str, object] = {}
-        for item in filter(None, (piece.strip() for piece in text.split(","))):
-            key, separator, value = (piece.strip() for piece in item.partition("="))
-            if not separator or key not in _READERS:
-                raise UsageError(f"{VARIABLE}: '{item}' is not understood; valid keys: {' '.join(_READERS)}")
-            if key in values:
-                raise UsageError(f"{VARIABLE}: '{key}' is given twice; give it once")
+        kind = f"kind= one of {' '.join(KINDS)}"
+        for key, value in read_pairs(VARIABLE, text, _READERS, required={"kind": kind}).items():
             try:
                 values[key] = _READERS[key](value)
             except ValueError:
                 raise UsageError(f"{VARIABLE}: {key}={value} is not valid; expected {_EXPECTED[key]}") from None
-        if "kind" not in values:
-            raise UsageError(f"{VARIABLE}: 'kind' is missing; give kind= one of {' '.join(KINDS)}")
         return cls(**values)  # type: ignore[arg-type]  # each value was read by its own key's reader
 
     @classmethod
