@@ -225,7 +225,7 @@ def test_a_way_that_works_is_let_pass(asked: str, way: SyncWay) -> None:
         ("trial=ddp,kind=flip", "expected one of wrong zeros own absent hang"),
         ("trial=other,kind=hang", "expected one of pairs ddp"),
         ("trial=ddp,kind=hang,rank=x", "number of a rank"),
-        ("trial=ddp,trial=ddp,kind=hang", "is not understood"),
+        ("trial=ddp,trial=ddp,kind=hang", "is given twice"),
         ("nonsense", "is not understood"),
     ],
 )
