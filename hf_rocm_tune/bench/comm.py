@@ -2,11 +2,9 @@
 
 Two processes on this machine measure together (`comm_ranks`). First, averages of one tensor: by the process group (RCCL
 or NCCL where there are two cards, gloo) and through the host, verified and not, cast and not; each is compared with the
-right one. Then a small Llama with LoRA adapters trains on one rank and on two , every way in turns in
-one run.
+right one. Then a small Llama with LoRA adapters trains on one rank and on two, every way in turns in one run.
 
-Not covered: several machines; averages after backward instead of in it, as a trainer makes them that steps down when
-memory is short.
+Not covered: several machines.
 """
 
 from __future__ import annotations
