@@ -64,7 +64,8 @@ BETWEEN_RANKS = {
     "ranks/gradients.py:_pack": "projections of gradients, by which averages are judged",
     "utils/operations.py:_gpu_gather.<locals>._gpu_gather_one": "counted tokens",
 }
-BETWEEN_RANKS_BYTES = 1024
+BETWEEN_RANKS_BYTES = 8192
+"""Five numbers for each block of gradients: what is compared, not what is trained with."""
 SCALAR_BYTES = 64
 
 
