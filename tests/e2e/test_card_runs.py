@@ -272,7 +272,8 @@ def test_a_copy_that_the_driver_harms_leaves_no_trace_in_the_adapter(
 ) -> None:
     """Below our own code: whatever crosses may arrive wrong, upstream's scalars included."""
     output, log = tmp_path / "out", tmp_path / "log"
-    harm = {"SIMCARD_HARM": f"{kind},0.1", "SIMCARD_POISON": "1", "SIMCARD_LOG": str(log)}
+    rate = 0.25 if name == "full" else 0.1  # a full training makes 30 copies
+    harm = {"SIMCARD_HARM": f"{kind},{rate}", "SIMCARD_POISON": "1", "SIMCARD_LOG": str(log)}
     _done(card_server.run(*argv(METHODS[name], output), env=harm))
     assert sum(event.kind == "harm" for event in Log(log).events) > 3
     assert_recovered(output, whole(name))
