@@ -389,7 +389,7 @@ def test_four_bit_where_bitsandbytes_cannot_be_imported(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"learning_rat": 1}, "did you mean --learning_rate?"),
+        pytest.param({"learning_rat": 1}, "did you mean --learning_rate?", marks=pytest.mark.long),
         ({"model_name_or_path": "/nowhere/model"}, "/nowhere/model does not exist"),
     ],
 )

@@ -73,7 +73,13 @@ def test_a_recipe_sets_only_variables_of_the_policy(server: CommandServer, argv:
     assert done.code == 2 and "not LD_PRELOAD: take them out" in done.error_lines[0]
 
 
-@pytest.mark.parametrize("start", [["hf_rocm_tune.sft"], ["hf_rocm_tune", "sft", "--accelerate_config", "cpu"]])
+@pytest.mark.parametrize(
+    "start",
+    [
+        ["hf_rocm_tune.sft"],
+        pytest.param(["hf_rocm_tune", "sft", "--accelerate_config", "cpu"], marks=pytest.mark.long),
+    ],
+)
 def test_nothing_is_imported_from_the_working_directory(argv: list[str], tmp_path: Path, start: list[str]) -> None:
     place = tmp_path / "data"
     place.mkdir()
@@ -93,6 +99,7 @@ def test_nothing_is_imported_from_the_working_directory(argv: list[str], tmp_pat
     assert done.returncode == 0 and "model_name_or_path" in done.stdout, done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_two_ranks_on_one_machine_listen_on_loopback_only(argv: list[str], tmp_path: Path) -> None:
     launcher = ["--accelerate_config", "cpu_dual", "--max_restarts", "1"]
     job = subprocess.Popen(

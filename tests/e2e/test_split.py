@@ -75,7 +75,10 @@ def assert_equal(one: Path, other: Path, *, steps: int) -> None:
 SAMPLE = [
     # what differs from LoRA of llama3 with checkpointing, as the default is
     pytest.param(
-        "llama3", {"gradient_accumulation_steps": 2, "activation_checkpointing": False}, id="lora-accumulated"
+        "llama3",
+        {"gradient_accumulation_steps": 2, "activation_checkpointing": False},
+        id="lora-accumulated",
+        marks=pytest.mark.long,
     ),
     pytest.param("gemma3", {"load_in_4bit": True, "packing": True}, id="qlora-packed-tied"),
 ]

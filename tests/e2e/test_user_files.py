@@ -203,6 +203,7 @@ def test_a_signal_after_the_result_is_sealed_changes_nothing(place: Place, numbe
     assert result.code == 0 and result.error_lines == [], result.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_a_terminal_that_is_closed_ends_the_supervised_job_with_a_checkpoint(place: Place) -> None:
     master, slave = os.openpty()
 
@@ -252,6 +253,7 @@ def test_a_terminal_that_is_closed_without_a_signal_does_not_end_the_job(place: 
     assert process.wait(200) == 0 and manifest.inspect(place.out).problems == []
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_refused_once_by_the_supervised_job(place: Place) -> None:
     assert place.run(max_steps=1).code == 0
     foreign = (place.out / "checkpoint-1").rename(place.room / "checkpoint-1")
