@@ -6,9 +6,19 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from hf_rocm_tune.doctor.evidence import GIVEN_AWAY, NO_VARIABLES, Check, Evidence, arch_of, in_wheels
-from hf_rocm_tune.doctor.findings import Finding, Status, from_row, unknown
-from hf_rocm_tune.machine.kfd import GpuNode
+from hf_rocm_tune.doctor.findings import (
+    GIVEN_AWAY,
+    NO_VARIABLES,
+    Check,
+    Evidence,
+    Finding,
+    Status,
+    arch_of,
+    from_row,
+    in_wheels,
+    unknown,
+)
+from hf_rocm_tune.machine.gpus import GpuNode
 from hf_rocm_tune.machine.survey import Gpu, Machine
 from hf_rocm_tune.machine.variables import Decision, evaluate
 from hf_rocm_tune.machine.visible import FILTERS, OURS, choose, is_integrated

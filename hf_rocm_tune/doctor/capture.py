@@ -24,14 +24,12 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune.doctor.evidence import GROUPS, Evidence
-from hf_rocm_tune.doctor.findings import Finding, all_rows
-from hf_rocm_tune.doctor.report import Report
+from hf_rocm_tune.doctor.findings import GROUPS, Evidence, all_rows
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.machine.cards import CARDS
@@ -123,28 +121,6 @@ class Identity:
         if isinstance(value, list | tuple):
             return [self.out_of_json(entry) for entry in value]
         return value
-
-    def out_of_report(self, report: Report) -> Report:
-        """A report to be given to others."""
-        findings = tuple(map(self._out_of_finding, report.diagnosis.findings))
-        return replace(
-            report,
-            diagnosis=replace(report.diagnosis, findings=findings),
-            about=self.out_of(report.about),
-            source=self.out_of(report.source),
-            fault=self.out_of_variable(report.fault),
-        )
-
-    def _out_of_finding(self, finding: Finding) -> Finding:
-        clean = self.out_of_variable if finding.check == "variables" else self.out_of
-        return replace(
-            finding,
-            title=clean(finding.title),
-            text=clean(finding.text),
-            evidence=tuple(map(clean, finding.evidence)),
-            cure=clean(finding.cure),
-            subject=clean(finding.subject),
-        )
 
 
 def _names(found: Iterable[str]) -> tuple[str, ...]:

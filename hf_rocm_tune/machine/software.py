@@ -29,7 +29,7 @@ from typing import Any
 
 from hf_rocm_tune.machine.child import answer, run, step
 from hf_rocm_tune.machine.child import pci_address as pci_address
-from hf_rocm_tune.machine.sysfs import Reading, read_text, unknown, unpack
+from hf_rocm_tune.machine.sysfs import LiveTree, Reading, read_text, unknown, unpack
 from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -245,7 +245,7 @@ def read_rocm_version(root: Path = Path("/")) -> Reading[str]:
     """
     reasons = []
     for path in VERSION_FILES:
-        text = read_text(root, path)
+        text = read_text(LiveTree(root), path)
         if text.value is None:
             reasons.append(text.reason)
         elif re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6}){1,3}([-.+~]?[0-9A-Za-z.+~-]{0,60})?", text.value):

@@ -15,23 +15,29 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_rocm_tune.machine.cards import Identity, identify
-from hf_rocm_tune.machine.host import Host, Kernel, keep, read_host, read_kernel
-from hf_rocm_tune.machine.kfd import GpuNode, Topology, read_atomics, read_peers, read_topology
-from hf_rocm_tune.machine.pci import (
+from hf_rocm_tune.machine.gpus import (
     AMD,
     INTEL,
     NVIDIA,
     DisplayDevice,
+    GpuNode,
     Link,
+    Sensors,
+    Topology,
     list_display_devices,
+    no_sensors,
     read_aer,
+    read_atomics,
     read_bar_bytes,
     read_driver,
     read_iommu_group,
     read_iommu_type,
+    read_peers,
+    read_sensors,
+    read_topology,
     read_upward,
 )
-from hf_rocm_tune.machine.sensors import Sensors, no_sensors, read_sensors
+from hf_rocm_tune.machine.host import Host, Kernel, keep, read_host, read_kernel
 from hf_rocm_tune.machine.software import TorchDevice
 from hf_rocm_tune.machine.sysfs import LiveTree, Reading, RecordingTree, Tree, unknown
 from hf_rocm_tune.machine.visible import is_integrated, visible_nodes

@@ -318,31 +318,33 @@ def covers(name: str) -> bool:
     return any(row.names(name) for row in POLICY)
 
 
-def _release(version: str | None) -> tuple[int, int] | None:
-    numbers = re.match(r"(\d+)(?:\.(\d+))?", version or "")
-    return (int(numbers[1]), int(numbers[2] or 0)) if numbers else None
+def version_numbers(version: str) -> tuple[int, ...] | None:
+    """``2.13.0+rocm7.2`` as (2, 13, 0, 0), padded so that equal versions compare equal; None where it is no version."""
+    match = re.match(r"\s*([0-9]+(?:\.[0-9]+)*)", version)
+    return None if match is None else tuple([*map(int, match[1].split(".")[:4]), 0, 0, 0][:4])
 
 
-def _within(version: str | None, wanted: Sequence[str], unknown: bool) -> bool | None:
-    release = _release(version)
-    if release is None:
-        return None if unknown or version else False
-    low, high = map(_release, wanted)
-    return (low is None or release >= low) and (high is None or release < high)
+def within(version: str, low: str | None, high: str | None) -> bool:
+    """Whether ``low <= version < high``; an open end is None or empty, and what is no version is in no range."""
+    value, first, end = (version_numbers(one) if one else None for one in (version, low, high))
+    return value is not None and (first is None or value >= first) and (end is None or value < end)
 
 
 def _conditions(row: Row, facts: MachineFacts) -> Iterator[tuple[bool | None, str]]:
     """Each condition of a row: whether it holds (None: not known), and the field of the facts that it depends on."""
     if not row.any_build:
         yield facts.is_rocm, "hip_version"
-    if row.torch:
-        yield _within(facts.torch_version, row.torch, True), "torch_version"
+    stated = {"torch_version": row.torch, "hip_version": row.rocm, "flash_attn_version": row.flash_attn}
+    for name, wanted in stated.items():
+        version: str | None = getattr(facts, name)
+        if wanted and (version is None or version_numbers(version) is None):
+            # What is not there is in no range; what is there without a version that can be read may be in any.
+            yield None if version or name == "torch_version" or name in facts.reasons else False, name
+        elif wanted:
+            yield within(version or "", *wanted), name
     if row.torch_releases:
-        release = _release(facts.torch_version)
-        yield None if release is None else release in map(_release, row.torch_releases), "torch_version"
-    for name, wanted in (("hip_version", row.rocm), ("flash_attn_version", row.flash_attn)):
-        if wanted:
-            yield _within(getattr(facts, name), wanted, name in facts.reasons), name
+        release = version_numbers(facts.torch_version or "")
+        yield None if release is None else "{}.{}".format(*release) in row.torch_releases, "torch_version"
     archs = facts.archs
     if row.has_arch:
         yield None if archs is None else row.has_arch in archs, "archs"

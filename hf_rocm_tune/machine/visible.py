@@ -19,7 +19,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from hf_rocm_tune.machine.kfd import GpuNode
+from hf_rocm_tune.machine.gpus import GpuNode
 
 FILTERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 OURS = "HIP_VISIBLE_DEVICES"
@@ -81,7 +81,7 @@ def choose(
     """Choose the cards that this process is to see; every rank of a job comes to the same choice.
 
     Args:
-        nodes: GPUs in the kernel's order (``kfd.read_topology``). Empty on a CUDA machine: then nothing is set.
+        nodes: GPUs in the kernel's order (``gpus.read_topology``). Empty on a CUDA machine: then nothing is set.
         environ: the process's variables; the user's own filter is kept.
         complete: whether ``nodes`` are all there are; where not, indices are uncertain and nothing is set.
         processes: how many processes of this job run on this machine.

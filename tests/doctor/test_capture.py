@@ -12,7 +12,7 @@ import pytest
 from hf_rocm_tune.doctor import capture
 from hf_rocm_tune.doctor.capture import Identity, of_policy, pack, read, write
 from hf_rocm_tune.doctor.diagnose import all_checks, diagnose
-from hf_rocm_tune.doctor.evidence import Evidence, own_environ
+from hf_rocm_tune.doctor.findings import Evidence, own_environ
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import record

@@ -16,7 +16,7 @@ import pytest
 
 from tests import simcard
 
-MODULE = "hf_rocm_tune.doctor.measured"
+MODULE = "hf_rocm_tune.doctor.diagnose"
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune.machine import kfd
+from hf_rocm_tune.machine import gpus
 from hf_rocm_tune.machine.cards import CARDS, GIB, identify
+from hf_rocm_tune.machine.gpus import Sensors, core_dumps, parse_throttle, read_sensors, read_upward, throttle_causes
 from hf_rocm_tune.machine.host import Host, parse_cmdline, parse_config, read_host, read_kernel
-from hf_rocm_tune.machine.pci import read_upward
-from hf_rocm_tune.machine.sensors import Sensors, core_dumps, parse_throttle, read_sensors, throttle_causes
 from hf_rocm_tune.machine.survey import Gpu, survey
-from hf_rocm_tune.machine.sysfs import RecordedTree
+from hf_rocm_tune.machine.sysfs import LiveTree, RecordedTree
 from tests.machine.parts import (
     P2P_CONFIG,
     STRIX_HALO,
@@ -55,13 +54,13 @@ def sensors_of(built: Built) -> Sensors:
     [(110000, "gfx1100"), (90402, "gfx942"), (90010, "gfx90a"), (90012, "gfx90c"), (110501, "gfx1151")],
 )
 def test_architecture_is_spelled_as_llvm_spells_it(version: int, arch: str) -> None:
-    assert kfd.decode_arch(version) == arch
+    assert gpus.decode_arch(version) == arch
 
 
 def test_a_7900_xt_is_read_whole() -> None:
     built = Built("invented").card()
     built.files[f"{NODES}/1/properties"] += "location_id 1018\n"  # bus 3, device 31, function 2; the last one wins
-    (node,) = kfd.read_topology(built.tree()).nodes
+    (node,) = gpus.read_topology(built.tree()).nodes
     assert (node.index, node.node, node.arch, node.gfx_target_version) == (0, 1, "gfx1100", 110000)
     assert (node.vram_bytes, node.pci_address, node.name) == (XT.vram_bytes, "0000:03:1f.2", "ip discovery")
     assert not node.has_cpu
@@ -74,14 +73,14 @@ def test_nodes_are_in_numeric_order_and_banks_of_video_memory_are_added() -> Non
     banks = {0: (1, 1 << 28), 1: (2, (20 << 30) - (1 << 28)), 2: (0, 1 << 36)}  # visible, hidden, system memory
     for bank, (heap, size) in banks.items():
         files[f"{NODES}/2/mem_banks/{bank}/properties"] = f"heap_type {heap}\nsize_in_bytes {size}\n"
-    topology = kfd.read_topology(RecordedTree({"schema": 1, "files": files}))
+    topology = gpus.read_topology(RecordedTree({"schema": 1, "files": files}))
     assert [(node.index, node.node) for node in topology.nodes] == [(0, 1), (1, 2), (2, 10)]
     assert [node.vram_bytes for node in topology.nodes] == [None, 20 << 30, None]
     assert topology.complete
 
 
 def test_a_machine_without_the_driver_has_no_gpu_and_is_completely_known(tmp_path: Path) -> None:
-    topology = kfd.read_topology(tmp_path)
+    topology = gpus.read_topology(LiveTree(tmp_path))
     assert (topology.nodes, topology.complete) == ((), True)
     assert "no AMD GPU" in topology.reasons[0]
 
@@ -92,14 +91,14 @@ def test_a_machine_without_the_driver_has_no_gpu_and_is_completely_known(tmp_pat
 def test_a_node_that_cannot_be_read_makes_the_list_uncertain(text: str) -> None:
     built = Built("invented").card().card()
     built.files[f"{NODES}/1/mem_banks/0/properties"] = text
-    topology = kfd.read_topology(built.tree())
+    topology = gpus.read_topology(built.tree())
     assert [node.vram_bytes for node in topology.nodes] == [None, XT.vram_bytes]
     assert topology.complete and topology.reasons
     built.files[f"{NODES}/1/properties"] = text
     if text == "EPERM":  # a container's device filter answers like this
         del built.files[f"{NODES}/1/properties"]
         built.errors[f"{NODES}/1/properties"] = text
-    topology = kfd.read_topology(built.tree())
+    topology = gpus.read_topology(built.tree())
     assert [node.node for node in topology.nodes] == [2]
     assert not topology.complete
     assert text != "EPERM" or "Operation not permitted" in topology.reasons[0]
@@ -536,7 +535,7 @@ def test_metrics_of_another_form_state_no_throttling(metrics: bytes) -> None:
 
 
 def test_only_core_dumps_of_amdgpu_count(tmp_path: Path) -> None:
-    assert core_dumps(tmp_path) == frozenset()
+    assert core_dumps(LiveTree(tmp_path)) == frozenset()
     for name, driver, device in (("devcd1", "amdgpu", CARD), ("devcd2", "iwlwifi", "b"), ("devcd3", None, "c")):
         there = tmp_path / "sys/devices/pci0000:00" / device
         there.mkdir(parents=True)
@@ -546,7 +545,7 @@ def test_only_core_dumps_of_amdgpu_count(tmp_path: Path) -> None:
         (tmp_path / "sys/class/devcoredump" / name).mkdir(parents=True)
         (tmp_path / "sys/class/devcoredump" / name / "failing_device").symlink_to(there)
     (tmp_path / "sys/class/devcoredump/disabled").write_text("0\n")
-    assert core_dumps(tmp_path) == {f"devcd1 of {CARD}"}
+    assert core_dumps(LiveTree(tmp_path)) == {f"devcd1 of {CARD}"}
     assert isinstance(core_dumps(), frozenset)  # this machine, whatever it is
 
 

@@ -17,7 +17,6 @@ from hf_rocm_tune.machine.sysfs import (
     RecordedTree,
     RecordingTree,
     Tree,
-    as_tree,
     parse_int,
     read_int,
     read_text,
@@ -157,12 +156,11 @@ def test_only_groups_that_own_devices_are_recorded() -> None:
 
 
 def test_a_path_root_knows_files_and_nothing_of_this_process(tmp_path: Path) -> None:
-    facts = as_tree(tmp_path).process()
+    facts = LiveTree(tmp_path).process()
     assert (facts.release, facts.groups, facts.shm_bytes, facts.cpu) == (None, None, None, None)
     live = LiveTree().process()
     assert live.platform
     assert live.release
-    assert as_tree(tree := LiveTree()) is tree
 
 
 def test_a_path_that_the_system_cannot_even_ask_for_is_an_error_of_the_system(tmp_path: Path) -> None:
@@ -184,11 +182,11 @@ def test_a_plain_file_is_no_device_node(tmp_path: Path) -> None:
 def test_only_plain_decimal_numbers_of_64_bits_are_numbers(tmp_path: Path, text: str) -> None:
     assert parse_int(text) is None
     (tmp_path / "number").write_text(text)
-    reading = read_int(tmp_path, "number")
+    reading = read_int(LiveTree(tmp_path), "number")
     assert reading.value is None and reading.reason
     (tmp_path / "number").write_text(" 42\n")
-    assert read_int(tmp_path, "number").value == 42
+    assert read_int(LiveTree(tmp_path), "number").value == 42
 
 
 def test_an_oversized_file_is_not_taken_into_memory(odd: Path) -> None:
-    assert "more than" in read_text(odd, "/huge").reason
+    assert "more than" in read_text(LiveTree(odd), "huge").reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_rocm_tune.machine import visible
-from hf_rocm_tune.machine.kfd import GpuNode, decode_arch
+from hf_rocm_tune.machine.gpus import GpuNode, decode_arch
 
 HIP = "HIP_VISIBLE_DEVICES"
 

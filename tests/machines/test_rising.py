@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import pytest
 
 from hf_rocm_tune.doctor import command as doctor_command
-from hf_rocm_tune.doctor import pcie
-from hf_rocm_tune.doctor.evidence import Evidence
+from hf_rocm_tune.doctor import links
+from hf_rocm_tune.doctor.findings import Evidence
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import Machine, survey
 from tests.machine.trees import Built
@@ -30,7 +30,7 @@ def examined(
     """Exit code, and row to status, of the checks of the counters on a machine that counts in between."""
     evidence = Evidence(machine=counting(before), software=Software.from_dict(stack()), environ={})
     monkeypatch.setattr(doctor_command, "read_here", lambda: (evidence, {}))
-    monkeypatch.setattr(pcie, "survey", lambda: counting(after))
+    monkeypatch.setattr(links, "survey", lambda: counting(after))
     code, out, _ = command("--only", "link_errors", "link_errors_after", "--json")
     return code, {one["row"]: one["status"] for one in json.loads(out)["findings"]}
 
