@@ -19,14 +19,7 @@ from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line.
-
-    Args:
-        argv: the arguments without the program's name; ``sys.argv`` unless given.
-
-    Returns:
-        The exit code (see ``errors``).
-    """
+    """Run a command line (``sys.argv`` unless given), and give the exit code (see ``errors``)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return run_guarded(lambda: _dispatch(arguments), argv=arguments, process_ends=argv is None)
 

@@ -183,12 +183,8 @@ def _platform(evidence: Evidence) -> Iterator[Finding]:
 
 
 def of_decision(decision: Decision, *, found: bool = False) -> Finding:
-    """A decision of the policy of variables as a finding of the check ``variables``.
-
-    Args:
-        decision: what was decided.
-        found: it rests on what the doctor has measured, of which a run knows nothing.
-    """
+    """A decision of the policy of variables as a finding of the check ``variables``; `found` where it rests on what the
+    doctor has measured, of which a run knows nothing."""
     names = decision.variable.split(", ")
     value = "" if decision.value is None else f"={shlex.quote(decision.value)}"
     seen = [f"{name}={given}" for name, given in zip(names, (decision.value or "").split(" | "), strict=False)]

@@ -141,12 +141,8 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype, *, roundings: int =
 
 
 def allowance(right: Tensor, rounded: Tensor) -> Tensor:
-    """How far each element may be from float64; see the module.
-
-    Args:
-        right: float64.
-        rounded: the same formula in the dtype of the result.
-    """
+    """How far each element may be from float64 (`right`), by the same formula in the dtype of the result; see the
+    module."""
     info = torch.finfo(rounded.dtype)
     return FACTOR * ((rounded.double() - right).abs().max() + info.eps / 2 * right.abs()) + info.tiny
 
@@ -250,13 +246,11 @@ class Bench:
         self._keep({"case": case, "error": " ".join(f"{type(error).__name__}: {error}".split())[:300]})
 
     def verdict(self, right: str, wrong: str, evidence: Iterable[str] = ()) -> Finding:
-        """The finding on all results.
+        """The finding on all results by the rows for all right and for something wrong; both take ``cases``, the latter
+        ``wrong``.
 
-        Args:
-            right, wrong: rows for all right, and for something wrong; both take ``cases``, the latter ``wrong``. A
-                result that reads back in two ways has a row of its own, and so has one that the device refused to
-                compute where nothing else is wrong.
-            evidence: more lines.
+        A result that reads back in two ways has a row of its own, and so has one that the device refused to compute
+        where nothing else is wrong.
         """
         cases = f"{self.cases:,}"
         if not self.wrong:
@@ -360,14 +354,11 @@ def _line(problem: Mapping[str, Any]) -> str:
 
 
 def gemm(request: Mapping[str, Any]) -> list[Finding]:
-    """Products of every dtype, shape and layout.
+    """Products of every dtype, shape and layout; with ``full`` larger shapes too.
 
     Each is made twice: of small integers, where nothing may differ, and of normally distributed values against the
-    bound of `arithmetic.product`. For the latter, sums in reduced precision are off, because the bound is that of
-    float32 sums; for the former they are as torch has them by default.
-
-    Args:
-        request: ``device``, ``address``; ``full``: larger shapes too; ``seed``; ``fault``.
+    bound of `product`. For the latter, sums in reduced precision are off, because the bound is that of float32 sums;
+    for the former they are as torch has them by default.
     """
     with Bench(request) as bench:
         for dtype in DTYPES:
@@ -456,14 +447,12 @@ def _float32_sums() -> Iterator[None]:
 
 
 def gemm_repeat(request: Mapping[str, Any]) -> list[Finding]:
-    """The same product again and again, every result against the first, bit for bit, on the device.
+    """The same product again and again for ``seconds`` in each dtype, every result against the first, bit for bit, on
+    the device.
 
     The first is compared with float64. One that differs is brought to the CPU: if all of it is still within the
     rounding bound, the library only adds in another order from call to call; if not, it is wrong. On an accelerator a
     second stream keeps the memory busy meanwhile. Not covered: a device that is wrong in the same way every time.
-
-    Args:
-        request: ``device``, ``address``; ``seconds``: how long in each dtype; ``seed``; ``fault``.
     """
     fault = dict(request.get("fault") or {})
     lines, varying = [], []

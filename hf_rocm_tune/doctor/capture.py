@@ -176,13 +176,7 @@ def of_policy(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def pack(evidence: Evidence, recording: Mapping[str, Any], identity: Identity) -> dict[str, Any]:
-    """What goes into the file.
-
-    Args:
-        evidence: of this machine.
-        recording: of what was read for it.
-        identity: the names that must not be in it.
-    """
+    """What goes into the file, of this machine's evidence and the recording of what was read for it."""
     software = evidence.software.to_dict() if evidence.software else {}
     packed: dict[str, Any] = identity.out_of_json({**_without_groups(recording), "software": software, "binary": {}})
     packed["source"] = f"hf-rocm-tune {__version__}, doctor --capture"
@@ -198,10 +192,7 @@ def pack(evidence: Evidence, recording: Mapping[str, Any], identity: Identity) -
 
 
 def write(file: Path, evidence: Evidence, recording: Mapping[str, Any]) -> int:
-    """Write the file.
-
-    Returns:
-        The number of things that were read and are in it.
+    """Write the file; the number of things that were read and are in it.
 
     Raises:
         UsageError: it cannot be written.
@@ -215,10 +206,7 @@ def write(file: Path, evidence: Evidence, recording: Mapping[str, Any]) -> int:
 
 
 def read(file: Path) -> tuple[Evidence, str]:
-    """Read a file that `write` has written, or one that was built by hand.
-
-    Returns:
-        The evidence in it, and where it comes from.
+    """The evidence in a file that `write` has written or that was built by hand, and where it comes from.
 
     Raises:
         UsageError: it is no such file; says what is wrong.

@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -93,12 +93,8 @@ def in_order(checks: Iterable[Check]) -> list[Check]:
 
 
 def select(checks: Sequence[Check], *, only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[Check]:
-    """Those that are asked for.
-
-    Args:
-        checks: to choose from.
-        only: names of checks or groups, a name that is both means the group; all where none is given.
-        skip: names of checks or groups that are left out.
+    """Those checks that are asked for by names of checks or groups (a name that is both means the group); all without
+    any.
 
     Raises:
         UsageError: there is no check or group of a name, or nothing is left.
@@ -160,14 +156,8 @@ def diagnose(
 def quick(evidence: Evidence | None = None, *, measure_seconds: float = MEASURE_SECONDS) -> list[Finding]:
     """Find out in a few seconds whether this machine is fit to train. Never raises for what it finds.
 
-    Call it in one process of a job, before that process fills the card: what is measured is measured in children.
-
-    Args:
-        evidence: read from this machine unless given.
-        measure_seconds: what measuring may take; 0 leaves it out.
-
-    Returns:
-        The findings, without those on checks that were not run.
+    Call it in one process of a job, before that process fills the card: what is measured is measured in children, for
+    about `measure_seconds`. Findings on checks that were not run are left out.
     """
     known = read_here(deadline_s=ASK_SECONDS)[0] if evidence is None else evidence
     done = diagnose(known, affordable(all_checks(), known, measure_seconds))
@@ -284,13 +274,7 @@ def _measure(check: Check, evidence: Evidence) -> list[Finding]:
 
 
 def _device(device: TorchDevice) -> dict[str, Any]:
-    return {
-        "device": f"cuda:{device.index}",
-        "name": device.name,
-        "arch": device.arch,
-        "address": device.pci_address,
-        "total_bytes": device.total_bytes,
-    }
+    return {**asdict(device), "device": f"cuda:{device.index}", "address": device.pci_address}
 
 
 def run_measured(

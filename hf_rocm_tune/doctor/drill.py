@@ -350,14 +350,7 @@ def same_bytes(arrived: Tensor, source: Tensor) -> bool:
 
 
 def inject(device: torch.device, *, faults: int, seed: int, on_fault: Callable[[], object]) -> InjectedFaults:
-    """Put faults into real transfers to a device until `faults` of them have changed bytes.
-
-    Args:
-        device: ``cuda`` or ``cpu``.
-        faults: how many; they are spread evenly over `CELLS`.
-        seed: of what is sent and where it is harmed.
-        on_fault: called after each.
-    """
+    """Put faults into real transfers until `faults` of them, spread evenly over `CELLS`, have changed bytes."""
     found, samples = InjectedFaults(), Samples(seed)
     with ExitStack() as stack:
         movers: dict[tuple[str, bool], Mover] = {}
@@ -430,12 +423,7 @@ def send_clean(
 ) -> CleanTransfers:
     """Send tensors of every dtype and size, through all stages in turn, and compare what arrived byte by byte.
 
-    Args:
-        device: ``cuda`` or ``cpu``.
-        transfers: how many.
-        seed: of what is sent.
-        on_transfer: called after each.
-        mover: sends instead of a new one; its report must be a `Listener`.
+    A mover that is given sends instead of a new one; its report must be a `Listener`.
     """
     found, samples, rng = CleanTransfers(), Samples(seed + 1), random.Random(seed)
     with mover or _mover(device) as sender:

@@ -196,13 +196,10 @@ def from_row(
 
 def unknown(reason: str, *, check: str = "", subject: str = "", evidence: Iterable[str] = ()) -> Finding:
     """Something that could not be found out, and why."""
-    return Finding(
-        check=check,
-        row="",
+    return replace(
+        skipped(reason, check=check, subject=subject),
         status="unknown",
         title="could not be found out",
-        text=" ".join(reason.split()),
-        subject=subject,
         evidence=tuple(evidence),
     )
 
@@ -276,11 +273,7 @@ class Evidence:
         return visible_nodes(topology.nodes, self.variables) if known else None
 
     def facts(self, findings: frozenset[str] = frozenset()) -> MachineFacts:
-        """The same in the form that the policy of variables wants.
-
-        Args:
-            findings: names that rows of the policy hang on, for example ``peer_copy_failed``.
-        """
+        """The same for the policy of variables, with names that its rows hang on, for example ``peer_copy_failed``."""
         reasons: dict[str, str] = {}
         software, visible = self.software, self.visible
         torch_version = software.torch_version.value if software else None
@@ -312,11 +305,7 @@ def own_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_here(*, deadline_s: float = DEADLINE_S) -> tuple[Evidence, dict[str, Any]]:
-    """What this machine is, and the recording of what was read of it.
-
-    Args:
-        deadline_s: seconds that torch has to answer.
-    """
+    """What this machine is, and the recording of what was read of it; torch has `deadline_s` seconds to answer."""
     machine, recording = record()
     software = read_software(deadline_s=deadline_s)
     return Evidence(machine=machine, software=software, environ=own_environ(os.environ)), recording
@@ -389,13 +378,7 @@ def with_evidence(findings: Iterable[Finding], line: str) -> list[Finding]:
 
 
 def failure(what: str, outcome: Outcome, *, subject: str) -> Finding:
-    """The finding on a child that hung, died or left garbage.
-
-    Args:
-        what: it was to find out.
-        outcome: how it ended.
-        subject: what it was about.
-    """
+    """The finding on a child that hung, died or left garbage, by what it was to find out and of what (`subject`)."""
     evidence = [f"the measuring process {outcome.how}", *_printed(outcome)]
     if outcome.error.startswith("OutOfMemoryError"):
         return unknown(f"not enough memory is free: {outcome.error}", subject=subject, evidence=evidence)

@@ -143,13 +143,11 @@ def formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor
 
 
 def attention(request: Mapping[str, Any]) -> list[Finding] | Again:
-    """Run attention every way: one finding on the results, one on what runs.
+    """Run attention every way: one finding on the results, one on what runs; ``full``: longer sequences, other head
+    sizes.
 
-    Where no fused backend runs on ROCm, another process finds out whether one does with AOTriton's flag.
-
-    Args:
-        request: ``device``, ``address``, ``hip``; ``full``: longer sequences and other head sizes; ``seed``; ``fault``;
-            ``first`` and ``slow``: of the first process, whose results are not looked at again.
+    Where no fused backend runs on ROCm, another process finds out whether one does with AOTriton's flag; ``first`` and
+    ``slow`` are of the first process, whose results are not looked at again.
     """
     with Bench(request) as bench:
         backends = {name_of(dtype): _backends(bench, dtype) for dtype in DTYPES}
@@ -319,11 +317,8 @@ def _place(bench: Bench, tensor: Tensor, heads_last: bool) -> Tensor:
 
 
 def norm(request: Mapping[str, Any]) -> list[Finding]:
-    """Normalisation, embedding, softmax and cross entropy, forward and backward, by dtype.
-
-    Args:
-        request: ``device``, ``address``; ``full``: larger sizes too; ``seed``; ``fault``.
-    """
+    """Normalisation, embedding, softmax and cross entropy, forward and backward, by dtype; with ``full`` larger sizes
+    too."""
     full = bool(request.get("full"))
     with Bench(request) as bench:
         # A CPU adds the gradients of weight and bias up in the dtype, which many rows make as wrong as one likes.
@@ -396,14 +391,10 @@ def _embedding(bench: Bench, dtype: torch.dtype) -> None:
 
 
 def nf4(request: Mapping[str, Any]) -> list[Finding]:
-    """What bitsandbytes quantises, dequantises and multiplies in NF4.
+    """What bitsandbytes quantises, dequantises and multiplies in NF4; with ``full`` larger weights too.
 
     Each step gets right inputs, whatever the step before it made. Products with few rows, as in decoding, run kernels
     of their own.
-
-    Args:
-        request: ``device``, ``address``; ``full``: larger weights too; ``seed``; ``fault``, or ``absmax``: one scale is
-            doubled before it is used.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         return [skipped("bitsandbytes is not installed", subject=request["device"])]

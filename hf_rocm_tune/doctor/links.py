@@ -206,11 +206,10 @@ def _by_kind(
 
 
 def bandwidth(request: Mapping[str, Any]) -> list[Finding]:
-    """Copy page-locked memory both ways, and read the state of the link while copies are on their way.
+    """Copy page-locked memory both ways, ``mib`` at a time, and read the state of the link while copies are on their
+    way.
 
-    Args:
-        request: ``device``, ``address``; ``mib``: of one copy; ``root``: what stands for ``/`` where the link is read;
-            ``fault``: ``slow``.
+    ``root`` in the request stands for ``/`` where the link is read.
     """
     import torch
 
@@ -282,13 +281,7 @@ def _try_pairs(request: Mapping[str, Any], devices: Sequence[Any], environ: Mapp
 
 
 def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:
-    """The finding on one pair.
-
-    Args:
-        trial: of it.
-        again: how it went with the engines for peers off.
-        about: what the check finds out.
-    """
+    """The finding on one pair; `again` says how it went with the engines for peers off."""
     subject = f"{trial.source}->{trial.destination}"
     names = {"source": trial.source, "destination": trial.destination}
     seen = [f"with HSA_ENABLE_PEER_SDMA=0: {again}"] if again else []

@@ -116,8 +116,8 @@ def round_trip(request: Mapping[str, Any]) -> list[Finding] | Again:
     Where bytes are wrong on ROCm, another process tries with the copy engines (SDMA) off, to tell where they come from.
 
     Args:
-        request: ``device``, ``address``, ``hip``; ``repeats``: how often the repeated case is sent; ``largest``: bytes
-            of the largest case; ``fault``; ``first``: of the process that found wrong bytes.
+        request: ``repeats``: how often the repeated case is sent; ``largest``: bytes of the largest case;
+            ``first``: of the process that found wrong bytes.
     """
     device, name = device_of(request), request["device"]
     trial = _RoundTrip(device, copies_for(request))
@@ -267,9 +267,6 @@ def mmap_heap(request: Mapping[str, Any]) -> list[Finding]:
     """A tensor that lies in a mapped file, copied to the card, against the same tensor on the heap.
 
     With some kernels the mapped one takes a thousand times as long (ROCm/ROCm#6523).
-
-    Args:
-        request: ``device``, ``address``; ``fault``: ``slow`` or ``zeros``.
     """
     device, name = device_of(request), request["device"]
     slow = (request.get("fault") or {}).get("kind") == "slow"
@@ -403,8 +400,8 @@ def canaries(request: Mapping[str, Any]) -> list[Finding] | Again:
     """Watch; where memory changed, another process looks once more without the user's allocator settings.
 
     Args:
-        request: ``device``, ``address``; ``cycles`` at most; ``seconds`` after which no cycle begins; ``share`` of the
-            free memory that comes and goes; ``fault``; ``first``: of the process that found a change.
+        request: ``cycles`` at most; ``seconds`` after which no cycle begins; ``share`` of the free memory that
+            comes and goes; ``first``: of the process that found a change.
     """
     device = device_of(request)
     settings = CanarySettings.for_device(device, cycles=request["cycles"], share=request["share"])

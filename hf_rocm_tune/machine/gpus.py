@@ -108,9 +108,7 @@ class GpuNode:
     Attributes:
         index: place among the GPU nodes, from 0.
         node: number of the topology node (CPUs are nodes too).
-        gfx_target_version: as the kernel writes it, for example 110000.
-        arch: the same as LLVM spells it, for example ``gfx1100``.
-        simd_count: SIMD units; two a compute unit on RDNA. Not to be used to identify a card.
+        arch: ``gfx_target_version`` as LLVM spells it, for example ``gfx1100``.
         vram_bytes: sum of the frame-buffer banks in bytes; None where no bank could be read.
         pci_address: ``domain:bus:device.function``; None where the kernel gives no location.
         name: the kernel's name of the chip, often only a code name; may be empty.
@@ -119,9 +117,7 @@ class GpuNode:
 
     index: int
     node: int
-    gfx_target_version: int
     arch: str
-    simd_count: int
     vram_bytes: int | None
     pci_address: str | None
     name: str
@@ -208,7 +204,6 @@ def _read_vram_bytes(tree: Tree, node: int) -> Reading[int]:
 
 
 def _gpu_node(tree: Tree, index: int, number: int, properties: Mapping[str, int], vram: int | None) -> GpuNode:
-    version = properties["gfx_target_version"]
     location = properties.get("location_id")
     address = None
     if location is not None:  # bus in bits 8-15, device in 3-7, function in 0-2
@@ -217,9 +212,7 @@ def _gpu_node(tree: Tree, index: int, number: int, properties: Mapping[str, int]
     return GpuNode(
         index=index,
         node=number,
-        gfx_target_version=version,
-        arch=decode_arch(version),
-        simd_count=properties["simd_count"],
+        arch=decode_arch(properties["gfx_target_version"]),
         vram_bytes=vram,
         pci_address=address,
         name=read_text(tree, f"{NODES}/{number}/name").value or "",
@@ -369,15 +362,11 @@ def read_bar_bytes(tree: Tree, address: str) -> Reading[int]:
     return derived(read_text(tree, path), largest, f"/{path}: no memory BAR")
 
 
-def read_iommu_group(tree: Tree, address: str) -> Reading[int]:
-    """Number of the device's IOMMU group."""
-    path = f"{DEVICES}/{address}/iommu_group"
-    name = read_link_name(tree, path, absent="the device is in no IOMMU group")
-    return derived(name, parse_int, f"/{path}: does not point at a numbered group")
-
-
-def read_iommu_type(tree: Tree, group: Reading[int]) -> Reading[str]:
-    """``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating), as the kernel states it of a group."""
+def read_iommu_type(tree: Tree, address: str) -> Reading[str]:
+    """``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating), as the kernel states of the device's group."""
+    link = f"{DEVICES}/{address}/iommu_group"
+    name = read_link_name(tree, link, absent="the device is in no IOMMU group")
+    group = derived(name, parse_int, f"/{link}: does not point at a numbered group")
     if group.value is None:
         return unknown(group.reason)
     path = f"sys/kernel/iommu_groups/{group.value}/type"

@@ -281,8 +281,7 @@ class RecordedTree:
     """
 
     def __init__(self, recording: Mapping[str, Any]) -> None:
-        schema = recording.get("schema") if isinstance(recording, Mapping) else type(recording).__name__
-        if schema != _SCHEMA:
+        if (schema := recording.get("schema")) != _SCHEMA:
             raise UsageError(
                 f"this is no recording of a machine that can be read: schema {_SCHEMA} expected, got {schema!r}"
             )
@@ -389,12 +388,9 @@ class RecordingTree:
         return self._process
 
     def recording(self, source: str = "") -> dict[str, Any]:
-        """Everything that was asked so far, ready for JSON.
+        """Everything that was asked so far, ready for JSON; `source` says where this machine comes from.
 
         Of the process's groups only those are in it that own a device node or are the usual owners of one.
-
-        Args:
-            source: where this machine comes from.
         """
         sections = {name: dict(sorted(answers.items())) for name, answers in self._answers.items()}
         owners = {node["group"] for node in self._answers["nodes"].values()} | _DEVICE_GROUPS

@@ -177,12 +177,8 @@ def links_of(source: str) -> tuple[str, ...]:
 
 
 def issue_link(name: str, repositories: Mapping[str, str]) -> str:
-    """The address of an issue such as ``rccl#1129``; empty for any other name.
-
-    Args:
-        name: a source.
-        repositories: what stands before the ``#``, and the repository that it means.
-    """
+    """The address of an issue such as ``rccl#1129``, whose repository is known by what stands before the ``#``; else
+    empty."""
     issue = re.fullmatch(r"([A-Za-z0-9./-]+)#([0-9]+)", name)
     if issue is None or issue[1] not in repositories:
         return ""
@@ -227,56 +223,46 @@ def package_directory(package: str) -> Path | None:
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
-def stated_in_package(package: str, file: str, names: Sequence[str]) -> Reading[dict[str, str | None]]:
-    """The quoted values that a file of an installed package assigns to names, without importing it.
-
-    Returns:
-        Those of the names that it assigns to, with None for another value than a text.
-    """
-    directory = package_directory(package)
+def read_torch_file() -> Reading[dict[str, str | None]]:
+    """What ``torch/version.py`` assigns to ``__version__``, ``hip``, ``rocm`` and ``cuda``, as far as it does, without
+    importing torch; None for another value than a text."""
+    directory = package_directory("torch")
     if directory is None:
-        return Reading(value=None, reason=f"{package} is not installed")
+        return Reading(value=None, reason="torch is not installed")
     try:
-        text = (directory / file).read_text("utf-8", errors="replace")
+        text = (directory / "version.py").read_text("utf-8", errors="replace")
     except OSError as error:
-        return Reading(value=None, reason=f"{package}/{file}: {error.strerror}")
+        return Reading(value=None, reason=f"torch/version.py: {error.strerror}")
     found: dict[str, str | None] = {}
-    for name in names:
+    for name in ("__version__", "hip", "rocm", "cuda"):
         if re.search(rf"^{name}\b", text, re.MULTILINE):
             quoted = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
             found[name] = quoted[1] if quoted else None
-    return Reading(value=found)
-
-
-def read_torch_file() -> Reading[dict[str, str | None]]:
-    """What ``torch/version.py`` states, by the names ``__version__``, ``hip``, ``rocm`` and ``cuda``."""
-    stated = stated_in_package("torch", "version.py", ("__version__", "hip", "rocm", "cuda"))
-    if stated.value is not None and stated.value.get("__version__") is None:
-        return Reading(value=None, reason=_OTHER_FORM)
-    return stated
+    return Reading(value=found) if found.get("__version__") else Reading(value=None, reason=_OTHER_FORM)
 
 
 def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
-    """Read what this process needs to know of torch and flash-attn, importing neither.
-
-    Args:
-        archs: architectures of the visible GPUs; None where they were not read.
-    """
+    """Read what this process needs to know of torch and flash-attn, importing neither; `archs` are those of the
+    visible GPUs, None where they were not read."""
     reasons: dict[str, str] = {} if archs is not None else {"archs": "the visible GPUs were not read"}
-    torch = read_torch_file()
+    torch, flash_attn = read_torch_file(), None
     stated = torch.value or {}
     if torch.value is None:
         reasons["torch_version"] = torch.reason
     if "hip" not in stated:
         reasons["hip_version"] = torch.reason or _OTHER_FORM
-    flash_attn = stated_in_package("flash_attn", "__init__.py", ("__version__",))
-    if flash_attn.value is None and package_directory("flash_attn") is not None:
-        reasons["flash_attn_version"] = flash_attn.reason
+    if package_directory("flash_attn") is not None:
+        from importlib import metadata  # takes a moment that every start of the package would pay
+
+        try:
+            flash_attn = metadata.version("flash-attn")
+        except metadata.PackageNotFoundError:
+            reasons["flash_attn_version"] = "flash_attn is there, and no distribution of that name"
     return MachineFacts(
         torch_version=stated.get("__version__"),
         hip_version=stated.get("hip"),
         archs=archs,
-        flash_attn_version=(flash_attn.value or {}).get("__version__"),
+        flash_attn_version=flash_attn,
         reasons=reasons,
     )
 
@@ -533,9 +519,7 @@ def _prints_table(command_line: Sequence[str]) -> bool:
 def explain(decisions: Sequence[Decision], facts: MachineFacts | None = None) -> str:
     """A readable table, the gravest first: action, variable and value, then reason, fix and source below.
 
-    Args:
-        decisions: what was decided.
-        facts: on what ground; shown above the table, with the reason for each thing that is not known.
+    The facts that it rests on are shown above it, with the reason for each thing that is not known.
     """
     lines = [] if facts is None else [_ground(facts)]
     for one in sorted(decisions, key=lambda one: _ORDER.index(one.action)):
@@ -576,8 +560,7 @@ def read_pairs(variable: str, text: str, keys: Iterable[str], *, required: Mappi
     """Read ``key=value`` pairs joined by commas, as every variable that asks for faults has them.
 
     Args:
-        variable: its name, for messages.
-        text: its value.
+        variable, text: its name, for messages, and its value.
         keys: that are valid.
         required: keys that must be there, and what to give for them.
 

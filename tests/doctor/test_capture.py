@@ -197,7 +197,22 @@ def damaged() -> dict[str, bytes]:
         "software": json.dumps(parsed | {"software": {"python": 3}}).encode(),
         "software text": json.dumps(parsed | {"software": "much"}).encode(),
         "devices": json.dumps(parsed | {"software": stack() | {"devices": {"value": [{"index": -1}]}}}).encode(),
-        "process": json.dumps(parsed | {"process": {"groups": "all"}}).encode(),
+        **{
+            f"{section} {value}": json.dumps(parsed | {section: value}).encode()
+            for section, value in (
+                ("process", {"groups": "all"}),
+                ("process", {"groups": [None]}),
+                ("process", {"shm_bytes": True}),
+                ("process", {"release": 6}),
+                ("process", [1]),
+                ("names", {"a": "b"}),
+                ("names", {"a": [1]}),
+                ("errors", {"a": 13}),
+                ("nodes", {"a": True}),
+                ("nodes", {"a": {"usable": "yes"}}),
+                ("binary", {"a": "\u00e4"}),
+            )
+        },
     }
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from hf_rocm_tune.doctor import links, quick
+from hf_rocm_tune.doctor import quick
 from hf_rocm_tune.doctor.diagnose import NOTHING_THERE, affordable, all_checks, diagnose, in_order
 from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, all_rows, from_row
 from hf_rocm_tune.machine.software import Software
-from hf_rocm_tune.machine.survey import Machine, survey
+from hf_rocm_tune.machine.survey import survey
 from hf_rocm_tune.machine.sysfs import Reading
 from tests.machine.parts import XT, Slot
 from tests.machine.trees import Built
@@ -144,20 +144,6 @@ def test_an_integrated_gpu_is_no_second_card() -> None:
         environ={},
     )
     assert two_of_another_vendor.card_count == 2
-
-
-def test_the_counters_of_the_link_are_read_again_after_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    def counted(correctable: int) -> Machine:
-        return survey(Built("a machine").card(XT, aer={"correctable": correctable}).tree())
-
-    known = replace(evidence(), machine=counted(5))
-    for now, row in ((5, "aer_still"), (9, "aer_corrected_rising"), (0, "aer_still")):
-        monkeypatch.setattr(links, "survey", lambda now=now: counted(now))
-        (made,) = diagnose(known, [links.CHECKS[-1]]).findings
-        assert made.row == row
-    monkeypatch.setattr(links, "survey", lambda: survey(Built("gone").tree()))
-    (made,) = diagnose(known, [links.CHECKS[-1]]).findings
-    assert made.status == "skipped"
 
 
 def test_what_was_found_is_told_to_the_policy_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.sysfs import (
     MAX_BYTES,
     LiveTree,
@@ -99,39 +98,6 @@ def test_a_recorded_error_is_raised_again_with_the_system_s_words() -> None:
         tree.read("f", 9)
     with pytest.raises(OSError, match="Input/output error"):
         tree.read("g", 9)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        [],
-        None,
-        "text",
-        {},
-        {"schema": 2},
-        {"schema": 1, "files": []},
-        {"schema": 1, "files": {"a": 1}},
-        {"schema": 1, "files": {1: "a"}},
-        {"schema": 1, "binary": {"a": "no base64!"}},
-        {"schema": 1, "binary": {"a": "ä"}},
-        {"schema": 1, "names": {"a": "b"}},
-        {"schema": 1, "names": {"a": [1]}},
-        {"schema": 1, "errors": {"a": 13}},
-        {"schema": 1, "nodes": {"a": True}},
-        {"schema": 1, "nodes": {"a": {"usable": "yes"}}},
-        {"schema": 1, "nodes": {"a": {"usable": 1, "group": None}}},
-        {"schema": 1, "process": [1]},
-        {"schema": 1, "process": {"groups": "render"}},
-        {"schema": 1, "process": {"groups": [None]}},
-        {"schema": 1, "process": {"shm_bytes": True}},
-        {"schema": 1, "process": {"release": 6}},
-    ],
-    ids=str,
-)
-def test_a_damaged_recording_is_one_line(damage: Any) -> None:
-    with pytest.raises(UsageError) as caught:
-        RecordedTree(damage)
-    assert "\n" not in str(caught.value)
 
 
 def test_half_a_surrogate_in_a_recording_is_read_as_binary() -> None:
