@@ -1,7 +1,7 @@
 """All checks, the choice among them, and running them: none stops another, and what was not run is said with why.
 
-A check that measures is an entry of ``knowledge/checks.toml`` and the function that it names. The function is called in
-a child process with a deadline, which imports its module and with it torch; this process never does.
+A check that measures is a table ``[checks.NAME]`` in ``knowledge/`` and the function that it names. The function is
+called in a child process with a deadline, which imports its module and with it torch; this process never does.
 ``request["device"]`` is ``cuda:0`` ... or ``cpu``; ``request["fault"]``, where it is there, is ``{"kind": ...,
 "where": ...}``, one of the check's own ``faults``. Faults of the process itself (hang, kill, garbage ...) are made by
 ``machine.child``. The function calls ``child.step("copying 64 MiB")`` before each part, so that a hang can be told by
@@ -26,6 +26,7 @@ from typing import Any
 from hf_rocm_tune.doctor import access, host, links, software
 from hf_rocm_tune.doctor.findings import (
     GROUPS,
+    KNOWLEDGE,
     Again,
     Check,
     Evidence,
@@ -55,7 +56,8 @@ _ENOUGH_HANGS = 2
 
 MEASURED: Mapping[str, Check] = {
     name: Check(name=name, measured=True, **{**entry, "faults": tuple(entry["faults"])})
-    for name, entry in knowledge_data("checks.toml").items()
+    for file in sorted(KNOWLEDGE.glob("measured_*.toml"))
+    for name, entry in knowledge_data(file.name)["checks"].items()
 }
 
 

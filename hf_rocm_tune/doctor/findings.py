@@ -15,8 +15,8 @@ A row is one table in a file of ``knowledge/`` that is not one of ``DATA_FILES``
 
 Only a row of status ``ok`` may lack a cure, and every row has a source: tests/doctor/test_rows.py holds the rules.
 
-A new check that reads is a function and a `Check` in ``CHECKS`` of its module, and its rows; one that measures is a
-function, its rows, and an entry of ``checks.toml``, which names the function.
+A new check that reads is a function and a `Check` in ``CHECKS`` of its module, and its rows. One that measures is a
+function, its rows, and a table ``[checks.NAME]`` in front of them, which names the function.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hf_rocm_tune.ranks.trials import DEVICE_ERRORS
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
 #: Tables that checks look things up in (`knowledge_data`); all other files hold rows.
-DATA_FILES = ("kernels.toml", "versions.toml", "thresholds.toml", "addresses.toml", "checks.toml")
+DATA_FILES = ("kernels.toml", "versions.toml", "thresholds.toml", "addresses.toml")
 NOT_TESTED_HERE = "not tested by this project"
 
 NO_VARIABLES = "the recording holds no variables"
@@ -99,7 +99,9 @@ def all_rows() -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for file in sorted(KNOWLEDGE.glob("*.toml")):
         if file.name not in DATA_FILES:
-            for name, table in tomllib.loads(file.read_text(encoding="utf-8")).items():
+            for name, table in knowledge_data(file.name).items():
+                if name == "checks":
+                    continue
                 assert name not in rows, f"{file.name}: there are two rows {name!r}"
                 lists = {key: tuple(table.get(key, ())) for key in ("sources", "environ")}
                 rows[name] = Row(name=name, **{**table, **lists})
@@ -108,7 +110,7 @@ def all_rows() -> dict[str, Row]:
 
 @cache
 def knowledge_data(file: str) -> dict[str, Any]:
-    """One of ``DATA_FILES`` as it stands."""
+    """A file of ``knowledge/`` as it stands."""
     return tomllib.loads((KNOWLEDGE / file).read_text(encoding="utf-8"))
 
 

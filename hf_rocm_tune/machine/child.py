@@ -150,8 +150,8 @@ def run_groups(groups: Sequence[Sequence[Task]], *, deadline_s: float, grace_s: 
             not come.
 
     Returns:
-        The outcomes in the order of the tasks. No child runs any more, but for what the kernel does not let die.
-            Where one could not be started (no memory, no room in the temporary directory), all have died of that.
+        The outcomes in the order of the tasks. No child runs any more, but for what the kernel does not let die. Where
+        one could not be started (no memory, no room in the temporary directory), all have died of that.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -364,7 +364,7 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
 
     Returns:
         The exit code, and only where it was started by hand; otherwise it ends the process with it. 0; that of a
-            ``TuneError``, with its message on stderr; 1 for any other exception, with its traceback on stderr.
+        ``TuneError``, with its message on stderr; 1 for any other exception, with its traceback on stderr.
     """
     global _fault
     _follow_parent()
