@@ -29,7 +29,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -147,6 +147,15 @@ def allowance(right: Tensor, rounded: Tensor) -> Tensor:
     return FACTOR * ((rounded.double() - right).abs().max() + info.eps / 2 * right.abs()) + info.tiny
 
 
+class Problem(NamedTuple):
+    """A wrong result, or one that the device refused to compute, in one line."""
+
+    case: str
+    line: str
+    refused: bool = False
+    reads_agree: bool = True
+
+
 class Bench:
     """Computes on one device, compares, counts results and keeps the first wrong ones.
 
@@ -170,7 +179,7 @@ class Bench:
         self._kind, self._where = fault.get("kind", ""), fault.get("where", "")
         self.cases = self.elements = self.wrong = 0
         self.worst = 0.0
-        self.problems: list[dict[str, Any]] = []
+        self.problems: list[Problem] = []
         self._mover = Mover(self.device)
 
     def __enter__(self) -> Bench:
@@ -189,11 +198,33 @@ class Bench:
 
     def exact(self, case: str, result: Tensor, right: Tensor, *, gradient: bool = False) -> bool:
         """Compare a result on the device with the only right values, on the CPU; a zero may have either sign."""
-        return self._compare(case, result, right, None, gradient)
+        return self.close(case, result, right, None, gradient=gradient)
 
-    def close(self, case: str, result: Tensor, right: Tensor, bound: Tensor, *, gradient: bool = False) -> bool:
-        """Compare with float64 values that may be missed by a bound."""
-        return self._compare(case, result, right, bound, gradient)
+    def close(self, case: str, result: Tensor, right: Tensor, bound: Tensor | None, *, gradient: bool = False) -> bool:
+        """Compare with float64 values that may be missed by a bound; where that is None, with the only right ones."""
+        assert result.shape == right.shape, (case, result.shape, right.shape)
+        wanted = self._kind in ("wrong", "nan", "zeros") or (self._kind == "gradient" and gradient)
+        result = result.detach()
+        if wanted and self._where in case and result.numel():
+            result, self._kind = harmed(result, self._kind), ""
+        step(f"comparing {case}")
+        found = result.cpu()
+        self.cases += 1
+        self.elements += found.numel()
+        if bound is None:
+            wrong = found != right
+        else:
+            error = (found.double() - right).abs()
+            wrong = ~(error <= bound)  # NaN is within no bound
+            share = torch.where(error == 0, 0, error / bound).nan_to_num(nan=_BEYOND).clamp_max(_BEYOND)
+            self.worst = max(self.worst, float(share.max()))
+        if not wrong.any():
+            return True
+        again = result.cpu()
+        same = torch.equal(*(read.reshape(-1).view(torch.uint8) for read in (found, again)))
+        line = _line(case, found, right, bound, wrong) + ("" if same else "; read back again, it was different")
+        self._keep(Problem(case=case, line=line, reads_agree=same))
+        return False
 
     def attempt(self, case: str, compute: Callable[[], Result]) -> Result | None:
         """What is computed; None where that raises, which is noted: it is a fault of the installation."""
@@ -243,7 +274,8 @@ class Bench:
     def refused(self, case: str, error: Exception) -> None:
         """Note that a case raised instead of giving a result."""
         self.cases += 1
-        self._keep({"case": case, "error": " ".join(f"{type(error).__name__}: {error}".split())[:300]})
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        self._keep(Problem(case=case, line=f"{case}: refused with {said}", refused=True))
 
     def verdict(self, right: str, wrong: str, evidence: Iterable[str] = ()) -> Finding:
         """The finding on all results by the rows for all right and for something wrong; both take ``cases``, the latter
@@ -258,42 +290,18 @@ class Bench:
             compared += f", the largest error {100 * self.worst:.0f} % of its bound" if self.worst else ""
             return from_row(right, subject=self.name, evidence=[compared, *evidence], cases=cases)
         lines = [*self.problem_lines(), *evidence]
-        if not all(problem.get("reads_agree", True) for problem in self.problems):
+        if not all(problem.reads_agree for problem in self.problems):
             return from_row("arithmetic_read_back", subject=self.name, evidence=lines)
-        row = "arithmetic_refused" if all("error" in problem for problem in self.problems) else wrong
+        row = "arithmetic_refused" if all(problem.refused for problem in self.problems) else wrong
         return from_row(row, subject=self.name, evidence=lines, wrong=f"{self.wrong:,}", cases=cases)
 
     def problem_lines(self) -> list[str]:
         """The first problems, one line each, and how many more there are."""
-        lines = [_line(problem) for problem in self.problems[:_SHOWN]]
+        lines = [problem.line for problem in self.problems[:_SHOWN]]
         left = self.wrong - len(lines)
         return [*lines, f"and {left:,} more results"] if left > 0 else lines
 
-    def _compare(self, case: str, result: Tensor, right: Tensor, bound: Tensor | None, gradient: bool) -> bool:
-        assert result.shape == right.shape, (case, result.shape, right.shape)
-        wanted = self._kind in ("wrong", "nan", "zeros") or (self._kind == "gradient" and gradient)
-        result = result.detach()
-        if wanted and self._where in case and result.numel():
-            result, self._kind = harmed(result, self._kind), ""
-        step(f"comparing {case}")
-        found = result.cpu()
-        self.cases += 1
-        self.elements += found.numel()
-        if bound is None:
-            wrong = found != right
-        else:
-            error = (found.double() - right).abs()
-            wrong = ~(error <= bound)  # NaN is within no bound
-            share = torch.where(error == 0, 0, error / bound).nan_to_num(nan=_BEYOND).clamp_max(_BEYOND)
-            self.worst = max(self.worst, float(share.max()))
-        if not wrong.any():
-            return True
-        again = result.cpu()
-        same = torch.equal(*(read.reshape(-1).view(torch.uint8) for read in (found, again)))
-        self._keep({"case": case, **_describe(found, right, bound, wrong), "reads_agree": same})
-        return False
-
-    def _keep(self, problem: dict[str, Any]) -> None:
+    def _keep(self, problem: Problem) -> None:
         self.wrong += 1
         if len(self.problems) < _KEPT_PROBLEMS:
             self.problems.append(problem)
@@ -317,39 +325,18 @@ def both_ways(layer: Callable[..., Tensor], inputs: Sequence[Tensor], upstream: 
     return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
 
 
-def _describe(found: Tensor, right: Tensor, bound: Tensor | None, wrong: Tensor) -> dict[str, Any]:
+def _line(case: str, found: Tensor, right: Tensor, bound: Tensor | None, wrong: Tensor) -> str:
     places, values = wrong.nonzero(), found[wrong].double()
-    at = tuple(places[0].tolist())
-    return {
-        "wrong": places.shape[0],
-        "of": found.numel(),
-        "first": list(at),
-        "box": [int(column.max() - column.min()) + 1 for column in places.t()],
-        "found": f"{found[at].item():.7g}",
-        "right": f"{right[at].item():.7g}",
-        "bound": None if bound is None else float(bound[at]),
-        "zeros": int((values == 0).sum()),
-        "nans": int(values.isnan().sum()),
-    }
-
-
-def _line(problem: Mapping[str, Any]) -> str:
-    if "error" in problem:
-        return f"{problem['case']}: refused with {problem['error']}"
-    wrong, allowed = problem["wrong"], "it is exact"
-    if problem["bound"] is not None:
-        allowed = f"it may differ by {problem['bound']:.3g}"
+    count, at = places.shape[0], tuple(places[0].tolist())
+    allowed = "it is exact" if bound is None else f"it may differ by {float(bound[at]):.3g}"
     # The smallest box that holds all wrong elements: a cut tile of a kernel is told by its sides.
-    region = f", all within {' x '.join(map(str, problem['box']))}" if wrong > 1 else ""
-    shares = "".join(
-        f"; {100 * problem[key] / wrong:.0f} % of them {words}"
-        for key, words in (("zeros", "zero"), ("nans", "NaN"))
-        if problem[key]
-    )
-    reads = "" if problem["reads_agree"] else "; read back again, it was different"
+    box = " x ".join(str(int(column.max() - column.min()) + 1) for column in places.t())
+    kinds = {"zero": int((values == 0).sum()), "NaN": int(values.isnan().sum())}
+    shares = "".join(f"; {100 * number / count:.0f} % of them {kind}" for kind, number in kinds.items() if number)
     return (
-        f"{problem['case']}: {wrong:,} of {problem['of']:,} elements wrong, the first at {problem['first']}{region}: "
-        f"{problem['found']} instead of {problem['right']} ({allowed}){shares}{reads}"
+        f"{case}: {count:,} of {found.numel():,} elements wrong, the first at {list(at)}"
+        f"{f', all within {box}' if count > 1 else ''}: "
+        f"{found[at].item():.7g} instead of {right[at].item():.7g} ({allowed}){shares}"
     )
 
 

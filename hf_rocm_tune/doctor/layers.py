@@ -160,7 +160,7 @@ def attention(request: Mapping[str, Any]) -> list[Finding] | Again:
         for dtype in DTYPES if request.get("full") and bench.device.type == "cuda" else ():
             step(f"profiling {name_of(dtype)} attention")
             kernels.append(f"kernels in {name_of(dtype)}: {', '.join(_kernels(bench, dtype))}")
-        gradients = all("gradient" in problem["case"] for problem in bench.problems)
+        gradients = all("gradient" in problem.case for problem in bench.problems)
         right = bench.verdict("attention_right", "attention_gradient_wrong" if gradients else "attention_wrong")
     findings = [right, what_runs(request["device"], backends, kernels)]
     slow = unfused(backends)
