@@ -19,7 +19,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hf_rocm_tune.machine import kfd, variables, visible
+from hf_rocm_tune.machine import gpus, variables, visible
 from hf_rocm_tune.machine.variables import Action
 from hf_rocm_tune.version import __version__
 
@@ -49,7 +49,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
 
 
-def _choose_card(topology: kfd.Topology, rocm: bool | None, torch_loaded: bool) -> list[variables.Decision]:
+def _choose_card(topology: gpus.Topology, rocm: bool | None, torch_loaded: bool) -> list[variables.Decision]:
     """Choose the cards that this process sees and write them to the environment, unless torch is there already."""
     choice = visible.choose(
         # A torch that is known to be no ROCm build sees none of these GPUs, and its own filter is not ours to narrow.
@@ -79,7 +79,7 @@ def _decision(variable: str, action: Action, value: str | None, choice: visible.
 
 def _prepare_process() -> None:
     torch_loaded = "torch" in sys.modules
-    topology = kfd.read_topology()
+    topology = gpus.read_topology()
     facts = variables.read_facts(archs=())
     chosen = _choose_card(topology, facts.is_rocm, torch_loaded)
     seen = visible.visible_nodes(topology.nodes, os.environ) if topology.complete else None

@@ -19,14 +19,7 @@ from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line.
-
-    Args:
-        argv: the arguments without the program's name; ``sys.argv`` unless given.
-
-    Returns:
-        The exit code (see ``errors``).
-    """
+    """Run a command line (``sys.argv`` unless given), and give the exit code (see ``errors``)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return run_guarded(lambda: _dispatch(arguments), argv=arguments, process_ends=argv is None)
 
@@ -177,8 +170,7 @@ def drill(argv: Sequence[str]) -> int:
     parser.add_argument("--clean", type=int, help="transfers without a fault (default: 5000)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed sends and harms the same (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file too")
-    full = "10,000 faults, 1,000,000 clean transfers, casts, and canaries in memory; minutes"
-    parser.add_argument("--full", action="store_true", help=full)
+    parser.add_argument("--full", action="store_true", help="10,000 faults and 1,000,000 clean transfers; minutes")
     wanted = parser.parse_args(argv)
     if wanted.json and (wanted.json.is_dir() or not wanted.json.parent.is_dir()):
         raise UsageError(f"--json {wanted.json} is not a file in a directory that exists; choose another")
@@ -186,7 +178,7 @@ def drill(argv: Sequence[str]) -> int:
 
     counts = {"faults": 10_000, "clean": 1_000_000} if wanted.full else {}
     counts |= {name: value for name in ("faults", "clean") if (value := getattr(wanted, name)) is not None}
-    done = run(DrillSettings(device=wanted.device, seed=wanted.seed, full=wanted.full, **counts))
+    done = run(DrillSettings(device=wanted.device, seed=wanted.seed, **counts))
     print(table(done))
     if wanted.json:
         try:

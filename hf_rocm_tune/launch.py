@@ -96,8 +96,7 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
     """Run ``python -m ENTRY ARGV`` in as many processes as the configuration says.
 
     Args:
-        entry: the module.
-        argv: its arguments.
+        entry, argv: the module and its arguments.
         accelerate_config: name or path of an accelerate configuration; chosen by the machine unless given.
         extra: further flags of ``accelerate launch``.
 
@@ -164,11 +163,8 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
 
 
 def _run(arguments: Any) -> tuple[int, int | None]:
-    """Launch and wait.
-
-    Returns:
-        The exit status as ``subprocess`` has it, minus n for signal n, and the rank whose it is, where there are some.
-    """
+    """Launch and wait: the exit status as ``subprocess`` has it, minus n for signal n, and the rank whose it is, if
+    any."""
     from accelerate.commands.launch import launch_command
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException

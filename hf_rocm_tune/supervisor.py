@@ -35,7 +35,7 @@ import psutil
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.machine.sensors import core_dumps
+from hf_rocm_tune.machine.gpus import core_dumps
 from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.training import journal
 from hf_rocm_tune.training.run import list_checkpoints, read_record, skip_step

@@ -207,7 +207,7 @@ def test_what_must_come_before_torch_does_not_bring_it() -> None:
         ("integrity.manifest", "from transformers import Trainer"),
         ("integrity.manifest", "from hf_rocm_tune import models"),
         ("plan.estimate", "import torch"),
-        ("machine.kfd", "from torch import cuda"),
+        ("machine.gpus", "from torch import cuda"),
         ("machine.variables", "import torch.cuda"),
     ],
 )

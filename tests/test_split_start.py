@@ -17,14 +17,14 @@ PROGRAM = """
 import json, os, sys
 import hf_rocm_tune
 from hf_rocm_tune.settings import split as split_start
-from hf_rocm_tune.machine import kfd
+from hf_rocm_tune.machine import gpus
 assert "torch" not in sys.modules
-node = lambda index, arch, gib: kfd.GpuNode(
-    **{name: None for name in kfd.GpuNode.__dataclass_fields__}
+node = lambda index, arch, gib: gpus.GpuNode(
+    **{name: None for name in gpus.GpuNode.__dataclass_fields__}
     | dict(index=index, arch=arch, vram_bytes=gib << 30, has_cpu=False)
 )
 nodes = (node(0, "gfx1036", 1), node(1, "gfx1100", 20), node(2, "gfx1100", 20))
-topology = kfd.Topology(nodes=nodes, reasons=(), complete=True)
+topology = gpus.Topology(nodes=nodes, reasons=(), complete=True)
 from hf_rocm_tune.machine import variables
 split_start.policy.read_facts = lambda **_: type("Facts", (), {"is_rocm": True})
 variables = json.loads(sys.argv[1])

@@ -1,8 +1,8 @@
 """Is this machine fit to train, and if not, how is it fixed? And the drill, which shows that detection works.
 
-Reading order: `findings` (what is known and said), `evidence`, one file a family of checks (`access software system
-pcie` read; `transfers casts memory pairs gemm attention layers` measure, in children that `measured` runs), `diagnose`,
-`report`, `command`; `capture` takes a machine elsewhere. For a program: ``quick``.
+Reading order: `findings` (what a check is given and says), one file a family of checks (`access software host links`
+read, `links transfers arithmetic layers` measure), `diagnose` (which runs them, measurements in children), `command`;
+`capture` takes a machine elsewhere. For a program: ``quick``.
 """
 
 from __future__ import annotations

@@ -6,12 +6,21 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from hf_rocm_tune.doctor.evidence import GIVEN_AWAY, NO_VARIABLES, Check, Evidence, arch_of, in_wheels
-from hf_rocm_tune.doctor.findings import Finding, Status, from_row, unknown
-from hf_rocm_tune.machine.kfd import GpuNode
+from hf_rocm_tune.doctor.findings import (
+    GIVEN_AWAY,
+    NO_VARIABLES,
+    Check,
+    Evidence,
+    Finding,
+    Status,
+    arch_of,
+    from_row,
+    in_wheels,
+    unknown,
+)
 from hf_rocm_tune.machine.survey import Gpu, Machine
 from hf_rocm_tune.machine.variables import Decision, evaluate
-from hf_rocm_tune.machine.visible import FILTERS, OURS, choose, is_integrated
+from hf_rocm_tune.machine.visible import FILTERS, OURS, choose, describe, is_integrated
 
 _GIB = 1 << 30
 _STATUS: dict[str, Status] = {"error": "fail", "warn": "warn", "info": "info", "set": "info"}
@@ -136,7 +145,7 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
         return
     choice = choose(topology.nodes, {}, complete=topology.complete, split=len(cards) > 1)
     line = f"{OURS}={choice.variables.get(OURS, '')}"
-    igpu, card = ", ".join(map(_describe, igpus)), ", ".join(map(_describe, cards))
+    igpu, card = ", ".join(map(describe, igpus)), ", ".join(map(describe, cards))
     filters = {name: evidence.variables[name] for name in FILTERS if name in evidence.variables}
     shown, seen = " ".join(f"{name}={shlex.quote(value)}" for name, value in filters.items()), evidence.visible
     if evidence.environ is None:
@@ -148,16 +157,11 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
     elif seen is None:
         yield unknown(f"{shown} is not a plain list of indices, so what it leaves is not known")
     elif any(node in seen for node in igpus):
-        left = ", ".join(_describe(node) for node in igpus if node in seen)
+        left = ", ".join(describe(node) for node in igpus if node in seen)
         row = "igpu_visible" if any(node in seen for node in cards) else "igpu_instead"
         yield from_row(row, shown=shown, igpu=left, card=card, line=line)
     else:
         yield from_row("igpu_filtered", igpu=igpu, line=shown)
-
-
-def _describe(node: GpuNode) -> str:
-    memory = "" if node.vram_bytes is None else f", {node.vram_bytes / _GIB:.1f} GiB"
-    return f"GPU {node.index} ({node.arch}{memory}{', ' + node.pci_address if node.pci_address else ''})"
 
 
 def _platform(evidence: Evidence) -> Iterator[Finding]:
@@ -173,12 +177,8 @@ def _platform(evidence: Evidence) -> Iterator[Finding]:
 
 
 def of_decision(decision: Decision, *, found: bool = False) -> Finding:
-    """A decision of the policy of variables as a finding of the check ``variables``.
-
-    Args:
-        decision: what was decided.
-        found: it rests on what the doctor has measured, of which a run knows nothing.
-    """
+    """A decision of the policy of variables as a finding of the check ``variables``; `found` where it rests on what the
+    doctor has measured, of which a run knows nothing."""
     names = decision.variable.split(", ")
     value = "" if decision.value is None else f"={shlex.quote(decision.value)}"
     seen = [f"{name}={given}" for name, given in zip(names, (decision.value or "").split(" | "), strict=False)]

@@ -1,4 +1,5 @@
-"""What the checks of arithmetic share: inputs, how far a right result may be from float64, and the count of wrong ones.
+"""Matrix products by dtype, shape and layout (``gemm``), repeated (``gemm_repeat``), by two libraries (``blas``); and
+what all checks of arithmetic share: inputs, how far a right result may be from float64, and the count of wrong ones.
 
 Two kinds of inputs. *Exact* ones leave no room at all: every product and every partial sum, in whatever order, is an
 integer that the narrowest format in use can hold, so each correct implementation gives the same bits. All others are
@@ -16,18 +17,25 @@ A wrong result is read back a second time: where the two differ, the readback is
 
 Faults on purpose: ``wrong`` negates one element and takes one off, ``nan`` makes one NaN (``wrong`` among integers),
 ``zeros`` zeroes a whole result, ``gradient`` is ``wrong`` in a gradient only. The first result is harmed whose case
-contains the request's ``where`` (any, where that is empty).
+contains the request's ``where`` (any, where that is empty): ``where=bfloat16`` or ``where=127x257`` harms one of those
+products, ``where=int8`` the 37th repeat of that dtype, ``where=rocblas`` or ``where=hipblaslt`` those of a library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from hf_rocm_tune.doctor.findings import Finding, from_row
+from hf_rocm_tune.doctor.findings import Finding, from_row, skipped
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
 
@@ -41,6 +49,40 @@ _SHOWN = 3
 _KEPT_PROBLEMS = 12
 _BEYOND = 1e9
 """What stands for an error beyond all bounds, NaN among them."""
+
+SHAPES = (
+    *((1, 1, 1), (3, 5, 7), (17, 31, 63), (64, 64, 64), (127, 257, 129)),
+    *((256, 512, 256), (1, 1024, 257), (513, 129, 1), (384, 1024, 16), (384, 16, 1024)),
+)
+"""m, k, n. Odd ones, where a tile is cut; one row or column, which takes other kernels; the two of a LoRA pair."""
+FULL_SHAPES = ((1023, 1025, 1027), (2048, 4096, 2048), (2048, 64, 4096), (1, 4096, 4096))
+LAYOUTS = ((False, True), (True, False), (True, True))
+"""Whether the left and the right factor is a transposed view: input gradient and weight gradient of a linear layer."""
+LAYOUT_SHAPES = ((64, 64, 64), (127, 257, 129))
+INT8_SHAPES = ((32, 64, 48), (33, 1024, 128), (256, 512, 256))
+"""What CUDA's kernel takes: more than 16 rows, the others multiples of 8."""
+
+REPEATED = (torch.float16, torch.int8, torch.bfloat16, torch.float32)
+"""float16 and int8 first: they are the ones of rocm-libraries#12344."""
+REPEATED_SHAPES = {"cuda": (512, 4096, 1024), "cpu": (96, 128, 112)}
+HARMED_REPEAT = 37
+_RING = 4
+_LEAST_REPEATS = 40
+_BUSY_BYTES = 96 << 20
+"""More than the Infinity Cache of an RX 7900 XT (80 MB), so that its memory is busy."""
+
+LIBRARIES = {"rocblas": "cublas", "hipblaslt": "cublaslt"}
+"""By the names of ``torch.backends.cuda.preferred_blas_library``."""
+VALUES = {"hipblaslt": "1", "rocblas": "0"}
+"""Of TORCH_BLAS_PREFER_HIPBLASLT."""
+TIMED_SHAPES = {"cuda": ((2048, 4096, 4096), (2048, 4096, 1024), (2048, 16, 4096)), "cpu": ((64, 128, 96),)}
+"""Rows, inputs and outputs of linear layers in bfloat16: a projection, a grouped one, half of a LoRA pair."""
+PREFERRED_FROM = 1.1
+"""Ratio of times from which one library is called faster: below, clocks and noise decide. Our own bound."""
+_TIMINGS = 7
+
+
+Result = TypeVar("Result")
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -99,14 +141,19 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype, *, roundings: int =
 
 
 def allowance(right: Tensor, rounded: Tensor) -> Tensor:
-    """How far each element may be from float64; see the module.
-
-    Args:
-        right: float64.
-        rounded: the same formula in the dtype of the result.
-    """
+    """How far each element may be from float64 (`right`), by the same formula in the dtype of the result; see the
+    module."""
     info = torch.finfo(rounded.dtype)
     return FACTOR * ((rounded.double() - right).abs().max() + info.eps / 2 * right.abs()) + info.tiny
+
+
+class Problem(NamedTuple):
+    """A wrong result, or one that the device refused to compute, in one line."""
+
+    case: str
+    line: str
+    refused: bool = False
+    reads_agree: bool = True
 
 
 class Bench:
@@ -132,7 +179,7 @@ class Bench:
         self._kind, self._where = fault.get("kind", ""), fault.get("where", "")
         self.cases = self.elements = self.wrong = 0
         self.worst = 0.0
-        self.problems: list[dict[str, Any]] = []
+        self.problems: list[Problem] = []
         self._mover = Mover(self.device)
 
     def __enter__(self) -> Bench:
@@ -146,97 +193,15 @@ class Bench:
         return self._mover.move(tensor, name="input")
 
     def move_all(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Several."""
+        """Several host tensors on the device, verified."""
         return [self.move(tensor) for tensor in tensors]
 
     def exact(self, case: str, result: Tensor, right: Tensor, *, gradient: bool = False) -> bool:
-        """Compare with the only right values; a zero may have either sign.
+        """Compare a result on the device with the only right values, on the CPU; a zero may have either sign."""
+        return self.close(case, result, right, None, gradient=gradient)
 
-        Args:
-            case: what was computed.
-            result: on the device.
-            right: on the CPU, same dtype and shape.
-            gradient: the result is one.
-        """
-        return self._compare(case, result, right, None, gradient)
-
-    def close(self, case: str, result: Tensor, right: Tensor, bound: Tensor, *, gradient: bool = False) -> bool:
-        """Compare with float64 values that may be missed by a bound; the other arguments are those of `exact`."""
-        return self._compare(case, result, right, bound, gradient)
-
-    def layer(
-        self,
-        name: str,
-        layer: Callable[..., Tensor],
-        formula: Callable[..., Tensor],
-        inputs: Sequence[Tensor],
-        upstream: Tensor,
-        labels: Sequence[str],
-    ) -> None:
-        """Compare a layer and its gradients with its formula.
-
-        Args:
-            name: of the layer, in words.
-            layer: takes the inputs on the device.
-            formula: takes them on the CPU, in float64 and once more in their own dtype.
-            inputs: on the CPU; each gets a gradient.
-            upstream: gradient of the output.
-            labels: of the inputs, in words.
-        """
-        step(f"computing {name}")
-        try:
-            found = _both_ways(layer, self.move_all(inputs), self.move(upstream))
-        except RuntimeError as error:  # every device has these: a refusal is a fault of the installation
-            self.refused(name, error)
-            return
-        right = _both_ways(formula, [tensor.double() for tensor in inputs], upstream.double())
-        self.results(name, found, right, _both_ways(formula, inputs, upstream), labels)
-
-    def results(
-        self,
-        name: str,
-        found: Sequence[Tensor],
-        right: Sequence[Tensor],
-        rounded: Sequence[Tensor],
-        labels: Sequence[str],
-    ) -> None:
-        """Compare an output and the gradients behind it, by `allowance`."""
-        words = ("output", *(f"gradient of {label}" for label in labels))
-        for what, result, exact, narrow in zip(words, found, right, rounded, strict=True):
-            self.close(f"{name}: {what}", result, exact, allowance(exact, narrow), gradient=what != "output")
-
-    def refused(self, case: str, error: Exception) -> None:
-        """Note that a case raised instead of giving a result."""
-        self.cases += 1
-        self._keep({"case": case, "error": " ".join(f"{type(error).__name__}: {error}".split())[:300]})
-
-    def verdict(self, right: str, wrong: str, evidence: Iterable[str] = ()) -> Finding:
-        """The finding on all results.
-
-        Args:
-            right, wrong: rows for all right, and for something wrong; both take ``cases``, the latter ``wrong``. A
-                result that reads back in two ways has a row of its own, and so has one that the device refused to
-                compute where nothing else is wrong.
-            evidence: more lines.
-        """
-        cases = f"{self.cases:,}"
-        if not self.wrong:
-            compared = f"{self.elements:,} elements of {cases} results compared"
-            compared += f", the largest error {100 * self.worst:.0f} % of its bound" if self.worst else ""
-            return from_row(right, subject=self.name, evidence=[compared, *evidence], cases=cases)
-        lines = [*self.problem_lines(), *evidence]
-        if not all(problem.get("reads_agree", True) for problem in self.problems):
-            return from_row("arithmetic_read_back", subject=self.name, evidence=lines)
-        row = "arithmetic_refused" if all("error" in problem for problem in self.problems) else wrong
-        return from_row(row, subject=self.name, evidence=lines, wrong=f"{self.wrong:,}", cases=cases)
-
-    def problem_lines(self) -> list[str]:
-        """The first problems, one line each, and how many more there are."""
-        lines = [_line(problem) for problem in self.problems[:_SHOWN]]
-        left = self.wrong - len(lines)
-        return [*lines, f"and {left:,} more results"] if left > 0 else lines
-
-    def _compare(self, case: str, result: Tensor, right: Tensor, bound: Tensor | None, gradient: bool) -> bool:
+    def close(self, case: str, result: Tensor, right: Tensor, bound: Tensor | None, *, gradient: bool = False) -> bool:
+        """Compare with float64 values that may be missed by a bound; where that is None, with the only right ones."""
         assert result.shape == right.shape, (case, result.shape, right.shape)
         wanted = self._kind in ("wrong", "nan", "zeros") or (self._kind == "gradient" and gradient)
         result = result.detach()
@@ -257,10 +222,86 @@ class Bench:
             return True
         again = result.cpu()
         same = torch.equal(*(read.reshape(-1).view(torch.uint8) for read in (found, again)))
-        self._keep({"case": case, **_describe(found, right, bound, wrong), "reads_agree": same})
+        line = _line(case, found, right, bound, wrong) + ("" if same else "; read back again, it was different")
+        self._keep(Problem(case=case, line=line, reads_agree=same))
         return False
 
-    def _keep(self, problem: dict[str, Any]) -> None:
+    def attempt(self, case: str, compute: Callable[[], Result]) -> Result | None:
+        """What is computed; None where that raises, which is noted: it is a fault of the installation."""
+        step(f"computing {case}")
+        try:
+            return compute()
+        except RuntimeError as error:
+            self.refused(case, error)
+            return None
+
+    def layer(
+        self,
+        name: str,
+        layer: Callable[..., Tensor],
+        formula: Callable[..., Tensor],
+        inputs: Sequence[Tensor],
+        upstream: Tensor,
+        labels: Sequence[str],
+    ) -> None:
+        """Compare a layer and the gradients of all its inputs with its formula.
+
+        Args:
+            name: of the layer, in words.
+            layer: takes the inputs on the device.
+            formula: takes them on the CPU, in float64 and once more in their own dtype.
+            inputs, upstream: on the CPU; the latter is the gradient of the output.
+            labels: of the inputs, in words.
+        """
+        found = self.attempt(name, lambda: both_ways(layer, self.move_all(inputs), self.move(upstream)))
+        if found is not None:
+            right = both_ways(formula, [tensor.double() for tensor in inputs], upstream.double())
+            self.results(name, found, right, both_ways(formula, inputs, upstream), labels)
+
+    def results(
+        self,
+        name: str,
+        found: Sequence[Tensor],
+        right: Sequence[Tensor],
+        rounded: Sequence[Tensor],
+        labels: Sequence[str],
+    ) -> None:
+        """Compare an output and the gradients behind it, by `allowance`."""
+        words = ("output", *(f"gradient of {label}" for label in labels))
+        for what, result, exact, narrow in zip(words, found, right, rounded, strict=True):
+            self.close(f"{name}: {what}", result, exact, allowance(exact, narrow), gradient=what != "output")
+
+    def refused(self, case: str, error: Exception) -> None:
+        """Note that a case raised instead of giving a result."""
+        self.cases += 1
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        self._keep(Problem(case=case, line=f"{case}: refused with {said}", refused=True))
+
+    def verdict(self, right: str, wrong: str, evidence: Iterable[str] = ()) -> Finding:
+        """The finding on all results by the rows for all right and for something wrong; both take ``cases``, the latter
+        ``wrong``.
+
+        A result that reads back in two ways has a row of its own, and so has one that the device refused to compute
+        where nothing else is wrong.
+        """
+        cases = f"{self.cases:,}"
+        if not self.wrong:
+            compared = f"{self.elements:,} elements of {cases} results compared"
+            compared += f", the largest error {100 * self.worst:.0f} % of its bound" if self.worst else ""
+            return from_row(right, subject=self.name, evidence=[compared, *evidence], cases=cases)
+        lines = [*self.problem_lines(), *evidence]
+        if not all(problem.reads_agree for problem in self.problems):
+            return from_row("arithmetic_read_back", subject=self.name, evidence=lines)
+        row = "arithmetic_refused" if all(problem.refused for problem in self.problems) else wrong
+        return from_row(row, subject=self.name, evidence=lines, wrong=f"{self.wrong:,}", cases=cases)
+
+    def problem_lines(self) -> list[str]:
+        """The first problems, one line each, and how many more there are."""
+        lines = [problem.line for problem in self.problems[:_SHOWN]]
+        left = self.wrong - len(lines)
+        return [*lines, f"and {left:,} more results"] if left > 0 else lines
+
+    def _keep(self, problem: Problem) -> None:
         self.wrong += 1
         if len(self.problems) < _KEPT_PROBLEMS:
             self.problems.append(problem)
@@ -277,44 +318,296 @@ def harmed(result: Tensor, kind: str) -> Tensor:
     return broken
 
 
-def _both_ways(layer: Callable[..., Tensor], inputs: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
+def both_ways(layer: Callable[..., Tensor], inputs: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
     """The output, and the gradients of all inputs."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     output = layer(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
 
 
-def _describe(found: Tensor, right: Tensor, bound: Tensor | None, wrong: Tensor) -> dict[str, Any]:
+def _line(case: str, found: Tensor, right: Tensor, bound: Tensor | None, wrong: Tensor) -> str:
     places, values = wrong.nonzero(), found[wrong].double()
-    at = tuple(places[0].tolist())
-    return {
-        "wrong": places.shape[0],
-        "of": found.numel(),
-        "first": list(at),
-        "box": [int(column.max() - column.min()) + 1 for column in places.t()],
-        "found": f"{found[at].item():.7g}",
-        "right": f"{right[at].item():.7g}",
-        "bound": None if bound is None else float(bound[at]),
-        "zeros": int((values == 0).sum()),
-        "nans": int(values.isnan().sum()),
-    }
-
-
-def _line(problem: Mapping[str, Any]) -> str:
-    if "error" in problem:
-        return f"{problem['case']}: refused with {problem['error']}"
-    wrong, allowed = problem["wrong"], "it is exact"
-    if problem["bound"] is not None:
-        allowed = f"it may differ by {problem['bound']:.3g}"
+    count, at = places.shape[0], tuple(places[0].tolist())
+    allowed = "it is exact" if bound is None else f"it may differ by {float(bound[at]):.3g}"
     # The smallest box that holds all wrong elements: a cut tile of a kernel is told by its sides.
-    region = f", all within {' x '.join(map(str, problem['box']))}" if wrong > 1 else ""
-    shares = "".join(
-        f"; {100 * problem[key] / wrong:.0f} % of them {words}"
-        for key, words in (("zeros", "zero"), ("nans", "NaN"))
-        if problem[key]
-    )
-    reads = "" if problem["reads_agree"] else "; read back again, it was different"
+    box = " x ".join(str(int(column.max() - column.min()) + 1) for column in places.t())
+    kinds = {"zero": int((values == 0).sum()), "NaN": int(values.isnan().sum())}
+    shares = "".join(f"; {100 * number / count:.0f} % of them {kind}" for kind, number in kinds.items() if number)
     return (
-        f"{problem['case']}: {wrong:,} of {problem['of']:,} elements wrong, the first at {problem['first']}{region}: "
-        f"{problem['found']} instead of {problem['right']} ({allowed}){shares}{reads}"
+        f"{case}: {count:,} of {found.numel():,} elements wrong, the first at {list(at)}"
+        f"{f', all within {box}' if count > 1 else ''}: "
+        f"{found[at].item():.7g} instead of {right[at].item():.7g} ({allowed}){shares}"
     )
+
+
+def gemm(request: Mapping[str, Any]) -> list[Finding]:
+    """Products of every dtype, shape and layout; with ``full`` larger shapes too.
+
+    Each is made twice: of small integers, where nothing may differ, and of normally distributed values against the
+    bound of `product`. For the latter, sums in reduced precision are off, because the bound is that of float32 sums;
+    for the former they are as torch has them by default.
+    """
+    with Bench(request) as bench:
+        for dtype in DTYPES:
+            for shape in SHAPES + FULL_SHAPES if request.get("full") else SHAPES:
+                _product(bench, dtype, shape, (False, False))
+            for shape, layout in itertools.product(LAYOUT_SHAPES, LAYOUTS):
+                _product(bench, dtype, shape, layout)
+            _batch_and_linear(bench, dtype)
+        refusal = _int8(bench)
+        missing = [f"int8 was not compared: {refusal}"] if refusal else []
+        return [bench.verdict("gemm_right", "gemm_wrong", missing)]
+
+
+def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[bool, bool]) -> None:
+    """One shape, exact and with rounding."""
+    m, k, n = shape
+    signs = " @ ".join("x.T" if transposed else "x" for transposed in layout)
+    name = f"{name_of(dtype)} {m}x{k} by {k}x{n}{f' as {signs}' if any(layout) else ''}"
+
+    def compute(left: Tensor, right: Tensor) -> Tensor:
+        factors = zip((left, right), layout, strict=True)
+        first, second = (bench.move(one.mT.contiguous()).mT if turned else bench.move(one) for one, turned in factors)
+        return first @ second
+
+    left, right = exact_factors(m, k, n, dtype, bench.generator)
+    found = bench.attempt(f"{name}, exact", lambda: compute(left, right))
+    if found is not None:
+        bench.exact(f"{name}, exact", found, (left.double() @ right.double()).to(dtype))
+    one, other = (spread(size, dtype, bench.generator) for size in ((m, k), (k, n)))
+    _close(bench, name, lambda: compute(one, other), product(one, other, dtype))
+
+
+def _batch_and_linear(bench: Bench, dtype: torch.dtype) -> None:
+    """3 products at once, and a linear layer with a bias, which libraries add in the product's epilogue."""
+    left, right = (spread((3, *size), dtype, bench.generator) for size in ((33, 65), (65, 31)))
+    name = f"{name_of(dtype)} batch of 3, 33x65 by 65x31"
+    _close(bench, name, lambda: torch.bmm(bench.move(left), bench.move(right)), product(left, right, dtype))
+
+    layer = [spread(size, dtype, bench.generator) for size in ((65, 127), (96, 127), (96,))]
+    inputs, weight, bias = layer
+    plain, bound = product(inputs, weight.t(), dtype)
+    # Where the bias is added apart, the product was rounded to the dtype once before.
+    bound = bound + torch.finfo(dtype).eps * (plain.abs() + bound + bias.double().abs())
+    name = f"{name_of(dtype)} linear layer with bias, 65x127 to 96"
+    _close(bench, name, lambda: functional.linear(*bench.move_all(layer)), (plain + bias.double(), bound))
+
+
+def _close(bench: Bench, name: str, compute: Callable[[], Tensor], right_and_bound: tuple[Tensor, Tensor]) -> None:
+    with _float32_sums():
+        found = bench.attempt(name, compute)
+        if found is not None:
+            bench.close(name, found, *right_and_bound)
+
+
+def _int8(bench: Bench) -> str:
+    """``torch._int_mm``, whose sums are exact; why the device does not have it, empty where it has."""
+    for m, k, n in INT8_SHAPES:
+        left, right = exact_factors(m, k, n, torch.int8, bench.generator)
+        name = f"int8 {m}x{k} by {k}x{n}, exact"
+        step(f"computing {name}")
+        try:
+            found = torch._int_mm(bench.move(left), bench.move(right))
+        except (RuntimeError, NotImplementedError) as error:  # older cards and libraries have no such kernel
+            return _refusal(error)
+        bench.exact(name, found, (left.double() @ right.double()).to(torch.int32))
+    return ""
+
+
+def _refusal(error: Exception) -> str:
+    """Why something is not there, in one line; an error of the device itself is none of these."""
+    if isinstance(error, torch.AcceleratorError):
+        raise error
+    return " ".join(str(error).split())[:200]
+
+
+@contextmanager
+def _float32_sums() -> Iterator[None]:
+    """Sums in float32 also where a library splits them over several kernels."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    try:
+        matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = False
+        yield
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = before
+
+
+def gemm_repeat(request: Mapping[str, Any]) -> list[Finding]:
+    """The same product again and again for ``seconds`` in each dtype, every result against the first, bit for bit, on
+    the device.
+
+    The first is compared with float64. One that differs is brought to the CPU: if all of it is still within the
+    rounding bound, the library only adds in another order from call to call; if not, it is wrong. On an accelerator a
+    second stream keeps the memory busy meanwhile. Not covered: a device that is wrong in the same way every time.
+    """
+    fault = dict(request.get("fault") or {})
+    lines, varying = [], []
+    with Bench({**request, "fault": None}) as bench:
+        for dtype in REPEATED:
+            name = name_of(dtype)
+            kind = fault.pop("kind", "") if fault.get("where", "") in name else ""
+            try:
+                repeats, differing = _repeat(bench, dtype, request["seconds"], kind)
+            except (RuntimeError, NotImplementedError) as error:
+                if dtype is not torch.int8:  # not every device and library multiplies those
+                    raise
+                lines.append(f"{name} was not compared: {_refusal(error)}")
+                continue
+            lines.append(f"{name}: {repeats:,} times")
+            varying += [f"{differing:,} of {name}"] if differing else []
+        if varying and not bench.wrong:
+            return [from_row("gemm_repeat_varies", subject=bench.name, evidence=lines, varying=", ".join(varying))]
+        return [bench.verdict("gemm_repeats", "gemm_repeat_wrong", lines)]
+
+
+def _repeat(bench: Bench, dtype: torch.dtype, seconds: float, fault: str) -> tuple[int, int]:
+    """How often one dtype was multiplied, and how many results differed from the first within the bound."""
+    name, (m, k, n) = name_of(dtype), REPEATED_SHAPES[bench.device.type]
+    multiply = torch._int_mm if dtype is torch.int8 else torch.mm
+    if dtype is torch.int8:
+        left, right = exact_factors(m, k, n, dtype, bench.generator)
+        exact = left.double() @ right.double()
+        reference = (exact, torch.zeros_like(exact))
+    else:
+        left, right = (spread(size, dtype, bench.generator) for size in ((m, k), (k, n)))
+        reference = product(left, right, dtype)
+    factors = bench.move_all((left, right))
+    step(f"computing {name}, the first")
+    first = multiply(*factors)
+    first_right = bench.close(f"{name}, the first", first, *reference)
+    # Into a buffer of its own each time: what is read has to have been written by this call.
+    ring = [torch.empty_like(first) for _ in range(_RING)]
+    bits = torch.int16 if first.element_size() == 2 else torch.int32
+    add_load = _load(bench.device)
+    number, varying, ends = 1, 0, time.monotonic() + seconds
+    while number <= _LEAST_REPEATS or time.monotonic() < ends:
+        step(f"computing {name}, repeats {number + 1} to {number + _RING}")
+        counts = []
+        add_load()
+        for place in range(_RING):
+            multiply(*factors, out=ring[place])
+            if fault and number + 1 + place == HARMED_REPEAT:
+                ring[place] = harmed(ring[place], fault)
+            counts.append((ring[place].view(bits) != first.view(bits)).sum())
+        for place, count in enumerate(torch.stack(counts).tolist()):
+            # Where the first was wrong already, a repeat that differs from it may be the right one.
+            if not count:
+                bench.cases += 1
+            elif bench.close(f"{name}, repeat {number + 1 + place}", ring[place], *reference) and first_right:
+                varying += 1
+        number += _RING
+    return number, varying
+
+
+def _load(device: torch.device) -> Callable[[], object]:
+    """Adds traffic on a second stream of an accelerator; nothing on a CPU."""
+    if device.type != "cuda":
+        return lambda: None
+    stream, busy = torch.cuda.Stream(device), torch.ones(_BUSY_BYTES // 4, device=device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    busy.record_stream(stream)  # or its memory would be given to a result while it is still written
+
+    def add() -> None:
+        with torch.cuda.stream(stream):
+            busy.neg_()
+
+    return add
+
+
+def blas(request: Mapping[str, Any]) -> list[Finding]:
+    """The same products by rocBLAS and by hipBLASLt, their results and their times.
+
+    Only on ROCm. On a CUDA build the two names would stand for cuBLAS and cuBLASLt; a CPU build has no such choice and
+    times one library twice.
+    """
+    if not request.get("hip"):
+        return [skipped("it compares two libraries of ROCm, and torch is no ROCm build")]
+    wrong = []
+    with Bench(request) as bench:
+        unavailable = {name: reason for name in LIBRARIES if (reason := _not_taken(name, bench.device))}
+        names = [name for name in LIBRARIES if name not in unavailable]
+        left, right = exact_factors(192, 512, 320, torch.bfloat16, bench.generator)
+        exact = (left.double() @ right.double()).to(torch.bfloat16)
+        placed = bench.move_all((left, right))
+        for name in names:
+            step(f"computing a product by {name}")
+            _prefer(name, bench.device)
+            if not bench.exact(f"bfloat16 product by {name}", placed[0] @ placed[1], exact):
+                wrong.append(name)
+        shapes = TIMED_SHAPES[bench.device.type]
+        seconds = {shape: _medians(bench, names, shape) for shape in shapes}
+        problems = bench.problem_lines()
+    lines = [
+        f"bfloat16 linear layer {inputs} to {outputs}, {rows} rows, forward and backward: "
+        + ", ".join(f"{name} {1e3 * median:.3g} ms" for name, median in seconds[rows, inputs, outputs].items())
+        for rows, inputs, outputs in shapes
+    ]
+    return [judge_blas(bench.name, wrong, unavailable, list(seconds.values()), problems, lines)]
+
+
+def judge_blas(
+    device: str,
+    wrong: list[str],
+    unavailable: Mapping[str, str],
+    seconds: list[dict[str, float]],
+    problems: list[str],
+    lines: list[str],
+) -> Finding:
+    """A library that is wrong, one that torch does not take, or the faster one."""
+    if len(wrong) == 1 and not unavailable:
+        other = next(name for name in LIBRARIES if name not in wrong)
+        told = {"library": wrong[0], "other": other, "value": VALUES[other]}
+        return from_row("gemm_library_wrong", subject=device, evidence=problems, **told)
+    if wrong:
+        return from_row("gemm_libraries_wrong", subject=device, evidence=problems, library=" and ".join(wrong))
+    if unavailable:
+        lines = [*lines, *(f"{name}: {reason}" for name, reason in unavailable.items())]
+        return from_row("gemm_one_library", subject=device, evidence=lines, library=" and ".join(unavailable))
+    ratio = math.exp(statistics.mean(math.log(one["rocblas"] / one["hipblaslt"]) for one in seconds))
+    faster, ratio = ("hipblaslt", ratio) if ratio >= 1 else ("rocblas", 1 / ratio)
+    if ratio < PREFERRED_FROM:
+        return from_row("gemm_prefers_neither", subject=device, evidence=lines)
+    return from_row(f"gemm_prefers_{faster}", subject=device, evidence=lines, ratio=f"{ratio:.2f}")
+
+
+def _prefer(name: str, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.backends.cuda.preferred_blas_library(LIBRARIES[name])
+
+
+def _not_taken(name: str, device: torch.device) -> str:
+    """Why torch does not take a library here; empty where it does. It may also take another one without raising."""
+    if device.type != "cuda":
+        return ""
+    try:
+        taken = torch.backends.cuda.preferred_blas_library(LIBRARIES[name])
+    except RuntimeError as error:
+        return " ".join(str(error).split())[:200]
+    library = str(taken).rpartition(".")[2]  # an enumeration of C++: "_BlasBackend.Cublaslt"
+    return "" if library.lower() == LIBRARIES[name] else f"torch takes {library} on this architecture"
+
+
+def _medians(bench: Bench, names: list[str], shape: tuple[int, int, int]) -> dict[str, float]:
+    """Seconds of a forward product and the two of its backward pass, by library."""
+    rows, inputs, outputs = shape
+    sizes = ((rows, inputs), (outputs, inputs), (rows, outputs))
+    x, weight, upstream = bench.move_all(spread(size, torch.bfloat16, bench.generator) for size in sizes)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(_TIMINGS + 1):
+        for name in names:  # in turn, so that a clock that changes changes it for both
+            step(f"timing {shape} by {name}")
+            _prefer(name, bench.device)
+            _synchronize(bench.device)
+            began = time.perf_counter()
+            functional.linear(x, weight)
+            upstream @ weight
+            upstream.t() @ x
+            _synchronize(bench.device)
+            times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(all_of[1:]) for name, all_of in times.items()}  # the first one loads kernels
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

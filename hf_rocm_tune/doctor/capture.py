@@ -24,14 +24,12 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune.doctor.evidence import GROUPS, Evidence
-from hf_rocm_tune.doctor.findings import Finding, all_rows
-from hf_rocm_tune.doctor.report import Report
+from hf_rocm_tune.doctor.findings import GROUPS, Evidence, all_rows
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.machine.cards import CARDS
@@ -124,28 +122,6 @@ class Identity:
             return [self.out_of_json(entry) for entry in value]
         return value
 
-    def out_of_report(self, report: Report) -> Report:
-        """A report to be given to others."""
-        findings = tuple(map(self._out_of_finding, report.diagnosis.findings))
-        return replace(
-            report,
-            diagnosis=replace(report.diagnosis, findings=findings),
-            about=self.out_of(report.about),
-            source=self.out_of(report.source),
-            fault=self.out_of_variable(report.fault),
-        )
-
-    def _out_of_finding(self, finding: Finding) -> Finding:
-        clean = self.out_of_variable if finding.check == "variables" else self.out_of
-        return replace(
-            finding,
-            title=clean(finding.title),
-            text=clean(finding.text),
-            evidence=tuple(map(clean, finding.evidence)),
-            cure=clean(finding.cure),
-            subject=clean(finding.subject),
-        )
-
 
 def _names(found: Iterable[str]) -> tuple[str, ...]:
     """Those that are worth hiding, the longest first so that a name within a name does not spoil it."""
@@ -200,13 +176,7 @@ def of_policy(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def pack(evidence: Evidence, recording: Mapping[str, Any], identity: Identity) -> dict[str, Any]:
-    """What goes into the file.
-
-    Args:
-        evidence: of this machine.
-        recording: of what was read for it.
-        identity: the names that must not be in it.
-    """
+    """What goes into the file, of this machine's evidence and the recording of what was read for it."""
     software = evidence.software.to_dict() if evidence.software else {}
     packed: dict[str, Any] = identity.out_of_json({**_without_groups(recording), "software": software, "binary": {}})
     packed["source"] = f"hf-rocm-tune {__version__}, doctor --capture"
@@ -222,10 +192,7 @@ def pack(evidence: Evidence, recording: Mapping[str, Any], identity: Identity) -
 
 
 def write(file: Path, evidence: Evidence, recording: Mapping[str, Any]) -> int:
-    """Write the file.
-
-    Returns:
-        The number of things that were read and are in it.
+    """Write the file; the number of things that were read and are in it.
 
     Raises:
         UsageError: it cannot be written.
@@ -239,10 +206,7 @@ def write(file: Path, evidence: Evidence, recording: Mapping[str, Any]) -> int:
 
 
 def read(file: Path) -> tuple[Evidence, str]:
-    """Read a file that `write` has written, or one that was built by hand.
-
-    Returns:
-        The evidence in it, and where it comes from.
+    """The evidence in a file that `write` has written or that was built by hand, and where it comes from.
 
     Raises:
         UsageError: it is no such file; says what is wrong.

@@ -1,18 +1,51 @@
-"""All checks, the choice among them, and running them: none stops another, and what was not run is said with why."""
+"""All checks, the choice among them, and running them: none stops another, and what was not run is said with why.
+
+A check that measures is a table ``[checks.NAME]`` in ``knowledge/`` and the function that it names. The function is
+called in a child process with a deadline, which imports its module and with it torch; this process never does.
+``request["device"]`` is ``cuda:0`` ... or ``cpu``; ``request["fault"]``, where it is there, is ``{"kind": ...,
+"where": ...}``, one of the check's own ``faults``. Faults of the process itself (hang, kill, garbage ...) are made by
+``machine.child``. The function calls ``child.step("copying 64 MiB")`` before each part, so that a hang can be told by
+name. One of two cards is called in this process with ``request["devices"]``, because the preflight that it shares its
+trials with has children of its own; any other has one child for each card.
+
+To try one by hand: ``echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.diagnose NAME``.
+"""
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
-from hf_rocm_tune.doctor import access, measured, pcie, software, system
-from hf_rocm_tune.doctor.evidence import GROUPS, Check, Evidence, read_here
-from hf_rocm_tune.doctor.findings import Finding, all_rows, from_row, skipped
+from hf_rocm_tune.doctor import access, host, links, software
+from hf_rocm_tune.doctor.findings import (
+    GROUPS,
+    KNOWLEDGE,
+    Again,
+    Check,
+    Evidence,
+    Finding,
+    all_rows,
+    failure,
+    from_row,
+    knowledge_data,
+    read_here,
+    skipped,
+    with_evidence,
+)
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.variables import evaluate
+from hf_rocm_tune.machine.child import ENDINGS, answer, run
+from hf_rocm_tune.machine.software import TorchDevice
+from hf_rocm_tune.machine.variables import evaluate, read_pairs
 
+VARIABLE = "HF_ROCM_TUNE_DOCTOR_FAULT"
+MODULE = "hf_rocm_tune.doctor.diagnose"
 NOTHING_THERE = "there is nothing of the kind on this machine"
 MEASURE_SECONDS = 10.0
 """What the measured checks of `quick` may take together, by their own estimates."""
@@ -20,6 +53,12 @@ ASK_SECONDS = 20.0
 """After which `quick` no longer waits for torch; it answers within a few seconds as a rule."""
 _HUNG = ("measurement_hung", "pair_hung")
 _ENOUGH_HANGS = 2
+
+MEASURED: Mapping[str, Check] = {
+    name: Check(name=name, measured=True, **{**entry, "faults": tuple(entry["faults"])})
+    for file in sorted(KNOWLEDGE.glob("measured_*.toml"))
+    for name, entry in knowledge_data(file.name)["checks"].items()
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +85,7 @@ class Diagnosis:
 
 def all_checks() -> list[Check]:
     """Every check, in the order in which they run."""
-    read = (*access.CHECKS, *software.CHECKS, *system.CHECKS, *pcie.CHECKS)
-    return in_order([*read, *measured.checks()])
+    return in_order([*access.CHECKS, *software.CHECKS, *host.CHECKS, *links.CHECKS, *MEASURED.values()])
 
 
 def in_order(checks: Iterable[Check]) -> list[Check]:
@@ -57,12 +95,8 @@ def in_order(checks: Iterable[Check]) -> list[Check]:
 
 
 def select(checks: Sequence[Check], *, only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[Check]:
-    """Those that are asked for.
-
-    Args:
-        checks: to choose from.
-        only: names of checks or groups, a name that is both means the group; all where none is given.
-        skip: names of checks or groups that are left out.
+    """Those checks that are asked for by names of checks or groups (a name that is both means the group); all without
+    any.
 
     Raises:
         UsageError: there is no check or group of a name, or nothing is left.
@@ -89,7 +123,7 @@ def listing(checks: Sequence[Check]) -> str:
         lines = []
         for check in (one for one in checks if one.group == group):
             notes = ["with --full only"] if check.full else []
-            notes += ["on an accelerator"] if check.needs_gpu else []
+            notes += ["on an accelerator"] if check.measured else []
             notes += [f"with {check.needs_cards} cards"] if check.needs_cards > 1 else []
             lines.append(f"  {check.name:<{width}}  {check.about}" + (f" ({', '.join(notes)})" if notes else ""))
         blocks += ["\n".join([f"{group}: {title}", *lines])] if lines else []
@@ -103,14 +137,7 @@ def diagnose(
     full: bool = False,
     on_check: Callable[[Check], None] = lambda check: None,
 ) -> Diagnosis:
-    """Run the checks that can run here.
-
-    Args:
-        evidence: see `Evidence`.
-        checks: in any order.
-        full: run long checks as well.
-        on_check: called before each check that runs.
-    """
+    """Run the checks that can run here, long ones with `full`; `on_check` is called before each that runs."""
     findings: list[Finding] = []
     seconds: dict[str, float] = {}
     for check in in_order(checks):
@@ -131,14 +158,8 @@ def diagnose(
 def quick(evidence: Evidence | None = None, *, measure_seconds: float = MEASURE_SECONDS) -> list[Finding]:
     """Find out in a few seconds whether this machine is fit to train. Never raises for what it finds.
 
-    Call it in one process of a job, before that process fills the card: what is measured is measured in children.
-
-    Args:
-        evidence: read from this machine unless given.
-        measure_seconds: what measuring may take; 0 leaves it out.
-
-    Returns:
-        The findings, without those on checks that were not run.
+    Call it in one process of a job, before that process fills the card: what is measured is measured in children, for
+    about `measure_seconds`. Findings on checks that were not run are left out.
     """
     known = read_here(deadline_s=ASK_SECONDS)[0] if evidence is None else evidence
     done = diagnose(known, affordable(all_checks(), known, measure_seconds))
@@ -162,7 +183,7 @@ def affordable(checks: list[Check], evidence: Evidence, measure_seconds: float) 
 def _run(check: Check, evidence: Evidence) -> list[Finding]:
     found: list[Finding] = []
     try:
-        for finding in check.run(evidence):
+        for finding in check.run(evidence) if check.run else _measure(check, evidence):
             found.append(replace(finding, check=check.name))
     except Exception as error:  # a bug of ours in one check must not hide what the others find; it is reported as such
         what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -176,7 +197,7 @@ def _why_not(check: Check, evidence: Evidence, findings: Iterable[Finding], *, f
         return ""
     if evidence.recorded:
         return "recorded: nothing can be measured on a machine that is not here"
-    if check.needs_gpu and not evidence.devices:
+    if not evidence.devices:
         known = evidence.software
         why = "nothing is known of the software" if known is None else known.devices.reason
         return f"torch sees no accelerator: {why or f'torch {known and known.torch_version.value} lists no device'}"
@@ -204,3 +225,124 @@ def _variables_for(evidence: Evidence, findings: Iterable[Finding]) -> list[Find
     # Two cards that want different values of one variable: there is no line to print, and each finding says its own.
     values = {name: {one.value for one in new if one.variable == name} for name in {one.variable for one in new}}
     return [access.of_decision(one, found=True) for one in new if len(values[one.variable]) == 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorFault:
+    """A fault on purpose, so that a user can see that a check would find one.
+
+    ``HF_ROCM_TUNE_DOCTOR_FAULT="check=round_trip,kind=zeros,where=page-locked"``
+
+    Attributes:
+        check: a key of ``MEASURED``.
+        kind: one of that check's faults, or an ending of its process (``machine.child.ENDINGS``).
+        where: only where these words are part of what the check says it is doing.
+    """
+
+    check: str
+    kind: str
+    where: str = ""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> DoctorFault | None:
+        """The fault that the variable asks for; None where it is unset or empty.
+
+        Raises:
+            UsageError: names what is unknown, missing, given twice or not valid, and what is valid.
+        """
+        text = environ.get(VARIABLE, "").strip()
+        if not text:
+            return None
+        example = dict.fromkeys(("check", "kind"), "both, for example check=round_trip,kind=zeros")
+        values = read_pairs(VARIABLE, text, ("check", "kind", "where"), required=example)
+        check, kind = values["check"], values["kind"]
+        if check not in MEASURED:
+            raise UsageError(f"{VARIABLE}: check={check} is not valid; expected one of {' '.join(MEASURED)}")
+        kinds = (*MEASURED[check].faults, *ENDINGS)
+        if kind not in kinds:
+            raise UsageError(f"{VARIABLE}: kind={kind} is not valid for {check}; expected one of {' '.join(kinds)}")
+        return cls(**values)
+
+
+def _measure(check: Check, evidence: Evidence) -> list[Finding]:
+    """A measured check on this machine's devices, with the fault that the environment asks for."""
+    fault = DoctorFault.from_environment(os.environ)
+    common = {"hip": evidence.software is not None and evidence.software.build == "rocm"}
+    if check.needs_cards:
+        requests = [{**common, "devices": list(map(_device, evidence.seen_cards))}]
+    else:
+        requests = [{**common, **_device(device)} for device in evidence.devices]
+    return run_measured(check, requests, fault=fault if fault and fault.check == check.name else None)
+
+
+def _device(device: TorchDevice) -> dict[str, Any]:
+    return {**asdict(device), "device": f"cuda:{device.index}", "address": device.pci_address}
+
+
+def run_measured(
+    check: Check, requests: Iterable[Mapping[str, Any]], *, fault: DoctorFault | None = None
+) -> list[Finding]:
+    """Run a measured check, once for each request. With a fault on purpose every finding says so, and one more."""
+    findings: list[Finding] = []
+    for asked in requests:
+        request: dict[str, Any] = {**check.options, **asked}
+        if fault is not None:
+            request["fault"] = {"kind": fault.kind, "where": fault.where}
+        if check.needs_cards:
+            made = _call(check, {**request, "deadline_s": check.deadline_s, "about": check.about})
+            assert not isinstance(made, Again)
+        else:
+            made = _in_child(check, request)
+        # A card is named with its address, which no filter of visible devices changes.
+        device, address = request.get("device"), request.get("address")
+        for finding in made:
+            subject = f"{device} at {address}" if address and finding.subject == device else finding.subject
+            findings.append(replace(finding, check=check.name, subject=subject))
+    if fault is None:
+        return findings
+    said = f"a fault was put in on purpose: {VARIABLE}=check={fault.check},kind={fault.kind}"
+    said += f",where={fault.where}" if fault.where else ""
+    marked = [replace(finding, evidence=(said, *finding.evidence)) for finding in findings]
+    return [from_row("fault_on_purpose", check=fault.check, kind=fault.kind, name=fault.check), *marked]
+
+
+def _in_child(check: Check, request: Mapping[str, Any]) -> list[Finding]:
+    ask = partial(run, MODULE, check.name, deadline_s=check.deadline_s)
+    outcome = ask(request=request)
+    if outcome.result is None:
+        return [failure(check.about, outcome, subject=str(request["device"]))]
+    findings, again = outcome.result["findings"], outcome.result["again"]
+    if again is not None:
+        second = ask(request={**request, **again["request"], "first": findings}, environ=again["environ"])
+        if second.result is None:
+            line = f"{again['words']}: the measuring process {second.how}"
+            return with_evidence(map(Finding.from_dict, findings), line)
+        findings = second.result["findings"]
+    return [Finding.from_dict(values) for values in findings]
+
+
+def _call(check: Check, request: dict[str, Any]) -> list[Finding] | Again:
+    module, _, function = check.function.partition(".")
+    made: list[Finding] | Again = getattr(importlib.import_module(f"{__package__}.{module}"), function)(request)
+    return made
+
+
+def measure_here(check: Check, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The child's half: ``findings``, and ``again`` where a second child is wanted; plain JSON values."""
+    first = list(map(Finding.from_dict, request.get("first", ())))
+    made = _call(check, {**check.options, **request, "first": first})
+    if isinstance(made, Again):
+        again = {"environ": dict(made.environ), "words": made.words, "request": dict(made.request)}
+        return {"findings": [one.to_dict() for one in made.findings], "again": again}
+    return {"findings": [one.to_dict() for one in made], "again": None}
+
+
+def _measure_what_is_named(request: dict[str, Any]) -> dict[str, Any]:
+    names = [name for name, one in MEASURED.items() if not one.needs_cards]
+    if len(sys.argv) != 2 or sys.argv[1] not in names:
+        raise UsageError(f"got {' '.join(sys.argv[1:]) or 'nothing'} to measure: give one of {' '.join(names)}")
+    return measure_here(MEASURED[sys.argv[1]], request)
+
+
+if __name__ == "__main__":
+    sys.exit(answer(_measure_what_is_named))

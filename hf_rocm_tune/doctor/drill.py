@@ -1,38 +1,72 @@
 """``hf-rocm-tune drill``: faults of every kind put into real transfers on the user's own device, and what was found.
 
 The transfers go through the same mover, ring, digests and ladder as those of a run; only the copies are harmed, at the
-backend. Not covered: the libraries above the mover. Real runs take the same faults through ``HF_ROCM_TUNE_FAULT``.
+backend. Whether what arrived is right is judged apart from the digests, byte by byte, and device memory is poisoned
+before anything is sent to it: allocators hand out memory again, so what was never written may hold the right bytes of
+an earlier transfer by chance. Not covered: the libraries above the mover, which real runs show under
+``HF_ROCM_TUNE_FAULT``; speed (``bench transfer``); casts and memory at rest (``doctor``).
 """
 
 from __future__ import annotations
 
 import platform
-import statistics
+import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from torch import Tensor
 
-from hf_rocm_tune.doctor.casts import Casts, compare_casts
-from hf_rocm_tune.doctor.drill_faults import CleanTransfers, InjectedFaults, Tally, inject, send_clean
-from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.integrity.canaries import Canaries, CanaryFault, CanarySettings, watch
-from hf_rocm_tune.transfer import Mover, TransferSettings
+from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.transfer import (
+    STAGES,
+    AcceleratorBackend,
+    Backend,
+    FaultSpec,
+    HostBackend,
+    Mover,
+    TransferReport,
+    TransferSettings,
+    digest,
+)
+from hf_rocm_tune.transfer.diagnosis import POISON
+from hf_rocm_tune.transfer.faults import KINDS
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather, typed_view
 
-_CANARY_CYCLES = 200
-_REHEARSED_CYCLE = 2
-_ROUNDS = 7
-_BATCH_SHAPE = (4, 2048)
-_BATCHES_A_ROUND = 10
+SLOT_BYTES = 16 << 10
+"""Bytes of a staging slot while drilling: small, so that tensors of a few chunks are quick to send."""
+SIZES = (
+    *(1, 2, 3, 4, 5, 7, 8, 9, 16, 63, 64, 65, 255, 256, 257, 1023, 4095, 4096, 4097),
+    *(SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, 2 * SLOT_BYTES + 1, 5 * SLOT_BYTES + 3),
+)
+"""Bytes: one, words and their tails, the alignment in a batch, and the borders of slots."""
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),
+    *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    torch.float4_e2m1fn_x2,
+)
+CELLS = (
+    *((kind, persist, stage) for kind in KINDS if kind != "after" for persist in (False, True) for stage in STAGES),
+    ("after", False, "weights"),
+)
+"""Kind of fault, whether retries are hit as well, and stage. ``after`` harms memory that was right: a weight's."""
+TARGET = "target"
+"""The name of the tensor that is harmed. In a batch, its neighbours must stay right."""
+_POOL_BYTES = 1 << 20
+_ORDINARY_BYTES = 1024
+_LARGE_EVERY = 50
 _COLUMNS = ("injected", "detected", "recovered", "stopped", "missed", "false alarms")
-_SKIPPED = "skipped, --full runs them"
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +78,6 @@ class DrillSettings:
         faults: faults that change bytes, over all kinds, stages, dtypes and sizes.
         clean: transfers without a fault.
         seed: the same seed sends and harms the same.
-        full: compare casts and watch canaries as well.
 
     Raises:
         UsageError: a value that is not valid, naming it.
@@ -54,7 +87,6 @@ class DrillSettings:
     faults: int = 2000
     clean: int = 5000
     seed: int = 0
-    full: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("faults", 1), ("clean", 1), ("seed", 0)):
@@ -63,55 +95,76 @@ class DrillSettings:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda: torch sees no accelerator; drill on the CPU with --device cpu")
 
-    @property
-    def where(self) -> torch.device:
-        """The device that is drilled."""
-        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Speed of one kind of transfer, alone and waited for, in 10^6 bytes a second; medians.
-
-    A run overlaps its batches with compute, so what a step pays is less than this.
-    """
-
-    what: str
-    verified_mb_per_s: float
-    unverified_mb_per_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CanaryWatch:
-    """The canaries, and whether a range zeroed on purpose was found first.
+@dataclass(kw_only=True)
+class Tally:
+    """Counts of one kind of fault, transient or persistent.
 
     Attributes:
-        settings: sizes and cycles.
-        rehearsed: whether the fault put in on purpose was found in its cycle.
-        fault: the first canary that did not hold, or None.
+        injected: transfers whose bytes were really changed; a fault that leaves them as they are is not one.
+        detected: of these, those that were reported with the tensor's name.
+        recovered: reported, and the right bytes were there in the end.
+        stopped: refused with an error, and nothing of it counted as verified.
+        missed: not reported, or wrong bytes that counted as verified.
+        false_alarms: reports of neighbours that nobody had harmed.
     """
 
-    settings: CanarySettings
-    rehearsed: bool
-    fault: CanaryFault | None
+    injected: int = 0
+    detected: int = 0
+    recovered: int = 0
+    stopped: int = 0
+    missed: int = 0
+    false_alarms: int = 0
+
+
+@dataclass(kw_only=True)
+class InjectedFaults:
+    """All tallies, by kind of fault and whether retries were hit too, and what the faults were spread over."""
+
+    tallies: dict[tuple[str, bool], Tally] = field(default_factory=dict)
+    stages: Counter[str] = field(default_factory=Counter)
+    dtypes: Counter[str] = field(default_factory=Counter)
+    sizes: Counter[int] = field(default_factory=Counter)
+
+    def total(self) -> Tally:
+        """The sum of all tallies."""
+        names = vars(Tally())
+        return Tally(**{name: sum(getattr(tally, name) for tally in self.tallies.values()) for name in names})
 
     @property
-    def good(self) -> bool:
-        """Whether the rehearsal was found and the memory held."""
-        return self.rehearsed and self.fault is None
+    def unrecovered(self) -> int:
+        """Faults that hit only once and were not recovered from, though they could have been."""
+        once = (tally for (kind, persist), tally in self.tallies.items() if not persist and kind != "after")
+        return sum(tally.detected - tally.recovered for tally in once)
+
+
+@dataclass(kw_only=True)
+class CleanTransfers:
+    """What became of transfers that nobody harmed.
+
+    Attributes:
+        transfers: how many; a batch of three tensors is one.
+        false_alarms: reports of tensors whose bytes, read back, were right.
+        corrupted: reports of tensors whose bytes were really different: this machine corrupts transfers.
+        missed: tensors that counted as verified and, read back, were wrong.
+        example: the first report, for the user.
+    """
+
+    transfers: int = 0
+    false_alarms: int = 0
+    corrupted: int = 0
+    missed: int = 0
+    example: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drill:
-    """All that was found; `casts` and `canaries` are None where they were skipped."""
+    """All that was found."""
 
     settings: DrillSettings
     device: str
     injected: InjectedFaults
     clean: CleanTransfers
-    cost: list[Cost]
-    casts: Casts | None
-    canaries: CanaryWatch | None
     seconds: float
 
     def failures(self) -> list[str]:
@@ -123,25 +176,14 @@ class Drill:
             "false alarms": total.false_alarms + self.clean.false_alarms,
             f"transfers corrupted by this machine itself (the first: {self.clean.example})": self.clean.corrupted,
         }
-        if self.casts is not None:
-            counts[f"elements cast wrong on the device (the first: {self.casts.example})"] = self.casts.wrong
-        found = [f"{count:,} {what}" for what, count in counts.items() if count]
-        if self.canaries is not None and not self.canaries.rehearsed:
-            found.append("the canary that was harmed on purpose was not found")
-        if self.canaries is not None and self.canaries.fault is not None:
-            fault = self.canaries.fault
-            found.append(
-                f"memory that was right has changed: canary {fault.canary} in cycle {fault.cycle}, {fault.kind} from "
-                f"byte {fault.first_offset} for {fault.length} bytes (aligned to {fault.alignment})"
-            )
-        return found
+        return [f"{count:,} {what}" for what, count in counts.items() if count]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         injected = self.injected
         tallies = [{"kind": key[0], "persist": key[1], **asdict(one)} for key, one in injected.tallies.items()]
         return {
-            "schema": 1,
+            "schema": 2,
             "settings": asdict(self.settings),
             "device": self.device,
             "torch": torch.__version__,
@@ -152,33 +194,23 @@ class Drill:
             "faults_by_dtype": dict(injected.dtypes),
             "faults_by_bytes": {str(size): count for size, count in sorted(injected.sizes.items())},
             "clean": asdict(self.clean),
-            "cost": [asdict(row) for row in self.cost],
-            "casts": asdict(self.casts) if self.casts else None,
-            "canaries": asdict(self.canaries) if self.canaries else None,
             "seconds": round(self.seconds, 1),
         }
 
 
 def run(settings: DrillSettings) -> Drill:
     """Drill a device. Shows a bar on a terminal; writes nothing."""
-    device, seed, begun = settings.where, settings.seed, time.perf_counter()
+    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    began = time.perf_counter()
     with _bar("faults", settings.faults) as advance:
-        injected = inject(device, faults=settings.faults, seed=seed, on_fault=advance)
+        injected = inject(device, faults=settings.faults, seed=settings.seed, on_fault=advance)
     with _bar("clean transfers", settings.clean) as advance:
-        clean = send_clean(device, transfers=settings.clean, seed=seed, on_transfer=advance)
+        clean = send_clean(device, transfers=settings.clean, seed=settings.seed, on_transfer=advance)
     name = f"cpu ({platform.processor() or platform.machine()})"
     if device.type == "cuda":
         name = f"{'hip' if torch.version.hip else 'cuda'} ({torch.cuda.get_device_name(device)})"
-    return Drill(
-        settings=settings,
-        device=name,
-        injected=injected,
-        clean=clean,
-        cost=measure_cost(device),
-        casts=compare_casts(device, seed=seed) if settings.full else None,
-        canaries=watch_canaries(device, seed) if settings.full else None,
-        seconds=time.perf_counter() - begun,
-    )
+    seconds = time.perf_counter() - began
+    return Drill(settings=settings, device=name, injected=injected, clean=clean, seconds=seconds)
 
 
 @contextmanager
@@ -190,101 +222,26 @@ def _bar(what: str, total: int) -> Iterator[Callable[[], object]]:
         yield partial(progress.advance, progress.add_task(what, total=total))
 
 
-def watch_canaries(device: torch.device, seed: int) -> CanaryWatch:
-    """Rehearse on small canaries with a range zeroed on purpose, then watch untouched ones of the device's size."""
-
-    def harm(cycle: int, canaries: Canaries) -> None:
-        if cycle == _REHEARSED_CYCLE:
-            canaries.blocks[0][64:128] = 0
-
-    rehearsal = watch(device, CanarySettings(cycles=_REHEARSED_CYCLE + 1, seed=seed), on_cycle=harm)
-    rehearsed = rehearsal is not None and (rehearsal.cycle, rehearsal.kind) == (_REHEARSED_CYCLE, "zeros")
-    settings = CanarySettings.for_device(device, cycles=_CANARY_CYCLES, seed=seed)
-    with _bar("canary cycles", settings.cycles) as advance:
-
-        def on_cycle(cycle: int, canaries: Canaries) -> None:
-            advance()
-
-        fault = watch(device, settings, on_cycle=on_cycle)
-    return CanaryWatch(settings=settings, rehearsed=rehearsed, fault=fault)
-
-
-def measure_cost(device: torch.device) -> list[Cost]:
-    """What verification costs: a large weight and a batch, sent with and without it in turn, with default settings."""
-    mib = 64 if device.type == "cuda" else 16
-    weight = torch.randn(mib << 18)
-    batch = {name: torch.randint(0, 32_000, _BATCH_SHAPE) for name in ("input_ids", "labels", "attention_mask")}
-    batch_bytes = sum(tensor.nbytes for tensor in batch.values())
-
-    def send_weight(mover: Mover) -> object:
-        return mover.move(weight, name="weight")
-
-    def send_batches(mover: Mover) -> None:
-        for _ in range(_BATCHES_A_ROUND):
-            mover.settle(mover.begin(batch))
-
-    return [
-        _compare(device, f"one weight of {mib} MiB", weight.nbytes, send_weight),
-        _compare(device, f"batches of {batch_bytes >> 10} KiB", batch_bytes * _BATCHES_A_ROUND, send_batches),
-    ]
-
-
-def _compare(device: torch.device, what: str, nbytes: int, send: Callable[[Mover], object]) -> Cost:
-    speeds: dict[str, list[float]] = {"full": [], "off": []}
-    full = Mover(device, settings=TransferSettings(verify="full"))
-    off = Mover(device, settings=TransferSettings(verify="off"))
-    with full, off:
-        for _ in range(_ROUNDS + 1):
-            for mover in (full, off):
-                begun = time.perf_counter()
-                arrived = send(mover)
-                if device.type == "cuda":
-                    # A transfer that is not verified is not waited for either.
-                    torch.cuda.current_stream(device).synchronize()
-                speeds[mover.settings.verify].append(nbytes / (time.perf_counter() - begun) / 1e6)
-                del arrived
-    # The first round allocates, and is left out.
-    median = {verify: round(statistics.median(values[1:]), 1) for verify, values in speeds.items()}
-    return Cost(what=what, verified_mb_per_s=median["full"], unverified_mb_per_s=median["off"])
-
-
 def table(drill: Drill) -> str:
-    """The table of faults, and a line each for clean transfers, cost, casts, canaries and the verdict."""
+    """The table of faults, and a line each for what they were spread over, clean transfers and the verdict."""
     lines = [f"drill on {drill.device}, seed {drill.settings.seed}, {drill.seconds:.0f} s", ""]
     lines.append(f"{'fault':<11} {'hits':<6} " + " ".join(f"{column:>{max(len(column), 9)}}" for column in _COLUMNS))
     for (kind, persist), tally in drill.injected.tallies.items():
         lines.append(_row(kind, "always" if persist else "once", tally))
     clean, sizes = drill.clean, drill.injected.sizes
-    lines += [
-        _row("all", "", drill.injected.total()),
-        "",
-        f"spread over  {len(drill.injected.stages)} stages, {len(drill.injected.dtypes)} dtypes, "
-        f"{min(sizes, default=0):,} to {max(sizes, default=0):,} bytes; 'after' harms memory after the verdict, and is "
-        "found by digesting it again",
-        f"clean        {clean.transfers:,} transfers: {clean.false_alarms} false alarms, {clean.corrupted} corrupted, "
-        f"{clean.missed} missed",
-    ]
-    for row in drill.cost:
-        lines.append(
-            f"cost         {row.what}, nothing overlapped: {row.verified_mb_per_s:,.0f} MB/s verified, "
-            f"{row.unverified_mb_per_s:,.0f} MB/s not"
-        )
-    casts, watched, failures = drill.casts, drill.canaries, drill.failures()
-    said = _SKIPPED
-    if casts is not None:
-        said = f"{casts.elements:,} elements in {casts.compared} casts against the CPU's: {casts.wrong:,} differ"
-    lines.append(f"casts        {said}")
-    said = _SKIPPED
-    if watched is not None:
-        sizing = watched.settings
-        said = (
-            f"{sizing.canaries} of {sizing.canary_bytes >> 20} MiB beside up to {sizing.churn_bytes >> 20:,} MiB that "
-            f"come and go, {sizing.cycles} cycles: {'held' if watched.fault is None else 'one changed'}; the one "
-            f"harmed on purpose was {'found' if watched.rehearsed else 'MISSED'}"
-        )
-    lines.append(f"canaries     {said}")
-    lines.append(f"verdict      {'; '.join(failures) if failures else 'every fault was found, and nothing else'}")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            *lines,
+            _row("all", "", drill.injected.total()),
+            "",
+            f"spread over  {len(drill.injected.stages)} stages, {len(drill.injected.dtypes)} dtypes, "
+            f"{min(sizes, default=0):,} to {max(sizes, default=0):,} bytes; 'after' harms memory after the verdict, "
+            "and is found by digesting it again",
+            f"clean        {clean.transfers:,} transfers: {clean.false_alarms} false alarms, {clean.corrupted} "
+            f"corrupted, {clean.missed} missed",
+            f"verdict      {'; '.join(drill.failures()) or 'every fault was found, and nothing else'}",
+        ]
+    )
 
 
 def _row(kind: str, hits: str, tally: Tally) -> str:
@@ -292,3 +249,197 @@ def _row(kind: str, hits: str, tally: Tally) -> str:
     if kind == "after":
         counts[2:4] = [f"{'-':>9}"] * 2  # what happens next is the sentinels' matter
     return f"{kind:<11} {hits:<6} " + " ".join(counts)
+
+
+class Samples:
+    """Seeded host tensors: random bytes, token ids, and masks of ones, contiguous or strided, at any address."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randint(0, 256, (_POOL_BYTES,), dtype=torch.uint8, generator=generator)
+        ids = torch.randint(1, 32_000, (_POOL_BYTES // 8,), generator=generator)
+        mask = torch.ones(_POOL_BYTES // 8, dtype=torch.int64)
+        self._pools = [noise, noise, ids.view(torch.uint8), mask.view(torch.uint8)]
+        self._truths = torch.randint(0, 2, (_POOL_BYTES,), dtype=torch.uint8, generator=generator)
+        self._dtypes = self._endlessly(DTYPES)
+        self._sizes = self._endlessly(SIZES)
+
+    def tensor(self, *, largest: int = SIZES[-1]) -> Tensor:
+        """The next tensor: each dtype and each size comes as often as any other, at most `largest` bytes or so."""
+        dtype, nbytes = next(self._dtypes), next(self._sizes)
+        if self._rng.random() < 0.5:
+            nbytes = int(2 ** self._rng.uniform(0, nbytes.bit_length()))
+        size = dtype.itemsize
+        count = max(min(nbytes, largest) // size, 1)
+        strided = self._rng.random() < 0.25
+        pool = self._truths if dtype is torch.bool else self._rng.choice(self._pools)
+        offset = self._rng.randrange((_POOL_BYTES - 2 * count * size) // size) * size
+        if strided:
+            return typed_view(pool, offset, dtype, (count, 2))[:, 0]
+        return typed_view(pool, offset, dtype, (count,))
+
+    def sent(self, stage: str, target: Tensor) -> dict[str, Tensor]:
+        """What is sent in a stage: batches hold `target` between two small neighbours."""
+        if stage != "batches":
+            return {TARGET: target}
+        return {"before": self.tensor(largest=300), TARGET: target, "behind": self.tensor(largest=300)}
+
+    def _endlessly(self, values: tuple[Value, ...]) -> Iterator[Value]:
+        while True:
+            yield from self._rng.sample(values, len(values))
+
+
+class Listener(TransferReport):
+    """A report that hands over the incidents of one transfer at a time instead of keeping those of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heard: list[dict[str, Any]] = []
+
+    def incident(self, row: Mapping[str, Any]) -> None:
+        """Keep it until it is taken."""
+        self._heard.append(dict(row))
+
+    def take(self) -> list[dict[str, Any]]:
+        """The incidents since the last call."""
+        heard, self._heard = self._heard, []
+        return heard
+
+
+class _PoisonedHost(HostBackend):
+    def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
+        buffer = super().allocate(nbytes, long_lived=long_lived)
+        self.fill(buffer, POISON)
+        return buffer
+
+
+class _PoisonedAccelerator(AcceleratorBackend):
+    def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
+        buffer = super().allocate(nbytes, long_lived=long_lived)
+        self.fill(buffer, POISON)  # on the copy stream, before any copy
+        return buffer
+
+
+def _mover(device: torch.device, faults: FaultSpec | None = None) -> Mover:
+    backend: Backend = _PoisonedAccelerator(device) if device.type == "cuda" else _PoisonedHost()
+    settings = TransferSettings(slot_bytes=SLOT_BYTES, slots=3)
+    return Mover(device, settings=settings, report=Listener(), faults=faults, backend=backend)
+
+
+def _send(mover: Mover, stage: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], CorruptionError | None]:
+    """Send as a run would: batches in one copy; anything else tensor by tensor. What arrived, and the refusal."""
+    arrived: dict[str, Tensor] = {}
+    try:
+        if stage == "batches":
+            arrived = mover.begin(tensors)
+        else:
+            arrived = {name: mover.move(tensor, name=name, stage=stage) for name, tensor in tensors.items()}
+        mover.settle(arrived)
+    except CorruptionError as error:
+        return arrived, error
+    return arrived, None
+
+
+def same_bytes(arrived: Tensor, source: Tensor) -> bool:
+    """Whether a tensor on the device, read back, has the bytes of its host source."""
+    right = torch.empty(byte_count(source), dtype=torch.uint8)
+    # Gathered through an aligned view, as packing does; NaN are compared as bytes like everything else.
+    gather(source, 0, right.numel(), right)
+    return arrived.shape == source.shape and torch.equal(as_bytes(arrived.cpu()), right)
+
+
+def inject(device: torch.device, *, faults: int, seed: int, on_fault: Callable[[], object]) -> InjectedFaults:
+    """Put faults into real transfers until `faults` of them, spread evenly over `CELLS`, have changed bytes."""
+    found, samples = InjectedFaults(), Samples(seed)
+    with ExitStack() as stack:
+        movers: dict[tuple[str, bool], Mover] = {}
+        for number, (kind, persist, stage) in enumerate(CELLS):
+            key = (kind, persist)
+            if key not in movers:
+                spec = FaultSpec(kind=kind, persist=persist, seed=seed, tensor=TARGET)
+                movers[key] = stack.enter_context(_mover(device, spec))
+                found.tallies[key] = Tally()
+            for _ in range(faults // len(CELLS) + (number < faults % len(CELLS))):
+                target = _one_fault(movers[key], kind, stage, samples, found.tallies[key])
+                found.stages[stage] += 1
+                found.dtypes[str(target.dtype).removeprefix("torch.")] += 1
+                found.sizes[byte_count(target)] += 1
+                on_fault()
+    return found
+
+
+def _one_fault(mover: Mover, kind: str, stage: str, samples: Samples, tally: Tally) -> Tensor:
+    """Send until a fault has changed something: a swap in a tensor of one word, say, changes nothing."""
+    before = tally.injected
+    while tally.injected == before:
+        target = samples.tensor()
+        if kind == "after":
+            _memory_fault(mover, target, tally)
+        else:
+            _transfer_fault(mover, stage, samples.sent(stage, target), tally)
+    return target
+
+
+def _injected(mover: Mover) -> int:
+    return int((mover.fault_injection() or {})["injected"])
+
+
+def _heard(mover: Mover) -> list[dict[str, Any]]:
+    assert isinstance(mover.report, Listener)
+    return mover.report.take()
+
+
+def _transfer_fault(mover: Mover, stage: str, tensors: dict[str, Tensor], tally: Tally) -> None:
+    before = _injected(mover)
+    arrived, error = _send(mover, stage, tensors)
+    stopped, rows, harmed = error is not None, _heard(mover), _injected(mover) > before
+    named = any(row["tensor"] == TARGET for row in rows)
+    wrong = [name for name, tensor in arrived.items() if not same_bytes(tensor, tensors[name])]
+    vouched = any(mover.was_verified(tensor) for tensor in arrived.values())
+    tally.injected += harmed
+    tally.detected += harmed and named
+    tally.stopped += harmed and named and stopped
+    tally.recovered += harmed and named and not stopped and not wrong
+    tally.missed += (harmed and not named) or (vouched and (stopped or bool(wrong)))
+    tally.false_alarms += sum(row["tensor"] != TARGET or not harmed for row in rows)
+
+
+def _memory_fault(mover: Mover, target: Tensor, tally: Tally) -> None:
+    """Right on arrival and harmed just after the verdict: found as the sentinel does it, by digesting it again."""
+    before = _injected(mover)
+    weight = mover.move(target, name=TARGET)
+    harmed = _injected(mover) > before
+    differs = digest(weight) != mover.digest_of(weight)
+    tally.injected += harmed
+    tally.detected += harmed and differs
+    tally.missed += harmed and not differs
+    tally.false_alarms += differs and not harmed
+    tally.false_alarms += len(_heard(mover))
+
+
+def send_clean(
+    device: torch.device, *, transfers: int, seed: int, on_transfer: Callable[[], object], mover: Mover | None = None
+) -> CleanTransfers:
+    """Send tensors of every dtype and size, through all stages in turn, and compare what arrived byte by byte.
+
+    A mover that is given sends instead of a new one; its report must be a `Listener`.
+    """
+    found, samples, rng = CleanTransfers(), Samples(seed + 1), random.Random(seed)
+    with mover or _mover(device) as sender:
+        for number in range(transfers):
+            # Most are small: it is the number of verdicts that shows how rare a false alarm is.
+            largest = SIZES[-1] if rng.randrange(_LARGE_EVERY) == 0 else _ORDINARY_BYTES
+            stage = STAGES[number % len(STAGES)]
+            tensors = samples.sent(stage, samples.tensor(largest=largest))
+            arrived, error = _send(sender, stage, tensors)
+            found.example = found.example or (str(error) if error else None)
+            for row in _heard(sender):
+                # "late": it was right when it was read again, which is also how a wrong verdict looks.
+                found.false_alarms += row["kind"] == "late"
+                found.corrupted += row["kind"] != "late"
+                found.example = found.example or f"{row['stage']} tensor: {row['kind']}, {row['outcome']}"
+            found.missed += sum(not same_bytes(tensor, tensors[name]) for name, tensor in arrived.items())
+            found.transfers += 1
+            on_transfer()
+    return found

@@ -1,4 +1,4 @@
-"""What the doctor says: rows of knowledge in TOML, and the findings that are made of them.
+"""What a check is, what it is given, and what it says: rows of knowledge in TOML, and the findings made of them.
 
 A row is one table in a file of ``knowledge/`` that is not one of ``DATA_FILES``::
 
@@ -14,24 +14,58 @@ A row is one table in a file of ``knowledge/`` that is not one of ``DATA_FILES``
     environ = ["peer_copy_failed"]  # names of findings that the policy of variables is told
 
 Only a row of status ``ok`` may lack a cure, and every row has a source: tests/doctor/test_rows.py holds the rules.
+
+A new check that reads is a function and a `Check` in ``CHECKS`` of its module, and its rows. One that measures is a
+function, its rows, and a table ``[checks.NAME]`` in front of them, which names the function.
 """
 
 from __future__ import annotations
 
+import os
 import string
 import tomllib
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_rocm_tune.machine.variables import issue_link, links_of
+from hf_rocm_tune.machine.child import Outcome
+from hf_rocm_tune.machine.gpus import GpuNode
+from hf_rocm_tune.machine.software import DEADLINE_S, Software, TorchDevice, read_software
+from hf_rocm_tune.machine.survey import Gpu, JoinedDevice, Machine, join, record
+from hf_rocm_tune.machine.variables import MARK_SET, MachineFacts, issue_link, links_of
+from hf_rocm_tune.machine.visible import choose, users_environ, visible_nodes
+from hf_rocm_tune.ranks.trials import DEVICE_ERRORS
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
 #: Tables that checks look things up in (`knowledge_data`); all other files hold rows.
-DATA_FILES = ("kernels.toml", "versions.toml", "thresholds.toml", "addresses.toml", "checks.toml")
+DATA_FILES = ("kernels.toml", "versions.toml", "thresholds.toml", "addresses.toml")
 NOT_TESTED_HERE = "not tested by this project"
+
+NO_VARIABLES = "the recording holds no variables"
+NO_SOFTWARE = "the recording holds no software"
+#: The driver of a device that a virtual machine has: this system cannot use it.
+GIVEN_AWAY = "vfio-pci"
+#: Groups in the order in which they run and are shown. What explains most comes first: variables and the wheel before
+#: copies to one card, those before its memory, that before copies between cards, and arithmetic after all copies.
+GROUPS: Mapping[str, str] = {
+    "access": "Cards and access to them",
+    "variables": "Environment variables",
+    "software": "Software",
+    "kernel": "Kernel and firmware settings",
+    "links": "PCI Express",
+    "host": "Memory and temperature",
+    "transfers": "Measured: transfers",
+    "memory": "Measured: the card's memory",
+    "pairs": "Measured: between cards",
+    "compute": "Measured: arithmetic",
+    "after": "After measuring",
+}
+_TAIL_LINES = 6
+_SHOWN_PROBLEMS = 3
+_STACK_HEAD = "(most recent call first):"
+_UNITS = ((20 << 20, "20 MiB"), (2 << 20, "2 MiB"), (64 << 10, "64 KiB"), (4 << 10, "4 KiB"))
 
 RowStatus = Literal["ok", "info", "warn", "fail"]
 Status = Literal["ok", "info", "warn", "fail", "unknown", "skipped"]
@@ -65,7 +99,9 @@ def all_rows() -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for file in sorted(KNOWLEDGE.glob("*.toml")):
         if file.name not in DATA_FILES:
-            for name, table in tomllib.loads(file.read_text(encoding="utf-8")).items():
+            for name, table in knowledge_data(file.name).items():
+                if name == "checks":
+                    continue
                 assert name not in rows, f"{file.name}: there are two rows {name!r}"
                 lists = {key: tuple(table.get(key, ())) for key in ("sources", "environ")}
                 rows[name] = Row(name=name, **{**table, **lists})
@@ -74,7 +110,7 @@ def all_rows() -> dict[str, Row]:
 
 @cache
 def knowledge_data(file: str) -> dict[str, Any]:
-    """One of ``DATA_FILES`` as it stands."""
+    """A file of ``knowledge/`` as it stands."""
     return tomllib.loads((KNOWLEDGE / file).read_text(encoding="utf-8"))
 
 
@@ -162,13 +198,10 @@ def from_row(
 
 def unknown(reason: str, *, check: str = "", subject: str = "", evidence: Iterable[str] = ()) -> Finding:
     """Something that could not be found out, and why."""
-    return Finding(
-        check=check,
-        row="",
+    return replace(
+        skipped(reason, check=check, subject=subject),
         status="unknown",
         title="could not be found out",
-        text=" ".join(reason.split()),
-        subject=subject,
         evidence=tuple(evidence),
     )
 
@@ -177,3 +210,233 @@ def skipped(reason: str, *, check: str = "", subject: str = "") -> Finding:
     """Something that was not looked at, and why."""
     text = " ".join(reason.split())
     return Finding(check=check, row="", status="skipped", title="not looked at", text=text, subject=subject)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All that read checks look at. Measured checks look at the machine itself and need it only to choose devices.
+
+    Attributes:
+        machine: what the kernel tells.
+        software: what is installed; None in a recording that holds no software.
+        environ: the user's variables, without what this package has set itself; None in a recording that holds none.
+        recorded: it comes from a file, so nothing can be measured.
+    """
+
+    machine: Machine
+    software: Software | None
+    environ: Mapping[str, str] | None
+    recorded: bool = False
+
+    @property
+    def cards(self) -> tuple[Gpu, ...]:
+        """The discrete AMD cards that are this system's, in PCI order."""
+        return tuple(gpu for gpu in self.machine.cards if gpu.driver.value != GIVEN_AWAY)
+
+    @property
+    def candidates(self) -> tuple[Gpu, ...]:
+        """What could be trained on: the discrete AMD cards, and integrated GPUs only where there is no card."""
+        discrete = tuple(gpu for gpu in self.machine.amd if gpu.integrated is not True)
+        return tuple(gpu for gpu in discrete if gpu.driver.value != GIVEN_AWAY) or discrete or self.machine.amd
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Those variables that are known to be set."""
+        return self.environ or {}
+
+    @property
+    def devices(self) -> tuple[TorchDevice, ...]:
+        """What torch sees; nothing where that is not known."""
+        return (self.software.devices.value or ()) if self.software else ()
+
+    @property
+    def card_count(self) -> int:
+        """How many discrete cards there are, of any vendor: what the kernel lists, or torch where it sees more."""
+        return max(len(self.cards), len(self.seen_cards))
+
+    @property
+    def seen_cards(self) -> tuple[TorchDevice, ...]:
+        """Those of torch's devices that are no integrated GPUs."""
+        return tuple(one.device for one in self.joined if one.gpu is None or one.gpu.integrated is not True)
+
+    @property
+    def joined(self) -> tuple[JoinedDevice, ...]:
+        """What torch sees, with the card of the kernel that each device is."""
+        topology = self.machine.topology
+        # Torch was asked by a process of this package, which shows it all discrete cards where the user filters none.
+        shown = choose(topology.nodes, self.variables, complete=topology.complete, split=True).variables
+        return join(self.machine, self.devices, {**self.variables, **shown})
+
+    @property
+    def visible(self) -> tuple[GpuNode, ...] | None:
+        """The compute nodes that the user's filters leave; None where that is not known."""
+        topology = self.machine.topology
+        known = topology.complete and self.environ is not None
+        return visible_nodes(topology.nodes, self.variables) if known else None
+
+    def facts(self, findings: frozenset[str] = frozenset()) -> MachineFacts:
+        """The same for the policy of variables, with names that its rows hang on, for example ``peer_copy_failed``."""
+        reasons: dict[str, str] = {}
+        software, visible = self.software, self.visible
+        torch_version = software.torch_version.value if software else None
+        if torch_version is None:
+            why = software.torch_version.reason if software else NO_SOFTWARE
+            reasons |= {"torch_version": why, "hip_version": why}
+        unread = software.package_problems.get("flash_attn") if software else NO_SOFTWARE
+        if unread:
+            reasons["flash_attn_version"] = unread
+        if self.environ is None:
+            reasons["archs"] = NO_VARIABLES
+        elif visible is None:
+            unfiltered = "the filter of visible GPUs is not a plain list of indices"
+            reasons["archs"] = "; ".join(self.machine.topology.reasons) or unfiltered
+        return MachineFacts(
+            torch_version=torch_version,
+            hip_version=software.hip_version if software else None,
+            archs=None if visible is None else tuple(node.arch for node in visible),
+            flash_attn_version=software.packages.get("flash_attn") if software else None,
+            findings=findings,
+            reasons=reasons,
+        )
+
+
+def own_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables as the user has them: without what this package, or a parent process of it, has set."""
+    ours = {name for name in environ.get(MARK_SET, "").split(",") if name}
+    return {name: value for name, value in users_environ(environ).items() if name not in ours and name != MARK_SET}
+
+
+def read_here(*, deadline_s: float = DEADLINE_S) -> tuple[Evidence, dict[str, Any]]:
+    """What this machine is, and the recording of what was read of it; torch has `deadline_s` seconds to answer."""
+    machine, recording = record()
+    software = read_software(deadline_s=deadline_s)
+    return Evidence(machine=machine, software=software, environ=own_environ(os.environ)), recording
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One check: one that reads gives findings by ``run``, one that measures by ``function``, see `diagnose`.
+
+    Attributes:
+        name: for ``--only`` and ``--skip``.
+        group: a key of ``GROUPS``.
+        about: what it finds out, one line.
+        run: gives findings, ``ok`` with its evidence included, and none where there is nothing to look at.
+        measured: it needs an accelerator that torch sees, and is not possible on a recording.
+        full: it takes long, and only ``--full`` runs it.
+        needs_cards: with fewer discrete cards it does not exist.
+        seconds: how long it takes as a rule.
+        function: ``module.function`` in this package, ``function(request) -> list[Finding] | Again``; several checks
+            may share one.
+        deadline_s: seconds after which a child is killed; generous, since a healthy one never waits for it.
+        faults: kinds that it can be given as ``request["fault"]["kind"]``, beside those of every child.
+        options: goes into the request.
+    """
+
+    name: str
+    group: str
+    about: str
+    run: Callable[[Evidence], Iterable[Finding]] | None = None
+    measured: bool = False
+    full: bool = False
+    needs_cards: int = 0
+    seconds: float = 0.0
+    function: str = ""
+    deadline_s: float = 120
+    faults: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def arch_of(gpu: Gpu) -> str | None:
+    """The architecture that the kernel states, or its model's where the compute driver does not list the GPU."""
+    return gpu.arch or (gpu.identity.card.arch if gpu.identity.card else None)
+
+
+def in_wheels(gpu: Gpu) -> bool:
+    """Whether torch is known to hold code for a GPU of its kind; of a card, that is for the check of its build."""
+    return gpu.integrated is not True or arch_of(gpu) in knowledge_data("versions.toml")["integrated"]["in_wheels"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """Findings that a second child may say more about, with other variables, which a process reads only once.
+
+    Attributes:
+        findings: what is said where the second child gives no result.
+        environ: variables beside those of the first child; None takes one away.
+        request: what the second is asked more; it finds `findings` as ``request["first"]`` and gives them all again.
+        words: "with HSA_ENABLE_SDMA=0".
+    """
+
+    findings: list[Finding]
+    environ: Mapping[str, str | None]
+    words: str
+    request: Mapping[str, Any] = field(default_factory=dict)
+
+
+def with_evidence(findings: Iterable[Finding], line: str) -> list[Finding]:
+    """Findings with one more line of evidence each, but for those that are all right."""
+    return [one if one.status == "ok" else replace(one, evidence=(*one.evidence, line)) for one in findings]
+
+
+def failure(what: str, outcome: Outcome, *, subject: str) -> Finding:
+    """The finding on a child that hung, died or left garbage, by what it was to find out and of what (`subject`)."""
+    evidence = [f"the measuring process {outcome.how}", *_printed(outcome)]
+    if outcome.error.startswith("OutOfMemoryError"):
+        return unknown(f"not enough memory is free: {outcome.error}", subject=subject, evidence=evidence)
+    if outcome.error and not outcome.error.startswith(DEVICE_ERRORS):
+        why = f"the measuring process {outcome.how}: a bug of ours, or a broken installation"
+        return unknown(why, subject=subject, evidence=evidence)
+    if outcome.status == "timeout":
+        row = "measurement_hung"
+    elif outcome.status == "garbage":
+        row = "measurement_garbage"
+    else:
+        row = "measurement_refused" if outcome.error else "measurement_killed"
+    return from_row(row, subject=subject, evidence=evidence, what=what, how=outcome.how)
+
+
+def _printed(outcome: Outcome) -> list[str]:
+    """Of what it printed, what tells most: the innermost calls of a hang, else the end."""
+    lines = [line.strip() for line in outcome.tail.splitlines() if line.strip()]
+    stacks = [number for number, line in enumerate(lines) if line.endswith(_STACK_HEAD)]
+    if outcome.status == "timeout" and stacks:
+        return lines[stacks[-1] + 1 :][:_TAIL_LINES]
+    return lines[-_TAIL_LINES:]
+
+
+def problem_lines(problems: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line each for the first few problems: the case, and its damage where reading it back showed any."""
+    lines = []
+    for problem in problems[:_SHOWN_PROBLEMS]:
+        damage = problem.get("damage")
+        lines.append(f"{problem['case']}: {_damage_words(damage) if damage else 'right when it was read back'}")
+    left = len(problems) - _SHOWN_PROBLEMS
+    return [*lines, f"and {left} more"] if left > 0 else lines
+
+
+def _damage_words(damage: Mapping[str, Any]) -> str:
+    """One line about a ``Damage``: how much, where, how aligned, and what is there instead."""
+    wrong, first = damage["wrong"], damage["first_offset"]
+    kinds = {
+        "zeros": "zeros",
+        "poison": "poison (never written)",
+        "stale": "of an earlier transfer",
+        "flips": "differ in one bit",
+    }
+    shares = [f"{100 * damage[k] / wrong:.0f} % {words}" for k, words in kinds.items() if damage[k] / wrong >= 0.01]
+    unit = next((words for size, words in _UNITS if damage["alignment"] >= size), None)
+    aligned = "" if unit is None else f" ({'' if first else 'the run is '}a multiple of {unit})"
+    return (
+        f"{wrong:,} of {damage['nbytes']:,} bytes wrong, the first at offset {first:,}{aligned}, in a run of "
+        f"{damage['length']:,}; {', '.join(shares) or 'other bytes'}; found {damage['found']} instead of "
+        f"{damage['right']}"
+    )
+
+
+def size_words(nbytes: float) -> str:
+    """Bytes in KiB, MiB or GiB."""
+    for unit, words in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {words}"
+    return f"{nbytes:.0f} bytes"

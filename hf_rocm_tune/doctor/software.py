@@ -6,18 +6,19 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hf_rocm_tune.doctor.evidence import (
+from hf_rocm_tune.doctor.findings import (
     Check,
     Evidence,
+    Finding,
     arch_of,
+    from_row,
     in_wheels,
-    minor,
-    torch_rocm,
-    version_numbers,
-    within,
+    knowledge_data,
+    skipped,
+    unknown,
 )
-from hf_rocm_tune.doctor.findings import Finding, from_row, knowledge_data, skipped, unknown
 from hf_rocm_tune.machine.software import Software
+from hf_rocm_tune.machine.variables import version_numbers, within
 from hf_rocm_tune.machine.visible import FILTERS
 
 NO_ROCM_BUILD = "torch is no ROCm build"
@@ -27,6 +28,23 @@ _LIBRARY = re.compile(r"libbitsandbytes_rocm([0-9])([0-9]{1,2})\.(?:so|dll)")
 # RDNA: what was wrong in old versions was wrong with its wavefronts.
 _WAVE32 = ("gfx10", "gfx11", "gfx12")
 _ROCM_INDEX = " --index-url https://download.pytorch.org/whl/rocm7.2"
+
+
+def minor(version: str) -> str:
+    """``7.2.26015`` as ``7.2``."""
+    value = version_numbers(version)
+    return version if value is None else f"{value[0]}.{value[1]}"
+
+
+def torch_rocm(software: Software) -> str | None:
+    """The version of ROCm inside torch; None where it is no ROCm build.
+
+    From ROCm 10 on, HIP's version is another number (10.0 comes with HIP 7.15), so it is only the last resort.
+    """
+    if not software.hip_version:
+        return None
+    named = re.search(r"\+rocm([0-9]+(?:\.[0-9]+)*)", software.torch_version.value or "")
+    return software.torch_rocm_version or (named[1] if named else software.hip_version)
 
 
 def _torch(evidence: Evidence) -> Iterator[Finding]:

@@ -1,16 +1,19 @@
-"""Bytes to the device and back (``round_trip``), and tensors of mapped files against the heap (``mmap_heap``).
+"""One card's transfers and memory: bytes there and back (``round_trip``), mapped files (``mmap_heap``), changes of
+dtype (``casts``), and memory that must not change while other memory comes and goes (``canaries``).
 
-Faults: those of ``raw_copies``; ``where=to cuda:0`` harms the way there, ``where=back`` the way back; ``slow`` is of
-the mapped copy.
+Faults: those of ``raw_copies``, where ``where=to cuda:0`` harms the way there, ``where=back`` the way back,
+``where=non_blocking`` or ``where=torch.bfloat16`` some casts; ``slow`` is of the mapped copy; of a canary, in the
+second cycle, ``zeros`` zeroes a range and ``flip`` one bit.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_rocm_tune.doctor.drill_faults import DTYPES
-from hf_rocm_tune.doctor.findings import Finding, from_row
-from hf_rocm_tune.doctor.measured import Again, with_evidence
-from hf_rocm_tune.doctor.pairs import problem_lines, size_words
+from hf_rocm_tune.doctor.drill import DTYPES
+from hf_rocm_tune.doctor.findings import Again, Finding, from_row, problem_lines, size_words, with_evidence
+from hf_rocm_tune.integrity.canaries import Canaries, CanarySettings, watch
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.damage import Damage, examine
@@ -44,6 +46,31 @@ _KEPT_PROBLEMS = 12
 _FIRST_MIB, _MIB = 8, 32
 _ROUNDS = 3
 _LONG_SECONDS, _SLOW_SECONDS = 1.0, 1.5
+
+_CASTS = tuple(itertools.permutations((torch.float32, torch.bfloat16, torch.float16), 2))
+CAST_WAYS = (
+    "on the device",
+    "to the device, blocking",
+    "to the device, non_blocking",
+    "from the device, blocking",
+    "from the device, non_blocking",
+)
+_POISONED = -21.5
+"""What stands where a cast goes; any value that is exact in all three dtypes will do."""
+_PATTERNS = 1 << 16
+_VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda tensor: tensor,
+    lambda tensor: tensor[1:],
+    lambda tensor: tensor[3:-2],
+    lambda tensor: tensor[::2],
+    lambda tensor: tensor[5:6],
+    lambda tensor: tensor[: tensor.numel() // 7 * 7].view(7, -1).t(),
+)
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_REPORTED_CYCLE = 144
+"""In which the RX 7900 XT of ROCm/ROCm#6603 failed."""
+_HARMED_CYCLE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +116,8 @@ def round_trip(request: Mapping[str, Any]) -> list[Finding] | Again:
     Where bytes are wrong on ROCm, another process tries with the copy engines (SDMA) off, to tell where they come from.
 
     Args:
-        request: ``device``, ``address``, ``hip``; ``repeats``: how often the repeated case is sent; ``largest``: bytes
-            of the largest case; ``fault``; ``first``: of the process that found wrong bytes.
+        request: ``repeats``: how often the repeated case is sent; ``largest``: bytes of the largest case;
+            ``first``: of the process that found wrong bytes.
     """
     device, name = device_of(request), request["device"]
     trial = _RoundTrip(device, copies_for(request))
@@ -240,9 +267,6 @@ def mmap_heap(request: Mapping[str, Any]) -> list[Finding]:
     """A tensor that lies in a mapped file, copied to the card, against the same tensor on the heap.
 
     With some kernels the mapped one takes a thousand times as long (ROCm/ROCm#6523).
-
-    Args:
-        request: ``device``, ``address``; ``fault``: ``slow`` or ``zeros``.
     """
     device, name = device_of(request), request["device"]
     slow = (request.get("fault") or {}).get("kind") == "slow"
@@ -312,3 +336,104 @@ def write_tensor(folder: Path, mib: int) -> Path:
 def _directory() -> str:
     """A directory on a disc, as models are: the temporary one is memory on many machines, which maps differently."""
     return "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
+
+
+def casts(request: Mapping[str, Any]) -> list[Finding]:
+    """Changes of dtype on the device and on the way to and from it, against those of the CPU, bit for bit.
+
+    Weights are cast on the device after they were verified, so a conversion kernel that is wrong would come after the
+    last digest (pytorch#16448 was one that gave zeros). A copy that changes the dtype is cast by the CPU when it is
+    blocking and by the device when it is not (torch's Copy.cu), so both are tried. Every 16-bit pattern is cast, and
+    float32 with every exponent and sign; sizes are odd and views unaligned, because vectorised kernels treat those
+    apart. NaN count as equal whatever their payload: processors choose that differently.
+    """
+    device, copies = device_of(request), copies_for(request)
+    step(f"casting on {device}, and to and from it")
+    compared = elements = wrong = 0
+    example = ""
+    with Mover(device) as mover:
+        for source, target in _CASTS:
+            for values in _cast_sources(source):
+                arrived = mover.move(values, name=f"{source} values")
+                for view, way in itertools.product(_VIEWS, CAST_WAYS):
+                    words = f"{source} to {target} {way}"
+                    from_host = view(values if way.startswith("to") else arrived)
+                    found, right = _cast(copies, from_host, target, way, words, device), view(values).to(target)
+                    differs = _differs(found, right)
+                    compared, elements, wrong = compared + 1, elements + right.numel(), wrong + int(differs.sum())
+                    if not example and bool(differs.any()):
+                        example = f"{words}: {float(found[differs][0])} instead of {float(right[differs][0])}"
+    evidence = [f"{elements:,} elements in {compared} casts, {wrong:,} differ"]
+    evidence += [f"the first: {example}"] if wrong else []
+    return [from_row("casts_wrong" if wrong else "casts_right", subject=request["device"], evidence=evidence)]
+
+
+def _cast(copies: Copies, source: Tensor, dtype: torch.dtype, way: str, words: str, device: torch.device) -> Tensor:
+    """A tensor of the host or the device, cast in one of `CAST_WAYS`; on the host."""
+    place = torch.device("cpu") if way.startswith("from") else device
+    target = torch.full(source.shape, _POISONED, dtype=dtype, device=place)
+    copies.copy(target, source, what=words, non_blocking=way.endswith("non_blocking"))
+    wait_for(target, source)
+    return target.cpu()
+
+
+def _cast_sources(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Every 16-bit pattern, also as the upper half of a float32 with random lower halves; once of an odd length."""
+    bits = torch.arange(_PATTERNS, dtype=torch.int32)
+    if dtype is torch.float32:
+        lower = torch.randint(0, _PATTERNS, (4, _PATTERNS), generator=torch.Generator().manual_seed(0)).int()
+        # Lower halves that decide how the cut-off part is rounded: nothing, just below, at and just above the middle.
+        edges = torch.tensor([[0], [0x7FFF], [0x8000], [0x8001]], dtype=torch.int32).expand(4, _PATTERNS)
+        bits = (bits << 16 | torch.cat((lower, edges))).flatten()
+    else:
+        bits = bits.to(torch.int16)
+    return bits.view(dtype), bits[:-1].view(dtype)
+
+
+def _differs(found: Tensor, right: Tensor) -> Tensor:
+    integers = torch.int32 if right.element_size() == 4 else torch.int16
+    same = found.contiguous().view(integers) == right.contiguous().view(integers)
+    return ~(same | (found.isnan() & right.isnan()))
+
+
+def canaries(request: Mapping[str, Any]) -> list[Finding] | Again:
+    """Watch; where memory changed, another process looks once more without the user's allocator settings.
+
+    Args:
+        request: ``cycles`` at most; ``seconds`` after which no cycle begins; ``share`` of the free memory that
+            comes and goes; ``first``: of the process that found a change.
+    """
+    device = device_of(request)
+    settings = CanarySettings.for_device(device, cycles=request["cycles"], share=request["share"])
+    harm, run = (request.get("fault") or {}).get("kind"), 0
+
+    def on_cycle(cycle: int, canaries: Canaries) -> None:
+        nonlocal run
+        run = cycle
+        step(f"allocating and freeing memory beside canaries on {device}, cycle {cycle}")
+        victim = canaries.blocks[-1].view(torch.uint8)
+        if harm == "zeros" and cycle == _HARMED_CYCLE:
+            victim[8192 : 8192 + 4096] = 0
+        elif harm == "flip" and cycle == _HARMED_CYCLE:
+            victim[12_345] ^= 16
+
+    fault = watch(device, settings, on_cycle=on_cycle, seconds=request["seconds"])
+    if request["first"]:
+        held = f"held for {run} cycles" if fault is None else f"changed in cycle {fault.cycle} too"
+        return with_evidence(request["first"], f"without allocator settings: {held}")
+    sizes = (
+        f"{settings.canaries} canaries of {size_words(settings.canary_bytes)} beside up to "
+        f"{size_words(settings.churn_bytes)} that came and went, {run} cycles"
+    )
+    if fault is None:
+        row = "canaries_held" if request["cycles"] > _REPORTED_CYCLE else "canaries_held_for_now"
+        return [from_row(row, subject=request["device"], evidence=[sizes], cycles=run)]
+    kinds = {"zeros": "zeros", "churn": "bytes of another block", "canary": "bytes of another canary"}
+    line = (
+        f"cycle {fault.cycle}, canary {fault.canary}: {fault.length:,} wrong bytes from offset "
+        f"{fault.first_offset:,} (a multiple of {size_words(fault.alignment)}), "
+        f"{kinds.get(fault.kind, fault.kind)}; read twice: {'the same' if fault.stable else 'not the same'}"
+    )
+    row = "canaries_changed" if fault.stable else "canaries_read_unstable"
+    findings = [from_row(row, subject=request["device"], evidence=[line, sizes], cycles=run)]
+    return Again(findings=findings, environ=dict.fromkeys(_ALLOCATOR_VARIABLES), words="without allocator settings")

@@ -17,8 +17,7 @@ from typing import Any
 
 from hf_rocm_tune.doctor.access import of_decision
 from hf_rocm_tune.doctor.diagnose import quick
-from hf_rocm_tune.doctor.evidence import Evidence, own_environ
-from hf_rocm_tune.doctor.findings import Finding, from_row, unknown
+from hf_rocm_tune.doctor.findings import Evidence, Finding, from_row, own_environ, unknown
 from hf_rocm_tune.machine import variables
 from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey

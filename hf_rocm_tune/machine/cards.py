@@ -33,7 +33,6 @@ class Card:
         matrix: instruction family of the matrix units.
         bf16: matrix instructions take bf16.
         fp8: matrix instructions take FP8.
-        wave: native wavefront size in lanes.
         integrated: shares the CPU's memory.
         source: where the figures come from.
     """
@@ -49,7 +48,6 @@ class Card:
     matrix: str | None = None
     bf16: bool | None = None
     fp8: bool | None = None
-    wave: int | None = None
     integrated: bool = False
     source: str
 

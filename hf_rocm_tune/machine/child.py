@@ -8,7 +8,7 @@ print on stdout and stderr is kept as evidence, and cannot damage it.
 The module that is run ends in ``sys.exit(answer(measure))``. Started by hand it reads the request from stdin all the
 same and prints the result::
 
-    echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.measured round_trip
+    echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.diagnose round_trip
 
 Not covered: a process that left the group by starting a session of its own; and one that the kernel does not let die
 (state D), which is reported and left behind.
@@ -130,40 +130,28 @@ def run(
     deadline_s: float,
     environ: Mapping[str, str | None] | None = None,
 ) -> Outcome:
-    """Run one child to its end or to its deadline.
-
-    Args:
-        module: see `Task`, as the other arguments.
-        deadline_s: seconds, starting Python and the imports included.
-    """
+    """Run one child to its end or to its deadline, which includes starting Python and the imports; see `Task`."""
     task = Task(module=module, arguments=arguments, request=request, environ=environ or {})
     return run_together([task], deadline_s=deadline_s)[0]
 
 
 def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5.0) -> list[Outcome]:
-    """Run children that wait for each other, as the ranks of a process group do.
-
-    Args:
-        tasks: one a child.
-        deadline_s: seconds that all of them have.
-        grace_s: seconds that the others have when one has died or left garbage: what they wait for does not come.
-
-    Returns:
-        The outcomes in the order of `tasks`. No child runs any more, but for what the kernel does not let die. Where
-        one could not be started (no memory, no room in the temporary directory), all have died of that.
-    """
+    """Run children that wait for each other, as the ranks of a process group do; see `run_groups`."""
     return run_groups([tasks], deadline_s=deadline_s, grace_s=grace_s)[0]
 
 
 def run_groups(groups: Sequence[Sequence[Task]], *, deadline_s: float, grace_s: float = 5.0) -> list[list[Outcome]]:
-    """Run several groups of children at the same time; what ends one group early does not touch the others.
+    """Run several groups of children that wait for each other; what ends one group early does not touch the others.
 
     Args:
-        groups: the tasks of each group, whose children wait for each other.
-        deadline_s, grace_s: see `run_together`.
+        groups: the tasks of each group.
+        deadline_s: seconds that all of them have.
+        grace_s: seconds that the others of a group have when one has died or left garbage: what they wait for does
+            not come.
 
     Returns:
-        The outcomes of each group, see `run_together`.
+        The outcomes in the order of the tasks. No child runs any more, but for what the kernel does not let die. Where
+        one could not be started (no memory, no room in the temporary directory), all have died of that.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -372,10 +360,7 @@ _fault: Mapping[str, str] | None = None  # the ending that the request injects, 
 
 
 def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
-    """Read the request, measure, and leave the result.
-
-    Args:
-        measure: gets the request; its result must be plain JSON values.
+    """Read the request, measure, and leave the result, which must be plain JSON values.
 
     Returns:
         The exit code, and only where it was started by hand; otherwise it ends the process with it. 0; that of a
@@ -408,11 +393,8 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
 
 
 def step(what: str) -> None:
-    """Note what is done next, for the parent to tell when this is the last that it hears.
-
-    Args:
-        what: goes on after "while": ``copying 64 MiB to cuda:0``.
-    """
+    """Note what is done next ("copying 64 MiB to cuda:0"), for the parent to tell when this is the last that it
+    hears."""
     directory = os.environ.get(DIRECTORY)
     if directory:
         Path(directory, _STEP).write_text(what, encoding="utf-8")

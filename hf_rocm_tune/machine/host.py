@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from hf_rocm_tune.machine.sysfs import (
     MAX_BYTES,
-    Process,
     Reading,
     Tree,
     derived,
@@ -57,7 +56,7 @@ _PARAMETERS = (
     *("aspm", "gpu_recovery", "gttsize", "lockup_timeout", "noretry", "pcie_gen_cap", "pcie_lane_cap", "pcie_p2p"),
     *("ppfeaturemask", "runpm", "vis_vramlimit", "vramlimit"),
 )
-_CPU_NAME = re.compile(r"^model name[ \t]*:[ \t]*(\S.*)$", re.MULTILINE)
+_CPU_NAME = r"^model name[ \t]*:[ \t]*(\S.*?)[ \t]*$"
 _ENGINES = {
     "docker": "docker",
     "libpod": "podman",
@@ -215,45 +214,36 @@ def read_host(tree: Tree) -> Host:
     names = list_names(tree, "dev/dri").value or []
     renders = [f"dev/dri/{name}" for name in names if re.fullmatch("renderD[0-9]{1,6}", name)]
     nodes = tuple(_read_node(tree, path) for path in ("dev/kfd", *renders))
-    memory = _read_memory(tree, "MemTotal")
+    memory, cpu = _read_memory(tree, "MemTotal"), _read_line(tree, _CPUINFO, _CPU_NAME, "model name")
     groups = None if process.groups is None else tuple(g for g in process.groups if g in {node.group for node in nodes})
     return Host(
         platform=process.platform,
-        cpu=_read_cpu(tree, process),
+        cpu=cpu if cpu.value is not None else known(process.cpu, cpu.reason),
         memory_bytes=memory,
         available_bytes=_read_memory(tree, "MemAvailable"),
         swap_bytes=_read_memory(tree, "SwapTotal"),
         memory_limit_bytes=_read_memory_limit(tree, memory.value),
         shm_bytes=known(process.shm_bytes, "the size of /dev/shm is not known"),
         container=known(_engine(tree), "no mark of a container"),
-        seccomp=_read_seccomp(tree),
+        seccomp=derived(_read_line(tree, _STATUS, r"^Seccomp:[ \t]+([0-2])[ \t]*$", "Seccomp"), parse_int, ""),
         nodes=nodes,
         groups=known(groups, "the groups of this process are not known"),
     )
 
 
-def _read_cpu(tree: Tree, process: Process) -> Reading[str]:
-    text = read_text(tree, _CPUINFO)
-    if text.value is None:
-        return known(process.cpu, text.reason)
-    found = _CPU_NAME.search(text.value)
-    return known(found[1].strip() if found else process.cpu, f"/{_CPUINFO}: no model name")
+def _read_line(tree: Tree, path: str, pattern: str, name: str) -> Reading[str]:
+    """What a pattern finds in a line of a file."""
+
+    def find(text: str) -> str | None:
+        found = re.search(pattern, text, re.MULTILINE | re.ASCII)
+        return found[1] if found else None
+
+    return derived(read_text(tree, path), find, f"/{path}: no {name}")
 
 
 def _read_memory(tree: Tree, name: str) -> Reading[int]:
-    def parse(text: str) -> int | None:
-        found = re.search(rf"^{name}:[ \t]+([0-9]{{1,16}}) kB[ \t]*$", text, re.MULTILINE | re.ASCII)
-        return int(found[1]) << 10 if found else None
-
-    return derived(read_text(tree, _MEMINFO), parse, f"/{_MEMINFO}: no {name}")
-
-
-def _read_seccomp(tree: Tree) -> Reading[int]:
-    def parse(text: str) -> int | None:
-        found = re.search(r"^Seccomp:[ \t]+([0-2])[ \t]*$", text, re.MULTILINE)
-        return parse_int(found[1]) if found else None
-
-    return derived(read_text(tree, _STATUS), parse, f"/{_STATUS}: no Seccomp")
+    kib = _read_line(tree, _MEMINFO, rf"^{name}:[ \t]+([0-9]{{1,16}}) kB[ \t]*$", name)
+    return derived(kib, lambda digits: int(digits) << 10, "")
 
 
 def _read_node(tree: Tree, path: str) -> Node:
@@ -359,7 +349,7 @@ def _starting_with(*names: str) -> Callable[[str], list[str]]:
 
 _LINES: dict[str, Callable[[str], list[str]]] = {
     _CMDLINE: lambda text: [" ".join(_wanted_words(text))],
-    _CPUINFO: lambda text: [found[0] for found in [_CPU_NAME.search(text)] if found],
+    _CPUINFO: lambda text: [found[0] for found in [re.search(_CPU_NAME, text, re.MULTILINE | re.ASCII)] if found],
     _MEMINFO: _starting_with("MemTotal:", "MemAvailable:", "SwapTotal:"),
     _STATUS: _starting_with("Seccomp:"),
 }

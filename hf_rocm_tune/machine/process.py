@@ -149,12 +149,9 @@ def check_bitsandbytes() -> None:
 def check_world(num_processes: int, environ: Mapping[str, str]) -> None:
     """Refuse to train when the launcher started more ranks than Accelerate knows of.
 
-    Args:
-        num_processes: ``Accelerator.num_processes``.
-        environ: the environment of this process, with ``WORLD_SIZE`` where a launcher set it.
-
     Raises:
-        UsageError: the two differ; each rank would train alone on all of the data.
+        UsageError: ``WORLD_SIZE`` differs from ``Accelerator.num_processes``; each rank would train alone on all of
+            the data.
     """
     launched = int(environ.get("WORLD_SIZE", "1"))
     if launched != num_processes:

@@ -29,7 +29,7 @@ from typing import Any
 
 from hf_rocm_tune.machine.child import answer, run, step
 from hf_rocm_tune.machine.child import pci_address as pci_address
-from hf_rocm_tune.machine.sysfs import Reading, read_text, unknown, unpack
+from hf_rocm_tune.machine.sysfs import LiveTree, Reading, read_text, unknown, unpack
 from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -238,14 +238,10 @@ def _read_bitsandbytes() -> Reading[tuple[str, ...]]:
 
 
 def read_rocm_version(root: Path = Path("/")) -> Reading[str]:
-    """Version of the ROCm that is installed in the system, without a build number: ``7.2.4``.
-
-    Args:
-        root: what stands for ``/``.
-    """
+    """Version of the ROCm that is installed below `root`, without a build number: ``7.2.4``."""
     reasons = []
     for path in VERSION_FILES:
-        text = read_text(root, path)
+        text = read_text(LiveTree(root), path)
         if text.value is None:
             reasons.append(text.reason)
         elif re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6}){1,3}([-.+~]?[0-9A-Za-z.+~-]{0,60})?", text.value):
@@ -275,13 +271,10 @@ def _read_wheels() -> dict[str, str]:
 
 
 def _probe(request: dict[str, Any]) -> dict[str, Any]:
-    """Ask torch, in this process.
+    """Ask torch, in this process: ``versions``, ``archs``, ``allocator`` and ``devices``.
 
-    Args:
-        request: ``{"devices": false}`` leaves out what starts the driver's runtime.
-
-    Returns:
-        ``versions``, ``archs``, ``allocator`` and ``devices``. What torch refused to say is ``{"problem": reason}``.
+    What torch refused to say is ``{"problem": reason}``. ``{"devices": false}`` in the request leaves out what starts
+    the driver's runtime.
     """
     step("importing torch")
     import torch

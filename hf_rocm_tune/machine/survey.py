@@ -15,23 +15,28 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_rocm_tune.machine.cards import Identity, identify
-from hf_rocm_tune.machine.host import Host, Kernel, keep, read_host, read_kernel
-from hf_rocm_tune.machine.kfd import GpuNode, Topology, read_atomics, read_peers, read_topology
-from hf_rocm_tune.machine.pci import (
+from hf_rocm_tune.machine.gpus import (
     AMD,
     INTEL,
     NVIDIA,
     DisplayDevice,
+    GpuNode,
     Link,
+    Sensors,
+    Topology,
     list_display_devices,
+    no_sensors,
     read_aer,
+    read_atomics,
     read_bar_bytes,
     read_driver,
-    read_iommu_group,
     read_iommu_type,
+    read_peers,
+    read_sensors,
+    read_topology,
     read_upward,
 )
-from hf_rocm_tune.machine.sensors import Sensors, no_sensors, read_sensors
+from hf_rocm_tune.machine.host import Host, Kernel, keep, read_host, read_kernel
 from hf_rocm_tune.machine.software import TorchDevice
 from hf_rocm_tune.machine.sysfs import LiveTree, Reading, RecordingTree, Tree, unknown
 from hf_rocm_tune.machine.visible import is_integrated, visible_nodes
@@ -56,8 +61,7 @@ class Gpu:
         root_port: PCI address of the root port at the end of ``path``; None where it could not be followed.
         behind_chipset: whether the path passes a bridge that belongs to the chipset and not to the CPU (None: unknown).
         bar_bytes: size of the largest memory BAR in bytes; as large as the VRAM where ReBAR is on.
-        iommu_group: number of its IOMMU group.
-        iommu_type: ``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating).
+        iommu_type: of its IOMMU group: ``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating).
         aer: error counters by name (``correctable``, ``nonfatal``, ``fatal``): totals since boot of the card and of the
             bridges above it, because either end of a link may be the one that counts.
         peers: PCI addresses of the GPUs to which the kernel lists a direct link. Whether copies are right is another
@@ -78,7 +82,6 @@ class Gpu:
     root_port: str | None
     behind_chipset: bool | None
     bar_bytes: Reading[int]
-    iommu_group: Reading[int]
     iommu_type: Reading[str]
     aer: Mapping[str, Reading[int]]
     peers: Reading[tuple[str, ...]]
@@ -119,11 +122,7 @@ class Machine:
 
 
 def survey(tree: Tree | None = None) -> Machine:
-    """Read the machine. Never raises; what could not be read is unknown, with the reason.
-
-    Args:
-        tree: the live machine by default.
-    """
+    """Read the machine, the live one unless another is given. Never raises; what could not be read has the reason."""
     tree = LiveTree() if tree is None else tree
     topology = read_topology(tree)
     devices, unlisted = list_display_devices(tree)
@@ -137,15 +136,7 @@ def survey(tree: Tree | None = None) -> Machine:
 
 
 def record(tree: Tree | None = None, *, source: str = "") -> tuple[Machine, dict[str, Any]]:
-    """Read the machine, and make a recording of what was read.
-
-    Args:
-        tree: the live machine by default.
-        source: where this machine comes from, for the recording.
-
-    Returns:
-        The machine, and what :class:`~hf_rocm_tune.machine.sysfs.RecordedTree` takes, ready for JSON.
-    """
+    """Read the machine, and make a recording of what was read, for `RecordedTree` and ready for JSON."""
     recorder = RecordingTree(LiveTree() if tree is None else tree, keep=keep)
     machine = survey(recorder)
     return machine, recorder.recording(source)
@@ -163,7 +154,6 @@ def _read_gpu(tree: Tree, device: DisplayDevice, topology: Topology) -> Gpu:
     node = next((node for node in topology.nodes if node.pci_address == address), None)
     identity = _identify(device, node, sensors)
     upward = read_upward(tree, address)
-    group = read_iommu_group(tree, address)
     no_node = "the compute driver (KFD) does not list the device"
     return Gpu(
         address=address,
@@ -178,8 +168,7 @@ def _read_gpu(tree: Tree, device: DisplayDevice, topology: Topology) -> Gpu:
         root_port=upward.root_port,
         behind_chipset=upward.behind_chipset,
         bar_bytes=read_bar_bytes(tree, address),
-        iommu_group=group,
-        iommu_type=read_iommu_type(tree, group),
+        iommu_type=read_iommu_type(tree, address),
         aer=read_aer(tree, upward.chain[::-1]),
         peers=read_peers(tree, node, topology) if node else unknown(no_node),
         atomics=read_atomics(tree, node, topology) if node else unknown(no_node),
@@ -231,12 +220,8 @@ class JoinedDevice:
 def join(machine: Machine, devices: Sequence[TorchDevice], environ: Mapping[str, str]) -> tuple[JoinedDevice, ...]:
     """Tell which card each device of torch is, in torch's order: by PCI address, and where torch gives none, by order.
 
-    Torch counts the devices that its filters leave; the kernel knows the cards, whatever the variables say.
-
-    Args:
-        machine: as surveyed.
-        devices: as torch lists them; empty where it sees none.
-        environ: the variables under which torch listed them, for their order.
+    Torch counts the devices that its filters leave, under the variables in `environ`; the kernel knows the cards,
+    whatever the variables say.
     """
     found = {gpu.address: gpu for gpu in machine.gpus}
     nodes = visible_nodes(machine.topology.nodes, environ)

@@ -281,8 +281,7 @@ class RecordedTree:
     """
 
     def __init__(self, recording: Mapping[str, Any]) -> None:
-        schema = recording.get("schema") if isinstance(recording, Mapping) else type(recording).__name__
-        if schema != _SCHEMA:
+        if (schema := recording.get("schema")) != _SCHEMA:
             raise UsageError(
                 f"this is no recording of a machine that can be read: schema {_SCHEMA} expected, got {schema!r}"
             )
@@ -389,12 +388,9 @@ class RecordingTree:
         return self._process
 
     def recording(self, source: str = "") -> dict[str, Any]:
-        """Everything that was asked so far, ready for JSON.
+        """Everything that was asked so far, ready for JSON; `source` says where this machine comes from.
 
         Of the process's groups only those are in it that own a device node or are the usual owners of one.
-
-        Args:
-            source: where this machine comes from.
         """
         sections = {name: dict(sorted(answers.items())) for name, answers in self._answers.items()}
         owners = {node["group"] for node in self._answers["nodes"].values()} | _DEVICE_GROUPS
@@ -413,31 +409,24 @@ class RecordingTree:
             raise
 
 
-def as_tree(root: Tree | Path) -> Tree:
-    """A directory as a tree of files; a tree as it is."""
-    return LiveTree(root) if isinstance(root, Path) else root
-
-
 def _refused(path: str, error: OSError) -> str:
     if error.errno == errno.EFBIG:
         return f"/{path}: more than {MAX_BYTES} bytes"
     return f"/{path}: {os.strerror(error.errno) if error.errno else type(error).__name__}"
 
 
-def read_bytes(root: Tree | Path, path: str) -> Reading[bytes]:
+def read_bytes(tree: Tree, path: str) -> Reading[bytes]:
     """The content of a file of at most ``MAX_BYTES``; empty counts as unreadable."""
-    path = path.lstrip("/")
     try:
-        raw = as_tree(root).read(path, MAX_BYTES)
+        raw = tree.read(path, MAX_BYTES)
     except OSError as error:
         return unknown(_refused(path, error))
     return Reading(value=raw) if raw else unknown(f"/{path}: empty")
 
 
-def read_text(root: Tree | Path, path: str) -> Reading[str]:
+def read_text(tree: Tree, path: str) -> Reading[str]:
     """The stripped text of a file. Empty, binary and oversized files count as unreadable."""
-    path = path.lstrip("/")
-    raw = read_bytes(root, path)
+    raw = read_bytes(tree, path)
     if raw.value is None:
         return unknown(raw.reason)
     try:
@@ -449,17 +438,10 @@ def read_text(root: Tree | Path, path: str) -> Reading[str]:
     return Reading(value=text) if text else unknown(f"/{path}: empty")
 
 
-def read_parsed(root: Tree | Path, path: str, parse: Callable[[str], T | None], complaint: str) -> Reading[T]:
-    """What ``parse`` makes of the text of a file; where it makes None of it, the reason is the complaint and the text.
-
-    Args:
-        root: the machine.
-        path: of the file.
-        parse: takes the stripped text.
-        complaint: ``not a number``, for example.
-    """
-    text = read_text(root, path)
-    return derived(text, parse, f"/{path.lstrip('/')}: {complaint}: {(text.value or '')[:40]!r}")
+def read_parsed(tree: Tree, path: str, parse: Callable[[str], T | None], complaint: str) -> Reading[T]:
+    """What ``parse`` makes of a file's stripped text; where that is None, the reason is the complaint and the text."""
+    text = read_text(tree, path)
+    return derived(text, parse, f"/{path}: {complaint}: {(text.value or '')[:40]!r}")
 
 
 def parse_int(text: str) -> int | None:
@@ -468,12 +450,12 @@ def parse_int(text: str) -> int | None:
     return int(text) if plain and int(text) < 1 << 64 else None
 
 
-def read_int(root: Tree | Path, path: str) -> Reading[int]:
+def read_int(tree: Tree, path: str) -> Reading[int]:
     """A file that holds one decimal number."""
-    return read_parsed(root, path, parse_int, "not a number")
+    return read_parsed(tree, path, parse_int, "not a number")
 
 
-def read_properties(root: Tree | Path, path: str) -> Reading[dict[str, int]]:
+def read_properties(tree: Tree, path: str) -> Reading[dict[str, int]]:
     """A file of ``name number`` lines, as KFD writes them. Lines of another form are left out."""
 
     def parse(text: str) -> dict[str, int] | None:
@@ -481,35 +463,30 @@ def read_properties(root: Tree | Path, path: str) -> Reading[dict[str, int]]:
         numbers = {pair[0]: parse_int(pair[1]) for pair in fields if len(pair) == 2}
         return {name: number for name, number in numbers.items() if number is not None} or None
 
-    return derived(read_text(root, path), parse, f"/{path.lstrip('/')}: no line of the form 'name number'")
+    return derived(read_text(tree, path), parse, f"/{path}: no line of the form 'name number'")
 
 
-def list_names(root: Tree | Path, path: str) -> Reading[list[str]]:
+def list_names(tree: Tree, path: str) -> Reading[list[str]]:
     """The names in a directory, sorted; an empty directory is read, with nothing in it."""
-    path = path.lstrip("/")
     try:
-        return Reading(value=as_tree(root).names(path))
+        return Reading(value=tree.names(path))
     except OSError as error:
         return unknown(_refused(path, error))
 
 
-def list_numbered(root: Tree | Path, path: str) -> Reading[list[int]]:
+def list_numbered(tree: Tree, path: str) -> Reading[list[int]]:
     """The entries of a directory whose names are numbers, in numeric order. Other entries are left out."""
-    names = list_names(root, path)
+    names = list_names(tree, path)
     return derived(names, lambda found: sorted(n for n in map(parse_int, found) if n is not None), "")
 
 
-def read_link_name(root: Tree | Path, path: str, absent: str = "") -> Reading[str]:
+def read_link_name(tree: Tree, path: str, absent: str = "") -> Reading[str]:
     """The last part of what a symbolic link points at, which is how sysfs names drivers and groups.
 
-    Args:
-        root: the machine.
-        path: of the link.
-        absent: the reason to give where there is no such link, where that has a meaning of its own.
+    ``absent`` is the reason to give where there is no such link, where that has a meaning of its own.
     """
-    path = path.lstrip("/")
     try:
-        target = as_tree(root).link(path)
+        target = tree.link(path)
     except OSError as error:
         return unknown(absent if absent and error.errno == errno.ENOENT else _refused(path, error))
     return known(target.rstrip("/").rpartition("/")[2] or None, f"/{path}: points at nothing")

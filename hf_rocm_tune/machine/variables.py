@@ -177,12 +177,8 @@ def links_of(source: str) -> tuple[str, ...]:
 
 
 def issue_link(name: str, repositories: Mapping[str, str]) -> str:
-    """The address of an issue such as ``rccl#1129``; empty for any other name.
-
-    Args:
-        name: a source.
-        repositories: what stands before the ``#``, and the repository that it means.
-    """
+    """The address of an issue such as ``rccl#1129``, whose repository is known by what stands before the ``#``; else
+    empty."""
     issue = re.fullmatch(r"([A-Za-z0-9./-]+)#([0-9]+)", name)
     if issue is None or issue[1] not in repositories:
         return ""
@@ -227,56 +223,46 @@ def package_directory(package: str) -> Path | None:
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
-def stated_in_package(package: str, file: str, names: Sequence[str]) -> Reading[dict[str, str | None]]:
-    """The quoted values that a file of an installed package assigns to names, without importing it.
-
-    Returns:
-        Those of the names that it assigns to, with None for another value than a text.
-    """
-    directory = package_directory(package)
+def read_torch_file() -> Reading[dict[str, str | None]]:
+    """What ``torch/version.py`` assigns to ``__version__``, ``hip``, ``rocm`` and ``cuda``, as far as it does, without
+    importing torch; None for another value than a text."""
+    directory = package_directory("torch")
     if directory is None:
-        return Reading(value=None, reason=f"{package} is not installed")
+        return Reading(value=None, reason="torch is not installed")
     try:
-        text = (directory / file).read_text("utf-8", errors="replace")
+        text = (directory / "version.py").read_text("utf-8", errors="replace")
     except OSError as error:
-        return Reading(value=None, reason=f"{package}/{file}: {error.strerror}")
+        return Reading(value=None, reason=f"torch/version.py: {error.strerror}")
     found: dict[str, str | None] = {}
-    for name in names:
+    for name in ("__version__", "hip", "rocm", "cuda"):
         if re.search(rf"^{name}\b", text, re.MULTILINE):
             quoted = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
             found[name] = quoted[1] if quoted else None
-    return Reading(value=found)
-
-
-def read_torch_file() -> Reading[dict[str, str | None]]:
-    """What ``torch/version.py`` states, by the names ``__version__``, ``hip``, ``rocm`` and ``cuda``."""
-    stated = stated_in_package("torch", "version.py", ("__version__", "hip", "rocm", "cuda"))
-    if stated.value is not None and stated.value.get("__version__") is None:
-        return Reading(value=None, reason=_OTHER_FORM)
-    return stated
+    return Reading(value=found) if found.get("__version__") else Reading(value=None, reason=_OTHER_FORM)
 
 
 def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
-    """Read what this process needs to know of torch and flash-attn, importing neither.
-
-    Args:
-        archs: architectures of the visible GPUs; None where they were not read.
-    """
+    """Read what this process needs to know of torch and flash-attn, importing neither; `archs` are those of the
+    visible GPUs, None where they were not read."""
     reasons: dict[str, str] = {} if archs is not None else {"archs": "the visible GPUs were not read"}
-    torch = read_torch_file()
+    torch, flash_attn = read_torch_file(), None
     stated = torch.value or {}
     if torch.value is None:
         reasons["torch_version"] = torch.reason
     if "hip" not in stated:
         reasons["hip_version"] = torch.reason or _OTHER_FORM
-    flash_attn = stated_in_package("flash_attn", "__init__.py", ("__version__",))
-    if flash_attn.value is None and package_directory("flash_attn") is not None:
-        reasons["flash_attn_version"] = flash_attn.reason
+    if package_directory("flash_attn") is not None:
+        from importlib import metadata  # takes a moment that every start of the package would pay
+
+        try:
+            flash_attn = metadata.version("flash-attn")
+        except metadata.PackageNotFoundError:
+            reasons["flash_attn_version"] = "flash_attn is there, and no distribution of that name"
     return MachineFacts(
         torch_version=stated.get("__version__"),
         hip_version=stated.get("hip"),
         archs=archs,
-        flash_attn_version=(flash_attn.value or {}).get("__version__"),
+        flash_attn_version=flash_attn,
         reasons=reasons,
     )
 
@@ -318,31 +304,33 @@ def covers(name: str) -> bool:
     return any(row.names(name) for row in POLICY)
 
 
-def _release(version: str | None) -> tuple[int, int] | None:
-    numbers = re.match(r"(\d+)(?:\.(\d+))?", version or "")
-    return (int(numbers[1]), int(numbers[2] or 0)) if numbers else None
+def version_numbers(version: str) -> tuple[int, ...] | None:
+    """``2.13.0+rocm7.2`` as (2, 13, 0, 0), padded so that equal versions compare equal; None where it is no version."""
+    match = re.match(r"\s*([0-9]+(?:\.[0-9]+)*)", version)
+    return None if match is None else tuple([*map(int, match[1].split(".")[:4]), 0, 0, 0][:4])
 
 
-def _within(version: str | None, wanted: Sequence[str], unknown: bool) -> bool | None:
-    release = _release(version)
-    if release is None:
-        return None if unknown or version else False
-    low, high = map(_release, wanted)
-    return (low is None or release >= low) and (high is None or release < high)
+def within(version: str, low: str | None, high: str | None) -> bool:
+    """Whether ``low <= version < high``; an open end is None or empty, and what is no version is in no range."""
+    value, first, end = (version_numbers(one) if one else None for one in (version, low, high))
+    return value is not None and (first is None or value >= first) and (end is None or value < end)
 
 
 def _conditions(row: Row, facts: MachineFacts) -> Iterator[tuple[bool | None, str]]:
     """Each condition of a row: whether it holds (None: not known), and the field of the facts that it depends on."""
     if not row.any_build:
         yield facts.is_rocm, "hip_version"
-    if row.torch:
-        yield _within(facts.torch_version, row.torch, True), "torch_version"
+    stated = {"torch_version": row.torch, "hip_version": row.rocm, "flash_attn_version": row.flash_attn}
+    for name, wanted in stated.items():
+        version: str | None = getattr(facts, name)
+        if wanted and (version is None or version_numbers(version) is None):
+            # What is not there is in no range; what is there without a version that can be read may be in any.
+            yield None if version or name == "torch_version" or name in facts.reasons else False, name
+        elif wanted:
+            yield within(version or "", *wanted), name
     if row.torch_releases:
-        release = _release(facts.torch_version)
-        yield None if release is None else release in map(_release, row.torch_releases), "torch_version"
-    for name, wanted in (("hip_version", row.rocm), ("flash_attn_version", row.flash_attn)):
-        if wanted:
-            yield _within(getattr(facts, name), wanted, name in facts.reasons), name
+        release = version_numbers(facts.torch_version or "")
+        yield None if release is None else "{}.{}".format(*release) in row.torch_releases, "torch_version"
     archs = facts.archs
     if row.has_arch:
         yield None if archs is None else row.has_arch in archs, "archs"
@@ -531,9 +519,7 @@ def _prints_table(command_line: Sequence[str]) -> bool:
 def explain(decisions: Sequence[Decision], facts: MachineFacts | None = None) -> str:
     """A readable table, the gravest first: action, variable and value, then reason, fix and source below.
 
-    Args:
-        decisions: what was decided.
-        facts: on what ground; shown above the table, with the reason for each thing that is not known.
+    The facts that it rests on are shown above it, with the reason for each thing that is not known.
     """
     lines = [] if facts is None else [_ground(facts)]
     for one in sorted(decisions, key=lambda one: _ORDER.index(one.action)):
@@ -574,8 +560,7 @@ def read_pairs(variable: str, text: str, keys: Iterable[str], *, required: Mappi
     """Read ``key=value`` pairs joined by commas, as every variable that asks for faults has them.
 
     Args:
-        variable: its name, for messages.
-        text: its value.
+        variable, text: its name, for messages, and its value.
         keys: that are valid.
         required: keys that must be there, and what to give for them.
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from hf_rocm_tune.machine.kfd import GpuNode
+from hf_rocm_tune.machine.gpus import GpuNode
 
 FILTERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 OURS = "HIP_VISIBLE_DEVICES"
@@ -81,7 +81,7 @@ def choose(
     """Choose the cards that this process is to see; every rank of a job comes to the same choice.
 
     Args:
-        nodes: GPUs in the kernel's order (``kfd.read_topology``). Empty on a CUDA machine: then nothing is set.
+        nodes: GPUs in the kernel's order (``gpus.read_topology``). Empty on a CUDA machine: then nothing is set.
         environ: the process's variables; the user's own filter is kept.
         complete: whether ``nodes`` are all there are; where not, indices are uncertain and nothing is set.
         processes: how many processes of this job run on this machine.
@@ -100,7 +100,7 @@ def choose(
     cards = [node for node in nodes if not is_integrated(node)] or list(nodes)
     cards.sort(key=lambda node: (-(node.vram_bytes or 0), node.index))
     hidden = [node for node in nodes if node not in cards]
-    aside = f"; hidden as integrated: {', '.join(_describe(node) for node in hidden)}" if hidden else ""
+    aside = f"; hidden as integrated: {', '.join(describe(node) for node in hidden)}" if hidden else ""
     if processes > len(cards):
         return Choice(
             reason=f"{processes} processes on this machine, but {len(cards)} card(s) to train on{aside}: nothing is "
@@ -112,8 +112,8 @@ def choose(
         listed = ",".join(str(node.index) for node in cards)
         return Choice(variables={OURS: listed} if hidden else {}, reason=f"{len(cards)} cards visible, {why}{aside}")
     if len(nodes) == 1:
-        return Choice(reason=f"one GPU is there: {_describe(cards[0])}")
-    return Choice(variables={OURS: str(cards[0].index)}, reason=f"{_describe(cards[0])}{aside}")
+        return Choice(reason=f"one GPU is there: {describe(cards[0])}")
+    return Choice(variables={OURS: str(cards[0].index)}, reason=f"{describe(cards[0])}{aside}")
 
 
 def _keep(nodes: Sequence[GpuNode], users: dict[str, str], processes: int) -> Choice:
@@ -127,8 +127,9 @@ def _keep(nodes: Sequence[GpuNode], users: dict[str, str], processes: int) -> Ch
     return Choice(reason=f"{shown} is set by the user and kept")
 
 
-def _describe(node: GpuNode) -> str:
-    gib = "memory unknown" if node.vram_bytes is None else f"{node.vram_bytes / (1 << 30):.0f} GiB"
+def describe(node: GpuNode) -> str:
+    """A GPU in a few words."""
+    gib = "memory unknown" if node.vram_bytes is None else f"{node.vram_bytes / (1 << 30):.1f} GiB"
     return f"GPU {node.index} ({node.arch}, {gib}{', ' + node.pci_address if node.pci_address else ''})"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import MutableMapping, Sequence
 
-from hf_rocm_tune.machine import kfd, visible
+from hf_rocm_tune.machine import gpus, visible
 from hf_rocm_tune.machine import variables as policy
 from hf_rocm_tune.settings import recipe as recipe_file
 
@@ -32,7 +32,7 @@ def asks_for_split(argv: Sequence[str]) -> bool:
 
 
 def show_all_cards(
-    argv: Sequence[str], environ: MutableMapping[str, str], *, topology: kfd.Topology | None = None
+    argv: Sequence[str], environ: MutableMapping[str, str], *, topology: gpus.Topology | None = None
 ) -> None:
     """Choose the cards again where the job splits a model, and say so; nothing once torch is imported.
 
@@ -44,7 +44,7 @@ def show_all_cards(
     if not asks_for_split(argv) or "torch" in sys.modules:
         return
     environ[VARIABLE] = "1"  # for processes that this one starts
-    found = kfd.read_topology() if topology is None else topology
+    found = gpus.read_topology() if topology is None else topology
     rocm = policy.read_facts(archs=()).is_rocm
     choice = visible.choose(
         () if rocm is False else found.nodes,

@@ -35,7 +35,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_rocm_tune.machine.child import pci_address
-from hf_rocm_tune.machine.sensors import read_sensors, throttle_causes
+from hf_rocm_tune.machine.gpus import read_sensors, throttle_causes
 from hf_rocm_tune.machine.sysfs import LiveTree, Reading, Tree
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_rocm_tune.doctor import evidence
+from hf_rocm_tune.doctor import findings
 from hf_rocm_tune.machine.software import Software, read_software
 
 
@@ -17,4 +17,4 @@ def software() -> Software:
 @pytest.fixture
 def asked_before(software: Software, monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor reads this machine, and takes the answer of torch from an earlier test."""
-    monkeypatch.setattr(evidence, "read_software", lambda **_: software)
+    monkeypatch.setattr(findings, "read_software", lambda **_: software)

@@ -12,7 +12,7 @@ import pytest
 from hf_rocm_tune.doctor import capture
 from hf_rocm_tune.doctor.capture import Identity, of_policy, pack, read, write
 from hf_rocm_tune.doctor.diagnose import all_checks, diagnose
-from hf_rocm_tune.doctor.evidence import Evidence, own_environ
+from hf_rocm_tune.doctor.findings import Evidence, own_environ
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import record
@@ -197,7 +197,22 @@ def damaged() -> dict[str, bytes]:
         "software": json.dumps(parsed | {"software": {"python": 3}}).encode(),
         "software text": json.dumps(parsed | {"software": "much"}).encode(),
         "devices": json.dumps(parsed | {"software": stack() | {"devices": {"value": [{"index": -1}]}}}).encode(),
-        "process": json.dumps(parsed | {"process": {"groups": "all"}}).encode(),
+        **{
+            f"{section} {value}": json.dumps(parsed | {section: value}).encode()
+            for section, value in (
+                ("process", {"groups": "all"}),
+                ("process", {"groups": [None]}),
+                ("process", {"shm_bytes": True}),
+                ("process", {"release": 6}),
+                ("process", [1]),
+                ("names", {"a": "b"}),
+                ("names", {"a": [1]}),
+                ("errors", {"a": 13}),
+                ("nodes", {"a": True}),
+                ("nodes", {"a": {"usable": "yes"}}),
+                ("binary", {"a": "\u00e4"}),
+            )
+        },
     }
 
 

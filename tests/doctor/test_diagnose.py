@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from hf_rocm_tune.doctor import pcie, quick
+from hf_rocm_tune.doctor import quick
 from hf_rocm_tune.doctor.diagnose import NOTHING_THERE, affordable, all_checks, diagnose, in_order
-from hf_rocm_tune.doctor.evidence import GROUPS, Check, Evidence
-from hf_rocm_tune.doctor.findings import Finding, all_rows, from_row
+from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, all_rows, from_row
 from hf_rocm_tune.machine.software import Software
-from hf_rocm_tune.machine.survey import Machine, survey
+from hf_rocm_tune.machine.survey import survey
 from hf_rocm_tune.machine.sysfs import Reading
 from tests.machine.parts import XT, Slot
 from tests.machine.trees import Built
@@ -76,8 +75,8 @@ def test_the_order_is_that_of_the_groups() -> None:
 
 
 def test_a_check_that_is_not_run_says_why() -> None:
-    measured = check("m", finding("m"), measured=True, needs_gpu=True)
-    long = check("l", finding("l"), measured=True, needs_gpu=True, full=True, seconds=240)
+    measured = check("m", finding("m"), measured=True)
+    long = check("l", finding("l"), measured=True, full=True, seconds=240)
 
     def why(known: Evidence, one: Check, **more: bool) -> str:
         (made,) = diagnose(known, [one], **more).findings
@@ -94,12 +93,12 @@ def test_a_check_that_is_not_run_says_why() -> None:
 def test_after_two_hangs_nothing_more_is_measured() -> None:
     def hanging(name: str, row: str = "measurement_hung") -> Check:
         values = {"source": "0", "destination": "1"} if row == "pair_hung" else {"what": name}
-        return check(name, from_row(row, how="had not ended", **values), measured=True, needs_gpu=True)
+        return check(name, from_row(row, how="had not ended", **values), measured=True)
 
     def statuses(*checks: Check) -> list[str]:
         return [one.status for one in diagnose(evidence(2), checks).findings]
 
-    fine = check("fine", finding("fine"), measured=True, needs_gpu=True)
+    fine = check("fine", finding("fine"), measured=True)
     read, after = check("read", finding("read")), replace(fine, name="after", group="after")
     assert statuses(hanging("a"), fine) == ["fail", "fail"]
     assert statuses(hanging("a"), hanging("a"), fine) == ["fail", "fail", "fail"], "two cards, one check"
@@ -114,7 +113,7 @@ def test_between_cards_nothing_is_measured_where_torch_sees_one(monkeypatch: pyt
     named = [measured for measured in all_checks() if measured.needs_cards > 1 and measured.measured]
     assert len(named) > 2
     asked: list[str] = []
-    run = "hf_rocm_tune.doctor.measured.run_measured"
+    run = "hf_rocm_tune.doctor.diagnose.run_measured"
     monkeypatch.setattr(run, lambda measured, *_, **__: asked.append(measured.name) or [])
     for made in diagnose(one, named, full=True).findings:
         assert (made.status, made.text) == ("skipped", "torch sees 1 of 2 cards")
@@ -124,7 +123,7 @@ def test_between_cards_nothing_is_measured_where_torch_sees_one(monkeypatch: pyt
 
 
 def test_what_needs_two_cards_does_not_appear_on_one() -> None:
-    pairs = check("pairs", finding("pairs"), measured=True, needs_gpu=True, needs_cards=2)
+    pairs = check("pairs", finding("pairs"), measured=True, needs_cards=2)
     about_two = check("both", from_row("links_unequal", widths="x"))
     assert diagnose(evidence(1), [pairs]).findings == ()
     assert [one.status for one in diagnose(evidence(1), [about_two]).findings] == ["skipped"]
@@ -145,20 +144,6 @@ def test_an_integrated_gpu_is_no_second_card() -> None:
         environ={},
     )
     assert two_of_another_vendor.card_count == 2
-
-
-def test_the_counters_of_the_link_are_read_again_after_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    def counted(correctable: int) -> Machine:
-        return survey(Built("a machine").card(XT, aer={"correctable": correctable}).tree())
-
-    known = replace(evidence(), machine=counted(5))
-    for now, row in ((5, "aer_still"), (9, "aer_corrected_rising"), (0, "aer_still")):
-        monkeypatch.setattr(pcie, "survey", lambda now=now: counted(now))
-        (made,) = diagnose(known, [pcie.CHECKS[-1]]).findings
-        assert made.row == row
-    monkeypatch.setattr(pcie, "survey", lambda: survey(Built("gone").tree()))
-    (made,) = diagnose(known, [pcie.CHECKS[-1]]).findings
-    assert made.status == "skipped"
 
 
 def test_what_was_found_is_told_to_the_policy_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:

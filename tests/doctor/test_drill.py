@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.doctor import casts, drill
-from hf_rocm_tune.doctor.drill import DrillSettings, table
-from hf_rocm_tune.doctor.drill_faults import (
+from hf_rocm_tune.doctor import drill
+from hf_rocm_tune.doctor.drill import (
+    CELLS,
     DTYPES,
     SIZES,
+    CleanTransfers,
+    Drill,
+    DrillSettings,
     InjectedFaults,
     Listener,
     Samples,
-    cells,
     inject,
     send_clean,
 )
-from hf_rocm_tune.integrity.canaries import CanaryFault
 from hf_rocm_tune.transfer import STAGES, Digest, HostBackend, Mover
 from hf_rocm_tune.transfer.faults import KINDS
 from hf_rocm_tune.transfer.raw_bytes import byte_count
@@ -38,16 +39,26 @@ def nothing(*_: object) -> None:
     """No progress is shown."""
 
 
-def small(faults: int = 3 * len(cells()), seed: int = 0) -> InjectedFaults:
+def small(faults: int = 3 * len(CELLS), seed: int = 0) -> InjectedFaults:
     return inject(CPU, faults=faults, seed=seed, on_fault=nothing)
+
+
+def failures(injected: InjectedFaults | None = None, clean: CleanTransfers | None = None) -> list[str]:
+    return Drill(
+        settings=DrillSettings(),
+        device="cpu",
+        injected=injected or InjectedFaults(),
+        clean=clean or CleanTransfers(),
+        seconds=0,
+    ).failures()
 
 
 def test_every_fault_of_the_catalogue_is_found_and_nothing_else() -> None:
     found = small()
-    assert found.good
+    assert failures(found) == []
     assert {kind for kind, _ in found.tallies} == set(KINDS)
     assert set(found.stages) == set(STAGES)
-    assert found.total().injected == 3 * len(cells())
+    assert found.total().injected == 3 * len(CELLS)
     for (kind, persist), tally in found.tallies.items():
         assert tally.detected == tally.injected == 3 * (1 if kind == "after" else len(STAGES))
         assert tally.missed == tally.false_alarms == 0
@@ -56,7 +67,7 @@ def test_every_fault_of_the_catalogue_is_found_and_nothing_else() -> None:
             assert persist or tally.stopped == 0
 
 
-@pytest.mark.parametrize("faults", [1, len(cells()) + 2])
+@pytest.mark.parametrize("faults", [1, len(CELLS) + 2])
 def test_exactly_as_many_faults_as_asked_for_are_put_in(faults: int) -> None:
     assert small(faults).total().injected == faults
 
@@ -78,7 +89,7 @@ def test_an_engine_that_accepts_everything_fails_the_drill(monkeypatch: pytest.M
     monkeypatch.setattr(Shipment, "matches", lambda self, found: True)
     found = small()
     on_the_way = [tally for (kind, _), tally in found.tallies.items() if kind != "after"]
-    assert not found.good
+    assert failures(found)
     assert all(tally.missed == tally.injected and tally.detected == 0 for tally in on_the_way)
 
 
@@ -133,45 +144,12 @@ def test_clean_transfers_tell_false_alarms_from_a_bad_machine(
     found = send_clean(CPU, transfers=20, seed=0, on_transfer=nothing, mover=mover)
     assert (found.false_alarms, found.corrupted) == counts[:2]
     assert (found.missed >= counts[2]) if counts[2] else not found.missed
-    assert not found.good
+    assert failures(clean=found)
 
 
 def test_clean_transfers_are_clean() -> None:
     found = send_clean(CPU, transfers=500, seed=1, on_transfer=nothing)
-    assert found.good and found.transfers == 500 and found.example is None
-
-
-def test_a_wrong_cast_is_found_and_an_exact_one_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not casts.compare_casts(CPU, seed=0).wrong
-
-    class Skewed(Mover):
-        def move(self, tensor: Tensor, **named: Any) -> Tensor:
-            moved = super().move(tensor, **named)
-            moved.view(torch.int16)[6] ^= 1  # the smallest difference, in one element
-            return moved
-
-    monkeypatch.setattr(casts, "Mover", Skewed)
-    found = casts.compare_casts(CPU, seed=0)
-    assert found.wrong > 0
-    assert found.example is not None and "instead of" in found.example
-
-
-def test_the_canary_watch_rehearses_and_a_changed_canary_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drill, "_CANARY_CYCLES", 3)
-    monkeypatch.setattr(drill, "measure_cost", lambda device: [])
-    settings = DrillSettings(device="cpu", faults=1, clean=1, full=True)
-    done = drill.run(settings)
-    assert done.canaries is not None and done.canaries.good
-    assert done.failures() == []
-    assert "harmed on purpose was found" in table(done)
-
-    bad = CanaryFault(
-        cycle=144, canary=2, first_offset=0, length=20 << 20, alignment=20 << 20, kind="zeros", stable=True
-    )
-    monkeypatch.setattr(drill, "watch", lambda *_, **__: bad)
-    changed, unfound = drill.run(settings).failures()[::-1]
-    assert "canary 2 in cycle 144, zeros from byte 0" in changed
-    assert "on purpose was not found" in unfound
+    assert not failures(clean=found) and found.transfers == 500 and found.example is None
 
 
 def test_the_command_shows_a_table_and_writes_only_what_it_is_asked_for(
@@ -185,13 +163,11 @@ def test_the_command_shows_a_table_and_writes_only_what_it_is_asked_for(
     assert printed.err == ""
     rows = {tuple(line.split()[:2]) for line in printed.out.splitlines() if line}
     assert {(kind, "once") for kind in KINDS} <= rows
-    assert printed.out.count("skipped, --full") == 2
     assert cli.main([*few, "--json", "found.json"]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["failures"] == []
     assert found["faults_total"]["injected"] == found["faults_total"]["detected"] == 60
     assert found["clean"]["transfers"] == 20
-    assert all(row["verified_mb_per_s"] > 0 for row in found["cost"])
 
 
 def test_a_failed_drill_says_so_in_one_line_and_ends_with_3(
@@ -234,7 +210,7 @@ def test_an_accelerator_that_is_not_there_is_said_in_one_line(capsys: pytest.Cap
 
 @pytest.mark.gpu
 def test_the_drill_passes_on_the_device() -> None:
-    done = drill.run(DrillSettings(device="cuda", faults=2 * len(cells()), clean=200))
+    done = drill.run(DrillSettings(device="cuda", faults=2 * len(CELLS), clean=200))
     assert done.failures() == []
 
 

@@ -17,20 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.doctor import arithmetic, attention, gemm, layers, transfers
-from hf_rocm_tune.doctor.casts import WAYS
-from hf_rocm_tune.doctor.findings import Finding
-from hf_rocm_tune.doctor.measured import (
-    MEASURED,
-    VARIABLE,
-    DoctorFault,
-    failure,
-    measure_here,
-    run_measured,
-)
-from hf_rocm_tune.doctor.memory import judge_bandwidth
+from hf_rocm_tune.doctor import arithmetic, layers, transfers
+from hf_rocm_tune.doctor.diagnose import MEASURED, VARIABLE, DoctorFault, measure_here, run_measured
+from hf_rocm_tune.doctor.findings import Finding, failure
+from hf_rocm_tune.doctor.links import LinkRate, judge_bandwidth
+from hf_rocm_tune.doctor.transfers import CAST_WAYS
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.child import ENDINGS, Outcome
+from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.raw_copies import FAULTS
 from tests.doctor.together import together
 
@@ -58,12 +52,11 @@ def found(name: str, fault: tuple[str, str] | None = None, **request: Any) -> li
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few dtypes and small sizes, for tests that only want to see one fault found."""
-    for module in (gemm, layers):
-        monkeypatch.setattr(module, "DTYPES", (torch.bfloat16,))
-    monkeypatch.setattr(attention, "DTYPES", (torch.bfloat16, torch.float16))
-    monkeypatch.setattr(gemm, "SHAPES", ((3, 5, 7), (17, 31, 63)))
-    monkeypatch.setattr(gemm, "LAYOUT_SHAPES", ((17, 31, 63),))
-    monkeypatch.setattr(gemm, "REPEATED_SHAPES", {"cpu": (8, 16, 24)})
+    monkeypatch.setattr(arithmetic, "DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(layers, "DTYPES", (torch.bfloat16, torch.float16))
+    monkeypatch.setattr(arithmetic, "SHAPES", ((3, 5, 7), (17, 31, 63)))
+    monkeypatch.setattr(arithmetic, "LAYOUT_SHAPES", ((17, 31, 63),))
+    monkeypatch.setattr(arithmetic, "REPEATED_SHAPES", {"cpu": (8, 16, 24)})
     monkeypatch.setattr(layers, "SIZES", ((5, 63),))
     monkeypatch.setattr(layers, "CLASSES", 101)
     monkeypatch.setattr(layers, "NF4_DTYPES", (torch.bfloat16,))
@@ -168,7 +161,7 @@ def test_every_fault_of_every_check_can_be_asked_for() -> None:
 
 
 def test_the_parents_half_imports_no_torch() -> None:
-    code = "import sys, hf_rocm_tune.doctor.command, hf_rocm_tune.doctor.pairs; sys.exit('torch' in sys.modules)"
+    code = "import sys, hf_rocm_tune.doctor.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
     from hf_rocm_tune.ranks import trial_measures
 
@@ -177,7 +170,7 @@ def test_the_parents_half_imports_no_torch() -> None:
 
 
 def test_a_check_that_does_not_exist_is_refused_by_hand() -> None:
-    argv = [sys.executable, "-m", "hf_rocm_tune.doctor.measured", "nothing"]
+    argv = [sys.executable, "-m", "hf_rocm_tune.doctor.diagnose", "nothing"]
     done = subprocess.run(argv, input="{}", capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "round_trip" in done.stderr and "Traceback" not in done.stderr
 
@@ -276,7 +269,7 @@ CASTS = [
     ("to the device, non_blocking", "zero_range"),
     ("from the device, blocking", "unstable"),
 ]
-OTHERS = [(way, kind) for way in WAYS for kind in FAULTS if kind != "stale" and (way, kind) not in CASTS]
+OTHERS = [(way, kind) for way in CAST_WAYS for kind in FAULTS if kind != "stale" and (way, kind) not in CASTS]
 
 
 @pytest.mark.parametrize(
@@ -285,6 +278,18 @@ OTHERS = [(way, kind) for way in WAYS for kind in FAULTS if kind != "stale" and 
 def test_a_wrong_cast_is_found_whichever_way_it_is_made(where: str, kind: str) -> None:
     (finding,) = found("casts", (kind, f"torch.float32 to torch.bfloat16 {where}"))
     assert finding.row == "casts_wrong" and where in finding.evidence[1]
+
+
+def test_the_smallest_difference_of_a_source_that_arrived_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Skewed(Mover):
+        def move(self, tensor: Tensor, **named: Any) -> Tensor:
+            moved = super().move(tensor, **named)
+            moved.view(torch.int16)[6] ^= 1
+            return moved
+
+    monkeypatch.setattr(transfers, "Mover", Skewed)
+    (finding,) = found("casts")
+    assert finding.row == "casts_wrong" and "instead of" in finding.evidence[1]
 
 
 def test_a_mapped_copy_that_is_slow_or_wrong_is_told() -> None:
@@ -328,7 +333,7 @@ def test_a_short_watch_claims_no_more_than_it_saw() -> None:
     ],
 )
 def test_a_link_is_called_by_its_name(rate: float, links: list[tuple[int, float]], row: str, words: str) -> None:
-    states = [(width, speed, "0000:03:00.0") for width, speed in links]
+    states = [LinkRate(width, speed, "0000:03:00.0") for width, speed in links]
     (finding,) = judge_bandwidth({"device": "cuda:0", "mib": 256}, rate, rate + 1, states)
     assert finding.row == row and words in finding.title
 
@@ -442,28 +447,28 @@ class _Louder(torch.autograd.Function):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_an_attention_whose_gradient_alone_is_wrong_is_found(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attention.scaled_dot_product_attention
+    right = layers.scaled_dot_product_attention
 
     def wrong(*inputs: Tensor, **options: Any) -> Tensor:
         changed = list(inputs)
         changed[number] = _Louder.apply(inputs[number])
         return right(*changed, **options)
 
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", wrong)
+    monkeypatch.setattr(layers, "scaled_dot_product_attention", wrong)
     finding = found("attention")[0]
     assert finding.row == "attention_gradient_wrong"
-    assert attention.LABELS[number] in finding.evidence[0]
+    assert layers.LABELS[number] in finding.evidence[0]
 
 
 @pytest.mark.usefixtures("small")
 def test_a_value_of_another_head_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ROCm/pytorch#3230: right where tensors are contiguous, wrong where heads are the inner axis."""
-    right = attention.scaled_dot_product_attention
+    right = layers.scaled_dot_product_attention
 
     def wrong(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return right(query, key, value if value.is_contiguous() else value.roll(1, dims=1), **options)
 
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", wrong)
+    monkeypatch.setattr(layers, "scaled_dot_product_attention", wrong)
     finding = found("attention")[0]
     assert finding.status == "fail" and all("heads last" in line for line in finding.evidence[:3])
 
@@ -534,7 +539,7 @@ def test_a_computation_that_raises_is_told_from_one_that_is_wrong(monkeypatch: p
     def refuse(*_: Any) -> Tensor:
         raise RuntimeError("HIP error: invalid device function")
 
-    monkeypatch.setattr(gemm.functional, "linear", refuse)
+    monkeypatch.setattr(arithmetic.functional, "linear", refuse)
     (finding,) = found("gemm")
     assert finding.row == "arithmetic_refused" and "invalid device function" in finding.evidence[0]
 
@@ -553,7 +558,7 @@ def test_a_computation_that_raises_is_told_from_one_that_is_wrong(monkeypatch: p
     ],
 )
 def test_operators_and_graph_nodes_are_told_by_their_names(names: set[str], backend: str) -> None:
-    assert attention.backend_of(names) == backend
+    assert layers.backend_of(names) == backend
 
 
 def backends(default: str, **refused: str) -> dict[str, Any]:
@@ -565,17 +570,17 @@ def backends(default: str, **refused: str) -> dict[str, Any]:
 
 def test_the_flag_is_advised_where_it_helps() -> None:
     slow = backends("math", flash="still experimental", efficient="no kernel")
-    assert attention.what_runs("cuda:0", backends("flash")).row == "attention_fused"
-    runs = attention.what_runs("cuda:0", slow)
+    assert layers.what_runs("cuda:0", backends("flash")).row == "attention_fused"
+    runs = layers.what_runs("cuda:0", slow)
     assert (runs.row, runs.status) == ("attention_unfused", "warn") and "bfloat16 and float16" in runs.text
     assert any("still experimental" in line for line in runs.evidence), "why flash refused"
-    with_it = attention.with_flag([runs], backends("flash"), ["bfloat16", "float16"])[0]
-    assert with_it.row == "attention_needs_flag" and attention.FLAG in with_it.cure and with_it.status == "warn"
-    without = attention.with_flag([runs], slow, ["bfloat16"])[0]
+    with_it = layers.with_flag([runs], backends("flash"), ["bfloat16", "float16"])[0]
+    assert with_it.row == "attention_needs_flag" and layers.FLAG in with_it.cure and with_it.status == "warn"
+    without = layers.with_flag([runs], slow, ["bfloat16"])[0]
     assert without.row == "attention_unfused" and without.evidence[-1].endswith("the same")
     none = backends("flash")
     none["float16"]["default"] = {"refused": "HIP error"}
-    assert attention.what_runs("cuda:0", none).status == "unknown", "what no backend runs is not said to be fused"
+    assert layers.what_runs("cuda:0", none).status == "unknown", "what no backend runs is not said to be fused"
 
 
 @pytest.mark.usefixtures("small")
@@ -583,14 +588,14 @@ def test_the_flag_is_advised_where_it_helps() -> None:
 def test_the_flag_is_tried_once_and_on_rocm_only(
     hip: bool, flag: str, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(attention.FLAG, flag)
-    monkeypatch.setattr(attention, "CASES", ())
-    monkeypatch.setattr(attention, "backend_of", lambda names: "math")
-    monkeypatch.setattr(attention, "DTYPES", (torch.bfloat16, torch.float16))
+    monkeypatch.setenv(layers.FLAG, flag)
+    monkeypatch.setattr(layers, "CASES", ())
+    monkeypatch.setattr(layers, "backend_of", lambda names: "math")
+    monkeypatch.setattr(layers, "DTYPES", (torch.bfloat16, torch.float16))
     answer = measure_here(MEASURED["attention"], {**CPU, "hip": hip})
     assert (answer["again"] is not None) == again
     if again:
-        assert answer["again"]["environ"] == {attention.FLAG: "1"}
+        assert answer["again"]["environ"] == {layers.FLAG: "1"}
 
 
 @pytest.mark.parametrize(
@@ -608,7 +613,7 @@ def test_the_preferred_library_is_what_was_measured(
     wrong: list[str], missing: dict[str, str], rocblas: float, hipblaslt: float, row: str
 ) -> None:
     seconds = [{"rocblas": rocblas, "hipblaslt": hipblaslt}]
-    finding = gemm.judge_blas("cuda:0", wrong, missing, seconds, ["a problem"], ["a time"])
+    finding = arithmetic.judge_blas("cuda:0", wrong, missing, seconds, ["a problem"], ["a time"])
     assert finding.row == row
     if row == "gemm_library_wrong":
         assert "TORCH_BLAS_PREFER_HIPBLASLT=1" in finding.cure, "the library that is right is named, not the fast one"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.doctor import pairs
+from hf_rocm_tune.doctor import links
+from hf_rocm_tune.doctor.diagnose import MEASURED, DoctorFault, run_measured
 from hf_rocm_tune.doctor.findings import Finding
-from hf_rocm_tune.doctor.measured import MEASURED, DoctorFault, run_measured
 from hf_rocm_tune.machine.child import Outcome
 from hf_rocm_tune.ranks.preflight import GradSyncChoice, PreflightFault, SyncWay
 from hf_rocm_tune.ranks.trials import PairTrial, ReduceTrial, Way
@@ -21,7 +21,7 @@ WRONG = {"cases": 9, "wrong": 2, "problems": [{"case": "cold"}], "staged_wrong":
 def judged(result: dict[str, Any] | None, **outcome: Any) -> Finding:
     status = outcome.pop("status", "done")
     trial = PairTrial(source="cuda:0", destination="cuda:1", outcome=Outcome(status=status, result=result, **outcome))
-    return pairs.judge_pair(trial, "1 right", "copies")
+    return links.judge_pair(trial, "1 right", "copies")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Sequence[str]) -> list[W
         outcome = Outcome(status=statuses.get(verdict, "done"), result=None if verdict in statuses else good)  # type: ignore[arg-type]
         return ReduceTrial(way=way, outcomes=(outcome, outcome))
 
-    monkeypatch.setattr(pairs, "try_all_reduce", trial)
+    monkeypatch.setattr(links, "try_all_reduce", trial)
     return tried
 
 
@@ -100,7 +100,7 @@ def test_the_decision_that_training_would_take_is_named(
         asked.append((devices, fault))
         return GradSyncChoice(way=way, reason="the reason", evidence=("a trial",), shown=shown)
 
-    monkeypatch.setattr(pairs, "try_machine", chosen)
+    monkeypatch.setattr(links, "try_machine", chosen)
     fault = DoctorFault(check="grad_sync", kind="hang", where="cold")
     marked, finding = run_measured(MEASURED["grad_sync"], [CARDS], fault=fault)
     assert (marked.row, finding.row, finding.status) == ("fault_on_purpose", row, status)

@@ -1,7 +1,6 @@
 """The doctor on the simulated card: it sees a card that only torch knows, and its measured checks run there.
 
-The card has no Triton, no real rates, no sysfs, no bitsandbytes kernels and no layer normalisation (its shapes are not
-those that torch foretells): what rests on those cannot be shown here.
+The card has no Triton, no real rates, no sysfs and no bitsandbytes kernels: what rests on those cannot be shown here.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import pytest
 
 from tests import simcard
 
-MODULE = "hf_rocm_tune.doctor.measured"
+MODULE = "hf_rocm_tune.doctor.diagnose"
 
 
 @pytest.fixture(scope="module")
@@ -75,5 +74,4 @@ def test_a_harmed_way_back_and_arithmetic_are_told(card: dict[str, str]) -> None
     request = {"largest": 65_536, "repeats": 2}
     rows = {one["row"] for one in measured({**card, "SIMCARD_HARM_BACK": "flip,0.2,65536"}, "round_trip", **request)}
     assert rows and rows <= {"round_trip_read_back", "round_trip_mapping"}
-    (gemm,) = measured(card, "gemm")
-    assert gemm["row"] == "gemm_right"
+    assert [measured(card, name)[0]["row"] for name in ("gemm", "norm")] == ["gemm_right", "norm_right"]

@@ -544,8 +544,8 @@ def start(root: Path, first: str, extra: dict[str, str] | None = None) -> list[s
         "import types\n"
         f"package = types.ModuleType('hf_rocm_tune'); package.__path__ = [{str(ROOT / 'hf_rocm_tune')!r}]\n"
         "sys.modules['hf_rocm_tune'] = package\n"
-        "from hf_rocm_tune.machine import kfd\n"
-        f"kfd.read_topology.__defaults__ = (Path({str(root)!r}),)\n"
+        "from hf_rocm_tune.machine import gpus\n"
+        f"gpus.read_topology.__defaults__ = (gpus.LiveTree(Path({str(root)!r})),)\n"
         "del sys.modules['hf_rocm_tune']"
     )
     return run(START.format(fake=str(root), first=first, patch=patch), extra).splitlines()

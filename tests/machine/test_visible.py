@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hf_rocm_tune.machine import visible
-from hf_rocm_tune.machine.kfd import GpuNode, decode_arch
+from hf_rocm_tune.machine.gpus import GpuNode, decode_arch
 
 HIP = "HIP_VISIBLE_DEVICES"
 
@@ -16,9 +18,7 @@ def nodes_of(*gpus: tuple[int, int], has_cpu: bool = False) -> tuple[GpuNode, ..
         GpuNode(
             index=index,
             node=index + 1,
-            gfx_target_version=version,
             arch=decode_arch(version),
-            simd_count=168,
             vram_bytes=mib << 20,
             pci_address=f"0000:{index + 1:02x}:00.0",
             name="",
@@ -33,77 +33,43 @@ XTX = (110000, 24560)
 IGPU = (100306, 512)
 
 
-def test_without_an_amd_gpu_nothing_is_set_whatever_the_launcher_says() -> None:
-    for processes in (1, 2):
-        choice = visible.choose((), {"CUDA_VISIBLE_DEVICES": "0,1"}, processes=processes)
-        assert choice.variables == {}
-        assert not choice.troubled
+@pytest.mark.parametrize(
+    ("gpus", "options", "shown"),
+    [
+        ((), {}, None),
+        ((), {"processes": 2}, None),
+        ((XT,), {}, None),
+        ((IGPU, XT), {}, "1"),
+        # However much memory firmware gives them.
+        *((((version, 65536), XT), {}, "1") for version in (90012, 100306, 110003, 110500, 110501)),
+        (((110501, 65536),), {}, None),
+        ((XT, XTX), {}, "1"),  # the larger one, not the first
+        # A rank that sees one card alone fails in Accelerate, which takes LOCAL_RANK as the device index.
+        ((XT, IGPU, XT), {"processes": 2}, "0,2"),
+        ((XT, XT), {"processes": 2}, None),
+        ((XT, IGPU, XTX), {"split": True}, "2,0"),
+        ((XT, XT), {"split": True}, None),
+    ],
+)
+def test_integrated_gpus_are_hidden_and_a_process_on_its_own_sees_one_card(
+    gpus: tuple[tuple[int, int], ...], options: dict[str, Any], shown: str | None
+) -> None:
+    choice = visible.choose(nodes_of(*gpus), {}, **options)
+    assert choice.variables == ({} if shown is None else {HIP: shown})
+    assert choice.reason and not choice.troubled
 
 
-def test_a_card_on_its_own_needs_no_variable() -> None:
-    choice = visible.choose(nodes_of(XT), {})
-    assert choice.variables == {}
-    assert "gfx1100" in choice.reason
-
-
-def test_an_integrated_gpu_that_comes_first_is_hidden() -> None:
-    choice = visible.choose(nodes_of(IGPU, XT), {})
-    assert choice.variables == {HIP: "1"}
-    assert "gfx1036" in choice.reason
-
-
-@pytest.mark.parametrize("version", [90012, 100306, 110003, 110500, 110501])
-def test_an_integrated_gpu_with_much_memory_is_hidden_too(version: int) -> None:
-    assert visible.choose(nodes_of((version, 65536), XT), {}).variables == {HIP: "1"}
-
-
-def test_an_integrated_gpu_alone_is_left_visible() -> None:
-    choice = visible.choose(nodes_of((110501, 65536)), {})
-    assert choice.variables == {}
-    assert not choice.troubled
+@pytest.mark.parametrize(("gpus", "options"), [((XT, IGPU), {"processes": 2}), ((XT, XT), {"complete": False})])
+def test_too_few_cards_and_indices_that_are_not_certain_set_nothing_and_say_so(
+    gpus: tuple[tuple[int, int], ...], options: dict[str, Any]
+) -> None:
+    choice = visible.choose(nodes_of(*gpus), {}, **options)
+    assert choice.variables == {} and choice.troubled
 
 
 def test_a_node_with_cpu_cores_is_integrated_whatever_its_architecture() -> None:
     nodes = nodes_of((119900, 32 << 10), XT, has_cpu=True)
     assert visible.choose(nodes, {}).variables == {HIP: "1"}
-
-
-def test_of_two_unlike_cards_the_larger_one_is_taken_not_the_first() -> None:
-    assert visible.choose(nodes_of(XT, XTX), {}).variables == {HIP: "1"}
-
-
-def test_every_rank_sees_all_discrete_cards_and_accelerate_numbers_them() -> None:
-    """A rank that sees one card alone fails in Accelerate, which takes LOCAL_RANK as the device index."""
-    nodes = nodes_of(XT, IGPU, XT)
-    for rank in ("0", "1"):
-        ranks = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-        assert visible.choose(nodes, ranks, processes=visible.local_processes(ranks)).variables == {HIP: "0,2"}
-
-
-def test_ranks_on_discrete_cards_alone_need_no_variable() -> None:
-    choice = visible.choose(nodes_of(XT, XT), {}, processes=2)
-    assert choice.variables == {}
-    assert not choice.troubled
-
-
-def test_more_processes_than_cards_sets_nothing_and_says_so() -> None:
-    choice = visible.choose(nodes_of(XT, IGPU), {}, processes=2)
-    assert choice.variables == {}
-    assert choice.troubled
-
-
-def test_a_split_sees_all_cards_but_no_integrated_gpu() -> None:
-    assert visible.choose(nodes_of(XT, IGPU, XTX), {}, split=True).variables == {HIP: "2,0"}
-
-
-def test_a_split_over_discrete_cards_needs_no_variable() -> None:
-    assert visible.choose(nodes_of(XT, XT), {}, split=True).variables == {}
-
-
-def test_indices_that_are_not_certain_are_not_used() -> None:
-    choice = visible.choose(nodes_of(XT, XT), {}, complete=False)
-    assert choice.variables == {}
-    assert choice.troubled
 
 
 @pytest.mark.parametrize("name", visible.FILTERS)

@@ -13,7 +13,7 @@ import pytest
 from tests.machine.parts import RAPHAEL, XTX, Slot
 from tests.machine.trees import Built
 from tests.machines.installs import cpu_stack, pair, stack
-from tests.machines.replay import command, replay, written
+from tests.machines.replay import replay
 
 SECTIONS = ("files", "binary", "links", "names", "nodes")
 
@@ -144,16 +144,3 @@ def test_nonsense_in_what_is_installed_is_no_traceback(software: dict[str, Any],
     assert "check_crashed" not in {one["row"] for one in done.findings}
     for text in done.text.values():
         assert all(letter.isprintable() or letter == "\n" for letter in text)
-
-
-def test_a_file_that_is_no_machine_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "empty").write_bytes(b"")
-    (tmp_path / "binary").write_bytes(bytes(range(256)))
-    (tmp_path / "list.json").write_text("[]")
-    written({"schema": 99}, tmp_path / "future.json")
-    written(whole() | {"software": {"python": "3"}}, tmp_path / "software.json")
-    for name in ("empty", "binary", "list.json", "future.json", "software.json", "missing.json", "."):
-        code, out, err = command("--from", str(tmp_path / name))
-        assert (code, out) == (2, ""), name
-        assert err.startswith("hf-rocm-tune: error: "), name
-        assert len(err.splitlines()) == 1, name

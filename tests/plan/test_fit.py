@@ -19,7 +19,7 @@ import pytest
 from hf_rocm_tune import cli
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.survey import Machine, survey
-from hf_rocm_tune.machine.sysfs import as_tree
+from hf_rocm_tune.machine.sysfs import LiveTree
 from hf_rocm_tune.plan.command import command
 from hf_rocm_tune.plan.estimate import GIB, CardMemory, Case, estimate
 from hf_rocm_tune.plan.fit import Plan, Recordings, in_processes, largest_models, plan_for, worthwhile
@@ -42,7 +42,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def nothing_there(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     """A machine without a card."""
-    return survey(as_tree(tmp_path_factory.mktemp("root")))
+    return survey(LiveTree(tmp_path_factory.mktemp("root")))
 
 
 def _shape(name: str) -> Any:
@@ -299,7 +299,7 @@ def _machine_with_a_card(machine: Machine, *, used: int, total: int) -> Machine:
     from unittest.mock import Mock
 
     from hf_rocm_tune.machine.cards import identify
-    from hf_rocm_tune.machine.sensors import no_sensors
+    from hf_rocm_tune.machine.gpus import no_sensors
     from hf_rocm_tune.machine.sysfs import Reading
 
     sensors = replace(no_sensors("x"), vram_used_bytes=Reading(value=used), vram_total_bytes=Reading(value=total))

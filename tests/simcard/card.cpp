@@ -859,7 +859,7 @@ Args filled(const Prepared& p, const Args& shapes, bool meta) {
   return out;
 }
 std::mutex no_meta_lock;
-std::set<std::string> no_meta;
+std::set<std::string> no_meta{"aten::native_layer_norm"};  // its statistics: the CPU's have the input's dtype, meta's float32
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -1051,6 +1051,9 @@ C10_REGISTER_TYPED_CLASS(TimerRegistry, sim::kSim, CardTimer)
 
 TORCH_LIBRARY_IMPL(_, SIM_KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&sim::fallback>()); }
 TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
+  // Kernels of their own, as a card has them: else torch takes them apart into a batch norm.
+  for (const char* name : {"native_layer_norm", "native_layer_norm_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&sim::fallback>());
   m.impl("empty.memory_format", sim::empty);
   m.impl("empty_strided", sim::empty_strided);
   m.impl("copy_", sim::copy_);

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from hf_rocm_tune.doctor.evidence import Check, Evidence, within
-from hf_rocm_tune.doctor.findings import Finding, from_row, knowledge_data, unknown
-from hf_rocm_tune.machine.sensors import throttle_causes
+from hf_rocm_tune.doctor.findings import Check, Evidence, Finding, from_row, knowledge_data, unknown
+from hf_rocm_tune.machine.gpus import throttle_causes
 from hf_rocm_tune.machine.sysfs import parse_int
+from hf_rocm_tune.machine.variables import within
 
 PEER_OPTIONS = ("CONFIG_HSA_AMD_P2P", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")
 # amdgpu's PP_OVERDRIVE_MASK (amd_shared.h).
