@@ -28,7 +28,6 @@ from hf_rocm_tune.models.casts import cast_verified
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import coverage, place
 from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, open_adapter
-from hf_rocm_tune.publish.generate_command import LoadSettings, Messages, Prompt, Sampling
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
@@ -36,6 +35,36 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+Messages = list[dict[str, Any]]
+"""A conversation: ``role`` and ``content`` of each message."""
+Prompt = str | Messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """What to load, and how; the fields are named like the flags."""
+
+    model: str
+    base: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    load_in_4bit: bool = False
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; the fields are named like the flags. None is what the model's generation settings say."""
+
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

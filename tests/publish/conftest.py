@@ -13,8 +13,7 @@ import pytest
 from huggingface_hub.utils import _http as upstream_http
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
-from hf_rocm_tune.publish.generate import Loaded, loaded_model
-from hf_rocm_tune.publish.generate_command import LoadSettings
+from hf_rocm_tune.publish.generate import Loaded, LoadSettings, loaded_model
 from tests import tiny
 from tests.e2e.command import CommandServer
 from tests.publish.hub_fixtures import use

@@ -15,8 +15,7 @@ from peft import IA3Config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.publish.generate import loaded_model
-from hf_rocm_tune.publish.generate_command import LoadSettings
+from hf_rocm_tune.publish.generate import LoadSettings, loaded_model
 from tests import tiny
 from tests.publish.merge_cases import EXPERTS, Case, build_base, ids, logits, lora, reference, write_adapter
 
@@ -206,7 +205,7 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     ("adapter", ["--prompt", "x", "--top_p", "1.5"], ["--top_p", "1.5"]),
     ("adapter", ["--prompt", "x", "--max_new_tokens", "0"], ["--max_new_tokens"]),
     ("adapter", ["--prompt", "x", "--seed", "-3"], ["--seed"]),
-    ("adapter", ["--prompt", "x", "--dtype", "int4"], ["--dtype int4"]),
+    ("adapter", ["--prompt", "x", "--dtype", "int4"], ["--dtype", "int4"]),
     ("adapter", ["--prompt", "x", "--base", "./gone"], ["./gone is not there"]),
     ("adapter", ["--prompt", "word " * 400], ["tokens, and", "takes 256", "shorten"]),
     ("merged", ["--prompt", "x", "--compare"], ["--compare", "whole model"]),
