@@ -92,23 +92,12 @@ def check_directory(directory: Path) -> Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One file that is to be on the Hub: its path there, where its bytes are, their number and their SHA-256."""
-
-    path_in_repo: str
-    source: Path
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Staged:
     """A directory that is ready to be uploaded.
 
     Attributes:
         root: where its files are.
         prefix: the folder on the Hub, with a "/" at its end; "" for the top.
-        entries: its files, the manifest among them.
         manifest: the one that is uploaded.
         changed: what was rewritten, by file.
         not_listed: files of the directory that stay here because no manifest lists them.
@@ -116,16 +105,20 @@ class Staged:
 
     root: Path
     prefix: str
-    entries: tuple[Entry, ...]
     manifest: Manifest
     changed: Mapping[str, str]
     not_listed: tuple[str, ...]
 
+    @property
+    def files(self) -> dict[str, tuple[Path, FileEntry]]:
+        """Where the bytes are, their number and their SHA-256, by path on the Hub; the manifest is one of them."""
+        entries = {**self.manifest.files, MANIFEST_NAME: manifest.entry_of(self.root / MANIFEST_NAME)}
+        return {self.prefix + name: (self.root / name, entry) for name, entry in entries.items()}
+
     def described(self) -> list[str]:
         """What the user should know: what it holds, what differs from the local files, what stays here."""
         where = f" in {self.prefix}" if self.prefix else ""
-        names = ", ".join(one.path_in_repo.removeprefix(self.prefix) for one in self.entries)
-        lines = [f"to be uploaded{where}: {names}"]
+        lines = [f"to be uploaded{where}: {', '.join((*self.manifest.files, MANIFEST_NAME))}"]
         lines += [f"{name}{where} is published without what is local: {what}" for name, what in self.changed.items()]
         if self.not_listed:
             lines.append(f"not uploaded, no manifest lists them: {', '.join(self.not_listed)}")
@@ -144,7 +137,6 @@ def stage(
     private: Private,
     prefix: str = "",
     base_model_id: str | None = None,
-    for_resume: bool = False,
     durable: bool = False,
 ) -> Staged:
     """Prepare the upload of a directory.
@@ -154,9 +146,8 @@ def stage(
         written: its manifest, verified.
         root: an empty directory to prepare it in.
         private: what must not be in it.
-        prefix: folder on the Hub, see `Staged`.
+        prefix: folder on the Hub, see `Staged`; only into one goes what a run needs to go on.
         base_model_id: the base model's id on the Hub, where it was loaded from a directory.
-        for_resume: take what only a run that goes on needs too.
         durable: the copy must outlive the originals, which another part of the program may delete meanwhile.
 
     Raises:
@@ -164,7 +155,7 @@ def stage(
             be rewritten holds something private.
     """
     left_out = {name: why for name, why in _LEFT_OUT.items() if (directory / name).exists()}
-    left_out |= {} if for_resume else {n: "for resuming only" for n in written.files if n.startswith(_RESUME_ONLY)}
+    left_out |= {} if prefix else {n: "for resuming only" for n in written.files if n.startswith(_RESUME_ONLY)}
     # A card that was deleted since is not missed.
     there = {name for name in written.files if name != CARD_NAME or (directory / name).exists()}
     names = sorted(there - {*_LEFT_OUT, *left_out, MANIFEST_NAME})
@@ -187,16 +178,10 @@ def stage(
     for name, entry in new.files.items():
         if name not in changed and name != CARD_NAME and entry != written.files[name]:
             raise _not_as_written(directory / name)
-    own = (root / MANIFEST_NAME).read_bytes()
-    files = {**new.files, MANIFEST_NAME: FileEntry(bytes=len(own), sha256=hashlib.sha256(own).hexdigest())}
     top = sorted(path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", ".")))
     return Staged(
         root=root,
         prefix=prefix,
-        entries=tuple(
-            Entry(path_in_repo=prefix + name, source=root / name, bytes=one.bytes, sha256=one.sha256)
-            for name, one in files.items()
-        ),
         manifest=new,
         changed=changed,
         not_listed=tuple(name for name in top if name not in {*names, *left_out, MANIFEST_NAME}),
