@@ -20,7 +20,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from hf_rocm_tune.bench import report
-from hf_rocm_tune.bench.report import Row, Spread, ratios, show_bytes, table
+from hf_rocm_tune.bench.report import Row, Spread, in_turns, ratios, show_bytes, table
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Digest, Mover, TransferSettings, digest, gb_per_s
 
@@ -180,18 +180,15 @@ def _interleave(
     """Seconds of one copy, and whether it arrived right, by way; the first repeat of all is thrown away."""
     times = max(1, min(_MOST_PER_TIMING, _PER_TIMING // nbytes))
     taken: dict[str, list[tuple[float, bool]]] = {name: [] for name in ways}
-    names = list(ways)
-    for repeat in range(repeats + 1):
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:  # nobody is always the one after another
+    for repeat, name in in_turns(ways, repeats):
+        _wait_for(direction)
+        started = time.perf_counter()
+        for _ in range(times):
+            arrived = ways[name]()
             _wait_for(direction)
-            started = time.perf_counter()
-            for _ in range(times):
-                arrived = ways[name]()
-                _wait_for(direction)
-            seconds = (time.perf_counter() - started) / times
-            if repeat:
-                taken[name].append((seconds, digest(arrived) == expected))
+        seconds = (time.perf_counter() - started) / times
+        if repeat:
+            taken[name].append((seconds, digest(arrived) == expected))
     return taken
 
 

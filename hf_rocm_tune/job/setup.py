@@ -15,8 +15,7 @@ from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_see
 from trl import get_peft_config, get_quantization_config
 
 from hf_rocm_tune.data.formats import check_format
-from hf_rocm_tune.data.mixture import load_mixture
-from hf_rocm_tune.data.sources import Splits, load_source
+from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.job import announce, auto_fit
 from hf_rocm_tune.job.card import Cards
 from hf_rocm_tune.job.split import make_mover
