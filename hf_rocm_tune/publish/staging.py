@@ -41,8 +41,6 @@ _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", 
 
 # The Hub's own, from huggingface_hub.repocard.
 _FRONT_MATTER = re.compile(r"^(\s*---(?:\r\n|\r|\n))([\S\s]*?)((?:\r\n|\r|\n)---[ \t]*(\r\n|\n|$))")
-_IDS = ("base_model", "datasets")
-_TAG_OF_A_NAME = re.compile(r"^(base_model(?::(?:adapter|finetune|merge|quantized))?|dataset):(.+)$")
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -337,33 +335,23 @@ def _clean_metadata(
     """The metadata with ids of the Hub only; appends what was changed."""
     cleaned: dict[str, Any] = {}
     for key, value in metadata.items():
-        if key in _IDS:
-            names = value if isinstance(value, list) else [value]
+        if key in ("base_model", "datasets"):
             given = base_model_id if key == "base_model" else None
-            ids = [published_name(str(name), private, given) for name in names if name is not None]
-            kept = list(dict.fromkeys(one for one in ids if one))
-            if kept != names:
-                changes.append(f"{key}: {', '.join(kept) or 'taken out, it was a local path'}")
-            if kept:
-                cleaned[key] = kept if isinstance(value, list) else kept[0]
+            names = value if isinstance(value, list) else [value]
+            found = (published_name(str(name), private, given) for name in names if name is not None)
+            ids = list(dict.fromkeys(filter(None, found)))
+            if ids:
+                cleaned[key] = ids if isinstance(value, list) else ids[0]
+            if ids != names:
+                changes.append(f"{key}: {', '.join(ids) or 'taken out, it was a local path'}")
             continue
-        if key == "tags" and isinstance(value, list):
-            public = (_clean_tag(tag, private, base_model_id) for tag in value)
-            cleaned[key] = [tag for tag in public if tag is not None]
-        else:
-            cleaned[key] = scrub_json(value, private, names=False)
+        kept = value
+        if key == "tags" and isinstance(value, list):  # base_model:adapter:NAME; the Hub makes its own of `base_model`
+            kept = [tag for tag in value if ":" not in str(tag) or not private.is_local(str(tag).rpartition(":")[2])]
+        cleaned[key] = scrub_json(kept, private, names=False)
         if cleaned[key] != value:
             changes.append(f"{key}: without local paths")
     if base_model_id and "base_model" not in cleaned:
         cleaned["base_model"] = base_model_id
         changes.append(f"base_model: {base_model_id}")
     return cleaned
-
-
-def _clean_tag(tag: Any, private: Private, base_model_id: str | None) -> Any:
-    """A tag such as ``base_model:adapter:NAME`` with an id of the Hub for NAME; None for one without an id."""
-    named = _TAG_OF_A_NAME.match(str(tag))
-    if named is None or not private.is_local(named[2]):
-        return scrub_text(tag, private, names=False) if isinstance(tag, str) else tag
-    public = published_name(named[2], private, base_model_id if named[1].startswith("base_model") else None)
-    return f"{named[1]}:{public}" if public else None
