@@ -78,10 +78,6 @@ Trainer = Callable[..., Any]
 def run(wanted: Namespace, trainer_class: Trainer) -> None:
     """Trains, prints, writes.
 
-    Args:
-        wanted: the flags.
-        trainer_class: ``VerifiedSFTTrainer``, or another SFT trainer behind the mixin.
-
     Raises:
         UsageError: the device is not there.
         CorruptionError: a transfer could not be made right.

@@ -106,11 +106,9 @@ def missing_ways(direction: Direction) -> list[dict[str, str]]:
 
 
 def prepare(direction: Direction, source: Tensor, movers: Mapping[str, Mover]) -> dict[str, Send]:
-    """The ways of a direction for one source, by name; buffers that a user would keep are allocated here.
+    """The ways of a direction for one source (uint8[n] in pageable memory of the source device), by name.
 
-    Args:
-        source: uint8[n] in ordinary (pageable) memory of the source device.
-        movers: for each way of ours; their device is the direction's target.
+    Buffers that a user would keep are allocated here.
     """
     target = direction.target
     there = torch.empty_like(source, device=target)

@@ -93,12 +93,6 @@ def load_source(
 def load_mixture(mixture: DatasetMixtureConfig, *, train_split: str, test_split: str, need_eval: bool) -> Splits:
     """Loads and mixes the datasets of a recipe.
 
-    Args:
-        mixture: TRL's configuration; its ``test_split_size`` makes a ``test`` split.
-        train_split: split to train on.
-        test_split: split to evaluate on, when ``need_eval``.
-        need_eval: whether rows to evaluate on are wanted.
-
     Raises:
         UsageError: a dataset cannot be read, or there is nothing to evaluate on.
     """

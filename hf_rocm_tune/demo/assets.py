@@ -243,11 +243,7 @@ class Pair:
 
 
 def read_pairs(root: Path | None = None) -> list[Pair]:
-    """All pairs, in the order of the module names; each question once.
-
-    Args:
-        root: folder with Python sources, by default that of the running Python's standard library.
-    """
+    """All pairs, in the order of the module names; each question once."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     pairs: dict[str, Pair] = {}
     for path in sorted(root.rglob("*.py")):

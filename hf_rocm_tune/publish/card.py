@@ -85,12 +85,7 @@ class CardFacts:
 
 
 def build(facts: CardFacts, private: Private) -> str:
-    """The whole card, with metadata and hash.
-
-    Args:
-        facts: what it says.
-        private: what must not be in it.
-    """
+    """The whole card, with metadata and hash."""
     base_id = published_name(facts.base_model, private, facts.base_model_id)
     ids = [published_name(name, private) for name in facts.datasets]
     clean = replace(

@@ -111,11 +111,6 @@ class Loaded:
 def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare: bool = False) -> Iterator[Loaded]:
     """Load, say what was verified, and close the mover at the end.
 
-    Args:
-        settings: what to load.
-        say: takes lines for the user.
-        compare: the base is wanted beside the adapter.
-
     Raises:
         UsageError: what is asked for is not there, damaged, or does not fit together.
         CorruptionError: a tensor could not be brought over right.
@@ -287,12 +282,6 @@ class Answer:
 def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
     """Token ids of a prompt.
 
-    Args:
-        loaded: whose tokenizer is used.
-        prompt: text, or messages.
-        system: a system message before it.
-        raw: text goes in as it is, without the chat template.
-
     Raises:
         UsageError: it is empty, the chat template refuses it, or there is none for messages.
     """
@@ -332,12 +321,6 @@ def answer(
     loaded: Loaded, ids: Sequence[int], sampling: Sampling, write: Callable[[str], None] = lambda _: None
 ) -> Answer:
     """Let the model go on from token ids.
-
-    Args:
-        loaded: the model.
-        ids: of the prompt.
-        sampling: how tokens are chosen.
-        write: called with each piece of text as soon as it is complete.
 
     Raises:
         UsageError: the prompt leaves no room in the model's context.

@@ -479,13 +479,7 @@ class Counted(NamedTuple):
 
 
 def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] = ()) -> Verdict:
-    """The verdict on a run.
-
-    Args:
-        report: the transfer report; empty without one.
-        finished: whether the run came to its end.
-        damaged: files of the result that are not as they were written.
-    """
+    """The verdict on a run."""
 
     def verdict(level: Level, headline: str) -> Verdict:
         return Verdict(level=level, headline=headline, notes=_notes(report, finished=finished))

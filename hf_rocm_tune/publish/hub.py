@@ -204,14 +204,8 @@ def private_here(
     token: str | None,
     others: Mapping[str, str] | None = None,
 ) -> Private:
-    """What is private of a run: this machine's own, and the paths that the run was given.
-
-    Args:
-        directory: the run's output directory, or a checkpoint in it.
-        repo_id: what stands for the directory in public.
-        base_model_id: what stands for the base model's directory.
-        token: never to be shown, beside the one that the user has logged in with.
-        others: more paths, by what stands for them ("" for their last name).
+    """What is private of a run: this machine's own, and the paths that the run was given, by what stands for them in
+    public ("" for their last name); ``repo_id`` stands for the directory, ``base_model_id`` for the base model's.
     """
     paths = dict(others or {})
     for place in (directory, directory.parent):
@@ -273,10 +267,6 @@ class Repository:
     def open(self, *, private: bool | None, attempts: int | None = None) -> None:
         """Make the repository and its branch where they are not there.
 
-        Args:
-            private: see `PushSettings`.
-            attempts: fewer tries than usual.
-
         Raises:
             UsageError: the token or the name is wrong, the token may not write there, or the repository is public and
                 ``private`` is asked for.
@@ -304,12 +294,7 @@ class Repository:
             self._say(f"{self.repo_id} is there and public: everyone can read what is pushed to it")
 
     def bring(self, staged: Sequence[Staged], *, message: str, verify: Verify) -> Pushed:
-        """Bring the staged directories to the repository, in one commit, and check the result.
-
-        Args:
-            staged: what is to be there; folders do not overlap.
-            message: first line of the commit.
-            verify: see `PushSettings`.
+        """Bring the staged directories, whose folders do not overlap, to the repository in one commit, and check it.
 
         Raises:
             UsageError: the user can change what is wrong.
@@ -586,14 +571,7 @@ _AGAIN = "The same command goes on where it stopped"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``hf-rocm-tune push``.
-
-    Args:
-        argv: the arguments behind ``push``.
-
-    Returns:
-        0; whatever goes wrong is raised.
-    """
+    """Run ``hf-rocm-tune push``."""
     wanted = vars(_parser().parse_args(list(argv)))
     directory, repo_id = wanted.pop("directory"), wanted.pop("repo_id")
     try:

@@ -66,9 +66,6 @@ class Site:
 def find_sites(model: PeftModel) -> dict[str, Site]:
     """Every parameter of the plain model that the attached adapter changes, by name.
 
-    Args:
-        model: the base on the meta device, with the adapter's tensors on the host.
-
     Raises:
         UsageError: the adapter changes nothing, or something that cannot be merged.
     """

@@ -35,15 +35,7 @@ _WORST_FIRST = ("fail", "warn", "unknown", "info", "ok", "skipped")
 
 
 def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -> int:
-    """Run the command.
-
-    Args:
-        argv: the arguments behind ``report``.
-        link_of: the address of a finding's source.
-
-    Returns:
-        0; whatever goes wrong is raised.
-    """
+    """Run the command."""
     wanted = _parser().parse_args(list(argv))
     left = history.collect(wanted.directory)
     target: Path = wanted.out or wanted.directory / "report.html"
@@ -127,14 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 def build(
     left: Left, drawn: Sequence[tuple[Panel, str]], *, title: str, link_of: Callable[[str], str] = lambda _: ""
 ) -> str:
-    """The page.
-
-    Args:
-        left: what the run left, without what is private.
-        drawn: each panel with its ``<svg>`` element.
-        title: name of the run.
-        link_of: the address of a finding's source; empty where none is known.
-    """
+    """The page."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_rocm_tune.publish", ""),
         autoescape=True,

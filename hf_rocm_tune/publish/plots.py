@@ -119,12 +119,7 @@ _FROM_ZERO = frozenset({"tokens_per_second", "step_time", "memory", "power"})
 
 
 def panels(rows: Sequence[Row], report: Mapping[str, Any] | None = None) -> list[Panel]:
-    """Every panel for which there is something to draw, the loss first.
-
-    Args:
-        rows: the log history.
-        report: the transfer report; its incidents are marked under the loss.
-    """
+    """Every panel for which there is something to draw, the loss first."""
     found = [loss] if (loss := loss_panel(rows, report)) is not None else []
     for name, title, unit, metrics in _PANELS:
         exact = name == "learning_rate"

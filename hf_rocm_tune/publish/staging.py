@@ -292,11 +292,6 @@ def clean_card(text: str, private: Private, *, base_model_id: str | None = None)
     The Hub answers 400 to a card whose ``base_model`` or ``datasets`` is no id of the Hub, so a local path there is
     replaced by the id that the user gave, or taken out.
 
-    Args:
-        text: of README.md.
-        private: what is private here.
-        base_model_id: id of the base model on the Hub, where it was loaded from a directory.
-
     Returns:
         The text, and what was changed, in words that give nothing away; the text is the same object if nothing was.
 

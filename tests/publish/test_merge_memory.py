@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from hf_rocm_tune.publish.merge import merge
-from tests.publish.counted_memory import CountedMemory
 from tests.publish.merge_cases import EXPERTS, Case, lora, write_adapter
 
 _COMMON = {"vocab_size": 512, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
@@ -56,3 +59,41 @@ def test_the_count_sees_a_model_that_is_loaded_whole(tmp_path: Path, monkeypatch
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert counted.peak > 1.9 * sum(file.stat().st_size for file in base.glob("*.safetensors"))
     del model
+
+
+# ---- Counts the host memory that torch operations allocate: bytes alive now, and their peak ----
+
+
+class CountedMemory(TorchDispatchMode):
+    """Within the block, `now` and `peak` in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.set_:  # a tensor over memory that is there already: a mapped file, say
+            return func(*args, **(kwargs or {}))
+        given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and _key(leaf) not in given | self._known:
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1
