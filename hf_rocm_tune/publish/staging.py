@@ -296,31 +296,29 @@ def clean_card(text: str, private: Private, *, base_model_id: str | None = None)
         The text, and what was changed, in words that give nothing away; the text is the same object if nothing was.
 
     Raises:
-        UsageError: the metadata is no YAML mapping, or huggingface_hub refuses it.
+        UsageError: the metadata is no YAML mapping, or huggingface_hub cannot read it.
     """
     found = _FRONT_MATTER.match(text)
     front, body = ("", text) if found is None else (found[0], text[found.end() :])
     changes: list[str] = []
-    if found is not None:
-        try:
-            metadata = yaml.safe_load(found[2]) or {}
-        except yaml.YAMLError as error:
-            said = " ".join(str(error).split())
-            raise UsageError(f"the metadata of README.md is no YAML: {said}; mend it between the --- marks") from error
-        if not isinstance(metadata, dict):
-            raise UsageError("the metadata of README.md is no YAML mapping: mend the lines between the --- marks")
-        cleaned = _clean_metadata(metadata, private, base_model_id, changes)
-        if cleaned != metadata:
-            front = f"---\n{yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True)}---\n"
-    cleaned_body = scrub_text(body, private, names=False)
-    if cleaned_body != body:
-        changes.append("local paths or secrets in its text were replaced")
-    result = front + cleaned_body if changes else text
     try:
+        if found is not None:
+            metadata = yaml.safe_load(found[2]) or {}
+            if not isinstance(metadata, dict):
+                raise ValueError("it is no YAML mapping")
+            cleaned = _clean_metadata(metadata, private, base_model_id, changes)
+            if cleaned != metadata:
+                front = f"---\n{yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True)}---\n"
+        cleaned_body = scrub_text(body, private, names=False)
+        if cleaned_body != body:
+            changes.append("local paths or secrets in its text were replaced")
+        result = front + cleaned_body if changes else text
         ModelCard(result)  # huggingface_hub's own reading; the Hub's is asked for when the card is uploaded
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         said = " ".join(str(error).split())
-        raise UsageError(f"huggingface_hub cannot read the metadata of README.md ({said}): mend it") from error
+        raise UsageError(
+            f"the metadata of README.md cannot be read ({said}): mend the lines between the --- marks"
+        ) from error
     return result, changes
 
 
