@@ -35,7 +35,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 # ---- flags ----------------------------------------------------------------------------------------------------------
 
 
-def number(kind: type, holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
+def checked(kind: type, holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
     """An argparse type: a number for which something holds, which the error message says in words."""
 
     def parse(text: str) -> Any:
@@ -52,7 +52,7 @@ def number(kind: type, holds: Callable[[Any], bool], expected: str) -> Callable[
 
 def at_least(least: int) -> Callable[[str], int]:
     """An argparse type: a whole number from `least` on."""
-    return number(int, lambda value: value >= least, f"{least} or more")
+    return checked(int, lambda value: value >= least, f"{least} or more")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -71,26 +71,26 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     """What to load, and how tokens are chosen."""
     add_model_flags(parser)
     add = parser.add_argument
-    positive = number(float, lambda value: 0 < value < float("inf"), "more than 0")
+    positive = checked(float, lambda value: 0 < value < float("inf"), "more than 0")
     add("--max_new_tokens", type=at_least(1), default=256, help="of an answer (default: 256)")
     add(
         "--temperature",
-        type=number(float, lambda value: 0 <= value < float("inf"), "0 or more"),
+        type=checked(float, lambda value: 0 <= value < float("inf"), "0 or more"),
         help="0: always the likeliest token (default: as the model says)",
     )
     add(
         "--top_p",
-        type=number(float, lambda value: 0 < value <= 1, "more than 0 and at most 1"),
+        type=checked(float, lambda value: 0 < value <= 1, "more than 0 and at most 1"),
         help="draw from the likeliest tokens with this share of probability",
     )
     add("--top_k", type=at_least(1), help="draw from so many likeliest tokens")
     add(
         "--min_p",
-        type=number(float, lambda value: 0 <= value <= 1, "between 0 and 1"),
+        type=checked(float, lambda value: 0 <= value <= 1, "between 0 and 1"),
         help="draw from tokens at least this likely, relative to the likeliest",
     )
     add("--repetition_penalty", type=positive, help="above 1: less of what was said before")
-    seed = number(int, lambda value: 0 <= value < 2**32, "0 or more and below 2**32")
+    seed = checked(int, lambda value: 0 <= value < 2**32, "0 or more and below 2**32")
     add("--seed", type=seed, default=0, help="of the random numbers (default: 0)")
     add("--system", help="a system message before the conversation")
     parser.epilog = "in the conversation of `chat`, /help lists the commands"
