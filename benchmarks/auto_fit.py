@@ -34,8 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hf_rocm_tune.demo import corpus  # noqa: E402
-from hf_rocm_tune.demo.assets import Recipe, prepare  # noqa: E402
+from hf_rocm_tune.demo.assets import Recipe, prepare, read_pairs  # noqa: E402
 
 TRL_MICRO_BATCH = 8
 SIDES = {"auto_fit": "hf_rocm_tune.sft", "trl": "trl.scripts.sft"}
@@ -72,7 +71,7 @@ def main() -> None:
 
 def _write_rows(folder: Path, wanted: argparse.Namespace) -> Path:
     """Texts from the demo's corpus, each long enough to be cut at the wanted number of tokens."""
-    pairs = corpus.read_pairs()
+    pairs = read_pairs()
     texts = (f"{pair.question}\n{pair.answer}\n\n" for pair in itertools.cycle(pairs))
     folder.mkdir()
     with (folder / "train.jsonl").open("w", encoding="utf-8") as file:

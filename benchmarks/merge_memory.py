@@ -123,10 +123,9 @@ def _measured(way: str, base: str, adapter: str, out: str) -> dict[str, float]:
 
 def _ours(base: str, adapter: str, out: str) -> None:
     from hf_rocm_tune.publish.merge import merge
-    from hf_rocm_tune.publish.merge_command import MergeSettings
 
     if out:
-        merge(MergeSettings(adapter=adapter, base=base, out=Path(out)), lambda line: None)
+        merge(adapter, Path(out), base_name=base, say=lambda line: None)
 
 
 def _stock(base: str, adapter: str, out: str) -> None:

@@ -5,6 +5,7 @@ Importing this, ``--help`` and ``--version`` import no torch.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import os
@@ -222,30 +223,31 @@ def report(argv: Sequence[str]) -> int:
 
 def merge(argv: Sequence[str]) -> int:
     """merge an adapter into its base, verified: a directory that plain transformers loads"""
-    from hf_rocm_tune.publish import merge_command
+    from hf_rocm_tune.publish import commands
 
-    return _with_model(merge_command, merge, argv)
+    return _with_model(commands.add_merge_flags, commands.merge, merge, argv)
 
 
 def generate(argv: Sequence[str]) -> int:
     """answers to prompts, from an adapter, a model or the Hub"""
-    from hf_rocm_tune.publish import generate_command
+    from hf_rocm_tune.publish import commands
 
-    return _with_model(generate_command, generate, argv)
+    return _with_model(commands.add_generate_flags, commands.generate, generate, argv)
 
 
 def chat(argv: Sequence[str]) -> int:
     """a conversation with an adapter, a model or one from the Hub"""
-    from hf_rocm_tune.publish import chat as chat_command
+    from hf_rocm_tune.publish import commands
 
-    return _with_model(chat_command, chat, argv, sigterm_interrupts=False)  # Ctrl-C only stops an answer there
+    # Ctrl-C only stops an answer there.
+    return _with_model(commands.add_chat_flags, commands.chat, chat, argv, sigterm_interrupts=False)
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """perplexity on a split, and tasks of lm-evaluation-harness"""
     from hf_rocm_tune.publish import evaluate as evaluate_command
 
-    return _with_model(evaluate_command, evaluate, argv, name="eval")
+    return _with_model(evaluate_command.add_flags, evaluate_command.run, evaluate, argv, name="eval")
 
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -283,16 +285,17 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def _with_model(
-    command: Any,
+    add_flags: Callable[[argparse.ArgumentParser], None],
+    run_command: Callable[[argparse.Namespace, Callable[[], None]], int],
     verb: Callable[..., int],
     argv: Sequence[str],
     *,
     name: str | None = None,
     sigterm_interrupts: bool = True,
 ) -> int:
-    """Run a command module that loads a model: its flags are read, and most refused, before torch is imported."""
+    """Run a command that loads a model: its flags are read, and most refused, before torch is imported."""
     parser = CommandParser(prog=f"{PROGRAM} {name or verb.__name__}", description=verb.__doc__)
-    command.add_flags(parser)
+    add_flags(parser)
     wanted = parser.parse_args(argv)
 
     def prepare() -> None:
@@ -304,8 +307,7 @@ def _with_model(
             check_bitsandbytes()
 
     with sigterm_as_interrupt() if sigterm_interrupts else nullcontext():
-        code: int = command.run(wanted, prepare)
-    return code
+        return run_command(wanted, prepare)
 
 
 def _help() -> str:

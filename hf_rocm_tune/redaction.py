@@ -80,12 +80,7 @@ def remember_arguments(argv: Sequence[str]) -> None:
 
 
 def secrets_in(value: Any, *, named: bool = False) -> Iterator[str]:
-    """The secrets in a nested value that are long enough to be told from other text.
-
-    Args:
-        value: mappings, lists and plain values.
-        named: the name that it stands under is a secret's.
-    """
+    """The secrets in a nested value that are long enough to be told from other text."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from secrets_in(each, named=named or is_secret_name(str(key)))
@@ -97,12 +92,7 @@ def secrets_in(value: Any, *, named: bool = False) -> Iterator[str]:
 
 
 def redact(text: str, *, also: Iterable[str] = ()) -> str:
-    """A text without secrets.
-
-    Args:
-        text: any.
-        also: further values to take out.
-    """
+    """A text without secrets."""
     for secret in sorted({*_remembered, *also}, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return _FLAG.sub(_hidden, _PAIR.sub(_hidden, _FORMS.sub(REDACTED, text)))

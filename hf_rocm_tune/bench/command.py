@@ -17,15 +17,7 @@ _CHOSEN = "(default: chosen for the device)"
 
 
 def main(argv: Sequence[str], *, trainer_class: Callable[[], Callable[..., Any]]) -> int:
-    """Run one benchmark.
-
-    Args:
-        argv: the arguments behind ``bench``.
-        trainer_class: gives the verified SFT trainer; called by ``step`` only, because it imports much.
-
-    Returns:
-        0; whatever goes wrong is raised.
-    """
+    """Run one benchmark."""
     wanted = _parser().parse_args(list(argv))
     wanted.command = shlex.join([*_PROGRAM.split(), *argv])
     _check_files(wanted.json_file, wanted.plot)

@@ -2,57 +2,61 @@
 first ``forward``.
 
 Up to the ``forward``, because on a CPU stock loading returns views of the mapped file and the reading comes later. Each
-load is a process of its own (`load_child`), so that one's peak memory is not the other's; the two sides alternate.
+load is a process of its own (the end of this file), so that one's peak memory is not the other's; the sides alternate.
 
 Not covered: reading from a network; several processes that load at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
 import mmap
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
+import threading
+import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+from trl.trainer import utils as trl_utils
 
 from hf_rocm_tune.bench import report
 from hf_rocm_tune.bench.report import Row, Spread, ratios, table
-from hf_rocm_tune.errors import CorruptionError, OutOfMemoryError, SeamError, StallError, UsageError
-from hf_rocm_tune.transfer import gb_per_s
+from hf_rocm_tune.errors import (
+    CorruptionError,
+    OutOfMemoryError,
+    SeamError,
+    StallError,
+    UsageError,
+    device_shortage,
+)
+from hf_rocm_tune.machine import child
+from hf_rocm_tune.models.factory import ModelSource, load_model
+from hf_rocm_tune.models.placement import coverage
+from hf_rocm_tune.transfer import Mover, TransferSettings, digest, gb_per_s
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import LlamaConfig
+    from transformers import PreTrainedModel
 
 SIDES = ("stock", "ours")
 #: Without an accelerator a gigabyte is enough to see the rates, and done in a few minutes on two cores.
 _CPU_DEFAULT_BYTES = 1.2e9
 _DEADLINE_SECONDS = 1800
 _KILLED = -9
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadSpec:
-    """What one child loads."""
-
-    model: str  # checkpoint directory
-    side: str  # ``stock``: ``from_pretrained``; ``ours``: the same through the mover
-    device: str  # where to
-    verify: str  # what ours verifies
-    load_in_4bit: bool  # NF4, double quantisation
 
 
 def run(wanted: Namespace) -> None:
@@ -90,9 +94,12 @@ def _measure(
     wanted: Namespace, device: torch.device, folder: Path, files: list[Path]
 ) -> tuple[Samples, list[dict[str, str]]]:
     """What the children say, by cache state and side; and the states that cannot be had here."""
-    spec = LoadSpec(
-        model=str(folder), side="", device=str(device), verify=wanted.verify, load_in_4bit=wanted.load_in_4bit
-    )
+    request = {
+        "model": str(folder),
+        "device": str(device),
+        "verify": wanted.verify,
+        "load_in_4bit": wanted.load_in_4bit,
+    }
     samples: Samples = {}
     left_out = []
     for cache in wanted.caches:
@@ -109,45 +116,31 @@ def _measure(
                     warm(files)
                 cached = cached_share(files)
                 report.progress(f"{cache} cache, {side}, {repeat + 1} of {wanted.repeats}")
-                answer = _child(replace(spec, side=side))
-                samples[cache, side].append({**answer, "cached_share_before": cached})
+                samples[cache, side].append({**_load({**request, "side": side}), "cached_share_before": cached})
     return samples, left_out
 
 
-def _child(spec: LoadSpec) -> Row:
+def _load(request: Mapping[str, Any]) -> Row:
     """Run one load in a process of its own.
 
     Raises:
         TuneError: of the child's kind, with its message.
     """
-    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-bench-") as scratch:
-        asked, answered = Path(scratch) / "spec.json", Path(scratch) / "answer.json"
-        asked.write_text(json.dumps(asdict(spec)), encoding="utf-8")
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "hf_rocm_tune.bench.load_child", str(asked), str(answered)],
-                env={**os.environ, "HF_ROCM_TUNE_QUIET": "1"},
-                stderr=subprocess.PIPE,
-                text=True,
-                timeout=_DEADLINE_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise StallError(f"a load ({spec.side}) has not ended in {_DEADLINE_SECONDS} s and was stopped") from error
-        answer: Row = json.loads(answered.read_text(encoding="utf-8")) if answered.exists() else {}
-    if done.returncode:
-        raise _child_error(spec.side, done.returncode, done.stderr, answer)
-    return answer
+    done = child.run(__spec__.name, request=request, deadline_s=_DEADLINE_SECONDS)
+    return done.result if done.result is not None else _raise(str(request["side"]), done)
 
 
-def _child_error(side: str, code: int, stderr: str, answer: Row) -> Exception:
+def _raise(side: str, done: child.Outcome) -> Row:
     """What a child's end means here."""
     kinds = {kind.exit_code: kind for kind in (SeamError, UsageError, CorruptionError, StallError, OutOfMemoryError)}
-    if answer:
-        return kinds[answer["exit_code"]](f"loading ({side}): {answer['error']}")
-    if code == _KILLED:
-        return OutOfMemoryError(f"loading ({side}) was killed, most likely for memory: give a smaller --scale")
-    return RuntimeError(f"loading ({side}) ended with code {code}:\n{stderr[-4000:]}")
+    if done.status == "timeout":
+        raise StallError(f"a load ({side}) {done.how} and was stopped")
+    if done.code == _KILLED:
+        raise OutOfMemoryError(f"loading ({side}) was killed, most likely for memory: give a smaller --scale")
+    kind = kinds.get(done.code or 0)
+    if kind is not None and done.error.startswith(tuple(f"{one.__name__}: " for one in kinds.values())):
+        raise kind(f"loading ({side}): {done.error.partition(': ')[2]}")
+    raise RuntimeError(f"loading ({side}) {done.how}:\n{done.tail}")
 
 
 def _choose_scale(wanted: Namespace, device: torch.device, directory: Path) -> tuple[float, str]:
@@ -316,8 +309,6 @@ class Shape:
 
     def config(self) -> LlamaConfig:
         """The configuration that goes with it."""
-        from transformers import LlamaConfig
-
         return LlamaConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -362,8 +353,6 @@ def write(shape: Shape, folder: Path) -> list[Path]:
     Returns:
         The weight files.
     """
-    from transformers import LlamaForCausalLM
-
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(shape.config()).state_dict().items()}
     pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
@@ -468,3 +457,154 @@ def cached_share(files: Iterable[Path]) -> float | None:
             pages += count
             cached += sum(state & 1 for state in bytes(states))
     return cached / pages if pages else 0.0
+
+
+# ---- one load: everything is imported and the device is awake before the clock starts --------------------------------
+
+_TOKENS = 8
+_BEFORE_THE_CLOCK = (LlamaForCausalLM, trl_utils.create_model_from_path)
+"""What the two sides import only when they load, and neither shall pay for."""
+
+
+def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Load, run one ``forward`` of 8 tokens, and say how long it took and what it needed.
+
+    Args:
+        spec: ``model``: checkpoint directory; ``side``: "stock" is ``from_pretrained``, "ours" the same through the
+            mover; ``device``; ``verify``: what ours verifies; ``load_in_4bit``: NF4, double quantisation.
+
+    Returns:
+        ``seconds_load``, ``seconds_to_forward``, bytes of memory, the digest of the logits, and the share of the
+        model's bytes that was verified (None for stock).
+    """
+    device = torch.device(spec["device"])
+    tokens = torch.arange(_TOKENS, device=device)[None]  # the device is awake now
+    _synchronise(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with PeakMemory() as memory, torch.no_grad():
+        started = time.perf_counter()
+        model, share = _ours(spec, device) if spec["side"] == "ours" else _stock(spec, device)
+        _synchronise(device)
+        loaded = time.perf_counter()
+        logits = model(tokens).logits
+        _synchronise(device)
+        ended = time.perf_counter()
+    return {
+        "seconds_load": loaded - started,
+        "seconds_to_forward": ended - started,
+        "host_before": memory.before,
+        "host_peak": memory.peak,
+        "device_peak": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "logits": digest(logits).hex(),
+        "verified_share": share(),
+    }
+
+
+Loaded = tuple["PreTrainedModel", Callable[[], float | None]]
+
+
+def _stock(spec: Mapping[str, Any], device: torch.device) -> Loaded:
+    quantization = {"quantization_config": _nf4()} if spec["load_in_4bit"] else {}
+    place: Any = {"": device}
+    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.bfloat16, device_map=place, **quantization)
+    return model, lambda: None
+
+
+def _ours(spec: Mapping[str, Any], device: torch.device) -> Loaded:
+    quantization = _nf4() if spec["load_in_4bit"] else None
+    source = ModelSource(name=spec["model"], init={"dtype": "bfloat16"}, quantization=quantization)
+    mover = Mover(device, settings=TransferSettings(verify=spec["verify"]))
+    model, _ = load_model(source, mover)
+
+    def share() -> float:
+        found = coverage(model, mover)
+        return found.verified_bytes / found.device_bytes
+
+    return model, share
+
+
+def _nf4() -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_EVERY_SECONDS = 0.01
+
+
+class PeakMemory:
+    """Watches the peaks of resident memory within a ``with`` block, in bytes; None where the system does not say (only
+    Linux does).
+
+    ``resident`` (mapped files included) is the kernel's own peak. ``anonymous``, which no file backs, is looked at
+    every 10 ms, because the kernel keeps no peak of it: a shorter peak may be missed.
+    """
+
+    def __init__(self) -> None:
+        self.before = {"anonymous": _read("RssAnon"), "resident": _read("VmRSS")}
+        self._anonymous = self.before["anonymous"]
+        self._done = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
+
+    @property
+    def peak(self) -> dict[str, int | None]:
+        """The peaks so far."""
+        return {"anonymous": self._anonymous, "resident": _read("VmHWM")}
+
+    def __enter__(self) -> PeakMemory:
+        # Where it is refused, the peak is that of the process so far, which imports alone have not raised much.
+        with contextlib.suppress(OSError):
+            _CLEAR.write_text("5", encoding="ascii")  # the kernel's peak starts anew, see proc(5)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._watcher.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._done.wait(_EVERY_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        now = _read("RssAnon")
+        if now is not None:
+            self._anonymous = max(now, self._anonymous or 0)
+
+
+def _read(name: str) -> int | None:
+    """A field of this process's status, in bytes; None where there is none."""
+    try:
+        lines = _STATUS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    row = next((line for line in lines if line.startswith(f"{name}:")), None)
+    return None if row is None else int(row.split()[1]) * 1024
+
+
+def _measure_in_child(spec: Mapping[str, Any]) -> dict[str, Any]:
+    transformers_logging.disable_progress_bar()
+    try:
+        return measure(spec)
+    except RuntimeError as error:
+        if (said := device_shortage(error)) is None:
+            raise
+        raise OutOfMemoryError(f"{said}; give a smaller --scale") from error
+
+
+if __name__ == "__main__":
+    sys.exit(child.answer(_measure_in_child))

@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -81,6 +81,15 @@ def sizes(smallest: int, largest: int) -> list[int]:
         found.append(smallest)
         smallest *= 4
     return [*found, largest]
+
+
+def in_turns(names: Iterable[str], turns: int) -> Iterator[tuple[int, str]]:
+    """Turn and name, each name once in every turn and never always after the same other; turn 0 warms up."""
+    order = list(names)
+    for turn in range(turns + 1):
+        shift = turn % len(order)
+        for name in order[shift:] + order[:shift]:
+            yield turn, name
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -42,7 +42,7 @@ from transformers.utils import logging as transformers_logging
 from trl import SFTConfig
 
 from hf_rocm_tune.bench import report
-from hf_rocm_tune.bench.report import VOCABULARY, Row, Spread, ratios, table
+from hf_rocm_tune.bench.report import VOCABULARY, Row, Spread, in_turns, ratios, table
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.transfer import Mover, TransferSettings
 
@@ -77,10 +77,6 @@ Trainer = Callable[..., Any]
 
 def run(wanted: Namespace, trainer_class: Trainer) -> None:
     """Trains, prints, writes.
-
-    Args:
-        wanted: the flags.
-        trainer_class: ``VerifiedSFTTrainer``, or another SFT trainer behind the mixin.
 
     Raises:
         UsageError: the device is not there.
@@ -197,14 +193,13 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 def _interleave(sides: dict[str, _Side], turns: int) -> dict[str, list[float]]:
     """Samples by side, in the same order for all; the first turn only warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    for turn in range(turns + 1):
-        report.progress(f"turn {turn} of {turns}" if turn else "warming up")
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            taken = sides[name].stretch()
-            if turn:
-                seconds[name] += taken
+    begun = -1
+    for turn, name in in_turns(sides, turns):
+        if turn != begun:
+            report.progress(f"turn {turn} of {turns}" if turn else "warming up")
+            begun = turn
+        taken = sides[name].stretch()
+        seconds[name] += taken if turn else []
     return seconds
 
 

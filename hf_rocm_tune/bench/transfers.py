@@ -20,7 +20,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from hf_rocm_tune.bench import report
-from hf_rocm_tune.bench.report import Row, Spread, ratios, show_bytes, table
+from hf_rocm_tune.bench.report import Row, Spread, in_turns, ratios, show_bytes, table
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Digest, Mover, TransferSettings, digest, gb_per_s
 
@@ -106,11 +106,9 @@ def missing_ways(direction: Direction) -> list[dict[str, str]]:
 
 
 def prepare(direction: Direction, source: Tensor, movers: Mapping[str, Mover]) -> dict[str, Send]:
-    """The ways of a direction for one source, by name; buffers that a user would keep are allocated here.
+    """The ways of a direction for one source (uint8[n] in pageable memory of the source device), by name.
 
-    Args:
-        source: uint8[n] in ordinary (pageable) memory of the source device.
-        movers: for each way of ours; their device is the direction's target.
+    Buffers that a user would keep are allocated here.
     """
     target = direction.target
     there = torch.empty_like(source, device=target)
@@ -180,18 +178,15 @@ def _interleave(
     """Seconds of one copy, and whether it arrived right, by way; the first repeat of all is thrown away."""
     times = max(1, min(_MOST_PER_TIMING, _PER_TIMING // nbytes))
     taken: dict[str, list[tuple[float, bool]]] = {name: [] for name in ways}
-    names = list(ways)
-    for repeat in range(repeats + 1):
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:  # nobody is always the one after another
+    for repeat, name in in_turns(ways, repeats):
+        _wait_for(direction)
+        started = time.perf_counter()
+        for _ in range(times):
+            arrived = ways[name]()
             _wait_for(direction)
-            started = time.perf_counter()
-            for _ in range(times):
-                arrived = ways[name]()
-                _wait_for(direction)
-            seconds = (time.perf_counter() - started) / times
-            if repeat:
-                taken[name].append((seconds, digest(arrived) == expected))
+        seconds = (time.perf_counter() - started) / times
+        if repeat:
+            taken[name].append((seconds, digest(arrived) == expected))
     return taken
 
 

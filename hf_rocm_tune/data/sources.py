@@ -3,29 +3,37 @@
 `datasets` does the loading. This module decides which of its doors to use, picks the splits, and turns each mistake
 of the user into one line with what was found and what to do.
 
-Not covered: errors further on in a streamed source. Only its first row is read here; `explain_read_error` puts a
+Not covered: errors further on in a streamed source. Only its first row is read here; `_explain_read_error` puts a
 later one into words.
 """
 
 from __future__ import annotations
 
+import csv
 import glob
-from collections.abc import Iterator, Sequence
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
-from hf_rocm_tune.data.filefaults import READERS, find_fault, reader_of
 from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+    from trl import DatasetMixtureConfig
+    from trl.scripts.utils import DatasetConfig
 
     Rows: TypeAlias = Dataset | IterableDataset
 
-_SUPPORTED = " ".join(READERS) + " (also with .gz, parquet excepted)"
+_READERS: dict[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+"""Suffix of a data file, and the reader of `datasets` for it. All but parquet may be followed by ``.gz``."""
+_SUPPORTED = " ".join(_READERS) + " (also with .gz, parquet excepted)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +90,37 @@ def load_source(
     return Splits(train=train, eval=evaluation, description=_describe(name, train, evaluation, origin))
 
 
-def explain_read_error(error: BaseException, name: str, *, files: Sequence[Path] | None = None) -> UsageError:
+def load_mixture(mixture: DatasetMixtureConfig, *, train_split: str, test_split: str, need_eval: bool) -> Splits:
+    """Loads and mixes the datasets of a recipe.
+
+    Raises:
+        UsageError: a dataset cannot be read, or there is nothing to evaluate on.
+    """
+    from trl import get_dataset
+
+    names = ", ".join(part.path for part in mixture.datasets)
+    with _explained(names, files=[file for part in mixture.datasets for file in _local_files(part)]):
+        mixed = get_dataset(mixture)
+    if train_split not in mixed or (need_eval and test_split not in mixed):
+        raise UsageError(
+            f"the mixture of {names} has the splits {', '.join(mixed)}: set `test_split_size` in the recipe to split "
+            "off rows for the evaluation"
+        )
+    evaluation = mixed[test_split] if need_eval else None
+    return Splits(train=mixed[train_split], eval=evaluation, description=f"mixture of {names}")
+
+
+def _local_files(part: DatasetConfig) -> list[Path]:
+    """The files of a part that are named one by one and are on this machine."""
+    named = part.data_files or [part.path]
+    names = [named] if isinstance(named, str) else list(named.values() if isinstance(named, dict) else named)
+    return [Path(name) for name in names if Path(name).is_file()]
+
+
+def _explain_read_error(error: BaseException, name: str, *, files: Sequence[Path] | None = None) -> UsageError:
     """Put an error of `datasets` while reading ``name`` into words, with file and line where they can be found."""
     for file in _data_files(Path(name).expanduser()) if files is None else files:
-        if fault := find_fault(file):
+        if fault := _find_fault(file):
             return UsageError(fault)
     cause = error.__cause__ or error
     text = str(cause).strip() or type(cause).__name__
@@ -95,7 +130,7 @@ def explain_read_error(error: BaseException, name: str, *, files: Sequence[Path]
 def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str, Rows]:
     path = Path(name).expanduser()
     _check_readable(path, name)
-    with explained(name):
+    with _explained(name):
         if path.is_file():
             splits = _load_file(path, streaming=streaming)
         elif _is_saved(path):
@@ -119,7 +154,7 @@ def _check_readable(path: Path, name: str) -> None:
     try:
         if path.is_file():
             path.open("rb").close()
-            if reader_of(path) is None:
+            if _reader_of(path) is None:
                 raise UsageError(f"'{name}' has an unsupported suffix; supported: {_SUPPORTED}")
         elif path.is_dir():
             next(path.iterdir(), None)
@@ -138,7 +173,7 @@ def _load_file(path: Path, *, streaming: bool) -> dict[str, Rows]:
         raise UsageError(f"{path} is empty (0 bytes)")
     # `datasets` takes a file name for a pattern: brackets in it have to be escaped.
     files = {"train": glob.escape(str(path.absolute()))}
-    return _load(str(reader_of(path)), data_files=files, streaming=streaming)
+    return _load(str(_reader_of(path)), data_files=files, streaming=streaming)
 
 
 def _load_saved(path: Path, *, streaming: bool) -> dict[str, Rows]:
@@ -173,12 +208,12 @@ def _load_from_hub(name: str, *, config: str | None, streaming: bool) -> dict[st
 def _refuse_missing_path(name: str) -> None:
     """A Hub id is ``name`` or ``owner/name``; whatever else does not exist is a path that is wrong."""
     path = Path(name)
-    if path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or reader_of(path) is not None:
+    if path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or _reader_of(path) is not None:
         raise UsageError(f"no such file or folder: '{name}' (looked in {Path.cwd()})")
 
 
 @contextmanager
-def explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[None]:
+def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[None]:
     """Errors of `datasets` become one line; its own log of the same error is held back meanwhile.
 
     Args:
@@ -195,7 +230,7 @@ def explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[Non
     try:
         yield
     except foreign as error:
-        raise explain_read_error(error, name, files=files) from error
+        raise _explain_read_error(error, name, files=files) from error
     finally:
         logging.set_verbosity(level)
 
@@ -218,7 +253,7 @@ def _data_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir() or _is_saved(path):
         return []
-    return sorted(file for file in path.rglob("*") if file.is_file() and reader_of(file))
+    return sorted(file for file in path.rglob("*") if file.is_file() and _reader_of(file))
 
 
 def _pick(splits: dict[str, Rows], split: str, *, flag: str, name: str) -> Rows:
@@ -227,7 +262,7 @@ def _pick(splits: dict[str, Rows], split: str, *, flag: str, name: str) -> Rows:
     if split not in splits:
         raise UsageError(f"'{name}' has no split '{split}', only {_listed(splits)}: choose one with {flag} NAME")
     rows = splits[split]
-    with explained(name):
+    with _explained(name):
         count = len(rows) if isinstance(rows, Dataset) else len(list(islice(rows, 1)))
     if count == 0:
         raise UsageError(f"the dataset '{name}' is empty: its split '{split}' has no rows")
@@ -264,3 +299,131 @@ def _describe(name: str, train: Rows, evaluation: Rows | None, origin: str = "")
 
     tail = f", evaluation on {size(evaluation)} ({origin})" if evaluation is not None else ""
     return f"{name}: training on {size(train)}{tail}"
+
+
+# ---- why a local data file cannot be read: the line, the byte, the cause, in one sentence ---------------------------
+#
+# This runs only after `datasets` has failed, so a good file costs nothing. It reads the file in Python from its start,
+# because the parsers of `datasets` report positions within a block, or none.
+
+
+def _reader_of(path: Path) -> str | None:
+    """The `datasets` reader for this file name, or None where the suffix is not supported."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] == ".gz":
+        reader = _READERS.get(suffixes[-2]) if len(suffixes) > 1 else None
+        return None if reader == "parquet" else reader
+    return _READERS.get(suffixes[-1]) if suffixes else None
+
+
+def _find_fault(path: Path) -> str | None:
+    """Say what is wrong with a data file, or None if nothing was found.
+
+    Args:
+        path: an existing file with a supported suffix.
+
+    Returns:
+        A sentence that names the file and, where there is one, the line or the byte offset (counted from 0).
+    """
+    try:
+        if path.stat().st_size == 0:
+            return f"{path} is empty (0 bytes)"
+        reader = _reader_of(path)
+        return _FINDERS[reader](path) if reader else None
+    except PermissionError:
+        return f"{path} may not be read (permission denied)"
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        return f"{path} is cut off or damaged: {error}"
+
+
+def _open(path: Path) -> BinaryIO:
+    return io.BufferedReader(gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Line number from 1, byte offset of its start, and its bytes."""
+    offset = 0
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            yield number, offset, line
+            offset += len(line)
+
+
+def _encoding_fault(path: Path) -> str | None:
+    for number, offset, line in _lines(path):
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            return (
+                f"{path} is not UTF-8: byte 0x{line[error.start]:02x} in line {number}, byte offset "
+                f"{offset + error.start}; convert it, for example with `iconv -f latin1 -t utf-8`"
+            )
+    return None
+
+
+def _json_fault(path: Path) -> str | None:
+    if fault := _encoding_fault(path):
+        return fault
+    with _open(path) as file:
+        if file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            return _json_array_fault(path)
+    for number, _, line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            return f"{path}, line {number}, column {error.colno}: not valid JSON ({error.msg})"
+        if not isinstance(row, dict):
+            return f"{path}, line {number}: a row has to be a JSON object, this is a {type(row).__name__}"
+    return None
+
+
+def _json_array_fault(path: Path) -> str | None:
+    with _open(path) as file:
+        text = file.read().decode("utf-8-sig")
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        return f"{path}, line {error.lineno}, column {error.colno}: not valid JSON ({error.msg})"
+    if not rows:
+        return f"{path} has no rows: it is an empty list"
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            return f"{path}, row {number}: a row has to be a JSON object, this is a {type(row).__name__}"
+    return None
+
+
+def _csv_fault(path: Path) -> str | None:
+    if fault := _encoding_fault(path):
+        return fault
+    with _open(path) as file:
+        rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+        header = next(rows, [])
+        for row in rows:
+            if len(row) > len(header):
+                return f"{path}, line {rows.line_num}: {len(row)} fields, but the header has {len(header)}"
+        if rows.line_num <= 1:
+            return f"{path} has a header and no rows"
+    return None
+
+
+def _parquet_fault(path: Path) -> str | None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                file.read_row_group(group)
+            return None if file.metadata.num_rows else f"{path} has no rows"
+    except (pa.ArrowException, OSError) as error:
+        return f"{path} is cut off or damaged, or not a parquet file: {str(error).splitlines()[0]}"
+
+
+_FINDERS: dict[str, Callable[[Path], str | None]] = {
+    "json": _json_fault,
+    "csv": _csv_fault,
+    "parquet": _parquet_fault,
+    "text": _encoding_fault,
+}

@@ -42,11 +42,6 @@ class Choice(NamedTuple):
 def choose(model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-runs") -> Choice:
     """Choose, and make the small model where it is needed.
 
-    Args:
-        model: the one that the notebook is about.
-        data: likewise.
-        folder: for the small model and its data; found again there the next time.
-
     Raises:
         UsageError: the small model could not be made.
     """

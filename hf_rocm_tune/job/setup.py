@@ -11,21 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from trl import get_peft_config, get_quantization_config
 
 from hf_rocm_tune.data.formats import check_format
-from hf_rocm_tune.data.mixture import load_mixture
-from hf_rocm_tune.data.sources import Splits, load_source
+from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.job import announce, auto_fit
 from hf_rocm_tune.job.card import Cards
 from hf_rocm_tune.job.split import make_mover
 from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.split_loading import device_map
-from hf_rocm_tune.publish import hub_during as publishing
-from hf_rocm_tune.publish.hub_during import Publisher
+from hf_rocm_tune.publish.publisher import Publisher
 from hf_rocm_tune.ranks.agree import on_main_process
 from hf_rocm_tune.redaction import local_paths
 from hf_rocm_tune.settings.arguments import Arguments
@@ -75,11 +72,14 @@ def open_publisher(arguments: Arguments) -> Publisher | None:
         announce.say("others on this machine can read --hub_token while the run lasts: `hf auth login` hides the token")
     base = arguments.tune.hub_base_model_id
     local = dict.fromkeys(local_paths(arguments.resolved()), "") | {arguments.model.model_name_or_path: base or ""}
-    wanted = publishing.Plan.of(training, base_model_id=base, verify=arguments.tune.hub_verify, local=local)
-    publisher = Publisher(wanted, token=token, say=announce.say) if PartialState().is_main_process else None
+    publisher: Publisher | None = None
 
     def repo_id() -> str:
-        assert publisher is not None
+        nonlocal publisher
+        verify = arguments.tune.hub_verify
+        publisher = Publisher.of(
+            training, base_model_id=base, verify=verify, local=local, token=token, say=announce.say
+        )
         publisher.open()
         return publisher.repo_id
 

@@ -24,27 +24,8 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
-from hf_rocm_tune.publish.history import (
-    Row,
-    Trained,
-    count,
-    counted,
-    device,
-    events,
-    explained,
-    figures,
-    incident,
-    integrity,
-    items,
-    judge,
-    last,
-    number,
-    plain,
-    shown_settings,
-    table,
-    text,
-    unverified,
-)
+from hf_rocm_tune.publish import history
+from hf_rocm_tune.publish.history import Row, Trained, count, items, last, number, plain, table, text
 from hf_rocm_tune.publish.staging import CARD_NAME, published_name
 from hf_rocm_tune.redaction import Private, scrub_json, scrub_text
 
@@ -104,12 +85,7 @@ class CardFacts:
 
 
 def build(facts: CardFacts, private: Private) -> str:
-    """The whole card, with metadata and hash.
-
-    Args:
-        facts: what it says.
-        private: what must not be in it.
-    """
+    """The whole card, with metadata and hash."""
     base_id = published_name(facts.base_model, private, facts.base_model_id)
     ids = [published_name(name, private) for name in facts.datasets]
     clean = replace(
@@ -221,34 +197,31 @@ def _text(facts: CardFacts) -> str:
     auto = "AutoModelForCausalLM" if trained.model_class.endswith("ForCausalLM") else trained.model_class
     return environment.get_template("card.md.j2").render(
         f=facts,
+        history=history,
+        report=report,
         about=f"{what}, trained with [TRL](https://huggingface.co/docs/trl)'s SFT trainer under hf-rocm-tune, which "
         f"verifies every transfer to the device: {done}, {trained.trainable:,} of {trained.parameters:,} parameters.",
-        verdict=judge(report, finished=facts.final),
+        verdict=history.judge(report, finished=facts.final),
         auto=auto,
         imports=", ".join(
             sorted({auto, "AutoTokenizer"} | ({"BitsAndBytesConfig"} if trained.quantization else set()))
         ),
         arguments=_arguments(facts),
         kept_dtype=facts.is_adapter and trained.adapter_dtype != "float32",
-        results=figures(facts.rows),
-        settings=[(name, _code(plain(value))) for name, value in shown_settings(facts.settings).items()],
-        integrity=[(name, _prose(value)) for name, value in integrity(report)],
-        explained=explained(report),
-        ranks=count(report, "ranks"),
-        checks=[row.cells for row in counted(report)],
-        unverified=unverified(report),
+        settings=[(name, _code(plain(value))) for name, value in history.shown_settings(facts.settings).items()],
+        integrity=[(name, _prose(value)) for name, value in history.integrity(report)],
         incident_names=_INCIDENT_COLUMNS,
-        incidents=[[_code(incident(row)[name]) for name in _INCIDENT_COLUMNS] for row in items(report, "incidents")],
-        events=events(report),
+        incidents=[
+            [_code(history.incident(row)[name]) for name in _INCIDENT_COLUMNS] for row in items(report, "incidents")
+        ],
         findings=[row for row in items(report, "findings") if text(row, "status") in ("warn", "fail")][:_MOST_FINDINGS],
-        text=text,
         machine=_machine(report),
         rows=_table,
     )
 
 
 def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    lines = [(_prose(name), _code(value)) for name, value in device(report)]
+    lines = [(_prose(name), _code(value)) for name, value in history.device(report)]
     for seen in items(report, "telemetry"):
         hot, power = number(seen, "hotspot_c", "max"), number(seen, "power_w", "mean")
         peak = number(seen, "torch_peak_allocated_gib")

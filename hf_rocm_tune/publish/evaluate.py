@@ -22,17 +22,17 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError, device_shortage
 from hf_rocm_tune.publish import say
-from hf_rocm_tune.publish.generate_command import LoadSettings, add_model_flags
+from hf_rocm_tune.publish.commands import add_model_flags, at_least, chosen
 
 if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
@@ -46,65 +46,44 @@ _IGNORED = -100
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class PerplexitySettings:
-    """Perplexity on a split: the flags of `add_flags`. A single file has one split, which `datasets` calls "train".
-
-    Raises:
-        UsageError: a value out of its bounds, naming it.
-    """
-
-    dataset: str
-    config: str | None = None
-    split: str = "test"
-    text_field: str = "text"
-    max_length: int = 1024
-    max_rows: int | None = None
-    batch_size: int = 4
-    assistant_only: bool = False
-
-    def __post_init__(self) -> None:
-        _at_least(self.max_length, 2, "--max_length")
-        _at_least(self.batch_size, 1, "--batch_size")
-        _at_least(self.max_rows, 1, "--max_rows")
-        if Path(self.dataset).expanduser().is_file():
-            object.__setattr__(self, "split", "train")
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Define the flags."""
     add_model_flags(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file too")
-    parser.add_argument("--batch_size", type=int, default=4, help="rows or requests at a time (default: 4)")
+    parser.add_argument("--batch_size", type=at_least(1), default=4, help="rows or requests at a time (default: 4)")
     rows = parser.add_argument_group("perplexity")
     rows.add_argument("--dataset_name", help="a file, a folder or a Hub id, in any format that sft takes")
     rows.add_argument("--dataset_config", help="of a dataset that has several")
     rows.add_argument("--split", default="test", help="of the dataset (default: test; a single file has one)")
     rows.add_argument("--dataset_text_field", default="text", help="column of plain text (default: text)")
-    rows.add_argument("--max_length", type=int, default=1024, help="tokens of a row (default: 1024)")
-    rows.add_argument("--max_rows", type=int, help="the first so many rows only")
+    rows.add_argument("--max_length", type=at_least(2), default=1024, help="tokens of a row (default: 1024)")
+    rows.add_argument("--max_rows", type=at_least(1), help="the first so many rows only")
     rows.add_argument("--assistant_only", action="store_true", help="count only what the assistant says")
     tasks = parser.add_argument_group("lm-evaluation-harness")
     tasks.add_argument("--tasks", help="names of tasks, separated by commas")
-    tasks.add_argument("--limit", type=int, help="documents of each task")
-    tasks.add_argument("--num_fewshot", type=int, help="examples before each question (default: as the task says)")
+    tasks.add_argument("--limit", type=at_least(1), help="documents of each task")
+    few = "examples before each question (default: as the task says)"
+    tasks.add_argument("--num_fewshot", type=at_least(0), help=few)
     tasks.add_argument("--include_path", type=Path, help="a folder with further task files")
     tasks.add_argument("--apply_chat_template", action="store_true", help="ask through the chat template")
 
 
 def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     """Measure as the flags say."""
-    settings, rows = LoadSettings.of(wanted), _perplexity_settings(wanted)
-    tasks = _checked_tasks(wanted)
-    if rows is None and not tasks:
+    tasks = [name.strip() for name in wanted.tasks.split(",")] if wanted.tasks is not None else []
+    if not all(tasks):
+        raise UsageError("--tasks: give names, separated by commas")
+    if tasks and wanted.include_path is not None and not wanted.include_path.is_dir():
+        raise UsageError(f"--include_path {wanted.include_path} is no folder: give one that holds task files (.yaml)")
+    if not wanted.dataset_name and not tasks:
         raise UsageError("nothing to evaluate: give --dataset_name for perplexity, --tasks for benchmarks, or both")
     if wanted.json is not None and (wanted.json.is_dir() or not wanted.json.absolute().parent.is_dir()):
         raise UsageError(f"--json {wanted.json} is not a file in a directory that exists; choose another")
     prepare()
-    from hf_rocm_tune.publish.generate import loaded_model
+    from hf_rocm_tune.publish.generate import LoadSettings, loaded_model
 
     manager = _find_tasks(tasks, wanted.include_path) if tasks else None
-    with loaded_model(settings, say, compare=wanted.compare) as loaded:
+    with loaded_model(chosen(LoadSettings, wanted), say, compare=wanted.compare) as loaded:
         result: dict[str, Any] = {
             "schema": 1,
             "model": loaded.name,
@@ -116,8 +95,19 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
             "fault_injection": loaded.mover.fault_injection(),
             "versions": {name: _version(name) for name in _VERSIONS},
         }
-        if rows is not None:
-            result["perplexity"] = perplexity(loaded, rows, compare=wanted.compare)
+        if wanted.dataset_name:
+            result["perplexity"] = perplexity(
+                loaded,
+                wanted.dataset_name,
+                config=wanted.dataset_config,
+                split=wanted.split,
+                text_field=wanted.dataset_text_field,
+                max_length=wanted.max_length,
+                max_rows=wanted.max_rows,
+                batch_size=wanted.batch_size,
+                assistant_only=wanted.assistant_only,
+                compare=wanted.compare,
+            )
             print("\n".join(_table(result["perplexity"])), flush=True)
         if tasks:
             result["tasks"] = _run_tasks(loaded, tasks, manager, wanted)
@@ -130,41 +120,6 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
         except OSError as error:
             raise UsageError(f"--json {wanted.json} cannot be written: {error.strerror}; choose another") from error
     return 0
-
-
-def _perplexity_settings(wanted: argparse.Namespace) -> PerplexitySettings | None:
-    if not wanted.dataset_name:
-        return None
-    return PerplexitySettings(
-        dataset=wanted.dataset_name,
-        config=wanted.dataset_config,
-        split=wanted.split,
-        text_field=wanted.dataset_text_field,
-        max_length=wanted.max_length,
-        max_rows=wanted.max_rows,
-        batch_size=wanted.batch_size,
-        assistant_only=wanted.assistant_only,
-    )
-
-
-def _checked_tasks(wanted: argparse.Namespace) -> list[str]:
-    """Names of ``--tasks``, and the bounds of its flags."""
-    if wanted.tasks is None:
-        return []
-    tasks = [name.strip() for name in wanted.tasks.split(",")]
-    if not all(tasks):
-        raise UsageError("--tasks: give names, separated by commas")
-    _at_least(wanted.batch_size, 1, "--batch_size")
-    _at_least(wanted.limit, 1, "--limit")
-    _at_least(wanted.num_fewshot, 0, "--num_fewshot")
-    if wanted.include_path is not None and not wanted.include_path.is_dir():
-        raise UsageError(f"--include_path {wanted.include_path} is no folder: give one that holds task files (.yaml)")
-    return tasks
-
-
-def _at_least(value: int | None, least: int, flag: str) -> None:
-    if value is not None and value < least:
-        raise UsageError(f"{flag} must be {least} or more, got {value}")
 
 
 def _version(name: str) -> str | None:
@@ -201,17 +156,20 @@ def _task_table(found: Mapping[str, Any]) -> list[str]:
 # ---- perplexity -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """One row: its token ids, which of them are predicted and counted (never the first), and whether it was cut."""
-
-    ids: list[int]
-    counted: list[bool]
-    cut: bool
-
-
-def perplexity(loaded: Loaded, settings: PerplexitySettings, *, compare: bool) -> dict[str, Any]:
-    """Measure, on the model and where wanted on its base too.
+def perplexity(
+    loaded: Loaded,
+    dataset: str,
+    *,
+    config: str | None = None,
+    split: str = "test",
+    text_field: str = "text",
+    max_length: int = 1024,
+    max_rows: int | None = None,
+    batch_size: int = 4,
+    assistant_only: bool = False,
+    compare: bool = False,
+) -> dict[str, Any]:
+    """Measure, on the model and where wanted on its base too. A single file has one split, whatever is named.
 
     Returns:
         The result as plain values: rows, tokens, ``loss`` (nats a token) and ``perplexity``, of the base under
@@ -222,33 +180,41 @@ def perplexity(loaded: Loaded, settings: PerplexitySettings, *, compare: bool) -
         OutOfMemoryError: a batch does not fit.
         CorruptionError: a batch could not be brought over right.
     """
-    rows = list(_rows(settings, loaded.tokenizer, loaded.name))
-    kept = [row for row in rows if any(row.counted)]
+    split = "train" if Path(dataset).expanduser().is_file() else split
+    source = _source(dataset, config, split, text_field, assistant_only, loaded)
+    rows = []
+    for number, row in enumerate(source if max_rows is None else source.take(max_rows), start=1):
+        try:
+            ids, counted = _tokens(row, loaded.tokenizer, text_field=text_field, assistant_only=assistant_only)
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"row {number} cannot be tokenised: {str(error).splitlines()[0]}") from error
+        rows.append((ids, [False, *counted[1:]]))  # the first token is never predicted
+    counting = [(ids, counted) for ids, counted in rows if any(counted[:max_length])]
+    kept = [(ids[:max_length], counted[:max_length]) for ids, counted in counting]
     if not kept:
         raise UsageError("no row has a token to count: rows need at least two tokens, and something that is predicted")
     begun = time.perf_counter()
     mine, base = 0.0, 0.0
     # Rows of like length together, the longest first: whatever does not fit in memory shows at once.
-    ordered = sorted(kept, key=lambda row: -len(row.ids))
-    for start in range(0, len(ordered), settings.batch_size):
-        batch = _padded(ordered[start : start + settings.batch_size], loaded.tokenizer.pad_token_id or 0)
-        placed = loaded.place(batch)
+    ordered = sorted(kept, key=lambda row: -len(row[0]))
+    for start in range(0, len(ordered), batch_size):
+        placed = loaded.place(_padded(ordered[start : start + batch_size], loaded.tokenizer.pad_token_id or 0))
         labels = placed.pop("labels")
         mine += _nll(loaded, placed, labels)
         if compare:
             with loaded.without_adapter():
                 base += _nll(loaded, placed, labels)
-    tokens = sum(sum(row.counted) for row in kept)
-    what = "every token but the first" if all(all(row.counted[1:]) for row in kept) else "completions"
+    tokens = sum(sum(counted) for _, counted in kept)
+    what = "every token but the first" if all(all(counted[1:]) for _, counted in kept) else "completions"
     sent = loaded.mover.report.to_dict()["batches"]
     return {
-        "dataset": settings.dataset,
-        "split": settings.split,
-        "counted": "what the assistant says" if settings.assistant_only else what,
-        "max_length": settings.max_length,
+        "dataset": dataset,
+        "split": split,
+        "counted": "what the assistant says" if assistant_only else what,
+        "max_length": max_length,
         "rows": len(kept),
         "rows_without_counted_tokens": len(rows) - len(kept),
-        "rows_cut": sum(row.cut for row in kept),
+        "rows_cut": sum(len(ids) > max_length for ids, _ in counting),
         "tokens": tokens,
         **_score(mine, tokens),
         "without_adapter": _score(base, tokens) if compare else None,
@@ -285,55 +251,48 @@ def _nll(loaded: Loaded, inputs: dict[str, Tensor], labels: Tensor) -> float:
         raise OutOfMemoryError(f"{said}: lower --batch_size or --max_length, or add --load_in_4bit") from error
 
 
-def _padded(batch: Sequence[_Row], padding: int) -> dict[str, Tensor]:
+def _padded(batch: Sequence[tuple[list[int], list[bool]]], padding: int) -> dict[str, Tensor]:
     """int64[batch, longest] ids and mask, padded on the right, and labels, -100 where a token is not counted."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    longest = max(len(row.ids) for row in batch)
-    ids = torch.full((len(batch), longest), padding)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, _IGNORED)
-    for at, row in enumerate(batch):
-        size = len(row.ids)
-        ids[at, :size] = torch.tensor(row.ids)
-        mask[at, :size] = 1
-        labels[at, :size] = torch.where(torch.tensor(row.counted), ids[at, :size], _IGNORED)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    rows = [torch.tensor(ids) for ids, _ in batch]
+    labels = [torch.where(torch.tensor(counted), ids, _IGNORED) for ids, (_, counted) in zip(rows, batch, strict=True)]
+    return {
+        "input_ids": pad_sequence(rows, batch_first=True, padding_value=padding),
+        "attention_mask": pad_sequence([torch.ones_like(ids) for ids in rows], batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=_IGNORED),
+    }
 
 
-def _rows(settings: PerplexitySettings, tokenizer: PreTrainedTokenizerBase, model_name: str) -> Iterator[_Row]:
-    """Load and tokenise a split."""
+def _source(
+    dataset: str, config: str | None, split: str, text_field: str, assistant_only: bool, loaded: Loaded
+) -> Dataset | IterableDataset:
+    """The rows, loaded and checked."""
     from hf_rocm_tune.data.formats import check_format
     from hf_rocm_tune.data.sources import load_source
 
     try:
-        rows = load_source(settings.dataset, config=settings.config, train_split=settings.split).train
+        rows = load_source(dataset, config=config, train_split=split).train
     except UsageError as error:
         raise UsageError(str(error).replace("--dataset_train_split", "--split")) from error
-    if settings.max_rows is not None:
-        rows = rows.take(settings.max_rows)
     found = check_format(
         rows,
-        assistant_only_loss=settings.assistant_only,
-        dataset_text_field=settings.text_field,
+        assistant_only_loss=assistant_only,
+        dataset_text_field=text_field,
         has_chat_template=True,  # looked at below, where the flags of this command are known
-        model_name=model_name,
-        split=settings.split,
+        model_name=loaded.name,
+        split=split,
     )
-    if found.conversational and not tokenizer.chat_template:
-        raise UsageError(f"the rows are conversations, but the tokenizer of {model_name} has no chat template")
-    for number, row in enumerate(rows, start=1):
-        try:
-            ids, counted = _tokens(row, settings, tokenizer)
-        except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"row {number} cannot be tokenised: {str(error).splitlines()[0]}") from error
-        cut = len(ids) > settings.max_length
-        ids, counted = ids[: settings.max_length], counted[: settings.max_length]
-        yield _Row(ids=ids, counted=[False, *counted[1:]] if counted else [], cut=cut)
+    if found.conversational and not loaded.tokenizer.chat_template:
+        raise UsageError(f"the rows are conversations, but the tokenizer of {loaded.name} has no chat template")
+    return rows
 
 
 def _tokens(
-    row: dict[str, Any], settings: PerplexitySettings, tokenizer: PreTrainedTokenizerBase
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, text_field: str, assistant_only: bool
 ) -> tuple[list[int], list[bool]]:
+    """Token ids of a row, and which of them are counted."""
     from trl.data_utils import common_prefix_length, is_conversational, maybe_convert_to_chatml
 
     if "input_ids" in row:
@@ -347,11 +306,11 @@ def _tokens(
         template: dict[str, Any] = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
         template |= row.get("chat_template_kwargs") or {}
         if "prompt" not in row:
-            return _rendered(tokenizer, row["messages"], template, settings)
-        begun, _ = _rendered(tokenizer, row["prompt"], {**template, "add_generation_prompt": True}, settings)
-        ids, counted = _rendered(tokenizer, row["prompt"] + row["completion"], template, settings)
+            return _rendered(tokenizer, row["messages"], template, assistant_only=assistant_only)
+        begun, _ = _rendered(tokenizer, row["prompt"], {**template, "add_generation_prompt": True})
+        ids, counted = _rendered(tokenizer, row["prompt"] + row["completion"], template, assistant_only=assistant_only)
     else:
-        text = row["prompt"] + row["completion"] if "prompt" in row else row[settings.text_field]
+        text = row["prompt"] + row["completion"] if "prompt" in row else row[text_field]
         end = tokenizer.eos_token
         text = text if not end or text.endswith(end) else text + end
         ids = [int(token) for token in tokenizer(text)["input_ids"]]
@@ -362,18 +321,18 @@ def _tokens(
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: Any, template: dict[str, Any], settings: PerplexitySettings
+    tokenizer: PreTrainedTokenizerBase, messages: Any, template: dict[str, Any], *, assistant_only: bool = False
 ) -> tuple[list[int], list[bool]]:
     from jinja2 import TemplateError
 
     try:
         rendered = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=settings.assistant_only, **template
+            messages, return_dict=True, return_assistant_tokens_mask=assistant_only, **template
         )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses it: {error}") from error
     ids = [int(token) for token in rendered["input_ids"]]
-    if not settings.assistant_only or template.get("add_generation_prompt"):
+    if not assistant_only:
         return ids, [True] * len(ids)
     mask = [bool(bit) for bit in rendered["assistant_masks"]]
     if not any(mask):

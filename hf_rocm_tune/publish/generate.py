@@ -28,7 +28,6 @@ from hf_rocm_tune.models.casts import cast_verified
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import coverage, place
 from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, open_adapter
-from hf_rocm_tune.publish.generate_command import LoadSettings, Messages, Prompt, Sampling
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
@@ -36,6 +35,36 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+Messages = list[dict[str, Any]]
+"""A conversation: ``role`` and ``content`` of each message."""
+Prompt = str | Messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """What to load, and how; the fields are named like the flags."""
+
+    model: str
+    base: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    load_in_4bit: bool = False
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; the fields are named like the flags. None is what the model's generation settings say."""
+
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +110,6 @@ class Loaded:
 @contextmanager
 def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare: bool = False) -> Iterator[Loaded]:
     """Load, say what was verified, and close the mover at the end.
-
-    Args:
-        settings: what to load.
-        say: takes lines for the user.
-        compare: the base is wanted beside the adapter.
 
     Raises:
         UsageError: what is asked for is not there, damaged, or does not fit together.
@@ -258,12 +282,6 @@ class Answer:
 def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
     """Token ids of a prompt.
 
-    Args:
-        loaded: whose tokenizer is used.
-        prompt: text, or messages.
-        system: a system message before it.
-        raw: text goes in as it is, without the chat template.
-
     Raises:
         UsageError: it is empty, the chat template refuses it, or there is none for messages.
     """
@@ -303,12 +321,6 @@ def answer(
     loaded: Loaded, ids: Sequence[int], sampling: Sampling, write: Callable[[str], None] = lambda _: None
 ) -> Answer:
     """Let the model go on from token ids.
-
-    Args:
-        loaded: the model.
-        ids: of the prompt.
-        sampling: how tokens are chosen.
-        write: called with each piece of text as soon as it is complete.
 
     Raises:
         UsageError: the prompt leaves no room in the model's context.

@@ -1,9 +1,8 @@
 """What a run left in its directory, read whatever state it is in; and what its transfer report comes to.
 
-``training_log.json`` holds a trainer's log history and what was trained; it names no file and no directory, so it may
-be published as it is. `collect` never raises on what it finds in a directory: a file that is missing, torn, nested
-without end or of another form is told in words, and the rest is still read. A report is input like any other here: what
-is missing from it is said to be unknown, never taken for good.
+`collect` never raises on what it finds in a directory: a file that is missing, torn, nested without end or of another
+form is told in words, and the rest is still read. A report is input like any other here: what is missing from it is
+said to be unknown, never taken for good.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
@@ -57,7 +56,7 @@ class Trained:
 def write_log(
     directory: Path, *, run_id: str, step: int, max_steps: int, trained: Trained | None, rows: Iterable[Row]
 ) -> Path:
-    """Write ``training_log.json``; numbers that are not finite become null.
+    """Write ``training_log.json``, in which numbers that are not finite are null. It names no file and no directory.
 
     Raises:
         OSError: as the operating system gave it; an older file is still there.
@@ -68,7 +67,13 @@ def write_log(
         "step": step,
         "max_steps": max_steps,
         "trained": asdict(trained) if trained is not None else {},
-        "log": [{key: _finite(value) for key, value in row.items()} for row in rows],
+        "log": [
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in row.items()
+            }
+            for row in rows
+        ],
     }
     target = directory / LOG_NAME
     write_text_atomic(target, json.dumps(content, indent=1) + "\n")
@@ -108,10 +113,6 @@ def training_seconds(rows: Iterable[Row]) -> float:
             total += seconds * (step - before)
         before = step
     return total or sum(number(row, "train_runtime") or 0.0 for row in rows)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- values out of JSON that may be of any form ----------------------------------------------------------------------
@@ -254,7 +255,6 @@ def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _LARGEST_BYTES = 256 << 20
-_DEEPEST = 32
 _STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _TRACES = (LOG_NAME, REPORT_NAME, _STATE, "run.json", manifest.MANIFEST_NAME, "adapter_config.json", "survival.jsonl")
@@ -331,12 +331,11 @@ def collect(directory: Path) -> Left:
         missing.append(
             f"{manifest.MANIFEST_NAME}: the run has not come to its end" if why.kind == "missing" else str(why)
         )
-    rows = log.get("log", log.get("log_history"))
-    step = number(log, "step" if "step" in log else "global_step")
+    step = number(log, "step")
     return Left(
         directory=directory,
         run_id=run_id,
-        rows=[row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else [],
+        rows=[row for row in items(log, "log") if isinstance(row, dict)],
         step=None if step is None else int(step),
         max_steps=count(log, "max_steps") or None,
         trained=table(log, "trained"),
@@ -349,16 +348,15 @@ def collect(directory: Path) -> Left:
 
 
 def _newest_log(directory: Path, log: dict[str, Any], found: list[Path], missing: list[str]) -> dict[str, Any]:
-    """The log that has come furthest."""
+    """The log that has come furthest, with the names of ours."""
     best = log
     for path in [directory / _STATE, *(path / _STATE for path in found[-1:])]:
-        if not path.is_file():
-            continue
-        state = _read(path, missing)
-        reached = number(best, "step") if "step" in best else number(best, "global_step")
+        state = _read(path, missing) if path.is_file() else {}
+        reached = number(best, "step")
         if state and (number(state, "global_step") or 0) > (-1 if reached is None else reached):
             # What was trained does not change over a run, and a trainer's state does not tell it.
-            best = {**state, "trained": table(best, "trained") or table(log, "trained")}
+            best = {"trained": table(log, "trained"), "max_steps": state.get("max_steps")}
+            best |= {"step": state.get("global_step"), "log": state.get("log_history"), "run_id": log.get("run_id")}
     if not best:
         missing.append(f"{LOG_NAME}: no log of the training, so there are no curves")
     return best
@@ -381,7 +379,7 @@ def _read(path: Path, missing: list[str]) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
-        if _depth_of(content) > _DEEPEST:
+        if _too_deep(content):
             raise ValueError("nested too deeply")
         return content
     except FileNotFoundError:
@@ -392,18 +390,10 @@ def _read(path: Path, missing: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _depth_of(content: Any) -> int:
-    """How many objects and lists lie within each other, up to just above `_DEEPEST`."""
-    layer, depth = [content], 0
-    while layer and depth <= _DEEPEST:
-        layer = [
-            inner
-            for value in layer
-            if isinstance(value, dict | list)
-            for inner in (value.values() if isinstance(value, dict) else value)
-        ]
-        depth += 1
-    return depth
+def _too_deep(value: Any, left: int = 32) -> bool:
+    """Whether more objects and lists lie within each other than any of ours."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return left < 0 or any(_too_deep(one, left - 1) for one in inner)
 
 
 _MEANING = {
@@ -429,7 +419,7 @@ def _journal(directory: Path, run_id: str) -> Sequence[Row]:
             entry = json.loads(line)
         except (ValueError, RecursionError):  # the power went while it was written
             continue
-        if not isinstance(entry, dict) or _depth_of(entry) > _DEEPEST:
+        if not isinstance(entry, dict) or _too_deep(entry):
             continue
         if not run_id or text(entry, "run_id") in ("", run_id):
             entries.append(entry)
@@ -441,14 +431,14 @@ def _journal(directory: Path, run_id: str) -> Sequence[Row]:
 
 Level = Literal["good", "note", "bad", "unknown"]
 
-_STAGES = {
-    "weights": "model weights",
-    "batches": "batches",
-    "adapter": "adapter weights",
-    "optimizer": "optimizer state",
-    "activations": "activations between the cards of a split model",
-}
 # Section: what it is called, the counter of what was looked at, and what one of those is.
+_STAGES = {
+    "weights": ("model weights", "tensors", "tensors"),
+    "batches": ("batches", "tensors", "tensors"),
+    "adapter": ("adapter weights", "tensors", "tensors"),
+    "optimizer": ("optimizer state", "tensors", "tensors"),
+    "activations": ("activations between the cards of a split model", "tensors", "tensors"),
+}
 _CHECKS = {
     "casts": ("casts of weights", "checked", "checked"),
     "gradients": ("averaged gradients", "buckets", "buckets checked"),
@@ -474,16 +464,8 @@ class Verdict:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counted:
-    """One kind of check.
-
-    Attributes:
-        what: what was checked.
-        amount: how much of it, in words.
-        mismatches: that were wrong.
-        recovered: of these, recovered; None where nothing can be recovered.
-    """
+class Counted(NamedTuple):
+    """One kind of check: how much of it in words, how many were wrong, and of these recovered (None: cannot be)."""
 
     what: str
     amount: str
@@ -497,40 +479,33 @@ class Counted:
 
 
 def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] = ()) -> Verdict:
-    """The verdict on a run.
+    """The verdict on a run."""
 
-    Args:
-        report: the transfer report; empty without one.
-        finished: whether the run came to its end.
-        damaged: files of the result that are not as they were written.
-    """
-    notes = _notes(report, finished=finished)
+    def verdict(level: Level, headline: str) -> Verdict:
+        return Verdict(level=level, headline=headline, notes=_notes(report, finished=finished))
+
     if damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        return Verdict(level="bad", headline=f"The result is not what was written: {damaged[0]}{more}.", notes=notes)
+        return verdict("bad", f"The result is not what was written: {damaged[0]}{more}.")
     if not report:
-        said = "Nothing is known of what was verified: there is no transfer report."
-        return Verdict(level="unknown", headline=said, notes=notes)
+        return verdict("unknown", "Nothing is known of what was verified: there is no transfer report.")
     try:
         wrong = unrecovered(report)
     except (KeyError, TypeError, AttributeError):
-        said = "The transfer report is not of the expected form, so it proves nothing."
-        return Verdict(level="unknown", headline=said, notes=notes)
+        return verdict("unknown", "The transfer report is not of the expected form, so it proves nothing.")
     if wrong:
-        said = f"Wrong bytes were found that could not be recovered: {'; '.join(wrong[:3])}."
-        return Verdict(level="bad", headline=said, notes=notes)
+        return verdict("bad", f"Wrong bytes were found that could not be recovered: {'; '.join(wrong[:3])}.")
     share, mismatches = coverage(report), sum(row.mismatches for row in counted(report))
     if share is None or text(report, "verify") == "off":
-        said = "Transfers were not verified in this run."
-        return Verdict(level="unknown", headline=said, notes=notes)
-    verified = f"{share:g} % of the bytes on the device were verified"
-    if not mismatches:
-        said = f"{verified}, and none of them was wrong."
-    else:
-        times = "once" if mismatches == 1 else f"{mismatches:,} times"
-        said = f"{verified}. Something was wrong {times}, was noticed, and was recovered before it was used."
+        return verdict("unknown", "Transfers were not verified in this run.")
+    times = "once" if mismatches == 1 else f"{mismatches:,} times"
+    found = f". Something was wrong {times}, was noticed, and was recovered before it was used."
     complete = finished and share >= 100 and text(report, "verify") == "full"
-    return Verdict(level="good" if complete else "note", headline=said, notes=notes)
+    return verdict(
+        "good" if complete else "note",
+        f"{share:g} % of the bytes on the device were verified"
+        f"{found if mismatches else ', and none of them was wrong.'}",
+    )
 
 
 def unrecovered(report: Mapping[str, Any]) -> list[str]:
@@ -564,29 +539,18 @@ def coverage(report: Mapping[str, Any]) -> float | None:
 def counted(report: Mapping[str, Any]) -> list[Counted]:
     """Every kind of check that looked at something or found something."""
     rows = []
-    for name, what in _STAGES.items():
-        stage = table(report, name)
-        nbytes, verified = number(stage, "bytes") or 0.0, number(stage, "verified_bytes") or 0.0
-        amount = f"{count(stage, 'tensors'):,} tensors, {size(nbytes)}"
-        if verified < nbytes:
-            amount += f" ({size(verified)} verified)"
-        rows.append((count(stage, "tensors"), amount, what, stage))
-    for name, (what, key, noun) in _CHECKS.items():
+    for name, (what, key, noun) in {**_STAGES, **_CHECKS}.items():
         section = table(report, name)
-        amount = f"{count(section, key):,} {noun}"
-        if name == "frozen":
+        looked_at, wrong = count(section, key), count(section, "mismatches")
+        amount = f"{looked_at:,} {noun}"
+        if name in _STAGES:
+            nbytes, verified = number(section, "bytes") or 0.0, number(section, "verified_bytes") or 0.0
+            amount += f", {size(nbytes)}" + (f" ({size(verified)} verified)" if verified < nbytes else "")
+        elif name == "frozen":
             amount += f" over {count(section, 'tensors'):,} tensors"
-        rows.append((count(section, key), amount, what, section))
-    return [
-        Counted(
-            what=what,
-            amount=amount,
-            mismatches=count(section, "mismatches"),
-            recovered=count(section, "recovered") if "recovered" in section else None,
-        )
-        for looked_at, amount, what, section in rows
-        if looked_at or count(section, "mismatches")
-    ]
+        if looked_at or wrong:
+            rows.append(Counted(what, amount, wrong, count(section, "recovered") if "recovered" in section else None))
+    return rows
 
 
 def unverified(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -597,14 +561,12 @@ def unverified(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def injected(report: Mapping[str, Any]) -> list[str]:
     """What was broken on request, one sentence each."""
-    said = []
-    for key, what in (("fault_injection", "Faults"), ("step_fault_injection", "Faults of steps")):
-        asked = find(report, key)
-        if asked:
-            said.append(f"{what} were injected on request: {plain(asked)}.")
-    if crashes := find(report, "survival", "crash_injection"):
-        said.append(f"Crashes were injected on request: {plain(crashes)}.")
-    return said
+    asked = {
+        "Faults": find(report, "fault_injection"),
+        "Faults of steps": find(report, "step_fault_injection"),
+        "Crashes": find(report, "survival", "crash_injection"),
+    }
+    return [f"{what} were injected on request: {plain(value)}." for what, value in asked.items() if value]
 
 
 def incident(row: Any) -> dict[str, str]:
@@ -646,21 +608,18 @@ def integrity(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def events(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Restarts, skipped steps and shortages, by name."""
-    told = []
-    if (restarts := count(report, "survival", "starts") - 1) > 0:
-        told.append(("restarts by the supervisor", f"{restarts:,}"))
-    if steps := items(report, "survival", "skipped_steps"):
-        told.append(("steps left out, because the run died in them", plain(steps)))
-    if shortages := count(report, "memory", "shortages"):
-        overcome = count(report, "memory", "recovered")
-        told.append(("shortages of memory", f"{shortages:,}, of these overcome {overcome:,}"))
-    if (cut := count(report, "memory", "micro_batch_divisor")) > 1:
-        told.append(("micro-batches were cut into", f"up to {cut} parts"))
-    if unused := count(report, "guard", "skipped_steps"):
-        told.append(("steps not used, because they were not finite", f"{unused:,}"))
-    if warnings := count(report, "guard", "warnings"):
-        told.append(("warnings about loss and gradients", f"{warnings:,}"))
-    return told
+    restarts, cut = count(report, "survival", "starts") - 1, count(report, "memory", "micro_batch_divisor")
+    shortages, overcome = count(report, "memory", "shortages"), count(report, "memory", "recovered")
+    unused, warnings = count(report, "guard", "skipped_steps"), count(report, "guard", "warnings")
+    told = [
+        ("restarts by the supervisor", f"{restarts:,}" if restarts > 0 else ""),
+        ("steps left out, because the run died in them", plain(items(report, "survival", "skipped_steps"))),
+        ("shortages of memory", f"{shortages:,}, of these overcome {overcome:,}" if shortages else ""),
+        ("micro-batches were cut into", f"up to {cut} parts" if cut > 1 else ""),
+        ("steps not used, because they were not finite", f"{unused:,}" if unused else ""),
+        ("warnings about loss and gradients", f"{warnings:,}" if warnings else ""),
+    ]
+    return [(name, value) for name, value in told if value]
 
 
 def device(report: Mapping[str, Any]) -> list[tuple[str, str]]:

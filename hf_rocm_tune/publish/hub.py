@@ -21,12 +21,11 @@ import logging
 import os
 import random
 import re
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, TypeVar, get_args
@@ -53,10 +52,10 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_st
 
 from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, Manifest
+from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.history import checkpoints
-from hf_rocm_tune.publish.staging import Entry, Staged, check_directory, is_hub_id, stage
+from hf_rocm_tune.publish.staging import Staged, check_directory, is_hub_id, stage
 from hf_rocm_tune.redaction import Private, redact, remember, scrub_text
 from hf_rocm_tune.version import __version__
 
@@ -68,8 +67,12 @@ Say = Callable[[str], None]
 LAST_CHECKPOINT = "last-checkpoint/"
 _LIBRARY = {"library_name": "hf-rocm-tune", "library_version": __version__}
 _ROUNDS = 2  # a second push of what arrived wrong; more would hide a broken storage
-_LONGEST_ASKED_WAIT_S = 600.0
 _LARGEST_MANIFEST_BYTES = 64 << 20
+
+# Tries of one step in all, beside those that huggingface_hub makes of a single request; the wait before the second is
+# doubled for each further one, with a random part of it less.
+_ATTEMPTS, _FIRST_WAIT_S, _LONGEST_WAIT_S, _LONGEST_ASKED_WAIT_S = 6, 1.0, 60.0, 600.0
+_ANSWER_S = 120.0  # without any byte sent or received after which a request has failed
 
 
 class HubError(TuneError):
@@ -110,32 +113,6 @@ class PushSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How often and how long to try again.
-
-    Args:
-        attempts: tries of one step in all, beside those that huggingface_hub makes of a single request.
-        first_wait_s: seconds before the second try; doubled for each further one, with a random part of it less.
-        longest_wait_s: the longest of these waits.
-        answer_s: seconds without any byte sent or received after which a request has failed.
-    """
-
-    attempts: int = 6
-    first_wait_s: float = 1.0
-    longest_wait_s: float = 60.0
-    answer_s: float = 120.0
-
-    def wait_s(self, tries: int, error: BaseException) -> float | None:
-        """Seconds to wait after this many tries, as the Hub asks (Retry-After) or doubled; None for giving up."""
-        answer = _answer(error)
-        said = answer.response.headers.get("Retry-After", "") if answer is not None else ""
-        asked = float(said) if said.strip().isdigit() else 0.0
-        if tries >= self.attempts or asked > _LONGEST_ASKED_WAIT_S:
-            return None
-        return max(asked, min(self.first_wait_s * 2 ** (tries - 1), self.longest_wait_s) * random.uniform(0.5, 1.0))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pushed:
     """A push that was checked.
 
@@ -143,8 +120,7 @@ class Pushed:
         repo_id: ``USER/NAME``.
         url: where people see it.
         commit: the commit that was checked.
-        files: how many files were to be there.
-        bytes: their size.
+        files, bytes: how many files were to be there, and their size.
         sent: how many of them the Hub did not have.
         deleted: files of an earlier push of ours that this one does not have.
         verify: how the check was made.
@@ -178,7 +154,6 @@ def push(
     settings: PushSettings | None = None,
     token: str | None = None,
     say: Say = print,
-    patience: Patience | None = None,
 ) -> Pushed:
     """Push a finished run, a checkpoint or a merged model. The local directory is only read.
 
@@ -188,7 +163,6 @@ def push(
         settings: see `PushSettings`.
         token: with write access; None for HF_TOKEN or the one of `hf auth login`. It is never shown or stored.
         say: takes lines for the user.
-        patience: how often to try again.
 
     Returns:
         What is now on the Hub, checked.
@@ -202,16 +176,15 @@ def push(
     base = settings.base_model_id
     check_directory(directory)
     private = private_here(directory, repo_id=repo_id, base_model_id=base, token=token)
-    repository = Repository(repo_id, private, say, token=token, revision=settings.revision, patience=patience)
+    repository = Repository(repo_id, private, say, token=token, revision=settings.revision)
     with TemporaryDirectory(prefix="hf-rocm-tune-push-") as scratch:
         staged = []
         for prefix, source in [("", directory), *_checkpoints(directory, settings.checkpoints)]:
             folder = Path(scratch, prefix or "top")
             folder.mkdir()
             written = check_directory(source)
-            more = {"prefix": prefix, "base_model_id": base, "for_resume": bool(prefix)}
-            staged.append(stage(source, written, folder, private=private, **more))  # type: ignore[arg-type]
-        amount = sum(one.bytes for each in staged for one in each.entries)
+            staged.append(stage(source, written, folder, private=private, prefix=prefix, base_model_id=base))
+        amount = sum(entry.bytes for each in staged for _, entry in each.files.values())
         say(f"push to {repo_id}, branch {settings.revision}: {amount / 1e6:.3g} MB")
         for each in staged:
             for line in each.described():
@@ -231,14 +204,8 @@ def private_here(
     token: str | None,
     others: Mapping[str, str] | None = None,
 ) -> Private:
-    """What is private of a run: this machine's own, and the paths that the run was given.
-
-    Args:
-        directory: the run's output directory, or a checkpoint in it.
-        repo_id: what stands for the directory in public.
-        base_model_id: what stands for the base model's directory.
-        token: never to be shown, beside the one that the user has logged in with.
-        others: more paths, by what stands for them ("" for their last name).
+    """What is private of a run: this machine's own, and the paths that the run was given, by what stands for them in
+    public ("" for their last name); ``repo_id`` stands for the directory, ``base_model_id`` for the base model's.
     """
     paths = dict(others or {})
     for place in (directory, directory.parent):
@@ -255,16 +222,6 @@ def private_here(
     paths[str(directory.absolute())] = repo_id
     logged_in = get_token() if token is None else None
     return Private.of_this_machine(os.environ, paths=paths, secrets=[token, logged_in])
-
-
-def command_for(directory: Path, repo_id: str, settings: PushSettings) -> str:
-    """The command line that does, or finishes, a push."""
-    words = ["hf-rocm-tune", "push", str(directory), repo_id]
-    words += [] if settings.private is None else ["--private"] if settings.private else ["--public"]
-    words += ["--revision", settings.revision] if settings.revision != "main" else []
-    words += ["--base_model_id", settings.base_model_id] if settings.base_model_id else []
-    words += ["--checkpoints", settings.checkpoints] if settings.checkpoints != "none" else []
-    return shlex.join(words)
 
 
 def _checkpoints(directory: Path, which: Checkpoints) -> list[tuple[str, Path]]:
@@ -289,22 +246,16 @@ class Repository:
         say: takes a line for the user.
         token: None for the one that the user has logged in with, or HF_TOKEN.
         revision: branch to work on.
-        patience: see `Patience`.
     """
 
     def __init__(
-        self,
-        repo_id: str,
-        private: Private,
-        say: Say,
-        *,
-        token: str | None = None,
-        revision: str = "main",
-        patience: Patience | None = None,
+        self, repo_id: str, private: Private, say: Say, *, token: str | None = None, revision: str = "main"
     ) -> None:
-        self.repo_id, self.patience = repo_id, patience or Patience()
-        self._private, self._say, self._revision = private, say, revision
-        _guard_requests(self.patience.answer_s, private)
+        self.repo_id, self._private, self._say, self._revision = repo_id, private, say, revision
+        _bound_requests()
+        remember({"secret": list(private.secrets)})
+        for handler in logging.getLogger("huggingface_hub").handlers:
+            handler.addFilter(_redact_record)  # adding it again changes nothing
         self._api = HfApi(token=token, **_LIBRARY)
         self._headers = build_hf_headers(token=token, **_LIBRARY)
 
@@ -315,10 +266,6 @@ class Repository:
 
     def open(self, *, private: bool | None, attempts: int | None = None) -> None:
         """Make the repository and its branch where they are not there.
-
-        Args:
-            private: see `PushSettings`.
-            attempts: fewer tries than usual.
 
         Raises:
             UsageError: the token or the name is wrong, the token may not write there, or the repository is public and
@@ -347,36 +294,62 @@ class Repository:
             self._say(f"{self.repo_id} is there and public: everyone can read what is pushed to it")
 
     def bring(self, staged: Sequence[Staged], *, message: str, verify: Verify) -> Pushed:
-        """Bring the staged directories to the repository, in one commit, and check the result.
-
-        Args:
-            staged: what is to be there; folders do not overlap.
-            message: first line of the commit.
-            verify: see `PushSettings`.
+        """Bring the staged directories, whose folders do not overlap, to the repository in one commit, and check it.
 
         Raises:
             UsageError: the user can change what is wrong.
             HubError: the Hub does not take it.
             CorruptionError: it took it, and serves something else.
         """
-        work = _Upload(self, staged, message)
+        wanted = {path: file for each in staged for path, file in each.files.items()}
+        folders = tuple(each.prefix for each in staged if each.prefix)
+        sent: set[str] = set()
+        deleted: set[str] = set()
+        earlier: set[str] | None = None
+
+        def commit() -> str:
+            """The commit that has it all, which an earlier try may have made although its answer was lost."""
+            nonlocal earlier
+            head, there = self._head()
+            if earlier is None:
+                earlier = self._brought_earlier(staged, wanted, head, there)
+            lacking = [path for path in wanted if not _same(*wanted[path], there.get(path))]
+            # What an earlier push brought and this one does not have would be used together with the new files.
+            old = {path for path in there if path in earlier or (folders and path.startswith(folders))}
+            stale = sorted(old - wanted.keys())
+            if head is not None and not lacking and not stale:
+                return head
+            done = self._api.create_commit(
+                self.repo_id,
+                operations=[
+                    *(CommitOperationAdd(path_in_repo=p, path_or_fileobj=str(wanted[p][0])) for p in lacking),
+                    *(CommitOperationDelete(path_in_repo=path, is_folder=False) for path in stale),
+                ],
+                commit_message=message,
+                revision=self._revision,
+                parent_commit=head,
+            )
+            sent.update(lacking)
+            deleted.update(stale)
+            return str(done.oid)
+
         for _ in range(_ROUNDS):
-            commit = self._retry("the push", work.commit)
-            wrong = self._retry("the check", partial(work.check, commit, download=verify == "download"))
+            done = self._retry("the push", commit)
+            wrong = self._retry("the check", partial(self._check, wanted, done, download=verify == "download"))
             if not wrong:
                 return Pushed(
                     repo_id=self.repo_id,
                     url=self.url,
-                    commit=commit,
-                    files=len(work.wanted),
-                    bytes=sum(one.bytes for one in work.wanted.values()),
-                    sent=len(work.sent),
-                    deleted=len(work.deleted),
+                    commit=done,
+                    files=len(wanted),
+                    bytes=sum(entry.bytes for _, entry in wanted.values()),
+                    sent=len(sent),
+                    deleted=len(deleted),
                     verify=verify,
                 )
         raise CorruptionError(
             f"{self.repo_id} on the Hub holds other bytes than were sent: {'; '.join(wrong[:3])} (commit "
-            f"{commit[:10]}). The files on this disk are sound: delete those on the Hub, or push to another repository"
+            f"{done[:10]}). The files on this disk are sound: delete those on the Hub, or push to another repository"
         )
 
     def tag(self, name: str, commit: str) -> None:
@@ -393,35 +366,20 @@ class Repository:
         elif target != commit:
             raise UsageError(f"the tag {name} of {self.repo_id} is at {target[:10]} already: choose another --tag")
 
-    def head(self) -> tuple[str | None, dict[str, RepoFile]]:
+    def _head(self) -> tuple[str | None, dict[str, RepoFile]]:
         """The branch's newest commit (None for a repository without one), and its files."""
         try:
             sha = self._api.repo_info(self.repo_id, revision=self._revision).sha
         except RevisionNotFoundError:
             return None, {}
-        return sha, self.files(sha) if sha else {}
+        return sha, self._files(sha) if sha else {}
 
-    def files(self, commit: str) -> dict[str, RepoFile]:
+    def _files(self, commit: str) -> dict[str, RepoFile]:
         """The files of a commit, by path, with the sizes and hashes that the Hub states."""
         found = self._api.list_repo_tree(self.repo_id, recursive=True, revision=commit)
         return {one.path: one for one in found if isinstance(one, RepoFile)}
 
-    def commit(self, add: Mapping[str, Path], delete: Sequence[str], *, message: str, parent: str | None) -> str:
-        """One commit on ``parent``; returns its id."""
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationAdd(path_in_repo=path, path_or_fileobj=str(source)) for path, source in add.items()
-        ]
-        operations += [CommitOperationDelete(path_in_repo=path, is_folder=False) for path in delete]
-        done = self._api.create_commit(
-            self.repo_id,
-            operations=operations,
-            commit_message=message,
-            revision=self._revision,
-            parent_commit=parent,
-        )
-        return str(done.oid)
-
-    def content(self, path: str, commit: str) -> Iterator[bytes]:
+    def _content(self, path: str, commit: str) -> Iterator[bytes]:
         """A file as the Hub serves it over plain HTTP, in pieces; no cache of this machine stands between."""
         url = hf_hub_url(self.repo_id, path, revision=commit, endpoint=self._api.endpoint)
         headers = {**self._headers, "Accept-Encoding": "identity"}
@@ -429,12 +387,54 @@ class Repository:
             hf_raise_for_status(answer)
             yield from answer.iter_bytes(1 << 20)
 
+    def _brought_earlier(
+        self,
+        staged: Sequence[Staged],
+        wanted: dict[str, tuple[Path, FileEntry]],
+        head: str | None,
+        there: Mapping[str, RepoFile],
+    ) -> set[str]:
+        """The files that an earlier push of ours brought; its manifest stays where it says the same as the new one."""
+        earlier: set[str] = set()
+        for each in staged:
+            path, source = each.prefix + MANIFEST_NAME, each.root / MANIFEST_NAME
+            if head is None or path not in there or there[path].size > _LARGEST_MANIFEST_BYTES:
+                continue
+            with TemporaryDirectory() as folder:
+                content = b"".join(self._content(path, head))
+                (Path(folder) / MANIFEST_NAME).write_bytes(content)
+                old = manifest.read(Path(folder))
+            if isinstance(old, Manifest):
+                earlier.update(each.prefix + name for name in old.files)
+                if replace(old, created="") == replace(each.manifest, created=""):
+                    source.write_bytes(content)
+                    wanted[path] = source, manifest.entry_of(source)
+        return earlier
+
+    def _check(self, wanted: Mapping[str, tuple[Path, FileEntry]], commit: str, *, download: bool) -> list[str]:
+        """What the Hub serves otherwise than it should, in words."""
+        there = self._files(commit)
+        wrong = []
+        for path, (source, entry) in wanted.items():
+            if path not in there:
+                wrong.append(f"{path} is not there")
+            elif not _same(source, entry, there[path]):
+                wrong.append(f"{path} has another hash")
+            elif download and not any(self._sha256(path, commit) == entry.sha256 for _ in range(2)):
+                wrong.append(f"{path} arrives with other bytes, twice")
+        return wrong
+
+    def _sha256(self, path: str, commit: str) -> str:
+        digest = hashlib.sha256()
+        for piece in self._content(path, commit):
+            digest.update(piece)
+        return digest.hexdigest()
+
     def _retry(self, what: str, step: Callable[[], T], attempts: int | None = None) -> T:
         """A step that may be repeated without harm, until it succeeds or patience ends: the one place where errors of
         the Hub's client become ours.
         """
-        patience = replace(self.patience, attempts=attempts or self.patience.attempts)
-        tries = 0
+        attempts, tries = attempts or _ATTEMPTS, 0
         while True:
             tries += 1
             try:
@@ -444,150 +444,58 @@ class Repository:
             except Exception as error:
                 explained = _explained(error, self.repo_id)
                 said = scrub_text(str(explained), self._private, names=False)
-                wait = patience.wait_s(tries, error) if _is_transient(error) else None
-                if wait is None:
+                wait = _wait_s(tries, error)
+                if not isinstance(explained, HubError) or tries >= attempts or wait > _LONGEST_ASKED_WAIT_S:
                     raise type(explained)(said) from error
                 reason = said.rpartition(": ")[0]
-                self._say(f"{what} of {self.repo_id}: {reason}; try {tries + 1} of {patience.attempts} in {wait:.0f} s")
+                self._say(f"{what} of {self.repo_id}: {reason}; try {tries + 1} of {attempts} in {wait:.0f} s")
                 time.sleep(wait)
 
 
-class _Upload:
-    """What is to be in a repository, and what is known of it.
-
-    Attributes:
-        wanted: the files by their path there.
-        sent, deleted: paths.
-    """
-
-    def __init__(self, repository: Repository, staged: Sequence[Staged], message: str) -> None:
-        self._repository, self._staged, self._message = repository, staged, message
-        self.wanted = {one.path_in_repo: one for each in staged for one in each.entries}
-        self.sent: set[str] = set()
-        self.deleted: set[str] = set()
-        self._earlier: set[str] | None = None
-        self._suspect: set[str] = set()
-
-    def commit(self) -> str:
-        """Commit what the Hub lacks; the commit that has it all. Had an earlier try succeeded and only its answer been
-        lost, nothing is lacking now.
-        """
-        head, there = self._repository.head()
-        if self._earlier is None:
-            self._earlier = self._look_at_earlier(head, there)
-        lacking = [p for p, one in self.wanted.items() if p in self._suspect or not _same(one, there.get(p))]
-        # What an earlier push brought and this one does not have would be used together with the new files.
-        folders = tuple(each.prefix for each in self._staged if each.prefix)
-        old = {path for path in there if path in self._earlier or (folders and path.startswith(folders))}
-        stale = sorted(old - self.wanted.keys())
-        if head is not None and not lacking and not stale:
-            return head
-        add = {path: self.wanted[path].source for path in lacking}
-        done = self._repository.commit(add, stale, message=self._message, parent=head)
-        self._suspect.clear()
-        self.sent.update(lacking)
-        self.deleted.update(stale)
-        return done
-
-    def check(self, commit: str, *, download: bool) -> list[str]:
-        """What the Hub serves otherwise than it should, in words; those files are sent again by the next `commit`."""
-        there = self._repository.files(commit)
-        wrong = {}
-        for path, one in self.wanted.items():
-            if path not in there:
-                wrong[path] = f"{path} is not there"
-            elif not _same(one, there[path]):
-                wrong[path] = f"{path} has another hash"
-            elif download and not any(self._digest(path, commit) == one.sha256 for _ in range(2)):
-                wrong[path] = f"{path} arrives with other bytes, twice"
-        self._suspect = set(wrong)
-        return list(wrong.values())
-
-    def _digest(self, path: str, commit: str) -> str:
-        digest = hashlib.sha256()
-        for piece in self._repository.content(path, commit):
-            digest.update(piece)
-        return digest.hexdigest()
-
-    def _look_at_earlier(self, head: str | None, there: Mapping[str, RepoFile]) -> set[str]:
-        """The files that an earlier push of ours brought; its manifest stays where it says the same as the new one."""
-        earlier: set[str] = set()
-        for each in self._staged:
-            path = each.prefix + MANIFEST_NAME
-            if head is None or path not in there or there[path].size > _LARGEST_MANIFEST_BYTES:
-                continue
-            content = b"".join(self._repository.content(path, head))
-            with TemporaryDirectory() as folder:
-                (Path(folder) / MANIFEST_NAME).write_bytes(content)
-                old = manifest.read(Path(folder))
-            if not isinstance(old, Manifest):
-                continue
-            earlier.update(each.prefix + name for name in old.files)
-            if replace(old, created="") == replace(each.manifest, created=""):
-                source = each.root / MANIFEST_NAME
-                source.write_bytes(content)
-                digest = hashlib.sha256(content).hexdigest()
-                self.wanted[path] = Entry(path_in_repo=path, source=source, bytes=len(content), sha256=digest)
-        return earlier
-
-
-def _same(wanted: Entry, there: RepoFile | None) -> bool:
+def _same(source: Path, entry: FileEntry, there: RepoFile | None) -> bool:
     """Whether the Hub states the hash of these bytes."""
-    if there is None or there.size != wanted.bytes:
+    if there is None or there.size != entry.bytes:
         return False
     if there.lfs is not None:
-        return str(there.lfs.sha256) == wanted.sha256
-    content = wanted.source.read_bytes()
+        return str(there.lfs.sha256) == entry.sha256
+    content = source.read_bytes()
     return str(there.blob_id) == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-# ---- limits for all requests of huggingface_hub --------------------------------------------------------------------
+def _wait_s(tries: int, error: BaseException) -> float:
+    """Seconds to wait after so many tries: as the Hub asks (Retry-After), or doubled each time."""
+    answer = _answer(error)
+    said = answer.response.headers.get("Retry-After", "") if answer is not None else ""
+    asked = float(said) if said.strip().isdigit() else 0.0
+    return max(asked, min(_FIRST_WAIT_S * 2 ** (tries - 1), _LONGEST_WAIT_S) * random.uniform(0.5, 1.0))
 
 
-class _BoundedClients:
-    """A client factory whose clients wait for an answer only so long, where the user's own sets no limit: upstream
-    waits for ever.
+@cache
+def _bound_requests() -> None:
+    """Requests of huggingface_hub end when no byte comes, where the user's own client sets no limit: upstream's waits
+    for ever. Once a process: changing the client while another thread uses it would close it under its feet.
     """
+    inner: Callable[[], httpx2.Client] = upstream_http._GLOBAL_CLIENT_FACTORY
 
-    def __init__(self, inner: Callable[[], httpx2.Client], answer_s: float) -> None:
-        self.inner, self.answer_s = inner, answer_s
-
-    def __call__(self) -> httpx2.Client:
-        client = self.inner()
+    def bounded() -> httpx2.Client:
+        client = inner()
         if client.timeout == httpx2.Timeout(None):
-            client.timeout = httpx2.Timeout(self.answer_s)
+            client.timeout = httpx2.Timeout(_ANSWER_S)
         return client
 
-
-class _WithoutSecrets(logging.Filter):
-    """Takes secrets, and the query part of addresses (signatures of uploads), out of log records."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Rewrites the record; it is always shown."""
-        record.msg, record.args = re.sub(r"(://[^\s?]*)\?\S*", r"\1", redact(record.getMessage())), ()
-        return True
+    set_client_factory(bounded)
 
 
-_WITHOUT_SECRETS = _WithoutSecrets()
-
-
-def _guard_requests(answer_s: float, private: Private) -> None:
-    """For the whole process, and once: changing the client while another thread uses it (a dataset that is streamed
-    during the training) would close it under its feet.
-    """
-    now: Callable[[], httpx2.Client] = upstream_http._GLOBAL_CLIENT_FACTORY
-    if not isinstance(now, _BoundedClients) or now.answer_s != answer_s:
-        set_client_factory(_BoundedClients(now.inner if isinstance(now, _BoundedClients) else now, answer_s))
-    remember({"secret": list(private.secrets)})
-    for handler in logging.getLogger("huggingface_hub").handlers:
-        handler.addFilter(_WITHOUT_SECRETS)  # adding it again changes nothing
+def _redact_record(record: logging.LogRecord) -> bool:
+    """Takes secrets, and the query part of addresses (signatures of uploads), out of a log record."""
+    record.msg, record.args = re.sub(r"(://[^\s?]*)\?\S*", r"\1", redact(record.getMessage())), ()
+    return True
 
 
 # ---- what went wrong, in words --------------------------------------------------------------------------------------
 
 _TOKENS_PAGE = "https://huggingface.co/settings/tokens"
-_CONFLICTS = (409, 412)  # another commit came in between
-_BUSY = (408, 425, 429)
+_PASSING = (408, 409, 412, 425)  # busy, or another commit came in between
 _STATUS_OF_XET = re.compile(r"HTTP status (?:client|server) error \((\d{3})\b")
 
 
@@ -603,32 +511,15 @@ def _answer(error: BaseException) -> HfHubHTTPError | None:
     return next((one for one in _causes(error) if isinstance(one, HfHubHTTPError)), None)
 
 
-def _status_of(error: BaseException) -> int | None:
-    """The HTTP status that an error carries; hf_xet says it in words only."""
-    if (answer := _answer(error)) is not None:
-        return answer.response.status_code
-    found = _STATUS_OF_XET.search(str(error))
-    return int(found[1]) if found else None
-
-
-def _is_transient(error: BaseException) -> bool:
-    """Whether the same step may succeed later: no connection, a timeout, a conflict, 5xx, a broken answer."""
-    status = _status_of(error)
-    if status is not None:
-        return status in (*_BUSY, *_CONFLICTS) or status >= 500
-    causes = tuple(_causes(error))
-    if any(isinstance(one, OfflineModeIsEnabled | LocalTokenNotFoundError) for one in causes):
-        return False
-    if any(isinstance(one, httpx2.TransportError | json.JSONDecodeError) for one in causes):
-        return True  # a proxy's or a load balancer's own page is no JSON
-    return isinstance(error, RuntimeError | ConnectionError | TimeoutError) and len(causes) == 1  # hf_xet's
-
-
-def _explained(error: BaseException, repo_id: str) -> TuneError:
-    """One line that says what is wrong and what to do: a ``UsageError`` for what the user can change."""
-    answer, status, causes = _answer(error), _status_of(error), tuple(_causes(error))
-    if "nvalid metadata in README.md" in str(error):  # found before the upload, or by the commit itself
-        said = str(error).partition("README.md")[2].strip(" .:\n")
+def _explained(error: BaseException, repo_id: str) -> UsageError | HubError:
+    """One line that says what is wrong and what to do: a ``UsageError`` for what the user can change, a ``HubError``
+    where the same may succeed later.
+    """
+    answer, causes, text = _answer(error), tuple(_causes(error)), str(error)
+    in_words = _STATUS_OF_XET.search(text)  # hf_xet has the status in words only
+    status = answer.response.status_code if answer is not None else int(in_words[1]) if in_words else None
+    if "nvalid metadata in README.md" in text:  # found before the upload, or by the commit itself
+        said = text.partition("README.md")[2].strip(" .:\n")
         return UsageError(f"the Hub refuses the model card: {said}; mend the metadata of README.md")
     if status == 404 and answer is None:
         return UsageError("this Hub has no Xet storage (404): set HF_HUB_DISABLE_XET=1, and it is pushed by Git LFS")
@@ -645,21 +536,23 @@ def _explained(error: BaseException, repo_id: str) -> TuneError:
             return UsageError("HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, so nothing can be pushed: unset it")
         if isinstance(one, HFValidationError):
             return UsageError(f"{repo_id!r} is no name for a repository ({one}): write USER/NAME")
-    if "LFS batch API" in str(error):
-        said = " ".join(str(error).split("\n")[1:]) or str(error)
+    if "LFS batch API" in text:
+        said = " ".join(text.split("\n")[1:]) or text
         return UsageError(f"the Hub refuses a file: {said}; leave it out, or make it smaller")
     what = " ".join(f"{type(causes[-1]).__name__}: {causes[-1]}".split()).rstrip(": ")
-    if _is_transient(error):
+    # A proxy's or a load balancer's own page is no JSON; hf_xet's failures are RuntimeErrors.
+    network = httpx2.TransportError | json.JSONDecodeError | RuntimeError | ConnectionError | TimeoutError
+    if any(isinstance(one, network) for one in causes):
         return HubError(f"the Hub cannot be reached ({what}): check the network")
     return HubError(f"the Hub's client failed ({what}): try again, and if it stays, with another huggingface_hub")
 
 
-def _of_status(status: int, message: str | None, repo_id: str) -> TuneError:
+def _of_status(status: int, message: str | None, repo_id: str) -> UsageError | HubError:
     """The line for an answer of the Hub or of its storage."""
     said = f"({status}: {message})" if message else f"({status})"
     if status == 429:
         return HubError(f"the Hub asks for fewer requests {said}: try again in some minutes")
-    if status >= 500 or status in (*_BUSY, *_CONFLICTS):
+    if status >= 500 or status in _PASSING:
         return HubError(f"the Hub answers {said[1:-1]}: try again later")
     lines = {
         401: f"the Hub does not accept the token {said}: it is wrong, expired or revoked, or none was sent; make one "
@@ -678,14 +571,7 @@ _AGAIN = "The same command goes on where it stopped"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``hf-rocm-tune push``.
-
-    Args:
-        argv: the arguments behind ``push``.
-
-    Returns:
-        0; whatever goes wrong is raised.
-    """
+    """Run ``hf-rocm-tune push``."""
     wanted = vars(_parser().parse_args(list(argv)))
     directory, repo_id = wanted.pop("directory"), wanted.pop("repo_id")
     try:

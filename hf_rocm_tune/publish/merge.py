@@ -1,9 +1,11 @@
 """``hf-rocm-tune merge``: an adapter into the weights of its base, in bounded memory, verified on disk.
 
-Everything is done on the host; no device is needed. The base is read from its mapped files, tensor by tensor, merged in
-float32 and written in the base's own dtype (or another), under the names and in the form of the base's checkpoint, so
-whatever reads the base reads the result. Memory is bounded by the largest file and a few float32 copies of the largest
-parameter, whatever the base's size.
+Everything is done on the host; no device is needed. The model with its adapter stands on the meta device and costs no
+memory; only the adapter's tensors are real. The base is read from its mapped files, parameter by parameter: PEFT's
+layer is given one weight in float32 and its ``merge`` is called, so scaling, rank patterns, DoRA's norms and whatever
+else a method does are PEFT's. The result is written in the base's own dtype (or another), under the names and in the
+form of the base's checkpoint, so whatever reads the base reads the result. Memory is bounded by one file of the result
+(``--max_shard_size``) and a few float32 copies of the largest parameter (all experts of a layer, where they are one).
 
 The result is prepared under a private name beside its destination and renamed when every tensor has been read back
 from disk and equals what was in memory, and the manifest is written: a merge that is interrupted, or killed, leaves
@@ -12,25 +14,27 @@ nothing that looks finished.
 A 4-bit run is merged into the original weights of its base, not into the quantised ones it was trained on: the result
 equals original base plus adapter. Tied embeddings: an adapter that changes only one side of a tie, or each side
 otherwise, leaves two different weights; both are stored then, and the configuration says that they are not tied.
+Not covered: what PEFT itself refuses to merge (Arrow, activated LoRA and others that choose by token).
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from copy import deepcopy
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.integrity import manifest
@@ -39,49 +43,63 @@ from hf_rocm_tune.integrity.manifest import drop_from_cache
 from hf_rocm_tune.models.file_records import check_files, default_memory
 from hf_rocm_tune.models.files import check_model_directory
 from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
-from hf_rocm_tune.publish.merge_command import MergeSettings
 from hf_rocm_tune.publish.merge_weights import Group, Names, Site, find_sites, meta_model
 from hf_rocm_tune.transfer import digest
-from hf_rocm_tune.transfer.raw_bytes import as_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The dtypes of weights that can be merged or cast, by safetensors' names."""
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM, errno.EIO}
 _SPARE_BYTES = 64 << 20  # tokenizer, configuration, what a file system keeps for itself
 _FIX = "give the model that the adapter was trained on with --base"
 _INDEX_FILE = "model.safetensors.index.json"
 _TOKENIZER = re.compile(
-    r"(tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|.*\.model|.*\.tiktoken"
-    r"|chat_template.*)"
+    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|.*\.model|.*\.tiktoken"
+    r"|chat_template.*"
 )
 _BESIDE = re.compile(
-    r"(generation_config\.json|.*processor_config\.json|processor.*\.json|.*\.py|(LICENSE|NOTICE|USE_POLICY).*)"
+    r"generation_config\.json|.*processor_config\.json|processor.*\.json|.*\.py|(LICENSE|NOTICE|USE_POLICY).*"
 )
 
 
-def merge(settings: MergeSettings, say: Callable[[str], None]) -> Path:
-    """Merge, telling what is done in lines; returns the directory of the merged model.
+def merge(
+    adapter_name: str,
+    out: Path,
+    *,
+    base_name: str | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    trust_remote_code: bool = False,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Merge an adapter into its base.
+
+    Args:
+        adapter_name: directory or Hub id of the adapter.
+        out: directory to be made.
+        base_name: directory or Hub id of the base; None for the one that the adapter names.
+        dtype: torch's name of the dtype of the result; None for that of each weight of the base.
+        max_shard_bytes: of a file of weights; a tensor that is larger has a file of its own.
+        trust_remote_code: run code that the base brings along.
+        say: takes lines for the user.
+
+    Returns:
+        The directory of the merged model.
 
     Raises:
         UsageError: adapter or base is missing, damaged or does not fit, or there is no room.
         CorruptionError: what was written was read back wrong.
     """
-    out = settings.out
     _check_out(out, say)
-    adapter = open_adapter(settings.adapter)
+    adapter = open_adapter(adapter_name)
     say(adapter.described)
     if getattr(adapter.config, "layer_replication", None):
         raise UsageError(f"{adapter.name} replicates layers (layer_replication), so it cannot be merged into its base")
-    base = base_of(adapter, settings.base)
-    checkpoint = Checkpoint(base.download())
-    records = check_files(checkpoint.files, default_memory())
-    total = sum(stored.nbytes for stored in checkpoint.tensors.values())
+    named = base_of(adapter, base_name)
+    base = _Base(named.download())
+    records = check_files(base.files, default_memory())
     say(
-        f"base {base.name}: {len(checkpoint.tensors)} tensors, {total / 1e9:.3g} GB; files attested "
+        f"base {named.name}: {len(base.stored)} tensors, {base.nbytes() / 1e9:.3g} GB; files attested "
         f"{records.attested}, not attested {len(records.unknown)}"
     )
     if adapter.trained_in_bits:
@@ -89,51 +107,43 @@ def merge(settings: MergeSettings, say: Callable[[str], None]) -> Path:
             f"it was trained on {adapter.trained_in_bits}-bit weights and is merged into the original ones: the result "
             "is the original base plus the adapter, and differs from the model in training by what quantising changed"
         )
-    model = meta_model(_load_config(checkpoint.directory, settings), trust_remote_code=settings.trust_remote_code)
-    embedding = model.get_input_embeddings()
-    embedding_name = next((f"{name}.weight" for name, found in model.named_modules() if found is embedding), "")
-    names = Names(model, checkpoint.tensors)
-    sites = find_sites(attach(model, adapter, lambda tensor, _: tensor))
-    stay_tied = bool(getattr(adapter.config, "ensure_weight_tying", False))
-    plan = _Plan(checkpoint, names, sites, dtype=settings.dtype, stay_tied=stay_tied)
-    if plan.untied:
-        say(f"{', '.join(plan.untied)} was tied and is stored by itself now: the adapter made the two different")
-    _check_room(out, plan)
-    new_embedding = sites.get(embedding_name)
-    config = _merged_config(
-        checkpoint.config,
-        dtype=settings.dtype,
-        untied=bool(plan.untied),
-        vocabulary=new_embedding.shape[0] if new_embedding is not None else None,
-    )
+    wanted = getattr(torch, dtype) if dtype else None
+    change = _Change(base, adapter, wanted, trust_remote_code=trust_remote_code)
+    if change.untied:
+        say(f"{', '.join(change.untied)} was tied and is stored by itself now: the adapter made the two different")
+    _check_room(out, base.nbytes(wanted) + change.more_bytes(wanted))
+    found = manifest.read(adapter.directory)
+    sealed = found.files if isinstance(found, manifest.Manifest) else {}
     origin = {
-        **_origin(adapter),
-        "base": base.hub_id or Path(base.name).name,
+        "adapter": Path(adapter.name).name,  # of directories the last name: no path leaves here
+        "adapter_sha256": sealed[WEIGHTS_FILE].sha256 if WEIGHTS_FILE in sealed else None,
+        "method": adapter.method,
+        "trained_in_bits": adapter.trained_in_bits,
+        "base": named.hub_id or Path(named.name).name,
         "base_files_attested": records.attested,
         "base_files_not_attested": len(records.unknown),
         "computed_in": "float32",
-        "stored_in": settings.dtype or "the base's dtypes",
-        "untied": plan.untied,
+        "stored_in": dtype or "the base's dtypes",
+        "untied": change.untied,
     }
     started = time.perf_counter()
     try:
         with staged_directory(out) as staging:
-            writer = ShardWriter(staging, plan.outputs, max_shard_bytes=settings.max_shard_bytes)
-            for unit in plan.units:
-                for name, value in _merged_unit(unit, checkpoint, names, plan):
-                    writer.put(name, value)
-            checkpoint.close()
-            writer.finish()
+            shards = _Shards(staging, max_shard_bytes)
+            for name, value in change.tensors():
+                shards.put(name, value)
+            base.close()
+            digests = shards.finish()
+            config = _merged_config(base.config, dtype=dtype, untied=bool(change.untied), vocabulary=change.vocabulary)
             (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            (staging / "README.md").write_text(merged_card(base.hub_id, adapter.method), encoding="utf-8")
-            _copy_tokenizer(staging, base=checkpoint.directory, adapter=adapter.directory)
-            tensors = writer.read_back()
+            (staging / "README.md").write_text(merged_card(named.hub_id, adapter.method), encoding="utf-8")
+            _copy_tokenizer(staging, base=base.directory, adapter=adapter.directory)
             manifest.write(
                 staging,
                 run_id=adapter.run_id or uuid.uuid4().hex,
                 step=adapter.step,
                 status="final",
-                tensors=writer.digests,
+                tensors=digests,
                 extra={"merged": origin},
             )
     except OSError as error:
@@ -141,9 +151,9 @@ def merge(settings: MergeSettings, say: Callable[[str], None]) -> Path:
             raise
         raise UsageError(f"{out} cannot be written: {error.strerror}; nothing is left there") from error
     say(
-        f"merged {sum(len(unit.sites) for unit in plan.units)} of {tensors} tensors in float32, stored "
-        f"{plan.nbytes / 1e9:.3g} GB in {len(writer.files)} file{'s' if len(writer.files) > 1 else ''} in "
-        f"{time.perf_counter() - started:.1f} s; every tensor was read back from disk and is what was computed"
+        f"merged {len(change.sites)} of {len(digests)} tensors in float32, stored {shards.nbytes / 1e9:.3g} GB in "
+        f"{len(shards.files)} file{'s' if len(shards.files) > 1 else ''} in {time.perf_counter() - started:.1f} s; "
+        "every tensor was read back from disk and is what was computed"
     )
     return out
 
@@ -160,9 +170,9 @@ def _check_out(out: Path, say: Callable[[str], None]) -> None:
         raise UsageError(f"{out} cannot be used: {error.strerror}; choose another directory") from error
 
 
-def _check_room(out: Path, plan: _Plan) -> None:
+def _check_room(out: Path, nbytes: int) -> None:
     parent = next(path for path in out.absolute().parents if path.is_dir())
-    need, free = plan.nbytes + _SPARE_BYTES, shutil.disk_usage(parent).free
+    need, free = nbytes + _SPARE_BYTES, shutil.disk_usage(parent).free
     if need > free:
         raise UsageError(
             f"the merged model takes {need / 1e9:.3g} GB, and {parent} has {free / 1e9:.3g} GB free: free some "
@@ -170,48 +180,21 @@ def _check_room(out: Path, plan: _Plan) -> None:
         )
 
 
-def _load_config(directory: Path, settings: MergeSettings) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(str(directory), trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"{directory}: {first}") from error
-
-
-def _origin(adapter: Adapter) -> dict[str, Any]:
-    """Where the weights come from, for the manifest; of directories the last name, so that no path leaves here."""
-    found = manifest.read(adapter.directory)
-    files = found.files if isinstance(found, manifest.Manifest) else {}
-    return {
-        "adapter": Path(adapter.name).name,
-        "adapter_sha256": files[WEIGHTS_FILE].sha256 if WEIGHTS_FILE in files else None,
-        "method": adapter.method,
-        "trained_in_bits": adapter.trained_in_bits,
-    }
-
-
 # ---- the base's files -------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, kw_only=True)
-class Stored:
-    """One tensor in a file: its dtype as safetensors names it (``BF16``), shape, and size in bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of an element of the dtypes that can be merged or cast, by safetensors' names."""
 
 
-class Checkpoint:
+class _Base:
     """A model directory with ``config.json`` and safetensors files, of which one is mapped at a time.
 
     Attributes:
         directory: as given.
         files: its weight files.
         config: ``config.json``.
-        tensors: what is stored, by name, in the order of the files and of the bytes in them.
+        stored: file, dtype as safetensors names it, and shape of each tensor, by name, in the order of the files and
+            of the bytes in them.
 
     Raises:
         UsageError: a file is missing or damaged, the weights are no safetensors, or they are quantised.
@@ -221,8 +204,7 @@ class Checkpoint:
         self.directory = directory
         self.files = check_model_directory(directory)
         self.config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        self.tensors: dict[str, Stored] = {}
-        self._file_of: dict[str, Path] = {}
+        self.stored: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
         self._opened: tuple[Path, Any] | None = None
         if not self.files:
             raise UsageError(
@@ -235,13 +217,18 @@ class Checkpoint:
                 "which it was made, with --base"
             )
         for file in self.files:
-            with file.open("rb") as stream:  # its form was checked before
-                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-            header.pop("__metadata__", None)
-            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                start, stop = entry["data_offsets"]
-                self.tensors[name] = Stored(dtype=entry["dtype"], shape=tuple(entry["shape"]), nbytes=stop - start)
-                self._file_of[name] = file
+            with safe_open(file, framework="pt", device="cpu") as opened:  # its form was checked before
+                for name in opened.offset_keys():
+                    entry = opened.get_slice(name)
+                    self.stored[name] = file, entry.get_dtype(), tuple(entry.get_shape())
+
+    def nbytes(self, dtype: torch.dtype | None = None) -> int:
+        """Bytes of all tensors, where floating ones are stored in another dtype."""
+
+        def item(kind: str) -> int:
+            return dtype.itemsize if dtype and kind in _ITEM_BYTES else _ITEM_BYTES.get(kind, 1)
+
+        return sum(prod(shape) * item(kind) for _, kind, shape in self.stored.values())
 
     def read(self, name: str) -> Tensor:
         """One tensor on the host, a view of its mapped file.
@@ -249,7 +236,7 @@ class Checkpoint:
         Raises:
             UsageError: its file cannot be read any more.
         """
-        file = self._file_of[name]
+        file = self.stored[name][0]
         try:
             if self._opened is None or self._opened[0] != file:
                 self.close()
@@ -266,282 +253,208 @@ class Checkpoint:
             self._opened = None
 
 
-# ---- the plan: what is written, decided from names and shapes before anything is ----------------------------------
+# ---- what the merge makes of them ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Unit:
-    """One step of the merge: the stored tensors that are read together, and what is written of them.
+class _Change:
+    """What an adapter changes of its base, decided from names and shapes; `tensors` computes it.
 
-    Attributes:
-        group: what is read, where transformers converts it; None where one stored tensor is one parameter.
-        sites: parameters that change, by name; empty: the tensor is copied.
-        stored_as: parameter and the name under which it is written; without a group the first name is the one read.
-    """
-
-    group: Group | None = None
-    sites: Mapping[str, Site] = field(default_factory=dict)
-    stored_as: tuple[tuple[str, str], ...] = ()
-
-
-class _Plan:
-    """All steps in the order of the base's files.
+    Args:
+        base: its files.
+        adapter: checked.
+        dtype: of the result; None for the base's own.
+        trust_remote_code: run code that the base brings along.
 
     Attributes:
-        units: the steps.
-        outputs: what they write, by name.
-        nbytes: of all outputs.
+        sites: every parameter that changes, by name.
         untied: parameters whose tie is undone.
+        vocabulary: rows of the input embedding, where the adapter changes it.
 
     Raises:
-        UsageError: the base lacks a tensor that the adapter changes, or cannot be stored in the form it needs.
+        UsageError: the adapter does not fit, or the base lacks a tensor that it changes.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, names: Names, sites: Mapping[str, Site], *, dtype: str | None, stay_tied: bool
-    ) -> None:
-        self._checkpoint, self._dtype = checkpoint, dtype
-        self.units: list[_Unit] = []
-        self.outputs: dict[str, Stored] = {}
+    def __init__(self, base: _Base, adapter: Adapter, dtype: torch.dtype | None, *, trust_remote_code: bool) -> None:
+        self._base, self._dtype = base, dtype
+        model = meta_model(base.directory, trust_remote_code=trust_remote_code)
+        embedding = model.get_input_embeddings()
+        embedding_name = next((f"{name}.weight" for name, found in model.named_modules() if found is embedding), "")
+        self._names = Names(model, base.stored)
+        self.sites = find_sites(attach(model, adapter, lambda tensor, _: tensor))
+        self.vocabulary = self.sites[embedding_name].shape[0] if embedding_name in self.sites else None
         self.untied: list[str] = []
-        changed = dict(sites)
-        beside = self._undo_ties(names, changed, stay_tied=stay_tied)
-        done: set[str] = set()
-        for stored in checkpoint.tensors:
-            if stored not in done:
-                unit = self._unit_of(stored, names, changed, beside)
-                self.units.append(unit)
-                if unit.group is not None:
-                    done.update(source for source, _ in unit.group.sources)
-        covered = {name for unit in self.units for name in unit.sites}
-        if missing := sorted(changed.keys() - covered):
+        self._beside: dict[str, str] = {}  # a stored parameter, and the one that was tied to it
+        self._undo_ties(stay_tied=bool(getattr(adapter.config, "ensure_weight_tying", False)))
+        there = self._names.made_by.keys() | self._beside.values()
+        if missing := sorted(self.sites.keys() - there):
             raise UsageError(
-                f"{checkpoint.directory} lacks {missing[0]}, which the adapter changes ({len(missing)} in all): {_FIX}"
+                f"{base.directory} lacks {missing[0]}, which the adapter changes ({len(missing)} in all): {_FIX}"
             )
-        for unit in self.units:
-            self._add_outputs(unit)
-        self.nbytes = sum(output.nbytes for output in self.outputs.values())
+        for here, beside in self._beside.items():
+            if self._names.made_by[here].converter is not None:
+                raise UsageError(f"{beside} is tied to a weight that is stored in parts, which cannot be untied here")
 
-    def _undo_ties(self, names: Names, changed: dict[str, Site], *, stay_tied: bool) -> dict[str, str]:
-        """By stored parameter the one that was tied to it and is to be stored beside it."""
-        beside = {}
-        for target, source in names.ties.items():
-            if not {target, source} & changed.keys():
+    def more_bytes(self, dtype: torch.dtype | None) -> int:
+        """What the result has beyond the base: weights whose tie is undone, and rows of a larger vocabulary."""
+        size = dtype.itemsize if dtype else 4
+        return size * sum(self.sites[name].shape.numel() for name in self._beside.values() if name in self.sites)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and value of every tensor of the result, in the order of the base's files.
+
+        Raises:
+            UsageError: a value cannot be merged, is not finite, or is stored in a form that cannot be merged into.
+        """
+        done: set[str] = set()
+        for stored in self._base.stored:
+            group = self._names.group_of.get(stored)
+            if group is None:  # of no parameter of the model: kept, as save_pretrained would not
+                yield stored, self._new_value("", self._base.read(stored))
+            elif group.converter is None:
+                (parameter,) = group.parameters
+                weight = self._base.read(stored)
+                yield stored, self._new_value(parameter, weight)
+                if beside := self._beside.get(parameter):
+                    yield self._names.stored_name(beside), self._new_value(beside, weight)
+            elif not self.sites.keys() & set(group.parameters):
+                yield stored, self._new_value("", self._base.read(stored))
+            elif stored not in done:
+                done.update(source for source, _ in group.sources)
+                tensors = {name: self._base.read(name) for name, _ in group.sources}
+                yield from self._names.change(group, tensors, self._new_value).items()
+
+    def _new_value(self, parameter: str, weight: Tensor) -> Tensor:
+        dtype = self._dtype if self._dtype and weight.is_floating_point() else weight.dtype
+        site = self.sites.get(parameter)
+        if site is None:
+            return weight.to(dtype)
+        if weight.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            raise UsageError(f"{parameter} is stored as {weight.dtype}, into which no adapter can be merged: {_FIX}")
+        merged = site.apply(weight, dtype)
+        if merged.shape != site.shape:
+            shape = list(merged.shape)
+            raise UsageError(f"{parameter} is {shape} here, but {list(site.shape)} for this adapter: {_FIX}")
+        if not bool(merged.sum(dtype=torch.float32).isfinite()):  # one pass, no temporary of the size of the tensor
+            narrow = "that dtype is too narrow (--dtype bfloat16), or " if dtype == torch.float16 else ""
+            raise UsageError(
+                f"{parameter} has values that are not finite when it is merged and stored as "
+                f"{str(dtype).removeprefix('torch.')}: {narrow}the adapter or the base is broken"
+            )
+        return merged
+
+    def _undo_ties(self, *, stay_tied: bool) -> None:
+        made_by, sites = self._names.made_by, self.sites
+        for target, source in self._names.ties.items():
+            here, there = (source, target) if source in made_by else (target, source)
+            if not {target, source} & sites.keys() or here not in made_by:  # the latter is refused as missing
                 continue
-            here, there = (source, target) if source in names.made_by else (target, source)
-            if here not in names.made_by:
-                continue  # neither is stored, which is refused later
-            both = target in changed and source in changed
-            if both and (stay_tied or self._come_out_equal(names.made_by[here], changed[here], changed[there])):
-                if there not in names.made_by:
-                    del changed[there]
+            both = target in sites and source in sites
+            if both and (stay_tied or self._come_out_equal(made_by[here], sites[here], sites[there])):
+                if there not in made_by:
+                    del sites[there]
                 continue
             self.untied.append(target)
-            if there not in names.made_by:
-                beside[here] = there
-        return beside
+            if there not in made_by:
+                self._beside[here] = there
 
     def _come_out_equal(self, group: Group, one: Site, other: Site) -> bool:
         """Whether both sides of a tie have the same merged value, bit for bit."""
-        weight = self._checkpoint.read(group.sources[0][0])
+        weight = self._base.read(group.sources[0][0])
         first, second = (digest(site.apply(weight, weight.dtype)) for site in (one, other))
         return one.shape == other.shape and first == second
-
-    def _unit_of(self, stored: str, names: Names, changed: Mapping[str, Site], beside: Mapping[str, str]) -> _Unit:
-        group = names.group_of.get(stored)
-        if group is None:  # of no parameter of the model: kept, as save_pretrained would not
-            return _Unit(stored_as=(("", stored),))
-        extra = [there for here, there in beside.items() if here in group.parameters]
-        sites = {name: changed[name] for name in [*group.parameters, *extra] if name in changed}
-        if group.converter is not None and sites:
-            if extra:
-                raise UsageError(f"{extra[0]} is tied to a weight that is stored in parts, which cannot be untied here")
-            return _Unit(group=group, sites=sites)
-        written = [(group.parameters[0], stored), *((name, names.stored_name(name)) for name in extra)]
-        return _Unit(sites=sites, stored_as=tuple(written))
-
-    def _add_outputs(self, unit: _Unit) -> None:
-        if unit.group is not None:
-            for name, _ in unit.group.sources:
-                self._add_output(name, self._checkpoint.tensors[name])
-            return
-        stored = self._checkpoint.tensors[unit.stored_as[0][1]]
-        for parameter, name in unit.stored_as:
-            site = unit.sites.get(parameter)
-            shape = tuple(site.shape) if site is not None else stored.shape
-            if site is not None and stored.dtype not in _FLOATING:
-                raise UsageError(f"{name} is stored as {stored.dtype}, into which no adapter can be merged: {_FIX}")
-            if site is not None and site.brought is None and shape != stored.shape:
-                raise UsageError(
-                    f"{name} is {list(stored.shape)} in {self._checkpoint.directory}, but {list(shape)} for this "
-                    f"adapter: {_FIX}"
-                )
-            self._add_output(name, stored, shape)
-
-    def _add_output(self, name: str, stored: Stored, shape: tuple[int, ...] | None = None) -> None:
-        if stored.dtype in _FLOATING:
-            wanted = getattr(torch, self._dtype) if self._dtype else None
-            kind = next((key for key, value in _FLOATING.items() if value == wanted), stored.dtype)
-            shape = stored.shape if shape is None else shape
-            stored = Stored(dtype=kind, shape=shape, nbytes=prod(shape) * _FLOATING[kind].itemsize)
-        self.outputs[name] = stored
-
-
-def _merged_unit(unit: _Unit, checkpoint: Checkpoint, names: Names, plan: _Plan) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a step writes, by name."""
-    if unit.group is None:
-        weight = checkpoint.read(unit.stored_as[0][1])
-        for parameter, name in unit.stored_as:
-            dtype = _FLOATING.get(plan.outputs[name].dtype, weight.dtype)
-            yield name, _new_value(unit.sites.get(parameter), parameter, weight, dtype)
-        return
-    tensors = {name: checkpoint.read(name) for name, _ in unit.group.sources}
-    wanted = _FLOATING.get(plan.outputs[next(iter(tensors))].dtype)
-    yield from names.change(
-        unit.group,
-        tensors,
-        lambda name, value: _new_value(unit.sites.get(name), name, value, wanted or value.dtype),
-    ).items()
-
-
-def _new_value(site: Site | None, parameter: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    if site is None:
-        return weight.to(dtype)
-    merged = site.apply(weight, dtype)
-    if not bool(merged.sum(dtype=torch.float32).isfinite()):  # one pass, no temporary of the size of the tensor
-        narrow = "that dtype is too narrow (--dtype bfloat16), or " if dtype == torch.float16 else ""
-        raise UsageError(
-            f"{parameter} has values that are not finite when it is merged and stored as "
-            f"{str(dtype).removeprefix('torch.')}: {narrow}the adapter or the base is broken"
-        )
-    return merged
 
 
 # ---- what is written --------------------------------------------------------------------------------------------
 
 
-class ShardWriter:
-    """The weight files of one model directory, laid out first and filled tensor by tensor, in any order.
-
-    The format (https://github.com/huggingface/safetensors#format) puts a header with every tensor's dtype, shape and
-    place before the data. Wider dtypes come first in a file, because a reader that maps it needs each tensor aligned to
-    its element.
-
-    Args:
-        directory: exists and is empty of weights.
-        outputs: every tensor that will be written, in the order in which they are to be spread over the files.
-        max_shard_bytes: of a file's data; a tensor that is larger has a file of its own.
+class _Shards:
+    """The weight files of one model directory, each written when it is full.
 
     Attributes:
-        digests: of each tensor as it was in memory, by ``<file>:<tensor>``, hexadecimal.
-        files: names of the files.
+        files: their names; final after `finish`.
+        nbytes: of all tensors.
     """
 
-    def __init__(self, directory: Path, outputs: Mapping[str, Stored], *, max_shard_bytes: int) -> None:
-        self._directory, self._outputs = directory, outputs
-        self.digests: dict[str, str] = {}
-        shards = split_state_dict_into_shards_factory(
-            dict(outputs),
-            get_storage_size=lambda output: output.nbytes,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_bytes,
-        )
-        self._file_of: dict[str, str] = shards.tensor_to_filename
-        self._metadata = shards.metadata
-        self.files = list(shards.filename_to_tensors)
-        self._start_of: dict[str, int] = {}
-        for file, names in shards.filename_to_tensors.items():
-            self._lay_out(file, names)
-
-    def _lay_out(self, file: str, names: list[str]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for name in sorted(names, key=lambda name: -_element_bytes(self._outputs[name].dtype)):
-            output = self._outputs[name]
-            offsets = [position, position + output.nbytes]
-            header[name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": offsets}
-            self._start_of[name] = position
-            position += output.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with (self._directory / file).open("xb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            stream.truncate(8 + len(text) + position)
-        for name in names:
-            self._start_of[name] += 8 + len(text)
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self._directory, self._max_bytes = directory, max_bytes
+        self._waiting: dict[str, Tensor] = {}
+        self._digests: list[dict[str, str]] = []  # of each file, by tensor, as it was in memory
+        self.files: list[str] = []
+        self.nbytes = 0
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, which is on the host and has the dtype and shape that were announced.
+        """Take one tensor, which is on the host.
 
         Raises:
             OSError: the disk is full, or cannot be written.
         """
-        data = as_bytes(tensor.detach().contiguous())
-        expected = self._outputs[name].nbytes
-        assert data.numel() == expected, f"{name}: {data.numel()} bytes instead of {expected}"
-        self.digests[f"{self._file_of[name]}:{name}"] = digest(data).hex()
-        with (self._directory / self._file_of[name]).open("r+b") as stream:
-            stream.seek(self._start_of[name])
-            stream.write(data.numpy())  # type: ignore[arg-type]  # an array is a buffer; Python 3.11 cannot say so
+        if self._waiting and sum(each.nbytes for each in self._waiting.values()) + tensor.nbytes > self._max_bytes:
+            self._write()
+        self._waiting[name] = tensor.detach().contiguous()
+        self.nbytes += tensor.nbytes
 
-    def finish(self) -> None:
-        """Write the index, where there are several files. Every tensor must have been put."""
-        missing = len(self._outputs) - len(self.digests)
-        assert not missing, f"{missing} announced tensors were not written"
-        if len(self.files) > 1:
-            index = {"metadata": self._metadata, "weight_map": dict(sorted(self._file_of.items()))}
-            (self._directory / _INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    def _write(self) -> None:
+        self.files.append(f"{len(self.files)}.safetensors")
+        self._digests.append({name: digest(tensor).hex() for name, tensor in self._waiting.items()})
+        try:
+            save_file(self._waiting, self._directory / self.files[-1], metadata={"format": "pt"})
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))  # it has the system's error in words only
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        self._waiting = {}
 
-    def read_back(self) -> int:
-        """Compare every tensor on disk with what was in memory; the system forgets its cached pages before.
+    def finish(self) -> dict[str, str]:
+        """Give the files their names, write the index where there are several, and read every tensor back.
 
         Returns:
-            How many were compared.
+            Digests by ``<file>:<tensor>``, hexadecimal.
 
         Raises:
-            CorruptionError: one differs, or a file cannot be read.
+            CorruptionError: a tensor on disk differs from what was in memory, or a file cannot be read.
         """
-        for file in self.files:
-            names = {name for name, place in self._file_of.items() if place == file}
-            wrong = ""
-            try:
-                drop_from_cache(self._directory / file)
-                with safe_open(self._directory / file, framework="pt", device="cpu") as opened:
-                    if set(opened.keys()) != names:
-                        wrong = "its header lists other tensors"
-                    for name in names if not wrong else ():
-                        if digest(opened.get_tensor(name)).hex() != self.digests[f"{file}:{name}"]:
-                            wrong = f"{name} differs from what was written"
-            except (SafetensorError, OSError) as error:
-                wrong = f"it cannot be read ({error})"
-            if wrong:
-                raise CorruptionError(
-                    f"{file} was read back wrong: {wrong}. Nothing was kept: check the disk and the memory, then start "
-                    "the same command again"
-                )
-        return len(self._outputs)
+        self._write()
+        total = len(self.files)
+        for number, file in enumerate(self.files):
+            name = f"model-{number + 1:05d}-of-{total:05d}.safetensors" if total > 1 else "model.safetensors"
+            self.files[number] = (self._directory / file).rename(self._directory / name).name
+        file_of = {name: file for file, names in zip(self.files, self._digests, strict=True) for name in names}
+        if total > 1:
+            index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(file_of.items()))}
+            (self._directory / _INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for file, expected in zip(self.files, self._digests, strict=True):
+            self._read_back(file, expected)
+        return {f"{file_of[name]}:{name}": value for names in self._digests for name, value in names.items()}
 
-
-def _element_bytes(dtype: str) -> int:
-    """Of one element, from the dtype's name (``BF16``: 2); 0 for formats that pack several into a byte."""
-    bits = re.search(r"\d+", dtype)
-    return int(bits[0]) // 8 if bits else 1
+    def _read_back(self, file: str, expected: Mapping[str, str]) -> None:
+        wrong = ""
+        try:
+            drop_from_cache(self._directory / file)
+            with safe_open(self._directory / file, framework="pt", device="cpu") as opened:
+                if set(opened.keys()) != expected.keys():
+                    wrong = "its header lists other tensors"
+                for name in expected if not wrong else ():
+                    if digest(opened.get_tensor(name)).hex() != expected[name]:
+                        wrong = f"{name} differs from what was written"
+        except (SafetensorError, OSError) as error:
+            wrong = f"it cannot be read ({error})"
+        if wrong:
+            raise CorruptionError(
+                f"{file} was read back wrong: {wrong}. Nothing was kept: check the disk and the memory, then start "
+                "the same command again"
+            )
 
 
 def _merged_config(
     config: dict[str, Any], *, dtype: str | None, untied: bool, vocabulary: int | None
 ) -> dict[str, Any]:
-    """The base's ``config.json`` with what the merge changed, and nothing that a newer transformers would add.
-
-    Args:
-        config: content of the base's ``config.json``.
-        dtype: torch's name of the dtype of the weights, where it was asked for.
-        untied: input and output embeddings differ now.
-        vocabulary: rows of the input embedding, where the adapter brings one.
-    """
-    changed: dict[str, Any] = json.loads(json.dumps(config))
-    parts = [changed, *(part for key in ("text_config", "llm_config") if isinstance(part := changed.get(key), dict))]
-    for part in parts:
+    """The base's ``config.json`` with what the merge changed, and nothing that a newer transformers would add."""
+    changed = deepcopy(config)
+    for part in (
+        changed,
+        *(changed[key] for key in ("text_config", "llm_config") if isinstance(changed.get(key), dict)),
+    ):
         if dtype is not None:
             part.update({key: dtype for key in ("dtype", "torch_dtype") if key in part} or {"dtype": dtype})
         if untied:
@@ -559,18 +472,12 @@ def _copy_tokenizer(directory: Path, *, base: Path, adapter: Path) -> None:
     chat_template = re.compile(r"chat_template.*")
     for source, pattern in ((base, _BESIDE), (adapter if has_own else base, _TOKENIZER), (adapter, chat_template)):
         for path in source.iterdir():
-            weights = path.name in ("model.safetensors", _INDEX_FILE)
-            if path.is_file() and pattern.fullmatch(path.name) and not weights:
+            if path.is_file() and pattern.fullmatch(path.name):
                 shutil.copyfile(path, directory / path.name)
 
 
 def merged_card(base_id: str | None, method: str) -> str:
-    """A short model card with valid metadata.
-
-    Args:
-        base_id: Hub id of the base, or None for one that is not on the Hub.
-        method: by which the adapter was trained.
-    """
+    """A short model card with valid metadata; ``base_id`` is None for a base that is not on the Hub."""
     base = f"base_model: {base_id}\nbase_model_relation: finetune\n" if base_id else ""
     what = f"[{base_id}](https://huggingface.co/{base_id})" if base_id else "a local base model"
     return (

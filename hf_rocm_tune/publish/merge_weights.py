@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,9 +65,6 @@ class Site:
 
 def find_sites(model: PeftModel) -> dict[str, Site]:
     """Every parameter of the plain model that the attached adapter changes, by name.
-
-    Args:
-        model: the base on the meta device, with the adapter's tensors on the host.
 
     Raises:
         UsageError: the adapter changes nothing, or something that cannot be merged.
@@ -284,12 +282,17 @@ class Names:
         return stored
 
 
-def meta_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The architecture that a configuration names, without memory for its weights.
+def meta_model(directory: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The architecture of a model directory, without memory for its weights.
 
     Raises:
         UsageError: this transformers has no such architecture.
     """
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"{directory}: {first}") from error
     name = (config.architectures or [None])[0]
     architecture = getattr(transformers, name or "", None)
     with torch.device("meta"):

@@ -19,29 +19,8 @@ from markupsafe import Markup
 
 from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
-from hf_rocm_tune.publish import say
-from hf_rocm_tune.publish.history import (
-    Left,
-    collect,
-    count,
-    counted,
-    coverage,
-    device,
-    events,
-    explained,
-    figure,
-    figures,
-    incident,
-    integrity,
-    items,
-    judge,
-    number,
-    plain,
-    shown_settings,
-    table,
-    text,
-    unverified,
-)
+from hf_rocm_tune.publish import history, say
+from hf_rocm_tune.publish.history import Left, count, figure, figures, items, number, plain, text
 from hf_rocm_tune.publish.plots import Panel, panels, svg, write_png
 from hf_rocm_tune.redaction import Private, scrub_json, scrub_text
 from hf_rocm_tune.version import __version__
@@ -56,17 +35,9 @@ _WORST_FIRST = ("fail", "warn", "unknown", "info", "ok", "skipped")
 
 
 def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -> int:
-    """Run the command.
-
-    Args:
-        argv: the arguments behind ``report``.
-        link_of: the address of a finding's source.
-
-    Returns:
-        0; whatever goes wrong is raised.
-    """
+    """Run the command."""
     wanted = _parser().parse_args(list(argv))
-    left = collect(wanted.directory)
+    left = history.collect(wanted.directory)
     target: Path = wanted.out or wanted.directory / "report.html"
     if os.path.isdir(target) or not target.name:  # unlike Path.is_dir, never raises
         raise UsageError(f"--out {target} is a directory; name the file of the page")
@@ -86,7 +57,7 @@ def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -
         raise UsageError(
             f"{target} cannot be written: {error.strerror or error}; name another file with --out"
         ) from error
-    verdict = judge(left.report, finished=left.finished, damaged=left.damaged)
+    verdict = history.judge(left.report, finished=left.finished, damaged=left.damaged)
     for line in (
         f"{verdict.level}: {verdict.headline}",
         *verdict.notes,
@@ -148,18 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 def build(
     left: Left, drawn: Sequence[tuple[Panel, str]], *, title: str, link_of: Callable[[str], str] = lambda _: ""
 ) -> str:
-    """The page.
-
-    Args:
-        left: what the run left, without what is private.
-        drawn: each panel with its ``<svg>`` element.
-        title: name of the run.
-        link_of: the address of a finding's source; empty where none is known.
-    """
-    report = left.report
-    verdict = judge(report, finished=left.finished, damaged=left.damaged)
-    incidents = [incident(row) for row in items(report, "incidents")]
-    names = [name for name in (incidents[0] if incidents else ()) if any(row[name] for row in incidents)]
+    """The page."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_rocm_tune.publish", ""),
         autoescape=True,
@@ -167,11 +127,17 @@ def build(
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
+    environment.filters["plain"] = plain
+    verdict = history.judge(left.report, finished=left.finished, damaged=left.damaged)
+    incidents = [history.incident(row) for row in items(left.report, "incidents")]
+    names = [name for name in (incidents[0] if incidents else ()) if any(row[name] for row in incidents)]
     return environment.get_template("page.html.j2").render(
         title=title,
         most=_MOST_ROWS,
         version=__version__,
         left=left,
+        report=left.report,
+        history=history,
         about=_about(left),
         verdict=verdict,
         level=_LEVELS[verdict.level],
@@ -179,22 +145,10 @@ def build(
         drawn=drawn,
         incident_names=names,
         incidents=[[row[name] for name in names] for row in incidents],
-        integrity=integrity(report),
-        checks=[row.cells for row in counted(report)],
-        unverified=unverified(report),
-        explained=explained(report),
-        events=events(report),
-        journal=[
-            (text(entry, "time"), text(entry, "event"), _details(entry, ("time", "event", "run_id")))
-            for entry in left.journal
-        ],
-        findings=_findings(report, link_of),
-        trained=[(key.replace("_", " "), plain(value)) for key, value in left.trained.items() if value is not None],
-        shown=[(name, plain(value)) for name, value in shown_settings(left.settings).items()],
-        settings=[(name, plain(value)) for name, value in sorted(left.settings.items())],
-        device=device(report),
-        sensors=[_sensors(seen) for seen in items(report, "telemetry") if isinstance(seen, dict)],
-        versions=[(name, value) for name, value in table(report, "versions").items() if isinstance(value, str)],
+        journal=[(text(entry, "time"), text(entry, "event"), _details(entry)) for entry in left.journal],
+        findings=_findings(left.report, link_of),
+        sensors=[_sensors(seen) for seen in items(left.report, "telemetry") if isinstance(seen, dict)],
+        versions=[(name, value) for name, value in history.table(left.report, "versions").items() if value],
     )
 
 
@@ -220,7 +174,7 @@ def _about(left: Left) -> str:
 
 def _tiles(left: Left) -> list[tuple[str, str]]:
     """The figures that one looks for first."""
-    report, share = left.report, coverage(left.report)
+    report, share = left.report, history.coverage(left.report)
     wanted = f" of {left.max_steps:,}" if left.max_steps and left.max_steps != left.step else ""
     peaks = [number(seen, "torch_peak_allocated_gib") for seen in items(report, "telemetry")]
     tiles = [
@@ -228,7 +182,7 @@ def _tiles(left: Left) -> list[tuple[str, str]]:
         *figures(left.rows),
         ("peak memory, GiB", figure(max((peak for peak in peaks if peak is not None), default=None))),
         ("bytes verified", f"{share:g} %" if share is not None else ""),
-        ("mismatches", f"{sum(row.mismatches for row in counted(report)):,}" if report else ""),
+        ("mismatches", f"{sum(row.mismatches for row in history.counted(report)):,}" if report else ""),
     ]
     return [(name, value) for name, value in tiles if value]
 
@@ -271,5 +225,7 @@ def _sensors(seen: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _details(entry: Mapping[str, Any], shown: Sequence[str]) -> str:
+def _details(entry: Mapping[str, Any]) -> str:
+    """The rest of an entry of the supervisor's journal."""
+    shown = ("time", "event", "run_id")
     return "; ".join(f"{key}: {plain(value)}" for key, value in entry.items() if key not in shown)

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity.atomic import create_staging
 from hf_rocm_tune.publish.history import Row, items, number, series, text
@@ -59,18 +61,13 @@ class Curve:
         """The mean over about a fiftieth of the curve around each point; empty for a short or exact curve."""
         if self.exact or len(self.points) < _MEAN_FROM:
             return []
-        half = max(2, len(self.points) // 100)
-        sums, counts = [0.0], [0]
-        for _, value in self.points:
-            gap = math.isnan(value)
-            sums.append(sums[-1] + (0.0 if gap else value))
-            counts.append(counts[-1] + (not gap))
-        means = []
-        for at, (step, _) in enumerate(self.points):
-            low, high = max(0, at - half), min(len(self.points), at + half + 1)
-            number_of = counts[high] - counts[low]
-            means.append((step, (sums[high] - sums[low]) / number_of if number_of else math.nan))
-        return means
+        steps, values = np.array(self.points).T
+        window = np.ones(2 * max(2, len(values) // 100) + 1)
+        gaps = np.isnan(values)
+        sums = np.convolve(np.where(gaps, 0.0, values), window, "same")
+        counts = np.convolve(~gaps, window, "same")
+        means = np.where(counts > 0.5, sums / np.maximum(counts, 1), np.nan)
+        return list(zip(steps.tolist(), means.tolist(), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,39 +104,22 @@ class Panel:
         return f"{self.title} ({self.unit}) from step {first:g} to {final:g}; newest: {', '.join(newest)}"
 
 
+# Name, title, unit, and the curves by metric.
 _PANELS: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
     ("learning_rate", "Learning rate", "learning rate", {"learning_rate": "learning rate"}),
     ("gradient_norm", "Gradient norm", "norm before clipping", {"grad_norm": "gradient norm"}),
     ("tokens_per_second", "Throughput", "tokens a second", {"speed/tokens_per_second": "tokens a second"}),
     ("step_time", "Time of a step", "seconds", {"speed/seconds_per_step": "seconds a step"}),
-    (
-        "memory",
-        "Memory of the card",
-        "GiB",
-        {
-            "gpu/vram_used_gib": "used on the card",
-            "gpu/torch_reserved_gib": "reserved by torch",
-            "gpu/torch_allocated_gib": "allocated by torch",
-        },
-    ),
-    (
-        "temperature",
-        "Temperature",
-        "degrees Celsius",
-        {"gpu/hotspot_c": "hotspot", "gpu/memory_c": "memory", "gpu/edge_c": "edge"},
-    ),
+    ("memory", "Memory of the card", "GiB", {"gpu/vram_used_gib": "used on the card"}
+     | {f"gpu/torch_{what}_gib": f"{what} by torch" for what in ("reserved", "allocated")}),
+    ("temperature", "Temperature", "degrees Celsius", {f"gpu/{at}_c": at for at in ("hotspot", "memory", "edge")}),
     ("power", "Power of the card", "watts", {"gpu/power_w": "power"}),
-)
+)  # fmt: skip
 _FROM_ZERO = frozenset({"tokens_per_second", "step_time", "memory", "power"})
 
 
 def panels(rows: Sequence[Row], report: Mapping[str, Any] | None = None) -> list[Panel]:
-    """Every panel for which there is something to draw, the loss first.
-
-    Args:
-        rows: the log history.
-        report: the transfer report; its incidents are marked under the loss.
-    """
+    """Every panel for which there is something to draw, the loss first."""
     found = [loss] if (loss := loss_panel(rows, report)) is not None else []
     for name, title, unit, metrics in _PANELS:
         exact = name == "learning_rate"
@@ -296,21 +276,11 @@ def _draw(axes: Axes, curve: Curve, colour: str, *, named: bool) -> None:
 
 def _mark(axes: Axes, panel: Panel) -> None:
     """Small triangles on the horizontal axis."""
+    style: dict[str, Any] = {"linestyle": "none", "marker": "^", "markersize": 5, "clip_on": False, "zorder": 4}
     for ending, steps in panel.marks.items():
-        colour = ALARM if "not" in ending else SERIES[3]
-        at = sorted(set(steps))
-        axes.plot(
-            at,
-            [0.015] * len(at),
-            transform=axes.get_xaxis_transform(),
-            linestyle="none",
-            marker="^",
-            markersize=5,
-            color=colour,
-            label=f"{ending} ({len(steps)})",
-            clip_on=False,
-            zorder=4,
-        )
+        at, colour = sorted(set(steps)), ALARM if "not" in ending else SERIES[3]
+        where = axes.get_xaxis_transform()
+        axes.plot(at, [0.015] * len(at), transform=where, color=colour, label=f"{ending} ({len(steps)})", **style)
 
 
 def _dress(axes: Axes, panel: Panel) -> None:

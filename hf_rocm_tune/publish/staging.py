@@ -41,8 +41,6 @@ _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", 
 
 # The Hub's own, from huggingface_hub.repocard.
 _FRONT_MATTER = re.compile(r"^(\s*---(?:\r\n|\r|\n))([\S\s]*?)((?:\r\n|\r|\n)---[ \t]*(\r\n|\n|$))")
-_IDS = ("base_model", "datasets")
-_TAG_OF_A_NAME = re.compile(r"^(base_model(?::(?:adapter|finetune|merge|quantized))?|dataset):(.+)$")
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -92,23 +90,12 @@ def check_directory(directory: Path) -> Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One file that is to be on the Hub: its path there, where its bytes are, their number and their SHA-256."""
-
-    path_in_repo: str
-    source: Path
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Staged:
     """A directory that is ready to be uploaded.
 
     Attributes:
         root: where its files are.
         prefix: the folder on the Hub, with a "/" at its end; "" for the top.
-        entries: its files, the manifest among them.
         manifest: the one that is uploaded.
         changed: what was rewritten, by file.
         not_listed: files of the directory that stay here because no manifest lists them.
@@ -116,16 +103,20 @@ class Staged:
 
     root: Path
     prefix: str
-    entries: tuple[Entry, ...]
     manifest: Manifest
     changed: Mapping[str, str]
     not_listed: tuple[str, ...]
 
+    @property
+    def files(self) -> dict[str, tuple[Path, FileEntry]]:
+        """Where the bytes are, their number and their SHA-256, by path on the Hub; the manifest is one of them."""
+        entries = {**self.manifest.files, MANIFEST_NAME: manifest.entry_of(self.root / MANIFEST_NAME)}
+        return {self.prefix + name: (self.root / name, entry) for name, entry in entries.items()}
+
     def described(self) -> list[str]:
         """What the user should know: what it holds, what differs from the local files, what stays here."""
         where = f" in {self.prefix}" if self.prefix else ""
-        names = ", ".join(one.path_in_repo.removeprefix(self.prefix) for one in self.entries)
-        lines = [f"to be uploaded{where}: {names}"]
+        lines = [f"to be uploaded{where}: {', '.join((*self.manifest.files, MANIFEST_NAME))}"]
         lines += [f"{name}{where} is published without what is local: {what}" for name, what in self.changed.items()]
         if self.not_listed:
             lines.append(f"not uploaded, no manifest lists them: {', '.join(self.not_listed)}")
@@ -144,7 +135,6 @@ def stage(
     private: Private,
     prefix: str = "",
     base_model_id: str | None = None,
-    for_resume: bool = False,
     durable: bool = False,
 ) -> Staged:
     """Prepare the upload of a directory.
@@ -154,9 +144,8 @@ def stage(
         written: its manifest, verified.
         root: an empty directory to prepare it in.
         private: what must not be in it.
-        prefix: folder on the Hub, see `Staged`.
+        prefix: folder on the Hub, see `Staged`; only into one goes what a run needs to go on.
         base_model_id: the base model's id on the Hub, where it was loaded from a directory.
-        for_resume: take what only a run that goes on needs too.
         durable: the copy must outlive the originals, which another part of the program may delete meanwhile.
 
     Raises:
@@ -164,7 +153,7 @@ def stage(
             be rewritten holds something private.
     """
     left_out = {name: why for name, why in _LEFT_OUT.items() if (directory / name).exists()}
-    left_out |= {} if for_resume else {n: "for resuming only" for n in written.files if n.startswith(_RESUME_ONLY)}
+    left_out |= {} if prefix else {n: "for resuming only" for n in written.files if n.startswith(_RESUME_ONLY)}
     # A card that was deleted since is not missed.
     there = {name for name in written.files if name != CARD_NAME or (directory / name).exists()}
     names = sorted(there - {*_LEFT_OUT, *left_out, MANIFEST_NAME})
@@ -187,16 +176,10 @@ def stage(
     for name, entry in new.files.items():
         if name not in changed and name != CARD_NAME and entry != written.files[name]:
             raise _not_as_written(directory / name)
-    own = (root / MANIFEST_NAME).read_bytes()
-    files = {**new.files, MANIFEST_NAME: FileEntry(bytes=len(own), sha256=hashlib.sha256(own).hexdigest())}
     top = sorted(path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", ".")))
     return Staged(
         root=root,
         prefix=prefix,
-        entries=tuple(
-            Entry(path_in_repo=prefix + name, source=root / name, bytes=one.bytes, sha256=one.sha256)
-            for name, one in files.items()
-        ),
         manifest=new,
         changed=changed,
         not_listed=tuple(name for name in top if name not in {*names, *left_out, MANIFEST_NAME}),
@@ -309,40 +292,33 @@ def clean_card(text: str, private: Private, *, base_model_id: str | None = None)
     The Hub answers 400 to a card whose ``base_model`` or ``datasets`` is no id of the Hub, so a local path there is
     replaced by the id that the user gave, or taken out.
 
-    Args:
-        text: of README.md.
-        private: what is private here.
-        base_model_id: id of the base model on the Hub, where it was loaded from a directory.
-
     Returns:
         The text, and what was changed, in words that give nothing away; the text is the same object if nothing was.
 
     Raises:
-        UsageError: the metadata is no YAML mapping, or huggingface_hub refuses it.
+        UsageError: the metadata is no YAML mapping, or huggingface_hub cannot read it.
     """
     found = _FRONT_MATTER.match(text)
     front, body = ("", text) if found is None else (found[0], text[found.end() :])
     changes: list[str] = []
-    if found is not None:
-        try:
-            metadata = yaml.safe_load(found[2]) or {}
-        except yaml.YAMLError as error:
-            said = " ".join(str(error).split())
-            raise UsageError(f"the metadata of README.md is no YAML: {said}; mend it between the --- marks") from error
-        if not isinstance(metadata, dict):
-            raise UsageError("the metadata of README.md is no YAML mapping: mend the lines between the --- marks")
-        cleaned = _clean_metadata(metadata, private, base_model_id, changes)
-        if cleaned != metadata:
-            front = f"---\n{yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True)}---\n"
-    cleaned_body = scrub_text(body, private, names=False)
-    if cleaned_body != body:
-        changes.append("local paths or secrets in its text were replaced")
-    result = front + cleaned_body if changes else text
     try:
+        if found is not None:
+            metadata = yaml.safe_load(found[2]) or {}
+            if not isinstance(metadata, dict):
+                raise ValueError("it is no YAML mapping")
+            cleaned = _clean_metadata(metadata, private, base_model_id, changes)
+            if cleaned != metadata:
+                front = f"---\n{yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True)}---\n"
+        cleaned_body = scrub_text(body, private, names=False)
+        if cleaned_body != body:
+            changes.append("local paths or secrets in its text were replaced")
+        result = front + cleaned_body if changes else text
         ModelCard(result)  # huggingface_hub's own reading; the Hub's is asked for when the card is uploaded
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         said = " ".join(str(error).split())
-        raise UsageError(f"huggingface_hub cannot read the metadata of README.md ({said}): mend it") from error
+        raise UsageError(
+            f"the metadata of README.md cannot be read ({said}): mend the lines between the --- marks"
+        ) from error
     return result, changes
 
 
@@ -352,33 +328,23 @@ def _clean_metadata(
     """The metadata with ids of the Hub only; appends what was changed."""
     cleaned: dict[str, Any] = {}
     for key, value in metadata.items():
-        if key in _IDS:
-            names = value if isinstance(value, list) else [value]
+        if key in ("base_model", "datasets"):
             given = base_model_id if key == "base_model" else None
-            ids = [published_name(str(name), private, given) for name in names if name is not None]
-            kept = list(dict.fromkeys(one for one in ids if one))
-            if kept != names:
-                changes.append(f"{key}: {', '.join(kept) or 'taken out, it was a local path'}")
-            if kept:
-                cleaned[key] = kept if isinstance(value, list) else kept[0]
+            names = value if isinstance(value, list) else [value]
+            found = (published_name(str(name), private, given) for name in names if name is not None)
+            ids = list(dict.fromkeys(filter(None, found)))
+            if ids:
+                cleaned[key] = ids if isinstance(value, list) else ids[0]
+            if ids != names:
+                changes.append(f"{key}: {', '.join(ids) or 'taken out, it was a local path'}")
             continue
-        if key == "tags" and isinstance(value, list):
-            public = (_clean_tag(tag, private, base_model_id) for tag in value)
-            cleaned[key] = [tag for tag in public if tag is not None]
-        else:
-            cleaned[key] = scrub_json(value, private, names=False)
+        kept = value
+        if key == "tags" and isinstance(value, list):  # base_model:adapter:NAME; the Hub makes its own of `base_model`
+            kept = [tag for tag in value if ":" not in str(tag) or not private.is_local(str(tag).rpartition(":")[2])]
+        cleaned[key] = scrub_json(kept, private, names=False)
         if cleaned[key] != value:
             changes.append(f"{key}: without local paths")
     if base_model_id and "base_model" not in cleaned:
         cleaned["base_model"] = base_model_id
         changes.append(f"base_model: {base_model_id}")
     return cleaned
-
-
-def _clean_tag(tag: Any, private: Private, base_model_id: str | None) -> Any:
-    """A tag such as ``base_model:adapter:NAME`` with an id of the Hub for NAME; None for one without an id."""
-    named = _TAG_OF_A_NAME.match(str(tag))
-    if named is None or not private.is_local(named[2]):
-        return scrub_text(tag, private, names=False) if isinstance(tag, str) else tag
-    public = published_name(named[2], private, base_model_id if named[1].startswith("base_model") else None)
-    return f"{named[1]}:{public}" if public else None

@@ -32,8 +32,7 @@ from trl import SFTTrainer
 from typing_extensions import override
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.data.loader import verify_loader
-from hf_rocm_tune.data.prefetch import Prefetch, require_unchanged
+from hf_rocm_tune.data.loader import Prefetch, require_unchanged, verify_loader
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
 from hf_rocm_tune.models.attest import attest
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading

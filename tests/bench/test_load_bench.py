@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.bench import loads
-from hf_rocm_tune.bench.load_child import PeakMemory, measure
-from hf_rocm_tune.bench.loads import LoadSpec
-from hf_rocm_tune.errors import CorruptionError, OutOfMemoryError, UsageError
+from hf_rocm_tune.bench.loads import PeakMemory, measure
+from hf_rocm_tune.errors import CorruptionError, OutOfMemoryError, StallError, UsageError
+from hf_rocm_tune.machine.child import Outcome
 
 TINY = loads.Shape(groups=1, head=64, vocabulary=128, layers=2)
 
@@ -27,8 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def spec(model: Path, side: str, *, load_in_4bit: bool = False) -> LoadSpec:
-    return LoadSpec(model=str(model), side=side, device="cpu", verify="full", load_in_4bit=load_in_4bit)
+def spec(model: Path, side: str, *, load_in_4bit: bool = False) -> dict[str, Any]:
+    return {"model": str(model), "side": side, "device": "cpu", "verify": "full", "load_in_4bit": load_in_4bit}
 
 
 def test_full_scale_is_llama_8b() -> None:
@@ -124,29 +124,34 @@ def test_peak_of_anonymous_memory_is_seen() -> None:
     with PeakMemory() as memory:
         block = torch.ones(16 << 20)
         del block
-    if memory.before.anonymous is None:
-        pytest.skip("this system does not tell the anonymous memory of a process")
-    assert memory.peak.anonymous is not None and memory.peak.resident is not None
-    assert memory.peak.resident - memory.before.resident >= 48 << 20  # type: ignore[operator]
+    before, peak = memory.before["resident"], memory.peak["resident"]
+    if before is None:
+        pytest.skip("this system does not tell the memory of a process")
+    assert memory.peak["anonymous"] is not None and peak is not None
+    assert peak - before >= 48 << 20
 
 
-@pytest.mark.parametrize(("code", "kind"), [(2, UsageError), (3, CorruptionError), (5, OutOfMemoryError)])
-def test_how_a_child_ends_is_passed_on(code: int, kind: type[Exception]) -> None:
-    error = loads._child_error("ours", code, "", {"error": "because", "exit_code": code})
-    assert type(error) is kind and str(error) == "loading (ours): because"
-
-
-def test_a_child_that_is_killed_points_at_memory() -> None:
-    error = loads._child_error("stock", -9, "", {})
-    assert isinstance(error, OutOfMemoryError) and "--scale" in str(error)
-
-
-def test_a_child_that_crashes_is_a_bug_with_its_traceback() -> None:
-    error = loads._child_error("stock", 1, "Traceback: here", {})
-    assert type(error) is RuntimeError and "Traceback: here" in str(error)
+@pytest.mark.parametrize(
+    ("outcome", "kind", "says"),
+    [
+        (Outcome(status="died", code=2, error="UsageError: because"), UsageError, "loading (ours): because"),
+        (Outcome(status="died", code=3, error="CorruptionError: x"), CorruptionError, "loading (ours): x"),
+        (Outcome(status="died", code=5, error="OutOfMemoryError: x"), OutOfMemoryError, "loading (ours): x"),
+        (Outcome(status="died", code=-9), OutOfMemoryError, "--scale"),
+        (Outcome(status="timeout", seconds=9), StallError, "had not ended after 9 s"),
+        (Outcome(status="died", code=1, tail="Traceback: here"), RuntimeError, "Traceback: here"),
+    ],
+)
+def test_how_a_child_ends_is_passed_on(
+    outcome: Outcome, kind: type[Exception], says: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads.child, "run", lambda *_, **__: outcome)
+    with pytest.raises(kind) as caught:
+        loads._load(spec(model, "ours"))
+    assert type(caught.value) is kind and says in str(caught.value)
 
 
 @pytest.mark.long
 def test_a_child_refuses_what_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"loading .ours.: model "):
-        loads._child(replace(spec(tmp_path, "ours")))
+    with pytest.raises(UsageError, match=r"loading .ours.: model"):
+        loads._load(spec(tmp_path, "ours"))

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hf_rocm_tune.data.loader import verify_loader
-from hf_rocm_tune.data.prefetch import Prefetch
+from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, tree_tensors
 

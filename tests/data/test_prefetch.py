@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hf_rocm_tune.data.loader import verify_loader
-from hf_rocm_tune.data.prefetch import Prefetch
+from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Mover, tree_tensors
 

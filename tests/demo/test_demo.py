@@ -10,15 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rocm_tune.demo import __main__ as demo
-from hf_rocm_tune.demo import assets, corpus
+from hf_rocm_tune.demo import assets
 from hf_rocm_tune.errors import UsageError
 
 RECIPE = assets.Recipe(hidden=64, layers=1, steps=2, batch=2)
 
 
 @pytest.fixture(scope="module")
-def pairs() -> list[corpus.Pair]:
-    return corpus.read_pairs()
+def pairs() -> list[assets.Pair]:
+    return assets.read_pairs()
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +26,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> assets.Assets:
     return assets.prepare(tmp_path_factory.mktemp("demo") / "assets", recipe=RECIPE)
 
 
-def test_there_are_thousands_of_pairs_from_the_running_python(pairs: list[corpus.Pair]) -> None:
+def test_there_are_thousands_of_pairs_from_the_running_python(pairs: list[assets.Pair]) -> None:
     assert len(pairs) > 1500
     answers = {pair.question: pair.answer for pair in pairs}
     assert answers["What does json.dumps do?"] == " ".join((json.dumps.__doc__ or "").split("\n\n")[0].split())
     assert len(answers) == len(pairs)
 
 
-def test_the_corpus_is_the_same_each_time(pairs: list[corpus.Pair]) -> None:
-    assert corpus.read_pairs() == pairs
+def test_the_corpus_is_the_same_each_time(pairs: list[assets.Pair]) -> None:
+    assert assets.read_pairs() == pairs
 
 
 def test_sources_are_read_and_not_run(tmp_path: Path) -> None:
@@ -43,13 +43,13 @@ def test_sources_are_read_and_not_run(tmp_path: Path) -> None:
     (tmp_path / "_private.py").write_text('"""A private module, left out."""\n')
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "a.py").write_text('"""A test package, left out."""\n')
-    assert [(pair.question, pair.answer) for pair in corpus.read_pairs(tmp_path)] == [
+    assert [(pair.question, pair.answer) for pair in assets.read_pairs(tmp_path)] == [
         ("What is the module trap for?", "A module that must not be imported.")
     ]
 
 
-def test_no_answer_is_on_both_sides_of_the_split(pairs: list[corpus.Pair], tmp_path: Path) -> None:
-    corpus.write_splits(tmp_path, pairs)
+def test_no_answer_is_on_both_sides_of_the_split(pairs: list[assets.Pair], tmp_path: Path) -> None:
+    assets.write_splits(tmp_path, pairs)
     sides = [
         {json.loads(line)["messages"][1]["content"] for line in (tmp_path / name).read_text("utf-8").splitlines()}
         for name in ("train.jsonl", "test.jsonl")

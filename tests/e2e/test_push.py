@@ -21,7 +21,7 @@ from tests.publish.hub_fixtures import on_hub
 from tests.publish.hub_server import TOKEN, USER, LoopbackHub, loopback_hub
 
 COMMIT = "POST .*/commit/"
-TRIES = 6  # publish.hub.Patience
+TRIES = 6  # of one step of a push
 _names = iter(f"run-{number}" for number in range(1000))
 
 

@@ -12,12 +12,11 @@ from huggingface_hub import constants, hf_api
 from safetensors.numpy import save_file
 
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.publish.hub import Patience
 from tests.publish.hub_server import TOKEN, LoopbackHub
 
 BASE = "/home/planted-user/models/Tiny Llama"
 DATA = "/mnt/planted-disk/chats.jsonl"
-QUICK = Patience(attempts=4, first_wait_s=0.01, longest_wait_s=0.02, answer_s=5.0)
+ATTEMPTS = 4  # of a push in this process
 
 
 def use(server: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,11 +111,10 @@ def config_of(directory: Path) -> dict[str, Any]:
 def merged(case: Case, scratch: Path, name: str, **settings: Any) -> tuple[Path, Path, Path, list[str]]:
     """Build base and adapter, merge them: directories of base, adapter and result, and the lines that were said."""
     from hf_rocm_tune.publish.merge import merge
-    from hf_rocm_tune.publish.merge_command import MergeSettings
 
     base = build_base(case, scratch)
     adapter = write_adapter(case, base, scratch / "adapters" / name)
     out = scratch / "merged" / name
     lines: list[str] = []
-    merge(MergeSettings(adapter=str(adapter), base=str(base), out=out, **settings), lines.append)
+    merge(str(adapter), out, base_name=str(base), **settings, say=lines.append)
     return base, adapter, out, lines

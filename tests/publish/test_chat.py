@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.publish.chat import Chat
-from hf_rocm_tune.publish.generate import Loaded, answer, apply_template
-from hf_rocm_tune.publish.generate_command import Sampling
+from hf_rocm_tune.publish.commands import Chat
+from hf_rocm_tune.publish.generate import Loaded, Sampling, answer, apply_template
 
 SHORT = Sampling(max_new_tokens=6, temperature=0)
 

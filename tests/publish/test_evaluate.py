@@ -17,7 +17,7 @@ from trl.data_utils import common_prefix_length
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.publish import evaluate
-from hf_rocm_tune.publish.evaluate import PerplexitySettings, perplexity
+from hf_rocm_tune.publish.evaluate import perplexity
 from hf_rocm_tune.publish.generate import Loaded
 from tests import tiny
 
@@ -78,7 +78,7 @@ def by_definition(model_directory: Path, file: Path, max_length: int = 1024) -> 
 
 @pytest.mark.parametrize("kind", ["text", "pairs", "chats", "chat pairs", "sharegpt"])
 def test_it_is_the_perplexity_of_the_definition(kind: str, data: dict[str, Path], loaded: Loaded) -> None:
-    found = perplexity(loaded, PerplexitySettings(dataset=str(data[kind]), batch_size=3), compare=True)
+    found = perplexity(loaded, str(data[kind]), batch_size=3, compare=True)
     for name, result in (("merged", found), ("base", found["without_adapter"])):
         loss, count = by_definition(data[name], data[kind])
         assert result["loss"] == pytest.approx(loss, rel=CLOSE)
@@ -88,23 +88,19 @@ def test_it_is_the_perplexity_of_the_definition(kind: str, data: dict[str, Path]
 
 
 def test_neither_batches_nor_their_padding_change_it(data: dict[str, Path], loaded: Loaded) -> None:
-    losses = [
-        perplexity(loaded, PerplexitySettings(dataset=str(data["text"]), batch_size=size), compare=False)["loss"]
-        for size in (1, 2, 7)
-    ]
+    losses = [perplexity(loaded, str(data["text"]), batch_size=size)["loss"] for size in (1, 2, 7)]
     assert losses == pytest.approx([losses[0]] * 3, rel=CLOSE)
 
 
 def test_rows_are_cut_at_their_end_and_counted_as_cut(data: dict[str, Path], loaded: Loaded) -> None:
-    found = perplexity(loaded, PerplexitySettings(dataset=str(data["text"]), max_length=20), compare=False)
+    found = perplexity(loaded, str(data["text"]), max_length=20)
     loss, count = by_definition(data["merged"], data["text"], max_length=20)
     assert (found["loss"], found["tokens"]) == (pytest.approx(loss, rel=CLOSE), count)
     assert found["rows_cut"] > 0
 
 
 def test_only_the_assistant_counts_where_that_is_asked(data: dict[str, Path], loaded: Loaded) -> None:
-    settings = PerplexitySettings(dataset=str(data["chats"]), assistant_only=True)
-    found = perplexity(loaded, settings, compare=False)
+    found = perplexity(loaded, str(data["chats"]), assistant_only=True)
     tokenizer = AutoTokenizer.from_pretrained(data["base"])
     model = AutoModelForCausalLM.from_pretrained(data["merged"]).eval()
     total, count = 0.0, 0
@@ -145,7 +141,7 @@ def test_the_last_line_is_the_json_that_the_file_gets(
 def test_batches_that_arrive_wrong_change_nothing(
     data: dict[str, Path], loaded: Loaded, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean = perplexity(loaded, PerplexitySettings(dataset=str(data["text"]), batch_size=2), compare=False)
+    clean = perplexity(loaded, str(data["text"]), batch_size=2)
     monkeypatch.setenv("HF_ROCM_TUNE_FAULT", "kind=zero,stage=batches,rate=0.5,seed=5")
     code, out, _ = command(capsys, data["adapter"], "--dataset_name", data["text"], "--batch_size", 2)
     found = json.loads(out[-1])["perplexity"]

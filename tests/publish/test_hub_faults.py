@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import httpx2
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.errors import HfHubHTTPError
 
 from hf_rocm_tune.errors import CorruptionError, TuneError, UsageError
-from hf_rocm_tune.publish.hub import HubError, Patience, Pushed, PushSettings, push
-from tests.publish.hub_fixtures import QUICK, bytes_of, on_hub, write_run
+from hf_rocm_tune.publish import hub as publishing
+from hf_rocm_tune.publish.hub import HubError, Pushed, PushSettings, push
+from tests.publish.hub_fixtures import ATTEMPTS, bytes_of, on_hub, write_run
 from tests.publish.hub_server import TOKEN, USER, LoopbackHub
 
 # huggingface_hub 2.4 passes files as httpx2 no longer likes them (lfs.py, _upload_single_part).
@@ -24,8 +24,8 @@ REPO = f"{USER}/adapter"
 COMMIT = "POST .*/commit/"
 
 
-def pushed(out: Path, *, patience: Patience = QUICK, repo: str = REPO, **settings: Any) -> Pushed:
-    return push(out, repo, settings=PushSettings(**settings), say=lambda _: None, patience=patience)
+def pushed(out: Path, *, repo: str = REPO, **settings: Any) -> Pushed:
+    return push(out, repo, settings=PushSettings(**settings), say=lambda _: None)
 
 
 def commits(server: LoopbackHub) -> list[str]:
@@ -91,10 +91,13 @@ def test_a_connection_that_breaks_is_survived(
 
 
 @pytest.mark.parametrize("endpoint", ["upload", "storage"])
-def test_a_hub_that_never_answers_is_survived(hub: LoopbackHub, tmp_path: Path, endpoint: str) -> None:
+def test_a_hub_that_never_answers_is_survived(
+    hub: LoopbackHub, tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "_ANSWER_S", 0.5)
     out = write_run(tmp_path / "out")
     hub.fault(ENDPOINTS[endpoint], hold=True)
-    pushed(out, patience=Patience(attempts=3, first_wait_s=0.01, answer_s=0.5))
+    pushed(out)
     check(hub, out)
 
 
@@ -119,20 +122,26 @@ def test_too_many_requests_are_answered_with_patience(hub: LoopbackHub, tmp_path
     check(hub, out)
 
 
-def _answer(status: int, **headers: str) -> HfHubHTTPError:
-    request = httpx2.Request("GET", "http://127.0.0.1/x")
-    return HfHubHTTPError("x", response=httpx2.Response(status, headers=headers, request=request))
-
-
-def test_waits_grow_to_a_limit_and_the_hubs_own_word_counts() -> None:
-    patience = Patience(attempts=9, first_wait_s=1, longest_wait_s=10)
-    for tries, (least, most) in enumerate([(0.5, 1), (1, 2), (2, 4), (4, 8), (5, 10), (5, 10)], start=1):
-        wait = patience.wait_s(tries, _answer(503))
-        assert wait is not None and least <= wait <= most
-    assert patience.wait_s(9, _answer(503)) is None
-    assert patience.wait_s(1, _answer(429, **{"Retry-After": "70"})) == 70
-    assert patience.wait_s(1, _answer(429, **{"Retry-After": "601"})) is None
-    assert patience.wait_s(1, _answer(429, **{"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"})) <= 1
+def test_waits_grow_to_a_limit_and_the_hubs_own_word_counts(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    for name, value in {"_ATTEMPTS": 6, "_FIRST_WAIT_S": 1.0, "_LONGEST_WAIT_S": 4.0}.items():
+        monkeypatch.setattr(publishing, name, value)
+    monkeypatch.setattr(publishing, "time", SimpleNamespace(sleep=waits.append))
+    out = write_run(tmp_path / "out")
+    busy = hub.fault(COMMIT, status=409, times=None)
+    failure(out)
+    bounds = [(0.5, 1), (1, 2), (2, 4), (2, 4), (2, 4)]
+    assert all(least <= wait <= most for wait, (least, most) in zip(waits, bounds, strict=True)), waits
+    waits.clear()
+    busy.headers = {"Retry-After": "601"}
+    assert "409" in str(failure(out)) and waits == []
+    for said, least, most in (("70", 70, 70), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.5, 1)):
+        (out / "README.md").write_text(f"# {said}\n")
+        busy.headers, busy.times = {"Retry-After": said}, busy.hits + 1
+        pushed(out)
+        assert least <= waits.pop() <= most and waits == []
 
 
 def failure(out: Path, **more: Any) -> TuneError:
@@ -174,7 +183,7 @@ def test_a_hub_that_refuses_is_explained_in_one_line(
     found = failure(out)
     assert type(found) is error and found.exit_code == (2 if error is UsageError else 1)
     assert re.search(says, str(found)), str(found)
-    tried = {409: QUICK.attempts, 429: QUICK.attempts, 500: QUICK.attempts}.get(status, 1)
+    tried = {409: ATTEMPTS, 429: ATTEMPTS, 500: ATTEMPTS}.get(status, 1)
     assert fault.hits == tried, "what cannot help is not tried again, and what may help is, but not for ever"
 
 
@@ -254,7 +263,7 @@ def test_what_upstream_logs_holds_no_secret_and_no_signature(
     hub.fault(ENDPOINTS["upload"], status=500)
     hub.fault(COMMIT, status=500, body=f"oh, {TOKEN}!".encode())
     lines: list[str] = []
-    push(out, REPO, say=lines.append, patience=QUICK)
+    push(out, REPO, say=lines.append)
     printed = caplog.text + "\n".join(lines)
     assert "Retrying in" in printed and "try 2 of" in printed
     assert TOKEN not in printed and "X-Amz-Signature" not in printed

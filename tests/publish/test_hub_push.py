@@ -14,7 +14,6 @@ from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.manifest import Manifest
 from hf_rocm_tune.publish.hub import PushSettings, push
 from tests.publish.hub_fixtures import (
-    QUICK,
     bytes_of,
     clean_report,
     on_hub,
@@ -39,7 +38,7 @@ TOP = {
 
 
 def quietly(directory: Path, repo: str = REPO, **settings: object) -> object:
-    return push(directory, repo, settings=PushSettings(**settings), say=lambda _: None, patience=QUICK)  # type: ignore[arg-type]
+    return push(directory, repo, settings=PushSettings(**settings), say=lambda _: None)  # type: ignore[arg-type]
 
 
 def manifest_on(files: dict[str, bytes], folder: Path) -> Manifest:
@@ -58,7 +57,7 @@ def test_a_push_brings_what_the_manifest_lists_and_leaves_the_local_files_alone(
     out = write_run(tmp_path / "out")
     before = bytes_of(out)
     said: list[str] = []
-    done = push(out, REPO, say=said.append, patience=QUICK)
+    done = push(out, REPO, say=said.append)
     there = on_hub(hub, REPO)
     assert set(there) == TOP and done.files == done.sent == len(TOP)
     assert bytes_of(out) == before
@@ -170,7 +169,7 @@ def test_what_the_manifest_does_not_name_stays_and_what_goes_is_listed_before(hu
         said.append(line)
         requests.append(len(hub.requests))
 
-    push(out, REPO, say=say, patience=QUICK)
+    push(out, REPO, say=say)
     assert set(on_hub(hub, REPO)) == TOP
     listed = next(line for line in said if line.startswith("to be uploaded"))
     assert set(listed.partition(": ")[2].split(", ")) == TOP and requests[said.index(listed)] == 0
@@ -188,7 +187,7 @@ def test_a_new_repository_is_private_unless_said_otherwise(
 def test_a_public_repository_that_is_there_is_named_as_public(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.store.create(REPO, private=False)
     said: list[str] = []
-    push(write_run(tmp_path / "out"), REPO, say=said.append, patience=QUICK)
+    push(write_run(tmp_path / "out"), REPO, say=said.append)
     assert any("is there and public: everyone can read" in line for line in said)
 
 

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish.merge import merge, merged_card
-from hf_rocm_tune.publish.merge_command import MergeSettings
 from tests import tiny
 from tests.publish.merge_cases import (
     EXPERTS,
@@ -142,7 +141,7 @@ def test_the_directory_is_complete_and_sealed(scratch: Path) -> None:
     tokenizer.save_pretrained(adapter)
     manifest.write(adapter, run_id="run-7", step=12, status="final")
     out = scratch / "merged" / "sealed"
-    merge(MergeSettings(adapter=str(adapter), base=str(base), out=out), lambda _: None)
+    merge(str(adapter), out, base_name=str(base), say=lambda _: None)
     sealed = manifest.inspect(out)
     assert sealed.problems == [] and sealed.unlisted == []
     assert sealed.manifest is not None
@@ -178,7 +177,7 @@ def test_a_vocabulary_that_training_resized_is_merged(tied: bool, brought: list[
         adapted.save_pretrained(adapter)
         wanted = logits(adapted.eval())
     out = scratch / "merged" / f"resized {tied} {brought}"
-    merge(MergeSettings(adapter=str(adapter), base=str(base), out=out), lambda _: None)
+    merge(str(adapter), out, base_name=str(base), say=lambda _: None)
     found = load_base(out)
     assert float((logits(found) - wanted).abs().max()) < EXACT
     assert found.config.vocab_size == 515
@@ -203,10 +202,10 @@ def test_pissa_is_merged_when_it_was_converted_and_refused_when_not(scratch: Pat
             scratch / "pissa" / "converted", path_initial_model_for_weight_conversion=str(scratch / "pissa" / "start")
         )
     out = scratch / "pissa" / "merged"
-    merge(MergeSettings(adapter=str(scratch / "pissa" / "converted"), base=str(base), out=out), lambda _: None)
+    merge(str(scratch / "pissa" / "converted"), out, base_name=str(base), say=lambda _: None)
     assert float((logits(load_base(out)) - wanted).abs().max()) < 1e-4  # two decompositions lie between
     with pytest.raises(UsageError, match="init_lora_weights=pissa"):
-        merge(MergeSettings(adapter=str(scratch / "pissa" / "raw"), out=scratch / "no"), lambda _: None)
+        merge(str(scratch / "pissa" / "raw"), scratch / "no", say=lambda _: None)
 
 
 def test_adapters_of_single_experts_from_older_versions_are_merged(scratch: Path) -> None:
@@ -232,7 +231,7 @@ def test_adapters_of_single_experts_from_older_versions_are_merged(scratch: Path
     ).save_pretrained(adapter)
     save_file(tensors, adapter / "adapter_model.safetensors")
     out = scratch / "merged" / "older"
-    merge(MergeSettings(adapter=str(adapter), out=out), lambda _: None)
+    merge(str(adapter), out, say=lambda _: None)
     difference, moved = furthest(base, adapter, out)
     assert difference < EXACT < 0.02 < moved
     stem = "model.layers.0.mlp.experts.2.gate_proj"
@@ -255,7 +254,7 @@ def test_a_tensor_that_is_no_part_of_the_model_is_kept(scratch: Path) -> None:
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     adapter = write_adapter(lora("llama3"), source, scratch / "adapters" / "extra")
     out = scratch / "merged" / "extra"
-    merge(MergeSettings(adapter=str(adapter), base=str(source), out=out, dtype="bfloat16"), lambda _: None)
+    merge(str(adapter), out, base_name=str(source), dtype="bfloat16", say=lambda _: None)
     found = load_file(out / "model.safetensors")
     assert found["extra.odd"].tolist() == [0, 1, 2, 3, 4]
     assert stored_names(out) == stored_names(source)

@@ -25,7 +25,6 @@ from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.publish.merge import merge
-from hf_rocm_tune.publish.merge_command import MergeSettings
 from hf_rocm_tune.publish.merge_weights import Group, Names
 from tests.publish.merge_cases import config_of, logits, randomise, stored_names
 
@@ -103,8 +102,7 @@ def test_merged_logits_are_those_of_base_plus_adapter(name: str, tmp_path: Path)
         randomise(adapted)
         adapted.save_pretrained(tmp_path / "adapter")
         wanted = logits(adapted.eval())
-    settings = MergeSettings(adapter=str(tmp_path / "adapter"), base=str(tmp_path / "base"), out=tmp_path / "out")
-    merge(settings, lambda _: None)
+    merge(str(tmp_path / "adapter"), tmp_path / "out", base_name=str(tmp_path / "base"), say=lambda _: None)
     found = type(model).from_pretrained(tmp_path / "out").eval()
     assert float((logits(found) - wanted).abs().max()) < 1e-5 < 0.02 < float((wanted - alone).abs().max())
     more = {"lm_head.weight"} if "tied" in name else set()

@@ -215,7 +215,7 @@ def test_harmed_input_is_refused_by_name(
         (["adapter", "out", "--base", "owner/model"], ["owner/model cannot be had", "--base"]),
         (["adapter", "base"], ["base exists and is not empty"]),
         (["adapter", "adapter/adapter_config.json"], ["exists and is not empty"]),
-        (["adapter", "out", "--dtype", "float8"], ["--dtype float8", "bfloat16"]),
+        (["adapter", "out", "--dtype", "float8"], ["--dtype", "float8", "bfloat16"]),
         (["adapter", "out", "--max_shard_size", "5 elephants"], ["--max_shard_size", "5GB"]),
         (["adapter", "out", "--max_shard_size", "0"], ["--max_shard_size", "at least 1"]),
         (["adapter", "out", "--private"], ["--private", "--push"]),

@@ -11,8 +11,7 @@ import torch
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.publish.generate import loaded_model
-from hf_rocm_tune.publish.generate_command import LoadSettings
+from hf_rocm_tune.publish.generate import LoadSettings, loaded_model
 from tests import tiny
 from tests.e2e import probe
 from tests.e2e.command import CommandServer

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hf_rocm_tune.data.loader import verify_loader
-from hf_rocm_tune.data.prefetch import Prefetch
+from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Mover
 from tests import simcard, tiny

@@ -15,9 +15,9 @@ from transformers.trainer_utils import HubStrategy
 from hf_rocm_tune.errors import CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import clean_leftovers
-from hf_rocm_tune.publish.hub import HubError, Patience, PushSettings
-from hf_rocm_tune.publish.hub_during import Plan, Publisher
-from tests.publish.hub_fixtures import QUICK, on_hub, write_checkpoint, write_run
+from hf_rocm_tune.publish.hub import HubError, PushSettings
+from hf_rocm_tune.publish.publisher import Publisher
+from tests.publish.hub_fixtures import ATTEMPTS, on_hub, write_checkpoint, write_run
 from tests.publish.hub_server import TOKEN, USER, LoopbackHub
 
 # huggingface_hub 2.4 passes files as httpx2 no longer likes them (lfs.py, _upload_single_part).
@@ -38,21 +38,16 @@ def publisher(hub: LoopbackHub, tmp_path: Path, said: list[str]) -> Iterator[Mak
     """Makes publishers that are closed at the end."""
     made: list[Publisher] = []
 
-    def make(strategy: str = "every_save", *, patience: Patience = QUICK, **plan: Any) -> Publisher:
+    def make(strategy: Any = "every_save", **settings: Any) -> Publisher:
         out = tmp_path / "out"
         out.mkdir(exist_ok=True)
-        wanted = Plan(output_dir=out, repo_id=REPO, strategy=strategy, **plan)  # type: ignore[arg-type]
-        made.append(Publisher(wanted, say=said.append, patience=patience))
+        made.append(Publisher(out, REPO, strategy=strategy, say=said.append, **settings))
         return made[-1]
 
     yield make
     hub.release.set()
     for each in made:
         each.close()
-
-
-def idle(one: Publisher) -> None:
-    one._wait_until_idle()
 
 
 def leftovers(tmp_path: Path) -> list[str]:
@@ -75,7 +70,7 @@ def test_each_strategy_brings_what_transformers_says(
     one.open()
     for step in (2, 4):
         one.checkpoint(write_checkpoint(out, step))
-        idle(one)
+        one.wait()
         top = on_hub(hub, REPO).get("adapter_model.safetensors")
         live = (out / f"checkpoint-{step}" / "adapter_model.safetensors").read_bytes()
         assert top == (None if strategy == "end" else live)
@@ -94,15 +89,15 @@ def test_a_push_that_fails_is_said_and_brought_with_the_next_save(
     publisher: Make, hub: LoopbackHub, tmp_path: Path, said: list[str]
 ) -> None:
     one, out = publisher("all_checkpoints"), tmp_path / "out"
-    fault = hub.fault(COMMIT, status=500, times=QUICK.attempts)
+    fault = hub.fault(COMMIT, status=500, times=ATTEMPTS)
     one.open()
     one.checkpoint(write_checkpoint(out, 2))
-    idle(one)
+    one.wait()
     assert any("the push of step 2 failed: the Hub answers 500" in line and "Training goes on" in line for line in said)
-    assert on_hub(hub, REPO) == {} and fault.hits == QUICK.attempts
+    assert on_hub(hub, REPO) == {} and fault.hits == ATTEMPTS
     shutil.rmtree(out / "checkpoint-2")  # as the rotation does
     one.checkpoint(write_checkpoint(out, 4))
-    idle(one)
+    one.wait()
     there = on_hub(hub, REPO)
     assert {path.split("/")[0] for path in there if "/" in path} == {"checkpoint-2", "checkpoint-4"}
     assert there["adapter_model.safetensors"] == (out / "checkpoint-4" / "adapter_model.safetensors").read_bytes()
@@ -121,7 +116,7 @@ def test_the_training_does_not_wait_and_the_newest_model_counts(
         one.checkpoint(write_checkpoint(out, step))
     shutil.rmtree(out / "checkpoint-2")
     hub.release.set()
-    idle(one)
+    one.wait()
     there = on_hub(hub, REPO)
     assert there["last-checkpoint/optimizer.pt"] == (out / "checkpoint-8" / "optimizer.pt").read_bytes()
     messages = list(hub.store.repos[REPO].messages.values())
@@ -131,7 +126,7 @@ def test_the_training_does_not_wait_and_the_newest_model_counts(
 def test_always_push_makes_the_training_wait_and_shows_life(
     publisher: Make, hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_rocm_tune.publish.hub_during._HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("hf_rocm_tune.publish.publisher._HEARTBEAT_S", 0.02)
     one, out = publisher("every_save", wait_for_each=True), tmp_path / "out"
     beats = threading.Event()
     one.alive = beats.set
@@ -153,7 +148,7 @@ def test_a_damaged_checkpoint_is_said_and_not_pushed(
     (folder / "adapter_model.safetensors").write_bytes(content)
     one.open()
     one.checkpoint(folder)
-    idle(one)
+    one.wait()
     assert on_hub(hub, REPO) == {} and "could not be prepared" in said[-1] and leftovers(tmp_path) == []
 
 
@@ -188,7 +183,7 @@ def test_a_hub_that_is_away_at_the_start_is_asked_again(
     one.open()
     assert "Training starts nevertheless" in said[-1]
     one.checkpoint(write_checkpoint(out, 2))
-    idle(one)
+    one.wait()
     assert "adapter_model.safetensors" in on_hub(hub, REPO)
 
 
@@ -216,7 +211,7 @@ def test_ctrl_c_while_the_result_is_pushed(
         raise KeyboardInterrupt
 
     one.open()
-    monkeypatch.setattr("hf_rocm_tune.publish.hub.Repository.commit", pressed)
+    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", pressed)
     with pytest.raises(Interrupted, match=r"the push was stopped\. The result is complete in .* finishes the push"):
         one.result(out)
     assert leftovers(tmp_path) == []
@@ -229,14 +224,14 @@ def test_a_run_that_ends_early_says_what_is_missing_and_leaves_nothing(
     one.open()
     hub.fault(COMMIT, status=500, times=None)
     one.checkpoint(write_checkpoint(out, 2))
-    idle(one)
+    one.wait()
     one.close()
     one.close()
     assert [line for line in said if "is not on the Hub" in line] and leftovers(tmp_path) == []
     assert clean_leftovers(out) == []
 
 
-def test_the_settings_of_transformers_become_a_plan(tmp_path: Path) -> None:
+def test_the_settings_of_transformers_are_kept(hub: LoopbackHub, tmp_path: Path) -> None:
     args = SimpleNamespace(
         output_dir=str(tmp_path / "my-run"),
         hub_model_id=None,
@@ -245,8 +240,13 @@ def test_the_settings_of_transformers_become_a_plan(tmp_path: Path) -> None:
         hub_revision=None,
         hub_always_push=True,
     )
-    plan = Plan.of(args, base_model_id="org/tiny")
-    assert (plan.repo_id, plan.strategy, plan.wait_for_each) == ("my-run", "all_checkpoints", True)
-    assert plan.settings == PushSettings(private=True, message="End of training", base_model_id="org/tiny")
+    one, out = Publisher.of(args, base_model_id="org/tiny", say=lambda _: None), tmp_path / "my-run"
+    one.open()
+    one.checkpoint(write_checkpoint(out, 2))  # waits
+    repo = hub.store.repos[f"{USER}/my-run"]
+    there = on_hub(hub, f"{USER}/my-run")
+    assert repo.private and "checkpoint-2/optimizer.pt" in there and b"org/tiny" in there["adapter_config.json"]
+    one.result(write_run(out))
+    assert list(repo.messages.values())[-1] == "End of training"
     with pytest.raises(UsageError, match="--base_model_id must be an id"):
-        Plan.of(args, base_model_id="./here")
+        Publisher.of(args, base_model_id="./here")
