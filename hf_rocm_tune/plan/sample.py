@@ -70,10 +70,10 @@ KEEPS = ("few", "few_counted_as_all", "all")
 
 
 def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") -> Sample:
-    """Builds the sample of a model.
+    """Builds the sample of a model; its configuration is not changed.
 
     Args:
-        config: a transformers configuration; it is not changed.
+        config: of transformers.
         request: how it is to be trained.
         method: ``lora``, ``qlora`` or ``full``.
         keep: one of ``KEEPS``; the second where the first does not do.

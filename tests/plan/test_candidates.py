@@ -197,7 +197,7 @@ def test_whatever_memory_does_the_search_ends_within_the_grid_and_its_answer_fit
 
 def test_a_choice_comes_back_from_its_record() -> None:
     choice = Choice.of(ways()[1], mode="probe", budget=5 * MIB, measured=3 * MIB, tries=2)
-    again = Choice.from_record(json.loads(json.dumps(choice.values())), wanted(effective=16))
+    again = Choice.from_record(json.loads(json.dumps(vars(choice))), wanted(effective=16))
     assert again == choice
 
 
