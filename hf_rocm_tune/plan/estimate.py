@@ -215,10 +215,8 @@ class Trace:
     def peak(self, batch: int, length: int, *, accumulating: bool = False) -> Peak:
         """The peak of one step.
 
-        Args:
-            batch: sequences.
-            length: tokens of each.
-            accumulating: gradients of earlier micro-batches are there already: one that is added goes when it lands.
+        Where it is ``accumulating``, gradients of earlier micro-batches are there already: one that is added to them
+        goes when it lands.
         """
         sizes = self._sizes.at(batch, length)
         squares = self._sizes.quadratic(sizes)
@@ -369,11 +367,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def optimizer(name: str, *, on_cpu: bool = False) -> Optimizer:
-    """The optimizer of a name.
-
-    Args:
-        name: as ``--optim`` has it.
-        on_cpu: there torch and bitsandbytes step one parameter after the other.
+    """The optimizer of a name, as ``--optim`` has it. On a CPU torch and bitsandbytes step one parameter at a time.
 
     Raises:
         UsageError: its memory is not known here.
@@ -606,11 +600,9 @@ def fastest(options: Iterable[Estimate]) -> Estimate | None:
 
 
 def longest(fits: Callable[[int], bool], *, limit: int) -> int | None:
-    """The greatest length that fits, a multiple of ``LENGTH_STEP``, or None where the shortest does not.
+    """The greatest length up to ``limit`` that fits, a multiple of ``LENGTH_STEP``; None where the shortest does not.
 
-    Args:
-        fits: whether a length fits; what it takes grows with the length.
-        limit: the greatest length to consider.
+    What a length takes grows with it.
     """
     steps = range(LENGTH_STEP, max(LENGTH_STEP, limit) + 1, LENGTH_STEP)
     return LENGTH_STEP * bisect_left(steps, True, key=lambda length: not fits(length)) or None

@@ -494,12 +494,7 @@ def over_cards(whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | Non
 
 
 def even_counts(layers: int, weights: Sequence[float]) -> Counts:
-    """Shares layers out in proportion, at least one to each.
-
-    Args:
-        layers: how many; at least as many as cards.
-        weights: of the cards.
-    """
+    """Shares layers out in proportion to the weights of the cards, at least one to each."""
     left, room = layers, sum(weights)
     counts = []
     for position, weight in enumerate(weights):
@@ -511,13 +506,9 @@ def even_counts(layers: int, weights: Sequence[float]) -> Counts:
 
 
 def best_cut(plan: Callable[[Counts], SplitPlan], counts: Counts) -> SplitPlan:
-    """The cut that leaves most memory on the card that has least, found by moving one layer at a time.
+    """The cut that leaves most memory on the card that has least, found by moving one layer at a time from ``counts``.
 
     Layers of cards between giver and taker shift along.
-
-    Args:
-        plan: plans every card for a number of layers on each.
-        counts: where to begin.
     """
     best = plan(counts)
     while True:

@@ -382,10 +382,7 @@ _UPPER_BY_DTYPE = frozenset({"softmax", "log_softmax", "sum", "cumsum", "prod"})
 class DeviceMode(TorchFunctionMode):
     """Makes operations on meta tensors take the card's path.
 
-    Args:
-        platform: ``hip``, ``cuda`` or ``cpu``.
-        autocast: whether mixed precision in bfloat16 is on.
-        content_is_plain: the answer to questions of content: nothing is padded or packed.
+    ``content_is_plain`` answers questions of content: nothing is padded or packed.
     """
 
     def __init__(self, *, platform: str, autocast: bool, content_is_plain: bool) -> None:

@@ -190,7 +190,10 @@ def card_memory(
         raise UsageError(f"--vram must be from 1 to 1024 GiB, got {vram_gib:g}")
     if desktop_gib is not None and desktop_gib < 0:
         raise UsageError(f"--desktop_gib must be 0 or more, got {desktop_gib:g}")
-    here = _card_here(survey() if machine is None else machine)
+    # the card with most memory of those that the kernel's driver describes
+    gpus = (survey() if machine is None else machine).gpus
+    described = [gpu for gpu in gpus if gpu.sensors.vram_total_bytes.value and not gpu.integrated]
+    here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes.value or 0, default=None)
     known = _named(name) if name else here.identity.card if here and vram_gib is None else None
     if known is None and vram_gib is None:
         known = _named("rx7900xt")
@@ -217,12 +220,6 @@ def _named(name: str) -> Card:
             return card
     names = ", ".join(letters(card.key) for card in CARDS)
     raise UsageError(f"--gpu {name} is not in the card table; it has {names}. Or give --vram in GiB")
-
-
-def _card_here(machine: Machine) -> Gpu | None:
-    """The card with most memory of those that the kernel's driver describes."""
-    described = [gpu for gpu in machine.gpus if gpu.sensors.vram_total_bytes.value and not gpu.integrated]
-    return max(described, key=lambda gpu: gpu.sensors.vram_total_bytes.value or 0, default=None)
 
 
 def _desktop(given: float | None, here: Gpu | None, size: float) -> tuple[int, str]:

@@ -49,26 +49,18 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """A job's settings, complete and checked.
+    """A job's settings, complete and checked."""
 
-    Args:
-        script, training, model, mixture: TRL's own objects, as ``trl sft`` builds them.
-        tune: our own settings.
-        ranks: our settings for several cards.
-        given: names that the user set, by flag or recipe.
-        differences: our defaults in use that differ from TRL's.
-        preflight: what the ranks have found out before they met; None where they did not try.
-    """
-
+    # script, training, model, mixture: TRL's own objects, as ``trl sft`` builds them
     script: ScriptArguments
     training: SFTConfig
     model: ModelConfig
     mixture: DatasetMixtureConfig
     tune: TuneArguments
     ranks: RanksArguments
-    given: frozenset[str]
-    differences: tuple[Difference, ...]
-    preflight: Preflight | None = None
+    given: frozenset[str]  # names that the user set, by flag or recipe
+    differences: tuple[Difference, ...]  # our defaults in use that differ from TRL's
+    preflight: Preflight | None = None  # what the ranks have found out before they met; None where they did not try
 
     @property
     def grad_sync(self) -> SyncSettings:
@@ -109,8 +101,7 @@ def parse(
 
     Args:
         argv: the arguments, without the program's name.
-        accelerator: whether there is a GPU; torch is asked unless given.
-        bf16_supported: whether that GPU computes in bfloat16; torch is asked unless given.
+        accelerator, bf16_supported: whether there is a GPU, and computes in bfloat16; torch is asked unless given.
         before_meeting: called when the settings are known and no process group is there yet, but for --print_config.
 
     Returns:

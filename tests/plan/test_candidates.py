@@ -65,16 +65,10 @@ def test_checkpointing_is_kept_by_either_of_its_names_and_by_its_details(name: s
     assert wanted(name).checkpointing is True
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"effective": 7, "ranks": 2}, "cannot be divided over 2 processes"),
-        ({"effective": 1, "ranks": 2}, "cannot be divided over 2 processes"),
-    ],
-)
-def test_an_effective_batch_that_ranks_cannot_share_is_refused(arguments: dict[str, int], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        wanted(**arguments)
+@pytest.mark.parametrize("effective", [7, 1])
+def test_an_effective_batch_that_ranks_cannot_share_is_refused(effective: int) -> None:
+    with pytest.raises(UsageError, match="cannot be divided over 2 processes"):
+        wanted(effective=effective, ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -353,13 +353,6 @@ def test_a_window_changes_no_case_but_its_own(window: int | None) -> None:
         assert scaled.role == itself.role, case
 
 
-def test_few_recordings_serve_all_cases() -> None:
-    recordings = _recordings(None)
-    for case in _cases():
-        recordings(case)
-    assert len(recordings._tapes) == 8  # two lengths, plain and padded, with checkpointing and without
-
-
 # ---- several methods -------------------------------------------------------------------------------------------------
 
 SMALL_LLAMA = {**SMALL, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
