@@ -87,7 +87,7 @@ class Arguments:
 
 BeforeMeeting = Callable[[RanksArguments, bool, int], Preflight | None]
 """What the ranks do before they join a process group, given their flags, whether they train on an accelerator, and the
-accumulation steps; see ``ranks_arguments.decide``."""
+accumulation steps; see ``flags.decide``."""
 
 
 def parse(
