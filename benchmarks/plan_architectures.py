@@ -81,7 +81,7 @@ def default_config(model_type: str) -> Any:
 def plan_one(model_type: str) -> dict[str, Any]:
     """Plans one architecture in this process as the command would without further flags, its text included."""
     from hf_rocm_tune.plan import plan_for
-    from hf_rocm_tune.plan.text import as_text
+    from hf_rocm_tune.plan.command import as_text
 
     row: dict[str, Any] = {"model_type": model_type, "architecture": architectures()[model_type]}
     started = time.process_time()

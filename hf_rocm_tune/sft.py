@@ -14,7 +14,6 @@ from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.machine import process, variables
 from hf_rocm_tune.quick_start import uncollected
 from hf_rocm_tune.settings import recipe as recipe_file
-from hf_rocm_tune.settings import split as split_start
 from hf_rocm_tune.training.supervised import outlive_terminal
 
 
@@ -41,7 +40,7 @@ def _start(argv: list[str]) -> int:
     if os.environ != before:
         # The policy looked at the environment without the recipe's part.
         variables.announce(variables.apply(os.environ))
-    split_start.show_all_cards(argv, os.environ)
+    recipe_file.show_all_cards(argv, os.environ)
     with uncollected():
         process.prepare_process(os.environ)
         process.check_bitsandbytes()

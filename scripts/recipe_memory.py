@@ -66,7 +66,7 @@ def planned(name: str, card: CardMemory) -> str:
 def _planned_split(name: str, request: PlanRequest, layers: str, card: CardMemory) -> str:
     """The same for a model that lies on two cards."""
     found = split_plan(request, cards=(card, card), counts=parse(layers))
-    if not found.cut.fits:
+    if not found.fits:
         raise ValueError(f"{name} does not fit two of {card.name}")
     each = " and ".join(f"{estimate.total / GIB:.1f}" for estimate in found.estimates)
     return (

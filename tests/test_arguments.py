@@ -16,10 +16,9 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, T
 from trl.scripts._hf_argparser import string_to_bool
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.settings import defaults
+from hf_rocm_tune.settings import arguments as command_line
 from hf_rocm_tune.settings.arguments import Arguments, build_parser, parse
-from hf_rocm_tune.settings.ranks import RanksArguments
-from hf_rocm_tune.settings.tune import TuneArguments
+from hf_rocm_tune.settings.flags import RanksArguments, TuneArguments
 
 OUR_TYPES = (TuneArguments, RanksArguments)
 TRL_TYPES = (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
@@ -136,7 +135,7 @@ def test_precedence_is_command_line_recipe_our_default_trls(base: list[str], tmp
     assert (both.training.learning_rate, both.training.max_length, both.model.lora_r) == (3e-4, 99, 3)
     assert {"learning_rate", "max_length", "lora_r"} <= both.given
     ours = read(*base)
-    assert ours.training.learning_rate == defaults.LORA_LEARNING_RATE != SFTConfig.learning_rate
+    assert ours.training.learning_rate == command_line.LORA_LEARNING_RATE != SFTConfig.learning_rate
     assert ours.training.max_length == SFTConfig.max_length
     assert ours.given == {"model_name_or_path", "dataset_name", "output_dir"}
     # A value that equals TRL's default is still the user's, and beats ours.
@@ -175,7 +174,7 @@ def test_defaults_on_a_machine_without_a_gpu(base: list[str]) -> None:
 )
 def test_defaults_on_a_card_with_bf16(given: dict[str, Any], expected: dict[str, Any]) -> None:
     trl = {field.name: field.default for owner in TRL_TYPES for field in dataclasses.fields(owner)}
-    different = defaults.differences(given, trl, accelerator=True, bf16_supported=True)
+    different = command_line.differences(given, accelerator=True, bf16_supported=True)
     assert not {each.name for each in different} & given.keys(), "what the user set is no default of ours"
     values = trl | {"bf16": not given.get("fp16", False)} | {each.name: each.ours for each in different} | given
     assert {name: values[name] for name in expected} == expected

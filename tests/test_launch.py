@@ -205,8 +205,7 @@ def test_the_flags_that_both_have_are_the_known_ones() -> None:
     """Which flags the launcher may take is decided without TRL (its import costs seconds): this keeps that true."""
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-    from hf_rocm_tune.settings.ranks import RanksArguments
-    from hf_rocm_tune.settings.tune import TuneArguments
+    from hf_rocm_tune.settings.flags import RanksArguments, TuneArguments
 
     owners = (TuneArguments, RanksArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
     job = {field.name for owner in owners for field in fields(owner) if field.init}

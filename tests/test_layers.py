@@ -45,7 +45,7 @@ NO_HUGGING_FACE = frozenset(
 NO_TORCH = re.compile(
     r"(errors|version|redaction|configs)(\.\w+)*|cli|__main__|__init__"
     r"|machine(\.(?!process|software|child)\w+)?"
-    r"|plan\.(estimate|request|candidates|public_models|split|text|command)"
+    r"|plan\.(estimate|request|fit|candidates|command)"
 )
 
 DEVICE_NAME = re.compile(r"(^|_)(device|cuda|gpu)(s?$|_)|^dev$")

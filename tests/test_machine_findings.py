@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.job import findings as machine_findings
+from hf_rocm_tune.job import announce as machine_findings
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import survey
 from tests.machine.parts import RAPHAEL

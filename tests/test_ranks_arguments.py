@@ -10,9 +10,9 @@ import pytest
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.ranks import preflight
 from hf_rocm_tune.ranks.preflight import GradSyncChoice, Preflight, SyncWay
-from hf_rocm_tune.settings import ranks as ranks_arguments
+from hf_rocm_tune.settings import flags as ranks_arguments
 from hf_rocm_tune.settings.arguments import parse
-from hf_rocm_tune.settings.ranks import RanksArguments, process_group
+from hf_rocm_tune.settings.flags import RanksArguments, process_group
 from hf_rocm_tune.training.run import fingerprint
 
 

@@ -14,7 +14,6 @@ import yaml
 
 from hf_rocm_tune import cli, recipes
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.recipes.command import validate
 from hf_rocm_tune.settings import arguments
 from hf_rocm_tune.settings import recipe as recipe_file
 
@@ -58,8 +57,9 @@ def test_all_are_listed_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_ships_is_valid_and_says_what_a_reader_needs(name: str) -> None:
-    assert validate(name).warnings == ()
+def test_what_ships_is_valid_and_says_what_a_reader_needs(name: str, run: Run) -> None:
+    code, out, _ = run("validate", name)
+    assert code == 0 and "warning" not in out
     comment = recipes.path(name).read_text().split("\n\n")[0]
     dual = " --accelerate_config dual_rx7900xt" if "dual" in name else ""
     assert f"# Start:   hf-rocm-tune sft --config {name}{dual}\n" in comment
@@ -172,15 +172,18 @@ def test_validate_says_what_it_could_not_check(written: Callable[..., str], run:
 
 
 def test_validate_without_a_gpu_leaves_out_what_needs_one(
-    written: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    written: Callable[..., str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_rocm_tune.machine.process.has_accelerator", lambda: False)
-    assert "bf16 (there is no GPU here)" in validate(written(bf16=True)).unchecked
+    assert "bf16 (there is no GPU here)" in run("validate", written(bf16=True))[1]
 
 
-def test_validate_warns_of_a_harmful_variable(written: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_warns_of_a_harmful_variable(
+    written: Callable[..., str], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # so that what the recipe sets is taken back after the test
         monkeypatch.delenv(name)
-    found = validate(written(env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "2"}))
-    assert [line.split(":")[0] for line in found.warnings] == ["PYTORCH_NO_CUDA_MEMORY_CACHING"]
+    _, out, _ = run("validate", written(env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "2"}))
+    warned = [line.split(":")[1].strip() for line in out.splitlines() if line.startswith("warning:")]
+    assert warned == ["PYTORCH_NO_CUDA_MEMORY_CACHING"]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.settings.split import asks_for_split
+from hf_rocm_tune.settings.recipe import asks_for_split
 
 # Two cards and the processor's own GPU, as the kernel's driver lists them.
 PROGRAM = """
 import json, os, sys
 import hf_rocm_tune
-from hf_rocm_tune.settings import split as split_start
+from hf_rocm_tune.settings import recipe as split_start
 from hf_rocm_tune.machine import gpus
 assert "torch" not in sys.modules
 node = lambda index, arch, gib: gpus.GpuNode(
@@ -26,7 +26,7 @@ node = lambda index, arch, gib: gpus.GpuNode(
 nodes = (node(0, "gfx1036", 1), node(1, "gfx1100", 20), node(2, "gfx1100", 20))
 topology = gpus.Topology(nodes=nodes, reasons=(), complete=True)
 from hf_rocm_tune.machine import variables
-split_start.policy.read_facts = lambda **_: type("Facts", (), {"is_rocm": True})
+split_start.variables.read_facts = lambda **_: type("Facts", (), {"is_rocm": True})
 variables = json.loads(sys.argv[1])
 for given in sys.argv[2:]:
     split_start.show_all_cards(given.split(), variables, topology=topology)

@@ -9,31 +9,69 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
+from trl import get_peft_config, get_quantization_config
+
 from hf_rocm_tune import exits, upstream
+from hf_rocm_tune.data.formats import check_format
+from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.errors import MemoryFaultError
-from hf_rocm_tune.job import announce, auto_fit
-from hf_rocm_tune.job import findings as machine_findings
+from hf_rocm_tune.job import announce
 from hf_rocm_tune.job.card import Cards
-from hf_rocm_tune.job.setup import Job, make_trainer, open_publisher, prepare
+from hf_rocm_tune.job.fit import Fit, before_loading, make_mover, probed
 from hf_rocm_tune.machine.process import check_world, several_machines
+from hf_rocm_tune.models.adapter import check_targets, target_names
+from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import release_memory
+from hf_rocm_tune.models.split_loading import device_map
+from hf_rocm_tune.publish.publisher import Publisher
 from hf_rocm_tune.ranks.agree import highest, on_main_process
+from hf_rocm_tune.redaction import local_paths
 from hf_rocm_tune.settings import arguments as command_line
-from hf_rocm_tune.settings import ranks as ranks_arguments
+from hf_rocm_tune.settings import flags
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.training import report, seam_probe, stall
-from hf_rocm_tune.training.device_memory import explain_native_exits
+from hf_rocm_tune.training.device_memory import explain_native_exits, warm_up
+from hf_rocm_tune.training.faults import Crashes, StepFaultSpec
+from hf_rocm_tune.training.ranks import is_wanted
+from hf_rocm_tune.training.refusals import as_usage_errors, check_fsdp, check_loggers, check_offloads
 from hf_rocm_tune.training.run import Plan, prepare_output_dir
 from hf_rocm_tune.training.stall import StallGuard
 from hf_rocm_tune.training.supervised import tell_begun
+from hf_rocm_tune.training.telemetry import Telemetry, of_device
 from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
+from hf_rocm_tune.transfer import Mover
 
 _WAYS_BACK = 3  # in one process; memory that fails more often is not to be trained in
+
+
+@dataclass(kw_only=True)
+class Job:
+    """What the parts of a run share."""
+
+    arguments: Arguments
+    asked: dict[str, Any]  # the settings before --auto_fit chose: by them a run is known
+    plan: Plan
+    fit: Fit | None
+    source: ModelSource
+    data: Splits
+    tokenizer: PreTrainedTokenizerBase
+    mover: Mover
+    telemetry: Telemetry | None
+    publisher: Publisher | None
+    guard: StallGuard
+    findings: tuple[dict[str, Any], ...] = ()
+    cards: Cards | None = None  # made with the trainer
+
+    def write_card(self, directory: Path) -> None:
+        """The model card of what is saved, once there is a run to tell of."""
+        if self.cards is not None:
+            self.cards.write_card(directory)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -47,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
     """
     met_at = exits.meeting_place()
     place = met_at.with_name(f"{met_at.name}-preflight") if met_at is not None else None
-    preflight = partial(ranks_arguments.decide, environ=os.environ, place=place, say=announce.say)
+    preflight = partial(flags.decide, environ=os.environ, place=place, say=announce.say)
     arguments = command_line.parse(argv, before_meeting=preflight)
     if arguments.tune.print_config:
         print(arguments.to_yaml(), end="")
@@ -89,15 +127,15 @@ def _with_directory(
         where = plan.checkpoint.name if plan.checkpoint else "the start"
         why = (exits.last_ending(os.environ) or "a process ended without a word").partition(". ")[0]
         announce.say(f"the launcher has started all processes again ({why}): the run goes on from {where}")
-    publisher = open_publisher(arguments)
+    publisher = _open_publisher(arguments)
     if plan.action == "finished":
         announce.say(f"this run is finished in {plan.directory}; give --overwrite_output_dir to train again")
         if publisher is not None:
             publisher.result(plan.directory)  # its push may have failed; what is there is not sent again
         return 0
-    job = prepare(arguments, asked, plan, publisher, guard)
+    job = _prepare(arguments, asked, plan, publisher, guard)
     announce.say(*announce.settings(arguments, job.data.description, job.mover))
-    job.findings = machine_findings.look(doctor=arguments.tune.doctor == "quick", say=announce.say_of_this_rank)
+    job.findings = announce.look(doctor=arguments.tune.doctor == "quick", say=announce.say_of_this_rank)
     try:
         with job.mover, closing(publisher) if publisher else nullcontext():
             _complete(job)
@@ -133,7 +171,7 @@ def _complete(job: Job) -> None:
 def _attempt(job: Job, *, may_go_back: bool) -> str | None:
     """One way from loading to the finished result; the message of a memory fault that may be recovered from."""
     job.guard.starting()
-    trainer, facts = make_trainer(job)
+    trainer, facts = _make_trainer(job)
     announce.say(*announce.model(trainer, facts))
     trainer.require_coverage()
     facts = _fitted(job, trainer, facts)
@@ -148,7 +186,14 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
         )
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
-    cards = job.cards = _cards(job, trainer, facts)
+    cards = job.cards = Cards(
+        arguments=job.arguments,
+        data=job.data.description,
+        method=announce.method(trainer),
+        trainer=trainer,
+        facts=facts,
+        say=announce.say,
+    )
     try:
         with trainer.stop_requests.installed():  # the save of the result is not torn by a Ctrl-C either
             _train(job, trainer, facts, cards)
@@ -167,8 +212,8 @@ def _fitted(job: Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> re
     """The choice of --auto_fit, corrected where that was asked for, and kept for whoever continues the run."""
     if job.fit is None:
         return facts
-    job.fit = auto_fit.probed(job.fit, trainer, say=announce.say)
-    chosen = job.fit.choice.values()
+    job.fit = probed(job.fit, trainer, say=announce.say)
+    chosen = dict(vars(job.fit.choice))
     job.plan = replace(job.plan, record=replace(job.plan.record, auto_fit=chosen))
     return replace(facts, auto_fit=chosen)
 
@@ -186,17 +231,6 @@ def _plan(arguments: Arguments, asked: dict[str, Any], *, going_back: bool = Fal
     )
 
 
-def _cards(job: Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> Cards:
-    return Cards(
-        arguments=job.arguments,
-        data=job.data.description,
-        method=announce.method(trainer),
-        trainer=trainer,
-        facts=facts,
-        say=announce.say,
-    )
-
-
 def _train(job: Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts, cards: Cards) -> None:
     training = job.arguments.training
     trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
@@ -209,3 +243,198 @@ def _train(job: Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts, cards:
     if training.push_to_hub:
         trainer.beat("publish")  # everything is on disk, verified: a push that dies takes nothing with it
     trainer.end()
+
+
+# ---- before the model is loaded -------------------------------------------------------------------------------
+
+
+def _open_publisher(arguments: Arguments) -> Publisher | None:
+    """Who pushes, on the first rank of a job that is to push. The token leaves the settings: they go to disk."""
+    training = arguments.training
+    token, training.hub_token = training.hub_token, None
+    if not training.push_to_hub:
+        return None
+    if token:
+        announce.say("others on this machine can read --hub_token while the run lasts: `hf auth login` hides the token")
+    base = arguments.tune.hub_base_model_id
+    local = dict.fromkeys(local_paths(arguments.resolved()), "") | {arguments.model.model_name_or_path: base or ""}
+    publisher: Publisher | None = None
+
+    def repo_id() -> str:
+        nonlocal publisher
+        verify = arguments.tune.hub_verify
+        publisher = Publisher.of(
+            training, base_model_id=base, verify=verify, local=local, token=token, say=announce.say
+        )
+        publisher.open()
+        return publisher.repo_id
+
+    training.hub_model_id = on_main_process(repo_id)
+    return publisher
+
+
+def _prepare(
+    arguments: Arguments, asked: dict[str, Any], plan: Plan, publisher: Publisher | None, guard: StallGuard
+) -> Job:
+    """Everything that can be refused without loading the model."""
+    training, tune = arguments.training, arguments.tune
+    source = ModelSource(
+        name=arguments.model.model_name_or_path,
+        revision=arguments.model.model_revision,
+        trust_remote_code=training.trust_remote_code,
+        init={
+            "attn_implementation": arguments.model.attn_implementation,
+            "dtype": arguments.model.dtype,
+            **(training.model_init_kwargs or {}),
+        },
+        quantization=get_quantization_config(arguments.model),
+    )
+    check_source(source, training.device)
+    check_loggers(training.report_to)
+    check_offloads(training)
+    check_fsdp(training, arguments.model, os.environ, others=_not_for_shards(arguments))
+    if crashes := Crashes().text:
+        announce.say(f"crashes are injected on request: {crashes}")
+    if step_faults := StepFaultSpec.from_environment():
+        announce.say(f"steps are harmed on request: {step_faults}")
+    data = _data(arguments)
+    tokenizer = load_tokenizer(source, training.chat_template_path)
+    _check_formats(arguments, data, tokenizer)
+    mover = make_mover(arguments, source, say=announce.say)
+    libraries = _warm_up(mover, source)
+    fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=announce.say)
+    telemetry = of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
+    return Job(
+        arguments=arguments,
+        asked=asked,
+        plan=plan,
+        fit=fit,
+        source=source,
+        data=data,
+        tokenizer=tokenizer,
+        mover=mover,
+        telemetry=telemetry if tune.telemetry_every > 0 else None,
+        publisher=publisher,
+        guard=guard,
+    )
+
+
+def _warm_up(mover: Mover, source: ModelSource) -> int:
+    """Libraries take their memory of each card while there is some, and how much; see `training.device_memory`."""
+    quantised = source.quantization
+    bits = None if quantised is None else 4 if quantised.load_in_4bit else 8
+    taken = sum(warm_up(device, bits=bits) for device in sorted(set(device_map(mover).values()), key=str))
+    mover.report.count("memory", libraries_bytes=taken)
+    return taken
+
+
+def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
+    """Flags that do not go with FSDP2, and whether they are in use."""
+    ranks, tune = arguments.ranks, arguments.tune
+    return {
+        "--auto_fit": tune.auto_fit != "off",
+        "--compare_optimizer_every": tune.compare_optimizer_every > 0,
+        "--grad_sync host": ranks.grad_sync == "host",
+        "--grad_compression": ranks.grad_compression != "none",
+        "--split_layers": ranks.split_layers is not None,
+    }
+
+
+def _make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
+    """Loads the model, verified, and builds its trainer with everything that watches a run; collective.
+
+    Returns:
+        The trainer, ready to train, and what its report will say of the loading.
+    """
+    training, tune = job.arguments.training, job.arguments.tune
+    set_seed(training.seed)  # as TRL does before it loads a model
+    # A model that is to be sharded stays on the host: each card gets its own rows, when the trainer is built.
+    on_host = is_wanted(os.environ) and job.source.quantization is None
+    model, seconds = load_model(job.source, job.mover, on_host=on_host)
+    records = on_main_process(lambda: attest_files(job.source, job.mover))
+    peft_config = get_peft_config(job.arguments.model)
+    if peft_config is not None:
+        peft_config.target_modules = target_names(peft_config.target_modules)
+        check_targets(model, peft_config.target_modules)
+    training.model_init_kwargs = None  # they are in the model
+    callbacks = []
+    if tune.early_stopping_patience is not None:
+        callbacks.append(EarlyStoppingCallback(tune.early_stopping_patience, tune.early_stopping_threshold))
+    with as_usage_errors():
+        trainer = VerifiedSFTTrainer(
+            model=model,
+            args=training,
+            train_dataset=job.data.train,
+            eval_dataset=job.data.eval,
+            processing_class=job.tokenizer,
+            peft_config=peft_config,
+            callbacks=callbacks,
+            mover=job.mover,
+            sentinel_every=tune.sentinel_every,
+            prefetch_batches=tune.prefetch_batches,
+            compare_optimizer_every=tune.compare_optimizer_every,
+            consent_unverified=tune.consent_unverified,
+            on_oom=tune.on_oom,
+            max_skipped_steps=tune.max_skipped_steps,
+            grad_sync=job.arguments.grad_sync.way,
+            grad_compression=job.arguments.grad_sync.compression,
+            run_id=job.plan.run_id,
+            skip_steps=job.plan.record.skipped_steps,
+            publisher=job.publisher,
+            card_writer=job.write_card,
+            telemetry=job.telemetry,
+            listener=job.guard.hear,
+        )
+    job.arguments = replace(job.arguments, training=trainer.args)  # a copy, with what is changed while it is built
+    if job.publisher is not None:
+        job.publisher.alive = partial(trainer.beat, "save")
+    facts = report.RunFacts(
+        run_id=job.plan.run_id,
+        load_seconds=seconds + trainer.describe()["shard_seconds"],
+        attested_files=records.attested,
+        not_attested=records.unknown,
+        findings=job.findings,
+        preflight=job.arguments.preflight.to_dict() if job.arguments.preflight else None,
+        telemetry=job.telemetry,
+    )
+    return trainer, facts
+
+
+def _data(arguments: Arguments) -> Splits:
+    script, training = arguments.script, arguments.training
+    need_eval = training.eval_strategy != "no"
+    if arguments.mixture.datasets:
+        return load_mixture(
+            arguments.mixture,
+            train_split=script.dataset_train_split,
+            test_split=script.dataset_test_split,
+            need_eval=need_eval,
+        )
+    return load_source(
+        script.dataset_name,
+        config=script.dataset_config,
+        streaming=script.dataset_streaming,
+        train_split=script.dataset_train_split,
+        test_split=script.dataset_test_split,
+        need_eval=need_eval,
+        eval_split_size=arguments.tune.eval_rows,
+        seed=training.seed if training.data_seed is None else training.data_seed,
+    )
+
+
+def _check_formats(arguments: Arguments, data: Splits, tokenizer: PreTrainedTokenizerBase) -> None:
+    training = arguments.training
+    for split, rows in (("train", data.train), ("evaluation", data.eval)):
+        if rows is not None:
+            found = check_format(
+                rows,
+                assistant_only_loss=training.assistant_only_loss,
+                completion_only_loss=training.completion_only_loss,
+                dataset_text_field=training.dataset_text_field,
+                has_chat_template=bool(training.chat_template_path or getattr(tokenizer, "chat_template", None)),
+                model_name=arguments.model.model_name_or_path,
+                split=split,
+            )
+            if found.unusual_roles:
+                roles = ", ".join(found.unusual_roles)
+                announce.say(f"the {split} rows have roles that a chat template may not know: {roles}")

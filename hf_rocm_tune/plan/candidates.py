@@ -1,19 +1,13 @@
 """Which micro-batch and checkpointing ``--auto_fit`` takes: from the plan alone, or corrected by steps that were tried.
 
 The effective batch is given; a way to run it is a micro-batch, the accumulation that goes with it, and checkpointing.
-`Demand` says what is wanted and what must be kept as the user set it, `Candidate` is one way with its predicted peak,
-and `next_candidate` is what a probe asks after each step that it has tried:
-
-    nothing fitted yet    the fastest of those that need less than what failed, with half of its micro-batch or less
-    something fitted      a faster one, where the measured peaks say that it has room; at most `MOST_UPWARD` of them
-
 Pure arithmetic on bytes: no torch, no trainer. What is fast is the plan's estimate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from hf_rocm_tune.errors import UsageError
@@ -55,9 +49,8 @@ def demand(
 
     Args:
         ranks: processes of the job.
-        effective_batch: ``--effective_batch``; None: what the other two flags make.
-        micro_batch, accumulation, checkpointing: ``--per_device_train_batch_size``, ``--gradient_accumulation_steps``,
-            ``--activation_checkpointing``, given or by default.
+        effective_batch: None: what the other two flags make.
+        micro_batch, accumulation, checkpointing: as the flags have them, given or by default.
         given: names of the flags that the user set.
 
     Raises:
@@ -114,13 +107,8 @@ class Candidate(Way):
     @classmethod
     def of(cls, option: Estimate) -> Candidate:
         """A case of the plan."""
-        return cls(
-            micro_batch=option.case.micro_batch,
-            accumulation=option.case.accumulation,
-            checkpointing=option.case.checkpointing,
-            predicted=int(option.allocated),
-            tokens_per_second=option.speed.tokens_per_second,
-        )
+        way = {name: getattr(option.case, name) for name in ("micro_batch", "accumulation", "checkpointing")}
+        return cls(**way, predicted=int(option.allocated), tokens_per_second=option.speed.tokens_per_second)
 
     def fits(self, budget: int, *, scale: float = 1.0) -> bool:
         """Whether its predicted peak, times ``scale``, and the allocator's slack fit."""
@@ -141,6 +129,9 @@ def next_candidate(
     candidates: Sequence[Candidate], trials: Sequence[Trial], *, first: Candidate, budget: int
 ) -> Candidate | None:
     """What to try next; None where the fastest that fitted is the answer, or nothing is left to try.
+
+        nothing fitted yet    the fastest of those that need less than what failed, with half of its micro-batch or less
+        something fitted      a faster one, where the measured peaks say that it has room; at most `MOST_UPWARD` of them
 
     Args:
         candidates: all ways.
@@ -222,7 +213,3 @@ class Choice(Way):
                 "give --overwrite_output_dir"
             ) from error
         return choice
-
-    def values(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)

@@ -1,24 +1,23 @@
-"""``hf-rocm-tune plan``: its flags, and the choice as a command line and as a recipe. Imports no torch."""
+"""``hf-rocm-tune plan``: its flags, the plan as text and JSON, and the choice as a command line and as a recipe."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError
-from hf_rocm_tune.plan import text
-from hf_rocm_tune.plan.estimate import GIB, OPTIMIZERS, CardMemory, Estimate
-from hf_rocm_tune.plan.fit import Plan, largest_models, plan_for, worthwhile
+from hf_rocm_tune.plan.estimate import GIB, OPTIMIZERS, CardMemory, Case, Estimate, host
+from hf_rocm_tune.plan.fit import Plan, SplitPlan, largest_models, memory_lines, plan_for, split_plan
 from hf_rocm_tune.plan.request import (
     ALL_LINEAR,
     ATTENTIONS,
-    DEFAULT_OPTIMIZER,
     DTYPES,
     METHODS,
     PlanRequest,
@@ -26,7 +25,6 @@ from hf_rocm_tune.plan.request import (
     card_memory,
     quiet,
 )
-from hf_rocm_tune.plan.split import split_plan
 
 _PROGRAM = "hf-rocm-tune"
 _NO_DATA = "YOUR_DATA"
@@ -62,16 +60,15 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
 
 def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -> int:
     with quiet():  # of kernels that would be faster, for example
-        plan = plan_for(request, card=card, within_limit=wanted.length is None, at_once=worthwhile())
+        plan = plan_for(request, card=card, within_limit=wanted.length is None)
     request = plan.request
     line = command(request, plan.nearest, wanted.dataset_name)
-    print(json.dumps(text.as_values(plan, line)) if wanted.json else text.as_text(plan, line))
+    print(json.dumps(as_values(plan, line)) if wanted.json else as_text(plan, line))
     if plan.choice is None:
         missing = -plan.nearest.spare / GIB
         raise OutOfMemoryError(f"nothing fits: {missing:.1f} GiB are missing at the least. {_advice(plan)}")
-    if wanted.emit is not None:
-        head = f"# Planned for {plan.choice.total / GIB:.1f} GiB of the card; `{_PROGRAM} plan` says what takes it.\n"
-        _write_recipe(wanted, head, settings(request, plan.choice, wanted.dataset_name), cards=request.cards)
+    what = f"Planned for {plan.choice.total / GIB:.1f} GiB of the card; `{_PROGRAM} plan` says what takes it."
+    _write_recipe(wanted, what, request, plan.choice)
     return 0
 
 
@@ -87,15 +84,12 @@ def _split(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -
     layers = ",".join(map(str, found.counts))
     request = found.plan.request
     line = f"{command(request, found.option, wanted.dataset_name)} --split_layers {layers}"
-    print(json.dumps(text.split_as_values(found, line)) if wanted.json else text.split_as_text(found, line))
-    if not found.cut.fits:
-        missing = f"{-found.cut.least_spare / GIB:.1f} GiB are missing on the fullest of {len(found.cards)} cards"
+    print(json.dumps(split_as_values(found, line)) if wanted.json else split_as_text(found, line))
+    if not found.fits:
+        missing = f"{-found.least_spare / GIB:.1f} GiB are missing on the fullest of {len(found.cards)} cards"
         raise OutOfMemoryError(f"nothing fits: {missing}. Try --method qlora, a shorter --seq, or more cards")
-    if wanted.emit is not None:
-        head = (
-            f"# One model split over several cards, in one process; `{_PROGRAM} plan --split` says what each takes.\n"
-        )
-        _write_recipe(wanted, head, settings(request, found.option, wanted.dataset_name) | {"split_layers": layers})
+    what = f"One model split over several cards, in one process; `{_PROGRAM} plan --split` says what each takes."
+    _write_recipe(wanted, what, request, found.option, split_layers=layers)
     return 0
 
 
@@ -121,6 +115,234 @@ def _largest(request: PlanRequest, card: CardMemory, *, as_json: bool) -> int:
     for method, name in found.items():
         print(f"  {method:<6} {name or 'none'}")
     return 0
+
+
+# ---- text and JSON ---------------------------------------------------------------------------------------------
+
+_ASSUMED = frozenset({"allocator slack", "context"})
+_WIDTH = 24
+_LEAST = 0.005 * GIB  # less would be shown as 0.00
+#: Sizes of host memory that are common, in GiB.
+_HOSTS = (16, 32)
+
+
+def as_text(plan: Plan, command: str) -> str:
+    """The plan for a reader: the choice by parts, the grid, the command line."""
+    card, found = plan.card, plan.nearest
+    cards = f", {found.case.cards} cards" if found.case.cards > 1 else ""
+    told = (
+        f"{name.replace('_', ' ')} {', '.join(value) if isinstance(value, list) else value}"
+        for name, value in settings_of(plan).items()
+        if value not in (None, False, [])
+    )
+    speed = found.speed
+    lines = [
+        _model(plan),
+        f"{card.name}: {card.usable / GIB:.1f} GiB, of which others hold {card.desktop / GIB:.1f} "
+        f"({card.desktop_source}) and the driver's context {card.context / GIB:.1f} (assumed)",
+        "",
+        _choice(plan, found, fits=plan.choice is not None, how=cards),
+        f"  for {'; '.join(told)}",
+    ]
+    if plan.choice:
+        lines.append(
+            f"  fastest of what fits, by estimate, not by measurement: {100 * speed.products:.0f} % matrix products, "
+            f"{100 * speed.traffic:.0f} % memory traffic, {100 * speed.launches:.0f} % launches"
+        )
+    lines += ["", *_parts(plan), "", _host_line(plan), "", *_grid(plan)]
+    if plan.scales:
+        longest = ", ".join(f"{method} {plan.longest(method) or 'none'}" for method in plan.variants)
+        lines += ["", f"longest sequence that fits, micro-batch 1 with checkpointing: {longest}"]
+    return "\n".join([*lines, *_end(plan, command)])
+
+
+def as_values(plan: Plan, command: str) -> dict[str, Any]:
+    """The plan as JSON values; memory in bytes."""
+    parts, fits = _host(plan)
+    return {
+        "schema": 1,
+        "model": plan.request.model,
+        "architecture": plan.architecture,
+        "parameters": plan.parameters,
+        "layers": plan.layers,
+        "card": vars(plan.card) | {"free": plan.card.free},
+        "fits": plan.choice is not None,
+        "choice": _values(plan.nearest),
+        "settings": settings_of(plan),
+        "host": {"parts": parts, "total": sum(parts.values()), "fits_gib": fits},
+        "longest": {method: plan.longest(method) for method in plan.variants},
+        "grid": [_values(each) for each in plan.grid],
+        "command": command,
+        "notes": list(plan.notes),
+    }
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """The settings for which the figures of the choice hold, by name."""
+    request, method = plan.request, plan.nearest.variant
+    found: dict[str, Any] = {}
+    if method != "full":
+        trained = max(plan.variants[method].weights.trained, key=lambda each: each.elements * each.count)
+        found = {
+            "rank": request.rank,
+            "alpha": request.alpha,
+            "dropout": request.adapter_dropout,
+            "targets": request.targets if isinstance(request.targets, str) else list(request.targets),
+            "modules_to_save": list(request.modules_to_save),
+            "dora": request.dora,
+            "adapter_dtype": {2: "bfloat16", 4: "float32"}[trained.itemsize],
+        }
+    return found | {
+        "weight_dtype": request.dtype_of(method),
+        "autocast": "bfloat16" if request.autocast else None,
+        "optimizer": request.optim,
+        "attention": request.attention,
+    }
+
+
+def split_as_text(found: SplitPlan, command: str) -> str:
+    """The plan of a split for a reader: the choice, each card by parts, the command line."""
+    lines = [
+        _model(found.plan),
+        "",
+        _choice(found.plan, found.option, fits=found.fits, how=f", split over {len(found.cards)} cards"),
+        "  the cards compute one after the other: a second one makes room, not speed",
+        "",
+        *memory_lines(found),
+        "",
+        *_split_parts(found),
+    ]
+    return "\n".join([*lines, *_end(found.plan, command)])
+
+
+def split_as_values(found: SplitPlan, command: str) -> dict[str, Any]:
+    """The plan of a split as JSON values; memory in bytes."""
+
+    def on_card(card: CardMemory, count: int, estimate: Estimate) -> dict[str, Any]:
+        own = {name: getattr(estimate, name) for name in ("total", "spare", "moment")}
+        return {"name": card.name, "usable": card.usable, "layers": count, **own, "parts": dict(estimate.parts)}
+
+    return {
+        "schema": 1,
+        "model": found.plan.request.model,
+        "parameters": found.plan.parameters,
+        "layers": found.plan.layers,
+        "method": found.option.variant,
+        "case": vars(found.option.case),
+        "fits": found.fits,
+        "cards": [on_card(*each) for each in zip(found.cards, found.counts, found.estimates, strict=True)],
+        "command": command,
+        "notes": list(found.plan.notes),
+    }
+
+
+def _model(plan: Plan) -> str:
+    name = plan.request.model or plan.architecture
+    return f"{name}: {plan.architecture}, {plan.parameters / 1e9:.2f} billion parameters, {plan.layers} layers"
+
+
+def _choice(plan: Plan, found: Estimate, *, fits: bool, how: str) -> str:
+    case = found.case
+    return (
+        f"{'choice' if fits else 'nothing fits; nearest'}: {found.variant}, micro-batch {case.micro_batch}"
+        f"{' packed' if case.packing else ''} x {case.length} tokens, {_with(case)} checkpointing, "
+        f"accumulation {case.accumulation}{how} (effective batch {plan.request.effective_batch})"
+    )
+
+
+def _with(case: Case) -> str:
+    return "with" if case.checkpointing else "without"
+
+
+def _end(plan: Plan, command: str) -> list[str]:
+    notes = ["", *(f"note: {note}" for note in plan.notes)] if plan.notes else []
+    return ["", "command:", f"  {command}", *notes]
+
+
+def _values(option: Estimate) -> dict[str, Any]:
+    return {
+        "method": option.variant,
+        **vars(option.case),
+        "fits": option.fits,
+        "total": option.total,
+        "spare": option.spare,
+        "allocator_peak": option.allocated,
+        "moment": option.moment,
+        "parts": dict(option.parts),
+        "moments": dict(option.moments),
+        "estimated_tokens_per_second": option.speed.tokens_per_second,
+    }
+
+
+def _parts(plan: Plan) -> Iterator[str]:
+    found = plan.nearest
+    yield f"{'part':<{_WIDTH}} {'GiB':>6}  known by"
+    for name, nbytes in found.parts.items():
+        if nbytes < _LEAST:
+            continue
+        how = "assumed" if name in _ASSUMED else plan.card.desktop_source if name == "desktop" else "counted"
+        if name == "working memory":
+            how = f"counted: {found.moment}"
+        yield f"{name:<{_WIDTH}} {nbytes / GIB:>6.2f}  {how}"
+    rest = f"{found.spare / GIB:.2f} spare" if found.fits else f"{-found.spare / GIB:.2f} missing"
+    yield f"{'total':<{_WIDTH}} {found.total / GIB:>6.2f}  of {plan.card.usable / GIB:.2f}: {rest}"
+    yield ""
+    levels = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in found.moments.items())
+    yield f"allocated at most, by moment: {levels}"
+    other = replace(found.case, checkpointing=not found.case.checkpointing)
+    for twin in plan.grid:
+        if (twin.variant, twin.case) == (found.variant, other):
+            kept = (twin.parts["activations kept"] + twin.parts["attention masks kept"]) / GIB
+            total = f"{twin.total / GIB:.1f} GiB in total"
+            yield f"{_with(other)} checkpointing: {kept:.1f} GiB of activations kept, {total}"
+
+
+def _split_parts(found: SplitPlan) -> Iterator[str]:
+    yield f"{'part, GiB':<{_WIDTH}}" + "".join(f"{f'card {number}':>9}" for number in range(len(found.cards)))
+    for name in found.estimates[0].parts:
+        sizes = [estimate.parts.get(name, 0.0) for estimate in found.estimates]
+        if max(sizes) >= _LEAST:
+            yield f"{name:<{_WIDTH}}" + "".join(f"{size / GIB:>9.2f}" for size in sizes)
+    yield f"{'total':<{_WIDTH}}" + "".join(f"{estimate.total / GIB:>9.2f}" for estimate in found.estimates)
+    moments = ", ".join(
+        f"card {number}: {each.moment.replace('of layer', 'of its layer')}"
+        for number, each in enumerate(found.estimates)
+    )
+    yield f"at the peak of each card ({moments}); allocator slack, context and desktop are assumed or read"
+
+
+def _host(plan: Plan) -> tuple[dict[str, float], dict[int, bool]]:
+    """What the training processes take of the host's memory by part, and whether that fits into common sizes of it."""
+    found = plan.nearest
+    parts = host(plan.variants[found.variant], found.case, workers=plan.request.workers)
+    return parts, {size: sum(parts.values()) <= size * GIB for size in _HOSTS}
+
+
+def _host_line(plan: Plan) -> str:
+    found, fitting = _host(plan)
+    parts = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in found.items() if nbytes >= GIB / 20)
+    fits = ", ".join(f"{'fits' if fits else 'does not fit'} {size} GiB" for size, fits in fitting.items())
+    return f"host memory: {sum(found.values()) / GIB:.1f} GiB, mostly assumed ({parts}): {fits}"
+
+
+def _grid(plan: Plan) -> Iterator[str]:
+    sizes = sorted({each.case.micro_batch for each in plan.grid})
+    columns = "".join(f"{size:>9}" for size in sizes)
+    best = plan.nearest.speed.tokens_per_second
+    yield "peak in GiB by micro-batch: [does not fit], *choice; speed: the best that fits, the choice is 1"
+    yield f"{'length':>6}  {'method':<6} {'checkpointing':<13}{columns}    speed"
+    rows: dict[tuple[int, str, bool], list[Estimate]] = {}
+    for each in sorted(plan.grid, key=lambda each: each.case.length):
+        rows.setdefault((each.case.length, each.variant, each.case.checkpointing), []).append(each)
+    for (length, method, checkpointing), row in rows.items():
+        cells = {}
+        for each in row:
+            value = f"{each.total / GIB:.1f}"
+            cells[each.case.micro_batch] = f"*{value}" if each is plan.choice else value if each.fits else f"[{value}]"
+        fitting = [each.speed.tokens_per_second for each in row if each.fits]
+        speed = f"{max(fitting) / best:.2f}" if fitting else "-"
+        shown = "".join(f"{cells.get(size, ''):>9}" for size in sizes)
+        yield f"{length:>6}  {method:<6} {'on' if checkpointing else 'off':<13}{shown}{speed:>9}"
 
 
 # ---- flags ------------------------------------------------------------------------------------------------------
@@ -182,33 +404,9 @@ def _parser() -> argparse.ArgumentParser:
 
 # ---- the choice as a job ----------------------------------------------------------------------------------------
 
-#: What `hf-rocm-tune sft` does unasked; the command line leaves it out, the recipe states it.
-_USUAL: dict[str, Any] = {
-    "use_peft": True,
-    "load_in_4bit": False,
-    "use_bnb_nested_quant": True,
-    "dtype": "bfloat16",
-    "bf16": True,
-    "gradient_checkpointing": True,
-    "lora_r": 16,
-    "lora_alpha": 32,
-    "lora_dropout": 0.05,
-    "lora_target_modules": [ALL_LINEAR],
-    "lora_modules_to_save": None,
-    "use_dora": False,
-    "use_rslora": False,
-    "packing": False,
-    "optim": DEFAULT_OPTIMIZER,
-    "attn_implementation": None,
-    "model_revision": "main",
-    "trust_remote_code": False,
-    "dataloader_num_workers": 0,
-}
 
-
-def settings(request: PlanRequest, option: Estimate, dataset: str | None = None) -> dict[str, Any]:
+def settings(request: PlanRequest, method: str, case: Case, dataset: str | None = None) -> dict[str, Any]:
     """The settings of a choice, by the names of the flags of ``hf-rocm-tune sft``; None: not set."""
-    case, method = option.case, option.variant
     found: dict[str, Any] = {"model_name_or_path": request.model}
     if dataset is not None:
         found["dataset_name"] = dataset
@@ -247,8 +445,10 @@ def command(request: PlanRequest, option: Estimate, dataset: str | None = None) 
     words = [_PROGRAM, "sft"]
     if request.cards > 1:
         words += ["--accelerate_config", _TWO_CARDS]
-    for name, value in settings(request, option, dataset or _NO_DATA).items():
-        if value is None or (name in _USUAL and value == _USUAL[name]):
+    nothing = Case(micro_batch=0, length=0, checkpointing=True, accumulation=0)
+    usual = settings(PlanRequest(), "qlora", nothing) | {"load_in_4bit": False}
+    for name, value in settings(request, option.variant, option.case, dataset or _NO_DATA).items():
+        if value is None or value == usual.get(name):
             continue
         words.append(f"--{name}")
         if isinstance(value, list):
@@ -266,16 +466,20 @@ def _check_recipe(path: Path, *, replace: bool) -> None:
         raise UsageError(f"--emit {path}: that file exists; choose another, or give --force to replace it")
 
 
-def _write_recipe(wanted: argparse.Namespace, head: str, content: dict[str, Any], *, cards: int = 1) -> None:
-    path: Path = wanted.emit
+def _write_recipe(wanted: argparse.Namespace, what: str, request: PlanRequest, option: Estimate, **more: Any) -> None:
+    """Writes the choice as a recipe where that is asked for; ``what`` is said in its opening comment."""
+    path: Path | None = wanted.emit
+    if path is None:
+        return
     _check_recipe(path, replace=wanted.force)
-    head += (
-        f"# Start: {_PROGRAM} sft {f'--accelerate_config {_TWO_CARDS} ' if cards > 1 else ''}--config {path.name}"
-        f"{'' if wanted.dataset_name else f' --dataset_name {_NO_DATA}'}\n"
+    start = f"{_PROGRAM} sft {f'--accelerate_config {_TWO_CARDS} ' if request.cards > 1 else ''}--config {path.name}"
+    data = "" if wanted.dataset_name else f" --dataset_name {_NO_DATA}"
+    content = settings(request, option.variant, option.case, wanted.dataset_name) | more
+    given = yaml.safe_dump(
+        {name: value for name, value in content.items() if value is not None}, sort_keys=False, allow_unicode=True
     )
-    given = {name: value for name, value in content.items() if value is not None}
     try:
-        path.write_text(head + yaml.safe_dump(given, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        path.write_text(f"# {what}\n# Start: {start}{data}\n{given}", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--emit {path} cannot be written: {error.strerror}; choose another file") from error
     if not wanted.json:

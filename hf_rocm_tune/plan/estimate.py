@@ -15,6 +15,7 @@ Speed is an estimate that ranks choices. It is no measurement and no figure of a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -25,7 +26,6 @@ import numpy.typing as npt
 from hf_rocm_tune.errors import UsageError
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
-Integers: TypeAlias = "npt.NDArray[np.int64]"
 Counts: TypeAlias = "tuple[int, ...]"
 
 GIB = 1 << 30
@@ -55,7 +55,7 @@ LENGTH_STEP = 128
 # ---- recordings -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Segment:
     """A stretch of a step."""
 
@@ -113,28 +113,18 @@ def _growths(first: tuple[int, int], second: tuple[int, int], powers: Sequence[t
     return np.array([i * batch + j * length for i, j in powers])
 
 
-@dataclass(frozen=True, kw_only=True)
 class Growth:
-    """Bytes of each storage: ``fixed + slope * batch ** i * length ** j``, or those of a tile."""
+    """Bytes of each storage: ``fixed + slope * batch ** i * length ** j``, or those of a tile.
 
-    # fixed, slope, batch_power, length_power: one value a storage
-    fixed: Floats
-    slope: Floats
-    batch_power: Floats
-    length_power: Floats
-    tile: Floats  # bytes a token of a storage that stops growing at ``tile_tokens`` tokens; 0 for others
-    tile_tokens: int
+    From two recordings of the same step, which may differ in batch, in length, in both or not at all. The powers are
+    those whose ratio is nearest to that of the two sizes. With them both sizes are met exactly, also where a storage is
+    a token or a few shorter than the sequence.
 
-    @classmethod
-    def fit(cls, first: Tape, second: Tape) -> Growth:
-        """From two recordings of the same step, which may differ in batch, in length, in both or not at all.
+    Raises:
+        ValueError: the two shapes do not tell; see `told_apart`.
+    """
 
-        The powers are those whose ratio is nearest to that of the two sizes. With them both sizes are met exactly, also
-        where a storage is a token or a few shorter than the sequence.
-
-        Raises:
-            ValueError: the two shapes do not tell; see `told_apart`.
-        """
+    def __init__(self, first: Tape, second: Tape) -> None:
         shapes = (first.batch, first.length), (second.batch, second.length)
         if not told_apart(*shapes):
             raise ValueError(f"two recordings, {shapes[0]} and {shapes[1]}, that do not tell how sizes grow")
@@ -142,38 +132,31 @@ class Growth:
         known = (sizes > 0) & (others > 0)
         ratios = np.log(np.where(known, others, 1.0)) - np.log(np.where(known, sizes, 1.0))
         nearest = np.abs(ratios[:, None] - _growths(*shapes, _POWERS)[None, :]).argmin(axis=1)
-        batch_power, length_power = np.array(_POWERS, dtype=np.float64)[nearest].T
-        before = first.batch**batch_power * first.length**length_power
-        after = second.batch**batch_power * second.length**length_power
+        self._powers = np.array(_POWERS, dtype=np.float64)[nearest].T
+        before, after = (self._grown(*shape) for shape in shapes)
         grows = after > before
-        slope = np.where(grows, (others - sizes) / np.where(grows, after - before, 1.0), 0.0)
-        tile = np.zeros_like(sizes)
-        marked = list(first.tiles)
-        # a recorded tile may be slightly less than a whole one, where the last token of a sequence has no part
-        tile[marked] = np.maximum(
-            *(
-                (np.array(tape.sizes, dtype=np.float64) / min(tape.tokens, tape.tile_tokens))[marked]
-                for tape in (first, second)
-            )
-        )
-        return cls(
-            fixed=sizes - slope * before,
-            slope=slope,
-            batch_power=batch_power,
-            length_power=length_power,
-            tile=tile,
-            tile_tokens=first.tile_tokens,
-        )
+        self._slope = np.where(grows, (others - sizes) / np.where(grows, after - before, 1.0), 0.0)
+        self._fixed = sizes - self._slope * before
+        # Bytes a token of a storage that stops growing. A recorded tile may be slightly less than a whole one, where
+        # the last token of a sequence has no part.
+        marked, self._tile_tokens = list(first.tiles), first.tile_tokens
+        self._tile = np.zeros_like(sizes)
+        a_token = [each / min(t.tokens, t.tile_tokens) for each, t in ((sizes, first), (others, second))]
+        self._tile[marked] = np.maximum(*a_token)[marked]
+
+    def _grown(self, batch: int, length: int) -> Floats:
+        grown: Floats = float(batch) ** self._powers[0] * float(length) ** self._powers[1]
+        return grown
 
     def quadratic(self, sizes: Floats) -> Floats:
         """Of the bytes of each storage those that grow with the square of the length: masks and attention scores."""
-        return np.where((self.length_power == 2) & (self.slope > 0), sizes, 0.0)
+        return np.where((self._powers[1] == 2) & (self._slope > 0), sizes, 0.0)
 
     def at(self, batch: int, length: int) -> Floats:
         """Bytes of each storage, never negative."""
-        grown = self.fixed + self.slope * float(batch) ** self.batch_power * float(length) ** self.length_power
-        tiled = self.tile * min(batch * length, self.tile_tokens)
-        found: Floats = np.maximum(np.where(self.tile > 0, tiled, grown), 0.0)
+        grown = self._fixed + self._slope * self._grown(batch, length)
+        tiled = self._tile * min(batch * length, self._tile_tokens)
+        found: Floats = np.maximum(np.where(self._tile > 0, tiled, grown), 0.0)
         return found
 
 
@@ -190,20 +173,6 @@ class Peak:
     gradients: float  # gradients of parameters that exist when that stretch begins
     by_role: dict[str, float]  # the highest level in each kind of stretch
     all_gradients: float  # bytes of the gradients when the step is done
-
-    @property
-    def working(self) -> float:
-        """What the stretch itself takes on top."""
-        return self.total - self.kept - self.gradients
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a step computes."""
-
-    flops: float  # floating point operations of matrix products and attention, recomputation included
-    written: float  # bytes of all tensors that are written
-    launches: float  # operations that write a tensor
 
 
 class Trace:
@@ -226,39 +195,48 @@ class Trace:
         self._tapes = first, second
         self._layer_of = tuple(layer_of)
         self._layers_only = layers_only
-        self._sizes = Growth.fit(first, second)
+        self._sizes = Growth(first, second)
         keys = [(segment.role, segment.layer) for segment in first.segments]
         self._repeats = {key: self._layer_of.count(key[1]) if _of_layer(key[0]) else 1 for key in keys}
+        counts = np.array([self._repeats[keys[owner]] for owner in first.owners], dtype=np.float64)
         events = np.array(first.events, dtype=np.int64).reshape(-1, 3)
-        counts = [self._repeats[keys[owner]] for owner in first.owners]
-        self._stretches = {
-            key: _Stretch.cut(events[events[:, 0] == index], counts, inside=_of_layer(key[0]))
-            for index, key in enumerate(keys)
-        }
+        self._stretches = {}
+        for index, key in enumerate(keys):
+            storages, signs = events[events[:, 0] == index, 1:].T
+            # What a layer made and a stretch outside the layers ends (a cache of casts at the end of the forward pass)
+            # ends there for every layer of the real model.
+            times = np.ones(len(storages)) if _of_layer(key[0]) else counts[storages]
+            self._stretches[key] = storages, signs * times, np.where(signs == 0, times, 0.0)
+
+    def part(self, start: int, stop: int) -> Trace:
+        """The step on a card of a split model: its layers and, if it is the first, all that is no layer."""
+        return Trace(*self._tapes, self._layer_of[start:stop], layers_only=start > 0)
 
     def peak(self, batch: int, length: int, *, accumulating: bool = False) -> Peak:
         """The peak of one step.
 
-        Args:
-            batch: sequences.
-            length: tokens of each.
-            accumulating: gradients of earlier micro-batches are there already.
+        Where it is ``accumulating``, gradients of earlier micro-batches are there already: one that is added to them
+        goes when it lands.
         """
         sizes = self._sizes.at(batch, length)
         squares = self._sizes.quadratic(sizes)
-        levels = {key: each.levels(sizes, accumulating) for key, each in self._stretches.items()}
-        counted = {key: each for key, each in levels.items() if _of_layer(key[0]) or not self._layers_only}
-        all_gradients = sum(each.gradients * self._repeats[key] for key, each in counted.items())
+        levels = {}  # change, highest level and gradients of each stretch
+        for key, (storages, weights, landings) in self._stretches.items():
+            changes, landed = sizes[storages] * weights, sizes[storages] * landings
+            highest = np.cumsum(changes - landed if accumulating else changes).max(initial=0.0)
+            levels[key] = float(changes.sum()), float(highest), float(landed.sum())
         # a card with layers only holds copies of what the embeddings and masks leave behind
-        copies = max(0.0, levels["start", -1].net) if self._layers_only else 0.0
+        copies = max(0.0, levels["start", -1][0]) if self._layers_only else 0.0
+        levels = {key: found for key, found in levels.items() if _of_layer(key[0]) or not self._layers_only}
+        all_gradients = sum(found[2] * self._repeats[key] for key, found in levels.items())
         level, quadratic, gradients = copies, 0.0, all_gradients if accumulating else 0.0
         best: Peak | None = None
         by_role: dict[str, float] = {}
         for role, recorded, real in self._timeline():
-            found = counted.get((role, recorded))
-            if found is None:
+            if (role, recorded) not in levels:
                 continue
-            here = level + gradients + found.peak
+            net, highest, landed = levels[role, recorded]
+            here = level + gradients + highest
             by_role[role] = max(by_role.get(role, 0.0), here)
             if best is None or here > best.total:
                 best = Peak(
@@ -271,31 +249,35 @@ class Trace:
                     by_role=by_role,
                     all_gradients=all_gradients,
                 )
-            level += found.net - found.gradients
-            quadratic += self._stretches[role, recorded].net(squares)
-            gradients += 0.0 if accumulating else found.gradients
+            storages, weights, _ = self._stretches[role, recorded]
+            level += net - landed
+            quadratic += float(squares[storages] @ weights)
+            gradients += 0.0 if accumulating else landed
         assert best is not None, "a step has stretches"
         return best
 
-    def work(self, batch: int, length: int) -> Work:
-        """What one step computes, over all layers: operations grow with tokens and with their product with the length,
-        bytes written with tokens."""
+    def work(self, batch: int, length: int) -> tuple[float, float, float]:
+        """What one step computes, over all layers, recomputation included.
+
+        Operations grow with tokens and with their product with the length, bytes written with tokens.
+
+        Returns:
+            Floating point operations of matrix products and attention, bytes of all tensors that are written, and
+            operations that write one.
+        """
         times = np.array([self._repeats[segment.role, segment.layer] for segment in self._tapes[0].segments])
-        flops, written = (
+        flops, written, launches = (
             [float(times @ np.array([getattr(each, name) for each in tape.segments])) for tape in self._tapes]
-            for name in ("flops", "written")
+            for name in ("flops", "written", "launches")
         )
         (tokens, more), (short, long) = [[getattr(t, name) for t in self._tapes] for name in ("tokens", "length")]
-        if short == long:
-            slope, square = flops[0] / tokens, 0.0
-        else:
-            square = (flops[1] / more - flops[0] / tokens) / (long - short)
-            slope = flops[0] / tokens - square * short
+        square = (flops[1] / more - flops[0] / tokens) / (long - short) if long > short else 0.0
+        slope = flops[0] / tokens - square * short
         a_token = (written[1] - written[0]) / (more - tokens) if more > tokens else written[0] / tokens
-        return Work(
-            flops=max(0.0, batch * length * (slope + square * length)),
-            written=max(0.0, written[0] + a_token * (batch * length - tokens)),
-            launches=float(times @ np.array([each.launches for each in self._tapes[0].segments])),
+        return (
+            max(0.0, batch * length * (slope + square * length)),
+            max(0.0, written[0] + a_token * (batch * length - tokens)),
+            launches[0],
         )
 
     def _timeline(self) -> list[tuple[str, int, int]]:
@@ -304,8 +286,7 @@ class Trace:
         return [
             ("start", -1, -1),
             *(("forward", recorded, real) for real, recorded in layers),
-            ("head", -1, -1),
-            ("loss", -1, -1),
+            *(("head", -1, -1), ("loss", -1, -1)),
             *(("backward", recorded, real) for real, recorded in reversed(layers)),
             ("end", -1, -1),
         ]
@@ -313,46 +294,6 @@ class Trace:
 
 def _of_layer(role: str) -> bool:
     return role in ("forward", "backward")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Levels:
-    net: float
-    peak: float
-    gradients: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stretch:
-    """Events of one stretch: which storages, by how much each counts, and which have become gradients."""
-
-    storages: Integers
-    weights: Floats
-    landings: Floats
-
-    @classmethod
-    def cut(cls, events: Integers, counts: Sequence[int], *, inside: bool) -> _Stretch:
-        """From the events of a stretch.
-
-        What a layer made and a stretch outside the layers ends (a cache of casts at the end of the forward pass) ends
-        there for every layer of the real model.
-        """
-        storages, signs = events[:, 1], events[:, 2].astype(np.float64)
-        times = np.ones(len(storages)) if inside else np.array(counts, dtype=np.float64)[storages]
-        return cls(storages=storages, weights=signs * times, landings=np.where(signs == 0, times, 0.0))
-
-    def net(self, sizes: Floats) -> float:
-        """Change over the stretch, from the bytes of each storage."""
-        return float(sizes[self.storages] @ self.weights)
-
-    def levels(self, sizes: Floats, accumulating: bool) -> _Levels:
-        """Change, highest level and gradients; a gradient that is added to an earlier one goes when it lands."""
-        if not len(self.storages):
-            return _Levels(net=0.0, peak=0.0, gradients=0.0)
-        nbytes = sizes[self.storages]
-        landed, changes = nbytes * self.landings, nbytes * self.weights
-        levels = np.cumsum(changes - landed if accumulating else changes)
-        return _Levels(net=float(changes.sum()), peak=max(0.0, float(levels.max())), gradients=float(landed.sum()))
 
 
 # ---- optimizers -------------------------------------------------------------------------------------------------
@@ -396,22 +337,20 @@ class Optimizer:
 
     def kept(self, trained: Iterable[Trained]) -> int:
         """Bytes of state, wherever it lives."""
-        return sum(self._state(tensor) * tensor.count for tensor in trained)
 
-    def taken(self, trained: Iterable[Trained]) -> float:
+        def one(tensor: Trained) -> int:
+            if self.bits == 8 and tensor.elements >= _SMALLEST_8_BIT:
+                return tensor.elements + 4 * -(-tensor.elements // _BLOCK_8_BIT)
+            return tensor.elements * (4 if self.bits else tensor.itemsize)
+
+        return self.states * sum(one(tensor) * tensor.count for tensor in trained)
+
+    def taken(self, trained: Sequence[Trained]) -> float:
         """Bytes that a step takes on the card while it runs."""
-        tensors = tuple(trained)
-        largest = max((tensor.elements * tensor.itemsize for tensor in tensors), default=0)
-        floats = max((4 * tensor.elements for tensor in tensors), default=0)
+        largest = max((tensor.elements * tensor.itemsize for tensor in trained), default=0)
+        floats = max((4 * tensor.elements for tensor in trained), default=0)
         of_one = self.copies_of_one * largest + self.floats_of_one * floats
-        return self.copies * sum(tensor.nbytes for tensor in tensors) + of_one
-
-    def _state(self, tensor: Trained) -> int:
-        if self.bits == 0:
-            return self.states * tensor.elements * tensor.itemsize
-        if self.bits == 8 and tensor.elements >= _SMALLEST_8_BIT:
-            return self.states * (tensor.elements + 4 * -(-tensor.elements // _BLOCK_8_BIT))
-        return self.states * tensor.elements * 4
+        return self.copies * sum(tensor.nbytes for tensor in trained) + of_one
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -428,11 +367,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def optimizer(name: str, *, on_cpu: bool = False) -> Optimizer:
-    """The optimizer of a name.
-
-    Args:
-        name: as ``--optim`` has it.
-        on_cpu: there torch and bitsandbytes step one parameter after the other.
+    """The optimizer of a name, as ``--optim`` has it. On a CPU torch and bitsandbytes step one parameter at a time.
 
     Raises:
         UsageError: its memory is not known here.
@@ -627,34 +562,32 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
         moments=moments,
         total=total,
         spare=card.usable - total,
-        speed=_speed(case, trace.work(batch, length), parts["weights"], card),
+        speed=_speed(case, trace, parts["weights"], card),
     )
 
 
-def _speed(case: Case, work: Work, weights: float, card: CardMemory) -> Speed:
+def _speed(case: Case, trace: Trace, weights: float, card: CardMemory) -> Speed:
     """``seconds = operations / matrix rate + bytes moved / bandwidth + launches * cost of a launch``
 
     Frozen weights are read once in each direction and once more when activations are recomputed.
     """
-    moved = MOVED_PER_WRITTEN * work.written + (3 if case.checkpointing else 2) * weights
-    products = work.flops / MATRIX_RATE
-    traffic = moved / (BANDWIDTH_SHARE * card.bandwidth)
-    launches = work.launches * LAUNCH
-    whole = products + traffic + launches
+    flops, written, launches = trace.work(*case.shape)
+    moved = MOVED_PER_WRITTEN * written + (3 if case.checkpointing else 2) * weights
+    seconds = flops / MATRIX_RATE, moved / (BANDWIDTH_SHARE * card.bandwidth), launches * LAUNCH
+    products, traffic, launched = (each / sum(seconds) for each in seconds)
     return Speed(
-        tokens_per_second=case.cards * case.micro_batch * case.length / whole,
-        products=products / whole,
-        traffic=traffic / whole,
-        launches=launches / whole,
+        tokens_per_second=case.cards * case.micro_batch * case.length / sum(seconds),
+        products=products,
+        traffic=traffic,
+        launches=launched,
     )
 
 
 # ---- choosing ---------------------------------------------------------------------------------------------------
 
 
-def micro_batches(effective_batch: int, cards: int) -> tuple[int, ...]:
-    """Micro-batches with which an effective batch can be reached exactly, from 1 up."""
-    each = effective_batch // cards
+def micro_batches(each: int) -> tuple[int, ...]:
+    """Micro-batches with which ``each`` sequences of one optimizer step can be reached exactly, from 1 up."""
     return tuple(size for size in range(1, each + 1) if each % size == 0)
 
 
@@ -666,23 +599,13 @@ def fastest(options: Iterable[Estimate]) -> Estimate | None:
     return max(equals, key=lambda each: each.spare, default=None)
 
 
-def nearest(options: Sequence[Estimate]) -> Estimate:
-    """The one that needs least memory, where none fits."""
-    return min(options, key=lambda each: each.total)
-
-
 def longest(fits: Callable[[int], bool], *, limit: int) -> int | None:
-    """The greatest length that fits, a multiple of ``LENGTH_STEP``, or None where the shortest does not.
+    """The greatest length up to ``limit`` that fits, a multiple of ``LENGTH_STEP``; None where the shortest does not.
 
-    Args:
-        fits: whether a length fits; what it takes grows with the length.
-        limit: the greatest length to consider.
+    What a length takes grows with it.
     """
-    low, high = 0, max(1, limit // LENGTH_STEP)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * LENGTH_STEP) else (low, middle - 1)
-    return low * LENGTH_STEP or None
+    steps = range(LENGTH_STEP, max(LENGTH_STEP, limit) + 1, LENGTH_STEP)
+    return LENGTH_STEP * bisect_left(steps, True, key=lambda length: not fits(length)) or None
 
 
 # ---- the host ---------------------------------------------------------------------------------------------------

@@ -4,24 +4,22 @@
     plan.choice.case.micro_batch, plan.choice.case.checkpointing
 
 Nothing is downloaded but a configuration, nothing is allocated, no GPU is needed. Imports torch when the first step is
-recorded, and not before.
+recorded, and not before. `split_plan` answers the same question for one model over several cards.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.estimate import (
+    GIB,
     LENGTH_STEP,
+    NEAR,
     CardMemory,
     Case,
     Counts,
@@ -29,23 +27,25 @@ from hf_rocm_tune.plan.estimate import (
     Tape,
     Trace,
     Variant,
-    Weight,
     Weights,
     estimate,
     fastest,
     longest,
     micro_batches,
-    nearest,
     optimizer,
     told_apart,
 )
-from hf_rocm_tune.plan.public_models import PUBLIC_MODELS
-from hf_rocm_tune.plan.request import PlanRequest, TooManyOperations, config_for, config_of, longest_position
+from hf_rocm_tune.plan.request import (
+    PUBLIC_MODELS,
+    PlanRequest,
+    TooManyOperations,
+    config_for,
+    config_of,
+    longest_position,
+)
 
 if TYPE_CHECKING:
     from hf_rocm_tune.plan.sample import Sample
-
-T = TypeVar("T")
 
 #: Longer sequences are not considered when the configuration sets no limit.
 LONGEST = 131072
@@ -60,18 +60,6 @@ _PROBE = Case(micro_batch=2, length=2, checkpointing=False)
 # ---- recorded steps ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What a plan needs to know of a model besides its steps."""
-
-    architecture: str  # name of the model's class
-    weights: tuple[Weight, ...]  # of the recorded layers and of what is outside them
-    layer_of: Counts  # for each layer of the model, its stand-in among the recorded ones
-    notes: tuple[str, ...]  # what a reader of the plan should know
-    can_checkpoint: bool  # whether transformers can recompute this model's layers
-    events: int  # allocations and releases of its first recorded step
-
-
 @dataclass
 class Recordings:
     """Gives the step of a case, recorded when a case first asks for it."""
@@ -80,10 +68,9 @@ class Recordings:
     request: PlanRequest  # what the planner is asked
     method: str  # one of its methods
     lengths: tuple[int, ...]  # the lengths that are asked for often, ascending
-    layers_only: bool = False  # see `Trace`
     _tapes: dict[tuple[str, bool, int, int], Tape] = field(default_factory=dict)
-    _traces: dict[tuple[str, bool, tuple[int, int]], Trace | None] = field(default_factory=dict)
-    _events_of_first: int = 0
+    _traces: dict[tuple[str, bool, int, int], Trace | None] = field(default_factory=dict)
+    _events: int = 0  # allocations and releases of the first recorded step
 
     @cached_property
     def sample(self) -> Sample:
@@ -99,7 +86,7 @@ class Recordings:
             tried = found.keep
             try:
                 # A first step may do what later ones do not: cast biases for good, fill caches. So it is not kept.
-                self._events_of_first = len(self._record(found, _PROBE, 2, self.lengths[0]).events)
+                self._events = len(self._record(found, _PROBE, 2, self.lengths[0]).events)
                 return found
             except TooManyOperations:
                 raise
@@ -109,36 +96,27 @@ class Recordings:
         raise refusal
 
     @cached_property
-    def facts(self) -> Facts:
-        """What is known of the model."""
-        sample = self.sample
-        return Facts(
-            architecture=type(sample.base).__name__,
-            weights=tuple(sample.weights()),
-            layer_of=sample.layer_of,
-            notes=sample.notes,
-            can_checkpoint=bool(sample.base.supports_gradient_checkpointing),
-            events=self._events_of_first,
-        )
-
     def variant(self) -> Variant:
         """The model and the method with these steps."""
         return Variant(
             name=self.method,
-            weights=Weights.total(self.facts.weights, self.facts.layer_of),
+            weights=Weights.total(self.sample.weights(), self.sample.layer_of),
             trace=self,
             exact=self.exact,
             optimizer=optimizer(self.request.optim, on_cpu=self.request.platform == "cpu"),
-            can_checkpoint=self.facts.can_checkpoint,
+            can_checkpoint=bool(self.sample.base.supports_gradient_checkpointing),
         )
 
-    def part(self, layers: slice, *, first: bool) -> Recordings:
-        """The same steps as a card sees them that has some of the layers, and if it is the first, what is no layer."""
-        found, facts = copy(self), self.facts
-        found._traces, found.layers_only = {}, not first
-        weights = tuple(each for each in facts.weights if first or each.layer >= 0)
-        found.facts = replace(facts, layer_of=facts.layer_of[layers], weights=weights)
-        return found
+    def part(self, start: int, stop: int) -> Variant:
+        """The same as a card sees it that has some of the layers, and if it is the first, what is no layer."""
+        trace = cache(Trace.part)
+        weights = (each for each in self.sample.weights() if start == 0 or each.layer >= 0)
+        return replace(
+            self.variant,
+            weights=Weights.total(weights, self.sample.layer_of[start:stop]),
+            trace=lambda case: trace(self(case), start, stop),
+            exact=lambda case: trace(self.exact(case), start, stop),
+        )
 
     @cached_property
     def fixed_length(self) -> bool:
@@ -146,30 +124,31 @@ class Recordings:
 
         It does other things at each, as loops over pieces of the sequence do, or to record it twice takes too long.
         """
-        if self.facts.events > _MOST_EVENTS:
+        assert self.sample, "recorded once"
+        if self._events > _MOST_EVENTS:
             return True
         length = self.request.length
         near = (3 * length // 4, length)
         wide = [self._widest(_PROBE), (self.lengths[0], length), (length, self.lengths[-1])]
         pairs = [near] if self.takes_long else [*wide, near]
-        return not any(self._scaled(_PROBE, (low, high)) for low, high in pairs if low < high)
+        return not any(self._scaled(_PROBE, low, high) for low, high in pairs if low < high)
 
     @property
     def takes_long(self) -> bool:
         """Whether a step has so many operations that to record it takes a second rather than a tenth."""
-        return self.facts.events > _MANY_EVENTS
+        return self._events > _MANY_EVENTS
 
     def __call__(self, case: Case) -> Trace:
         """The step of a case, scaled to its batch and length where that can be; else recorded at its own length."""
         if not self.fixed_length:
-            for lengths in self._around(case):
-                if found := self._scaled(case, lengths):
+            for low, high in self._around(case):
+                if found := self._scaled(case, low, high):
                     return found
         return self.exact(case)
 
     def exact(self, case: Case) -> Trace:
         """The step of a case, recorded at its own length."""
-        found = self._scaled(case, (case.shape[1], case.shape[1]))
+        found = self._scaled(case, case.shape[1], case.shape[1])
         assert found is not None, "at one length a step is the same for every batch size"
         return found
 
@@ -179,49 +158,33 @@ class Recordings:
         Attention may change its ways between two lengths, at a window's width for example, but not twice.
         """
         length, kind = case.shape[1], (case.content, case.checkpointing)
-        for (content, checkpointing, (low, high)), found in list(self._traces.items()):
-            if (content, checkpointing) == kind and found and low < high and low <= length <= high:
-                yield low, high
-        low, high = self._widest(case)
-        if low <= length <= high:
-            yield low, high
-        usual = {low, *self.lengths, high, *(each[3] for each in self._tapes if each[:2] == kind)}
-        above = [each for each in usual if each > length]
-        below = [each for each in usual if each < length]
-        if above:
+        known = [key[2:] for key, found in self._traces.items() if key[:2] == kind and found and key[2] < key[3]]
+        widest = self._widest(case)
+        yield from ((low, high) for low, high in (*known, widest) if low <= length <= high)
+        usual = {*widest, *self.lengths, *(key[3] for key in self._tapes if key[:2] == kind)}
+        if above := [each for each in usual if each > length]:
             yield length, min(above)
-        if below:
+        if below := [each for each in usual if each < length]:
             yield max(below), length
 
     def _widest(self, case: Case) -> tuple[int, int]:
         """Shortest and longest rows that are asked for often."""
-        rows = self.request.each if case.packing else 1
-        low, high = self.lengths[0], self.lengths[-1] * rows
+        low, high = self.lengths[0], self.lengths[-1] * (self.request.each if case.packing else 1)
         return (low, high) if low < high else (max(2, low // 2), high)
 
-    def _scaled(self, case: Case, lengths: tuple[int, int]) -> Trace | None:
+    def _scaled(self, case: Case, low: int, high: int) -> Trace | None:
         """The step between two lengths, or None where it does other things at each."""
-        key = (case.content, case.checkpointing, lengths)
+        key = (case.content, case.checkpointing, low, high)
         if key not in self._traces:
             self._traces[key] = None
-            batches = _batches(case, lengths)
-            if batches is not None and not self._differ(case, lengths):
-                first, second = (self._tape(case, *shape) for shape in zip(batches, lengths, strict=True))
-                with suppress(ValueError):
-                    self._traces[key] = Trace(first, second, self.facts.layer_of, layers_only=self.layers_only)
+            pairs = [(2, 3), (2, 4), (2, 6)] if case.content == "padded" else [(1, 1)]
+            for few, many in pairs:  # the first that tells, with two lengths, how each storage grows
+                if told_apart((few, low), (many, high)):
+                    tapes = self._tape(case, few, low), self._tape(case, many, high)
+                    with suppress(ValueError):
+                        self._traces[key] = Trace(*tapes, self.sample.layer_of)
+                    break
         return self._traces[key]
-
-    def _differ(self, case: Case, lengths: tuple[int, int]) -> bool:
-        """Whether what is recorded already tells that the step does other things at each of two lengths.
-
-        What it does depends on the length alone, not on the batch size.
-        """
-        kind = (case.content, case.checkpointing)
-        low, high = (
-            next((tape for key, tape in self._tapes.items() if (key[:2], key[3]) == (kind, length)), None)
-            for length in lengths
-        )
-        return bool(low and high and low.events != high.events)
 
     def _tape(self, case: Case, batch: int, length: int) -> Tape:
         key = (case.content, case.checkpointing, batch, length)
@@ -236,13 +199,6 @@ class Recordings:
         return recorder.record(sample, case, batch, length, platform=platform, autocast=autocast)
 
 
-def _batches(case: Case, lengths: tuple[int, int]) -> tuple[int, int] | None:
-    """Batch sizes that tell, with two lengths, how each storage grows; None where no batch sizes would."""
-    pairs = [(2, 3), (2, 4), (2, 6)] if case.content == "padded" else [(1, 1)]
-    low, high = lengths
-    return next((pair for pair in pairs if told_apart((pair[0], low), (pair[1], high))), None)
-
-
 # ---- the plan ---------------------------------------------------------------------------------------------------
 
 
@@ -255,11 +211,15 @@ class Plan:
     layers: int  # of the model
     card: CardMemory  # the memory that is planned for
     grid: tuple[Estimate, ...]  # every case that was considered, other lengths included
-    variants: dict[str, Variant]  # by method, for what else one may ask
+    recordings: dict[str, Recordings]  # by method, for what else one may ask
     limit: int | None  # tokens that the model was made for, or None
     scales: bool  # whether the step is known at other lengths than the wanted one
     notes: tuple[str, ...]  # what a reader should know
-    found_longest: dict[str, int | None] = field(default_factory=dict)  # by method, what ``longest`` has said already
+
+    @property
+    def variants(self) -> dict[str, Variant]:
+        """What was planned, by method."""
+        return {method: each.variant for method, each in self.recordings.items()}
 
     @property
     def parameters(self) -> int:
@@ -274,7 +234,7 @@ class Plan:
     @property
     def nearest(self) -> Estimate:
         """The choice, or where nothing fits the case that needs least."""
-        return self.choice or nearest(self._wanted())
+        return self.choice or min(self._wanted(), key=lambda each: each.total)
 
     def _wanted(self) -> list[Estimate]:
         return [each for each in self.grid if each.case.length == self.request.length]
@@ -285,14 +245,9 @@ class Plan:
         The last step is recorded at that very length, because attention may change its ways on the road to it. None
         also where the step does not scale, and each length would have to be recorded.
         """
-        if method not in self.found_longest:
-            self.found_longest[method] = self._find_longest(self.variants[method])
-        return self.found_longest[method]
-
-    def _find_longest(self, variant: Variant) -> int | None:
+        variant, request = self.variants[method], self.request
         if not self.scales or sum(variant.weights.parts.values()) > self.card.free:
             return None
-        request = self.request
         short = Case(
             micro_batch=1,
             length=2,
@@ -313,13 +268,7 @@ class Plan:
 
 
 def plan_for(
-    request: PlanRequest,
-    *,
-    card: CardMemory,
-    config: Any = None,
-    grid: bool = True,
-    within_limit: bool = False,
-    at_once: bool = False,
+    request: PlanRequest, *, card: CardMemory, config: Any = None, grid: bool = True, within_limit: bool = False
 ) -> Plan:
     """Plans a training job.
 
@@ -329,7 +278,6 @@ def plan_for(
         config: the model's configuration where it is at hand; else ``request.model`` is asked for it.
         grid: consider half and twice the length as well; auto-fit does not need them.
         within_limit: where the model was made for fewer tokens than wanted, plan for those.
-        at_once: record several methods at once, in forked processes; see `worthwhile`.
 
     Returns:
         The plan. Its ``choice`` is the fastest case by estimate that fits, for the wanted effective batch exactly.
@@ -347,73 +295,78 @@ def plan_for(
         request, too_long = replace(request, length=limit or request.length), False
     elif too_long:
         notes.append(f"the model was made for {limit} tokens; {request.length} are more")
+    lengths: tuple[int, ...] = (request.length,)
+    if grid:  # half, once and twice the wanted length, as far as the model goes
+        wanted = {max(2, request.length // 2), request.length, 2 * request.length}
+        lengths = tuple(sorted(each for each in wanted if each <= max(limit or LONGEST, request.length)))
 
-    def one(method: str) -> Plan | UsageError:
-        try:
-            return _plan_method(request, method, card, config, limit, grid)
-        except UsageError as error:
-            return error
-
-    ready: dict[str, Plan | UsageError] = {}
-    if at_once and len(request.methods) > 1:
-        ready = in_processes(lambda method: _to_send(one(method)), request.methods)
-    plans: dict[str, Plan] = {}
+    plans: list[Plan] = []
     refused: dict[str, UsageError] = {}
     for method in request.methods:
-        if method not in ready and (slow := next((name for name, plan in plans.items() if _slow(plan)), None)):
+        done = [each for plan in plans for each in plan.recordings.values()]
+        if slow := next((each.method for each in done if each.takes_long and each.fixed_length), None):
             refused[method] = UsageError(
                 f"not planned beside {slow}, because it takes long to record a step of this model; --method {method} "
                 "plans it"
             )
             continue
-        answer = ready[method] if method in ready else one(method)
-        if isinstance(answer, Plan):
-            plans[method] = answer
-            continue
-        refused[method] = answer
-        if isinstance(answer, TooManyOperations):
+        try:
+            plans.append(_plan_method(request, method, card, config, limit, lengths))
+        except TooManyOperations as error:
+            refused[method] = error
             break
+        except UsageError as error:
+            refused[method] = error
     if not plans:
-        error = next(iter(refused.values()))
-        raise (
-            UsageError(f"{error}; it was made for {limit} tokens, and {request.length} are more") if too_long else error
-        )
-    return _joined(request, list(plans.values()), (*notes, *(f"{name}: {why}" for name, why in refused.items())))
+        first = next(iter(refused.values()))
+        if too_long:
+            raise UsageError(f"{first}; it was made for {limit} tokens, and {request.length} are more") from first
+        raise first
+    notes += [f"{name}: {why}" for name, why in refused.items()]
+    scales = all(plan.scales for plan in plans)
+    if not scales:
+        notes.append("its step does other things at each length, or is long: only the wanted length was planned")
+    return replace(
+        plans[0],
+        request=replace(plans[0].request, methods=request.methods),
+        grid=tuple(each for plan in plans for each in plan.grid if scales or each.case.length == request.length),
+        recordings={name: each for plan in plans for name, each in plan.recordings.items()},
+        scales=scales,
+        notes=(*notes, *dict.fromkeys(note for plan in plans for note in plan.notes)),
+    )
 
 
 def _plan_method(
-    request: PlanRequest, method: str, card: CardMemory, config: Any, limit: int | None, grid: bool
+    request: PlanRequest, method: str, card: CardMemory, config: Any, limit: int | None, lengths: tuple[int, ...]
 ) -> Plan:
     """The plan of one method; without dropout where PEFT refuses it and nobody asked for it."""
-    request = replace(request, methods=(method,))
-    lengths: tuple[int, ...] = (request.length,)
-    if grid:  # half, once and twice the wanted length, as far as the model goes
-        wanted = {max(2, request.length // 2), request.length, 2 * request.length}
-        lengths = tuple(sorted(each for each in wanted if each <= max(limit or LONGEST, request.length)))
     recordings = Recordings(config, request, method, lengths)
     notes: tuple[str, ...] = ()
     try:
-        facts = recordings.facts
+        sample = recordings.sample
     except UsageError as error:
         if request.dropout is not None or "dropout" not in str(error):
             raise
         request = replace(request, dropout=0.0)
         recordings = Recordings(config, request, method, lengths)
-        facts = recordings.facts
+        sample = recordings.sample
         notes = ("without dropout, because PEFT refuses it for these adapters: --dropout 0",)
-    variant = recordings.variant()
     if recordings.fixed_length:
         lengths = (request.length,)
     return Plan(
         request=request,
-        architecture=facts.architecture,
-        layers=len(facts.layer_of),
+        architecture=type(sample.base).__name__,
+        layers=len(sample.layer_of),
         card=card,
-        grid=tuple(estimate(variant, case, card) for length in lengths for case in _cases(request, variant, length)),
-        variants={method: variant},
+        grid=tuple(
+            estimate(recordings.variant, case, card)
+            for length in lengths
+            for case in _cases(request, recordings.variant, length)
+        ),
+        recordings={method: recordings},
         limit=limit,
         scales=not recordings.fixed_length,
-        notes=notes + facts.notes,
+        notes=notes + sample.notes,
     )
 
 
@@ -421,9 +374,8 @@ def _cases(request: PlanRequest, variant: Variant, length: int) -> Iterator[Case
     ways = [way for way in (False, True) if request.checkpointing in (None, way) and way <= variant.can_checkpoint]
     if not ways:
         raise UsageError("this architecture does not support checkpointing: leave it off")
-    sizes = (request.micro_batch,) if request.micro_batch else micro_batches(request.effective_batch, request.cards)
     for checkpointing in ways:
-        for size in sizes:
+        for size in (request.micro_batch,) if request.micro_batch else micro_batches(request.each):
             yield Case(
                 micro_batch=size,
                 length=length,
@@ -432,38 +384,6 @@ def _cases(request: PlanRequest, variant: Variant, length: int) -> Iterator[Case
                 accumulation=max(1, request.each // size),
                 cards=request.cards,
             )
-
-
-def _joined(request: PlanRequest, plans: Sequence[Plan], notes: Sequence[str]) -> Plan:
-    """The plan of several methods, from those of each."""
-    scales = all(plan.scales for plan in plans)
-    if not scales:
-        notes = (*notes, "its step does other things at each length, or is long: only the wanted length was planned")
-    grid = (each for plan in plans for each in plan.grid)
-    return replace(
-        plans[0],
-        request=replace(plans[0].request, methods=request.methods),
-        grid=tuple(each for each in grid if scales or each.case.length == plans[0].request.length),
-        variants={name: variant for plan in plans for name, variant in plan.variants.items()},
-        scales=scales,
-        notes=(*notes, *dict.fromkeys(note for plan in plans for note in plan.notes)),
-        found_longest={m: found for plan in plans for m, found in plan.found_longest.items()} if scales else {},
-    )
-
-
-def _slow(plan: Plan) -> bool:
-    """Whether to record a step took so long that no further method is tried after it."""
-    (variant,) = plan.variants.values()
-    return not plan.scales and isinstance(variant.trace, Recordings) and variant.trace.takes_long
-
-
-def _to_send(answer: Plan | UsageError) -> Plan | UsageError:
-    """With what the text will ask for, and without the model itself."""
-    if isinstance(answer, Plan):
-        for method, variant in answer.variants.items():
-            answer.longest(method)
-            vars(variant.trace).pop("sample", None)
-    return answer
 
 
 def largest_models(request: PlanRequest, *, card: CardMemory) -> dict[str, str | None]:
@@ -480,55 +400,138 @@ def largest_models(request: PlanRequest, *, card: CardMemory) -> dict[str, str |
     return found
 
 
-# ---- several processes ------------------------------------------------------------------------------------------
+# ---- one model over several cards -------------------------------------------------------------------------------
 
 
-def worthwhile() -> bool:
-    """Whether a second process has a core to run on, and this process can be forked. Imports torch.
+@dataclass(frozen=True, kw_only=True)
+class SplitPlan:
+    """One model over several cards: what each holds, and where to cut.
 
-    Where torch sees a GPU it cannot: the runtime of HIP or CUDA does not survive that, and autograd starts a thread for
-    each GPU, whatever it is asked for.
+    Every card is planned like a card with a smaller model: its layers, and on the first card all that is no layer. A
+    card holds what its own layers keep for backward while the others compute; the peak of each is at a moment of its
+    own. The other cards hold copies of what their layers are given beside (masks, position embeddings) and of their
+    first input. The cards compute one after the other, so a second one makes room and no speed.
     """
-    import torch
 
-    return len(os.sched_getaffinity(0)) > 1 and not torch.cuda.is_available()
+    plan: Plan  # the same question for one card, from which model, cases and speed are
+    option: Estimate  # the case, as one card would have it
+    # counts, estimates, cards: of each card its layers, what they take, and its memory
+    counts: Counts
+    estimates: tuple[Estimate, ...]
+    cards: tuple[CardMemory, ...]
+
+    @property
+    def least_spare(self) -> float:
+        """Bytes left over on the fullest card; negative: missing."""
+        return min(estimate.spare for estimate in self.estimates)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits on every card."""
+        return self.least_spare >= 0
 
 
-def in_processes(work: Callable[[str], T], names: Sequence[str]) -> dict[str, T]:
-    """What ``work`` gives for each name: the first in this process, each other in a forked one of its own.
+def split_plan(
+    request: PlanRequest,
+    *,
+    cards: Sequence[CardMemory],
+    counts: Counts | None = None,
+    config: Any = None,
+    within_limit: bool = False,
+) -> SplitPlan:
+    """Plans one model over several cards.
 
     Args:
-        work: gives something that can be pickled. It must start no threads.
-        names: one piece of work each.
+        request: the question, of one process: its ``cards`` is 1.
+        cards: the memory of each, two or more; one that the counts do not need is left out.
+        counts: layers on each card, the last of which may be left out; by default the cut that leaves most memory on
+            the fullest card.
+        config, within_limit: as for `plan_for`.
 
     Returns:
-        By name. One whose process failed, whatever for, is left out: whoever does it here meets the error itself.
+        The fastest case by estimate that fits on every card; where none does, the one that misses least.
 
     Raises:
-        Exception: what the first raises.
+        UsageError: the model cannot be planned, the counts do not fit it, or it has too few layers.
     """
-    context = multiprocessing.get_context("fork")
-    first, *others = names
-    started = []
-    for name in others:
-        answers, answer = context.Pipe(duplex=False)
-        process = context.Process(target=_do, args=(work, name, answer), daemon=True)
-        process.start()
-        answer.close()
-        started.append((name, process, answers))
-    try:
-        found = {first: work(first)}
-        for name, _, answers in started:
-            with suppress(EOFError):
-                found[name] = answers.recv()
-        return found
-    finally:
-        for _, process, answers in started:
-            answers.close()
-            process.kill()
-            process.join()
+    assert request.cards == 1, "one process"
+    whole = plan_for(request, card=cards[0], config=config, grid=False, within_limit=within_limit)
+    return over_cards(whole, cards=cards, counts=counts)
 
 
-def _do(work: Callable[[str], T], name: str, answer: Connection) -> None:
-    with suppress(Exception, KeyboardInterrupt), answer:
-        answer.send(work(name))
+def over_cards(whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | None = None) -> SplitPlan:
+    """What `split_plan` gives, from the plan of the same question for one card, without its grid of lengths.
+
+    Raises:
+        UsageError: the counts do not fit the model, or it has too few layers.
+    """
+    if counts is not None:
+        from hf_rocm_tune.models.split import counts_for
+
+        counts = counts_for(counts, whole.layers)
+        cards = cards[: len(counts)]
+    if whole.layers < len(cards):
+        raise UsageError(f"{whole.layers} layers cannot be shared out over {len(cards)} cards")
+
+    @cache
+    def part(method: str, start: int, stop: int) -> Variant:
+        return whole.recordings[method].part(start, stop)
+
+    def split(option: Estimate) -> SplitPlan:
+        def at(shared: Counts) -> SplitPlan:
+            stops = [sum(shared[: card + 1]) for card in range(len(shared))]
+            each = zip(shared, stops, cards, strict=True)
+            found = (estimate(part(option.variant, end - count, end), option.case, card) for count, end, card in each)
+            return SplitPlan(plan=whole, option=option, counts=shared, estimates=tuple(found), cards=tuple(cards))
+
+        return at(counts) if counts is not None else best_cut(at, even_counts(whole.layers, [c.free for c in cards]))
+
+    found = [split(option) for option in whole.grid]
+    if fitting := [each for each in found if each.fits]:
+        best = max(each.option.speed.tokens_per_second for each in fitting)
+        found = [each for each in fitting if each.option.speed.tokens_per_second >= best * (1 - NEAR)]
+    return max(found, key=lambda each: each.least_spare)
+
+
+def even_counts(layers: int, weights: Sequence[float]) -> Counts:
+    """Shares layers out in proportion to the weights of the cards, at least one to each."""
+    left, room = layers, sum(weights)
+    counts = []
+    for position, weight in enumerate(weights):
+        later = len(weights) - position - 1
+        share = round(left * weight / room) if room else 1
+        counts.append(left if later == 0 else min(max(share, 1), left - later))
+        left, room = left - counts[-1], room - weight
+    return tuple(counts)
+
+
+def best_cut(plan: Callable[[Counts], SplitPlan], counts: Counts) -> SplitPlan:
+    """The cut that leaves most memory on the card that has least, found by moving one layer at a time from ``counts``.
+
+    Layers of cards between giver and taker shift along.
+    """
+    best = plan(counts)
+    while True:
+        moves = [
+            tuple(count + (card == taker) - (card == giver) for card, count in enumerate(best.counts))
+            for giver in range(len(counts))
+            for taker in range(len(counts))
+            if giver != taker and best.counts[giver] > 1
+        ]
+        better = max((plan(each) for each in moves), key=lambda each: each.least_spare, default=best)
+        if better.least_spare <= best.least_spare:
+            return best
+        best = better
+
+
+def memory_lines(plan: SplitPlan) -> Iterator[str]:
+    """One line for each card: its layers, and how much of it they take."""
+    start = 0
+    for number, (count, found, card) in enumerate(zip(plan.counts, plan.estimates, plan.cards, strict=True)):
+        beside = ", embeddings, head and loss" if number == 0 else ""
+        rest = f"{found.spare / GIB:.1f} spare" if found.fits else f"{-found.spare / GIB:.1f} missing"
+        yield (
+            f"card {number}: layers {start} to {start + count - 1}{beside}: {found.total / GIB:.1f} of "
+            f"{card.usable / GIB:.1f} GiB, {rest}"
+        )
+        start += count

@@ -17,7 +17,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from hf_rocm_tune.errors import UsageError
@@ -161,17 +161,6 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None) -> None:
 # ---- storages --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Counts:
-    """A `Segment` that still grows."""
-
-    role: str
-    layer: int
-    flops: int = 0
-    written: int = 0
-    launches: int = 0
-
-
 #: A step of more operations is not recorded: it would take many seconds.
 MOST_OPERATIONS = 20_000
 
@@ -200,7 +189,7 @@ class Recorder(TorchDispatchMode):
         for tensor in existing:
             storage = tensor.untyped_storage()
             self._known[id(storage)] = storage
-        self._segments: list[_Counts] = []
+        self._segments: list[Segment] = []
         self._events: list[tuple[int, int, int]] = []
         self._sizes: list[int] = []
         self._owners: list[int] = []
@@ -208,12 +197,12 @@ class Recorder(TorchDispatchMode):
         self._tiles: set[int] = set()
         self._landed: set[int] = set()
         self._operations = 0
-        self._next: _Counts | None = None
+        self._next: Segment | None = None
         self.segment("start")
 
     def segment(self, role: str, layer: int = -1) -> None:
         """Begins a stretch with the next operation: what goes before that still belongs to the stretch before."""
-        self._next = _Counts(role, layer)
+        self._next = Segment(role=role, layer=layer)
 
     def mark_tile(self, tensor: Tensor) -> None:
         """Says that this tensor's size stops growing at a number of tokens."""
@@ -231,7 +220,7 @@ class Recorder(TorchDispatchMode):
         return Tape(
             batch=batch,
             length=length,
-            segments=tuple(Segment(**vars(each)) for each in self._segments),
+            segments=tuple(self._segments),
             events=tuple(self._events),
             sizes=tuple(self._sizes),
             owners=tuple(self._owners),
@@ -355,12 +344,7 @@ def _outputs(out: Any, given: object) -> tuple[Any, ...] | None:
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a nest of tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return [tensor for each in value for tensor in _tensors_in(each)] if isinstance(value, tuple | list) else []
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -393,16 +377,12 @@ _UPPER = frozenset(
     }
 )
 _UPPER_BY_DTYPE = frozenset({"softmax", "log_softmax", "sum", "cumsum", "prod"})
-_TRUTH = frozenset({"__bool__"})
 
 
 class DeviceMode(TorchFunctionMode):
     """Makes operations on meta tensors take the card's path.
 
-    Args:
-        platform: ``hip``, ``cuda`` or ``cpu``.
-        autocast: whether mixed precision in bfloat16 is on.
-        content_is_plain: the answer to questions of content: nothing is padded or packed.
+    ``content_is_plain`` answers questions of content: nothing is padded or packed.
     """
 
     def __init__(self, *, platform: str, autocast: bool, content_is_plain: bool) -> None:
@@ -425,13 +405,13 @@ class DeviceMode(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _TRUTH and args[0].is_meta:
+        if name == "__bool__" and args[0].is_meta:
             return self._plain
         if self._autocast and _on_meta(args):
             if name in _LOWER:
-                args, kwargs = self._cast(args, torch.bfloat16), self._cast(kwargs, torch.bfloat16)
+                args, kwargs = self._cast((args, kwargs), torch.bfloat16)
             elif self._platform != "cpu" and name in _UPPER:
-                args, kwargs = self._cast(args, torch.float32), self._cast(kwargs, torch.float32)
+                args, kwargs = self._cast((args, kwargs), torch.float32)
             elif self._platform != "cpu" and name in _UPPER_BY_DTYPE and _is_low(args[0]):
                 kwargs = {"dtype": torch.float32, **kwargs} if kwargs.get("dtype") is None else kwargs
         if name == "scaled_dot_product_attention":
@@ -442,14 +422,8 @@ class DeviceMode(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if isinstance(value, Tensor):
-            return self._cast_tensor(value, dtype)
-        if isinstance(value, dict):
-            return {key: self._cast(item, dtype) for key, item in value.items()}
-        if isinstance(value, tuple | list):
-            return type(value)(self._cast(item, dtype) for item in value)
-        return value
+    def _cast(self, given: Any, dtype: torch.dtype) -> Any:
+        return tree_map_only(Tensor, lambda tensor: self._cast_tensor(tensor, dtype), given)
 
     def _cast_tensor(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64):
@@ -587,6 +561,10 @@ TILE_TOKENS = 4096
 TILE_WIDTH = 32768
 IGNORED = -100
 _STATISTICS = 7  # float32 values a token: running maximum, sums, the target's logit
+# How many float32 copies of a tile live at once where Triton is missing, beside one of booleans (TRL's `_forward_tile`,
+# `_backward_tile`).
+_FORWARD_TILES = 3
+_BACKWARD_TILES = 7
 
 
 class FusedHead(torch.autograd.Function):
@@ -622,12 +600,6 @@ class FusedHead(torch.autograd.Function):
         return (*cast, None, None)
 
 
-# How many float32 copies of a tile live at once where Triton is missing, beside one of booleans (`_forward_tile`,
-# `_backward_tile`).
-_FORWARD_TILES = 3
-_BACKWARD_TILES = 7
-
-
 def _project(hidden: Tensor, weight: Tensor, recorder: Recorder, cpu: bool, copies: int) -> None:
     """The tiles of logits, one at a time."""
     rows, columns = min(hidden.shape[0], TILE_TOKENS), min(weight.shape[0], TILE_WIDTH)
@@ -645,26 +617,15 @@ def _project(hidden: Tensor, weight: Tensor, recorder: Recorder, cpu: bool, copi
 
 
 def _loss_of(hidden: Tensor, labels: Tensor, head: nn.Module, recorder: Recorder, *, cpu: bool) -> Tensor:
-    """The loss of a batch from the last hidden states, as TRL's fused forward computes it.
+    """The loss of a batch from the last hidden states (B, S, H) and int64 labels (B, S), as TRL's fused forward has it.
 
-    Args:
-        hidden: (B, S, H), the backbone's output.
-        labels: (B, S), int64.
-        head: the output projection.
-        recorder: the running recording.
-        cpu: without Triton every position is projected, with it only those that have a label: here all have.
-
-    Returns:
-        A scalar that requires a gradient.
+    Without Triton every position is projected, with it only those that have a label: here all have.
     """
     states, targets = hidden[:, :-1], labels[:, 1:]
     mask = targets != IGNORED
-    if cpu:
-        flat = states.reshape(-1, states.shape[-1])
-    else:
-        flat = _Selected.apply(states)  # `states[mask]`: how many are selected is not known on the meta device
-    weight: Any = head.weight
-    per_token = FusedHead.apply(flat, weight, getattr(head, "bias", None), recorder, cpu)
+    # not `states[mask]`: how many are selected is not known on the meta device
+    flat = states.reshape(-1, states.shape[-1]) if cpu else _Selected.apply(states)
+    per_token = FusedHead.apply(flat, head.weight, getattr(head, "bias", None), recorder, cpu)
     log_probs = per_token.view(mask.shape) * mask
     return -log_probs.sum()
 
@@ -689,10 +650,7 @@ class _Selected(torch.autograd.Function):
 def _balancing_loss(router_logits: Sequence[Tensor], config: Any, mask: Tensor | None) -> Tensor:
     """The auxiliary loss of a mixture of experts, by the function that TRL calls.
 
-    Args:
-        router_logits: one (B * S, experts) for each layer.
-        config: the model's text configuration.
-        mask: (B, S) attention mask, or None.
+    ``router_logits`` is one (B * S, experts) for each layer, ``mask`` the (B, S) attention mask or None.
     """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 

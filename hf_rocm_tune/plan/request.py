@@ -1,4 +1,4 @@
-"""What the planner is asked: the settings of a job, the card, and the model's configuration. Imports no torch."""
+"""What the planner is asked: a job's settings, the card, a model's configuration or published shape. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.cards import CARDS, Card
 from hf_rocm_tune.machine.survey import Gpu, Machine, survey
 from hf_rocm_tune.plan.estimate import DESKTOP_BYTES, GIB, CardMemory, optimizer
-from hf_rocm_tune.plan.public_models import public_model
 
 METHODS = ("lora", "qlora", "full")
 PLATFORMS = ("hip", "cuda", "cpu")
@@ -76,14 +75,14 @@ class PlanRequest:
             faults.append(f"a micro-batch of {self.micro_batch} does not divide the {self.each} sequences of a card")
         if not 0 <= self.adapter_dropout < 1:
             faults.append(f"--dropout must be 0 or more and below 1, got {self.dropout}")
-        choices: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
-            ("method", self.methods, METHODS),
-            ("platform", (self.platform,), PLATFORMS),
-            ("dtype", (self.dtype or DTYPES[0],), DTYPES),
-            ("attention", (self.attention,), ATTENTIONS),
-        ]
-        for name, given, known in choices:
-            faults += [f"--{name} must be one of {', '.join(known)}, got {each}" for each in given if each not in known]
+        for name, given, known in (
+            *(("method", method, METHODS) for method in self.methods),
+            ("platform", self.platform, PLATFORMS),
+            ("dtype", self.dtype or DTYPES[0], DTYPES),
+            ("attention", self.attention, ATTENTIONS),
+        ):
+            if given not in known:
+                faults.append(f"--{name} must be one of {', '.join(known)}, got {given}")
         if faults:
             raise UsageError("; ".join(faults))
         optimizer(self.optim)
@@ -110,15 +109,12 @@ def as_targets(words: Sequence[str]) -> str | tuple[str, ...]:
 
 
 def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str = "hip") -> PlanRequest:
-    """The question that a training job asks.
+    """The question that a training job asks, at its own effective batch.
 
     Args:
         settings: by the names of its flags, as ``arguments.Arguments.resolved()`` gives them.
         cards: processes of the job.
         platform: ``hip``, ``cuda`` or ``cpu``.
-
-    Returns:
-        A request whose effective batch is the job's micro-batch times accumulation times cards.
 
     Raises:
         UsageError: the planner does not know something that the job uses.
@@ -194,7 +190,10 @@ def card_memory(
         raise UsageError(f"--vram must be from 1 to 1024 GiB, got {vram_gib:g}")
     if desktop_gib is not None and desktop_gib < 0:
         raise UsageError(f"--desktop_gib must be 0 or more, got {desktop_gib:g}")
-    here = _card_here(survey() if machine is None else machine)
+    # the card with most memory of those that the kernel's driver describes
+    gpus = (survey() if machine is None else machine).gpus
+    described = [gpu for gpu in gpus if gpu.sensors.vram_total_bytes.value and not gpu.integrated]
+    here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes.value or 0, default=None)
     known = _named(name) if name else here.identity.card if here and vram_gib is None else None
     if known is None and vram_gib is None:
         known = _named("rx7900xt")
@@ -223,12 +222,6 @@ def _named(name: str) -> Card:
     raise UsageError(f"--gpu {name} is not in the card table; it has {names}. Or give --vram in GiB")
 
 
-def _card_here(machine: Machine) -> Gpu | None:
-    """The card with most memory of those that the kernel's driver describes."""
-    described = [gpu for gpu in machine.gpus if gpu.sensors.vram_total_bytes.value and not gpu.integrated]
-    return max(described, key=lambda gpu: gpu.sensors.vram_total_bytes.value or 0, default=None)
-
-
 def _desktop(given: float | None, here: Gpu | None, size: float) -> tuple[int, str]:
     """Bytes that others hold, and how that is known."""
     if given is not None:
@@ -254,12 +247,7 @@ class TooManyOperations(UsageError):
 
 
 def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> Any:
-    """Reads a model's configuration; no weights are looked for.
-
-    Args:
-        name: a directory with a ``config.json``, or a Hub id.
-        revision: branch, tag or commit of a Hub id.
-        trust_remote_code: passed to transformers.
+    """Reads a model's configuration, of a directory or a Hub id; no weights are looked for.
 
     Raises:
         UsageError: there is none, or it describes no model that transformers knows.
@@ -359,3 +347,87 @@ def first_line(error: Exception) -> str:
     """What an error says, without its explanations."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".:")
+
+
+# ---- public models ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicModel:
+    """A public model's shape, for the largest that fits and for a Hub that cannot be reached."""
+
+    name: str  # Hub id
+    billions: float  # published number of parameters, in units of 10^9
+    # of its ``config.json`` on the Hub; what transformers takes as default is left out
+    fields: Mapping[str, Any] = field(repr=False)
+
+
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"vocab_size": 128256, "max_position_embeddings": 131072}),
+    "qwen3": ("Qwen3ForCausalLM", {"vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128}),
+    "mistral": (
+        "MistralForCausalLM",
+        {"vocab_size": 131072, "max_position_embeddings": 32768, "head_dim": 128, "sliding_window": None},
+    ),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        {"vocab_size": 262144, "max_position_embeddings": 32768, "head_dim": 256, "sliding_window": 512},
+    ),
+    "phi3": ("Phi3ForCausalLM", {}),
+}
+_WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def _model(name: str, billions: float, family: str, *widths: int, tied: bool = False, **more: Any) -> PublicModel:
+    architecture, fields = _FAMILIES[family]
+    own = {"model_type": family, "architectures": [architecture], "tie_word_embeddings": tied}
+    return PublicModel(
+        name=name, billions=billions, fields=fields | own | dict(zip(_WIDTHS, widths, strict=True)) | more
+    )
+
+
+_PHI4_MINI: dict[str, Any] = {
+    "pad_token_id": 199999,
+    "vocab_size": 200064,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+}
+_PHI4: dict[str, Any] = {
+    "pad_token_id": 100349,
+    "vocab_size": 100352,
+    "max_position_embeddings": 16384,
+    "original_max_position_embeddings": 16384,
+}
+PUBLIC_MODELS: tuple[PublicModel, ...] = (
+    _model("Qwen/Qwen3-0.6B", 0.60, "qwen3", 1024, 3072, 28, 16, 8, tied=True),
+    _model("google/gemma-3-1b-pt", 1.00, "gemma3_text", 1152, 6912, 26, 4, 1, tied=True),
+    _model("meta-llama/Llama-3.2-1B", 1.24, "llama", 2048, 8192, 16, 32, 8, tied=True),
+    _model("Qwen/Qwen3-1.7B", 1.72, "qwen3", 2048, 6144, 28, 16, 8, tied=True),
+    _model("meta-llama/Llama-3.2-3B", 3.21, "llama", 3072, 8192, 28, 24, 8, tied=True),
+    _model("microsoft/Phi-4-mini-instruct", 3.84, "phi3", 3072, 8192, 32, 24, 8, tied=True, **_PHI4_MINI),
+    _model("Qwen/Qwen3-4B", 4.02, "qwen3", 2560, 9728, 36, 32, 8, tied=True),
+    _model("mistralai/Mistral-7B-v0.3", 7.25, "mistral", 4096, 14336, 32, 32, 8, vocab_size=32768, head_dim=None),
+    _model("meta-llama/Llama-3.1-8B", 8.03, "llama", 4096, 14336, 32, 32, 8),
+    _model("Qwen/Qwen3-8B", 8.19, "qwen3", 4096, 12288, 36, 32, 8),
+    _model(
+        "mistralai/Mistral-Nemo-Base-2407", 12.25, "mistral", 5120, 14336, 40, 32, 8, max_position_embeddings=131072
+    ),
+    _model("microsoft/phi-4", 14.66, "phi3", 5120, 17920, 40, 40, 10, **_PHI4),
+    _model("Qwen/Qwen3-14B", 14.77, "qwen3", 5120, 17408, 40, 40, 8),
+    _model("mistralai/Mistral-Small-24B-Base-2501", 23.57, "mistral", 5120, 32768, 40, 32, 8),
+    _model("Qwen/Qwen3-32B", 32.76, "qwen3", 5120, 25600, 64, 64, 8),
+    _model("meta-llama/Llama-3.1-70B", 70.55, "llama", 8192, 28672, 80, 64, 8),
+)
+_TUNED = ("-instruct", "-it", "-base", "-instruct-2407", "-instruct-2501", "-pt", "-base-2407", "-base-2501")
+
+
+def public_model(name: str) -> PublicModel | None:
+    """The entry of a Hub id, also of one that differs only in being tuned for chats, which changes no shape."""
+
+    def stem(text: str) -> str:
+        plain = text.lower()
+        for ending in _TUNED:
+            plain = plain.removesuffix(ending)
+        return plain
+
+    return next((model for model in PUBLIC_MODELS if stem(model.name) == stem(name)), None)

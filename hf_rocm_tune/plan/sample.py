@@ -70,13 +70,7 @@ KEEPS = ("few", "few_counted_as_all", "all")
 
 
 def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") -> Sample:
-    """Builds the sample of a model.
-
-    Args:
-        config: a transformers configuration; it is not changed.
-        request: how it is to be trained.
-        method: ``lora``, ``qlora`` or ``full``.
-        keep: one of ``KEEPS``; the second where the first does not do.
+    """Builds the sample of a model; its configuration is not changed.
 
     Raises:
         UsageError: this architecture is no causal language model of transformers, has no stack of layers that could
@@ -270,7 +264,10 @@ def _quantise(base: Any, *, nested: bool, dtype: torch.dtype) -> list[str]:
 
 
 def _pack(module: Any, nested: bool, dtype: torch.dtype) -> None:
-    """Gives a 4-bit layer the weight and the state that quantising would give it."""
+    """Gives a 4-bit layer the weight and the state that quantising would give it.
+
+    bitsandbytes quantises on the meta device itself, but leaves its table of codes there, which breaks real loading.
+    """
     import bitsandbytes
 
     make = bitsandbytes.functional.QuantState

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,58 +62,34 @@ def _copy(wanted: argparse.Namespace) -> None:
     print(recipes.copy(wanted.name, wanted.dest, overwrite=wanted.force))
 
 
-def _validate(wanted: argparse.Namespace) -> None:
-    process.prepare_process(os.environ)  # before the libraries that what follows imports
-    found = validate(wanted.file)
-    for warning in found.warnings:
-        print(f"warning: {warning}")
-    unchecked = ", ".join(found.unchecked)
-    print(f"{found.path}: {found.settings} settings, all valid; only a run can check {unchecked}")
-
-
 _NEED_A_CARD = ("bf16", "fp16", "activation_offloading")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What was found in a recipe that can be used."""
-
-    path: Path  # the file
-    settings: int  # how many it gives
-    warnings: tuple[str, ...]  # what it will do that a user should know; one line each
-    unchecked: tuple[str, ...]  # what only the run can tell
-
-
-def validate(given: str | Path) -> Verdict:
+def _validate(wanted: argparse.Namespace) -> None:
     """Check a recipe: its YAML, names, types, bounds, what excludes what, loggers, optimizer, variables, local paths.
 
-    On a machine without a GPU, settings that need one are left out of the check and named in ``unchecked``.
-
-    Args:
-        given: a path, or the name of a recipe that ships with the package.
+    On a machine without a GPU, settings that need one are left out of the check and named as unchecked.
 
     Raises:
         UsageError: it cannot be used; one message names all that could be found at once.
     """
+    process.prepare_process(os.environ)  # before the libraries that what follows imports
     from hf_rocm_tune.settings import arguments
     from hf_rocm_tune.training.refusals import check_loggers, check_offloads
 
-    recipe = recipe_file.read_recipe(given)
-    accelerator = process.has_accelerator()
-    left_out = () if accelerator else tuple(name for name in _NEED_A_CARD if recipe.values.get(name))
+    recipe = recipe_file.read_recipe(wanted.file)
+    left_out = [name for name in _NEED_A_CARD if recipe.values.get(name) and not process.has_accelerator()]
     overrides = [f"--{name}=false" for name in left_out]
     job = arguments.parse([recipe_file.FLAG, str(recipe.path), *overrides])  # its `env` is in place from here on
     check_loggers(job.training.report_to)
     check_offloads(job.training)
     _check_paths(job)
-    decided = variables.evaluate(os.environ, variables.known_facts() or variables.read_facts())
-    harmful = [one for one in decided if one.action in ("warn", "error") and one.variable in recipe.env]
-    return Verdict(
-        path=recipe.path,
-        settings=len(recipe.values) + len(recipe.env),
-        warnings=tuple(f"{one.variable}: {one.reason} ({one.source})" for one in harmful),
-        unchecked=("the model", "the data", *(f"{name} (there is no GPU here)" for name in left_out)),
-    )
+    for one in variables.evaluate(os.environ, variables.known_facts() or variables.read_facts()):
+        if one.action in ("warn", "error") and one.variable in recipe.env:
+            print(f"warning: {one.variable}: {one.reason} ({one.source})")
+    count = len(recipe.values) + len(recipe.env)
+    unchecked = ", ".join(["the model", "the data", *(f"{name} (there is no GPU here)" for name in left_out)])
+    print(f"{recipe.path}: {count} settings, all valid; only a run can check {unchecked}")
 
 
 def _check_paths(job: Arguments) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import os
 import types
 import typing
@@ -29,35 +30,37 @@ from hf_rocm_tune.machine import process
 from hf_rocm_tune.ranks.averaging import SyncSettings
 from hf_rocm_tune.ranks.preflight import Preflight
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
-from hf_rocm_tune.settings import defaults
 from hf_rocm_tune.settings import recipe as recipe_file
-from hf_rocm_tune.settings.defaults import Difference
-from hf_rocm_tune.settings.ranks import RanksArguments, process_group
-from hf_rocm_tune.settings.tune import TuneArguments
+from hf_rocm_tune.settings.flags import RanksArguments, TuneArguments, process_group
+
+LORA_LEARNING_RATE = 2e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A default of ours that differs from TRL's, in use because the user gave no value."""
+
+    name: str  # the flag without its dashes
+    # trl, ours: the value that ``trl sft`` would use, and the one that is used
+    trl: object
+    ours: object
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """A job's settings, complete and checked.
+    """A job's settings, complete and checked."""
 
-    Args:
-        script, training, model, mixture: TRL's own objects, as ``trl sft`` builds them.
-        tune: our own settings.
-        ranks: our settings for several cards.
-        given: names that the user set, by flag or recipe.
-        differences: our defaults in use that differ from TRL's.
-        preflight: what the ranks have found out before they met; None where they did not try.
-    """
-
+    # script, training, model, mixture: TRL's own objects, as ``trl sft`` builds them
     script: ScriptArguments
     training: SFTConfig
     model: ModelConfig
     mixture: DatasetMixtureConfig
     tune: TuneArguments
     ranks: RanksArguments
-    given: frozenset[str]
-    differences: tuple[Difference, ...]
-    preflight: Preflight | None = None
+    given: frozenset[str]  # names that the user set, by flag or recipe
+    differences: tuple[Difference, ...]  # our defaults in use that differ from TRL's
+    preflight: Preflight | None = None  # what the ranks have found out before they met; None where they did not try
 
     @property
     def grad_sync(self) -> SyncSettings:
@@ -84,7 +87,7 @@ class Arguments:
 
 BeforeMeeting = Callable[[RanksArguments, bool, int], Preflight | None]
 """What the ranks do before they join a process group, given their flags, whether they train on an accelerator, and the
-accumulation steps; see ``ranks_arguments.decide``."""
+accumulation steps; see ``flags.decide``."""
 
 
 def parse(
@@ -98,8 +101,7 @@ def parse(
 
     Args:
         argv: the arguments, without the program's name.
-        accelerator: whether there is a GPU; torch is asked unless given.
-        bf16_supported: whether that GPU computes in bfloat16; torch is asked unless given.
+        accelerator, bf16_supported: whether there is a GPU, and computes in bfloat16; torch is asked unless given.
         before_meeting: called when the settings are known and no process group is there yet, but for --print_config.
 
     Returns:
@@ -122,7 +124,7 @@ def parse(
         accelerator = process.has_accelerator()
     if bf16_supported is None:
         bf16_supported = process.has_bf16()
-    defaults.check(given, accelerator=accelerator)
+    _check(given, accelerator=accelerator)
     if given.get("print_config"):
         before_meeting = None
     return _resolve(
@@ -228,8 +230,8 @@ def _resolve(
     given: dict[str, Any], *, accelerator: bool, bf16_supported: bool, before_meeting: BeforeMeeting | None
 ) -> Arguments:
     """Fill in our defaults and build TRL's objects; building the last of them lets the ranks meet."""
-    differences = defaults.differences(given, _TRL_DEFAULTS, accelerator=accelerator, bf16_supported=bf16_supported)
-    values = {each.name: each.ours for each in differences} | given
+    different = differences(given, accelerator=accelerator, bf16_supported=bf16_supported)
+    values = {each.name: each.ours for each in different} | given
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         # transformers warns about its old name, even where only TRL's default has set it.
         values.setdefault(old.replace("gradient", "activation"), values.get(old, _TRL_DEFAULTS[old]))
@@ -247,7 +249,7 @@ def _resolve(
         mixture=mixture,
         training=_build(SFTConfig, values),
         given=frozenset(given),
-        differences=differences,
+        differences=different,
         preflight=preflight,
     )
 
@@ -294,3 +296,108 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+# ---- defaults and bounds, by plain values before TRL's objects are built -------------------------------------------
+
+
+def differences(given: Mapping[str, Any], *, accelerator: bool, bf16_supported: bool) -> tuple[Difference, ...]:
+    """Our defaults for the flags that were not given, as far as they differ from TRL's."""
+    found: list[Difference] = []
+
+    def default(name: str, ours: object, reason: str, *, upstream: object = None) -> None:
+        theirs = _TRL_DEFAULTS[name] if upstream is None else upstream
+        if name not in given and ours != theirs:
+            found.append(Difference(name=name, trl=theirs, ours=ours, reason=reason))
+
+    lora = given.get("use_peft", True)
+    default("use_peft", True, "LoRA; --use_peft false trains all weights")
+    if lora:
+        default("learning_rate", LORA_LEARNING_RATE, "adapters start at zero and learn at about ten times the rate")
+        if given.get("lora_target_parameters") is None:
+            default("lora_target_modules", ["all-linear"], "every linear layer but the output head")
+    if given.get("load_in_4bit"):
+        default("use_bnb_nested_quant", True, "QLoRA: the quantisation constants are quantised too")
+    # TRL resolves an unset bf16 to "not fp16", whatever the device can do.
+    fp16 = given.get("fp16", False)
+    default(
+        "bf16",
+        bf16_supported and not fp16,
+        "the device computes in bfloat16" if bf16_supported else "no device here computes in bfloat16",
+        upstream=not fp16,
+    )
+    if given.get("load_in_4bit") and not fp16:
+        default("dtype", "bfloat16", "QLoRA computes in bfloat16, and so do the layers that are not quantised")
+    elif lora and bf16_supported and not fp16:
+        default("dtype", "bfloat16", "frozen weights take half the memory; adapters are trained in float32")
+    if given.get("early_stopping_patience") is not None:
+        default("metric_for_best_model", "loss", "early stopping watches the evaluation loss")
+    if not accelerator:
+        default("use_cpu", True, "there is no GPU here")
+    default("dataloader_pin_memory", False, "the verified transfer has page-locked slots of its own")
+    return tuple(found)
+
+
+def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
+    """Check what the user gave where that needs more than one flag or a bound, all of it at once.
+
+    Raises:
+        UsageError: one line with everything that is wrong.
+    """
+    faults = [
+        f"--{name} must be {expected}, got {given[name]}"
+        for name, (holds, expected) in _BOUNDS.items()
+        if given.get(name) is not None and not holds(given[name])
+    ]
+    if not given.get("model_name_or_path"):
+        faults.append("no model: give --model_name_or_path, a Hub id or a directory")
+    if not given.get("dataset_name") and not given.get("datasets"):
+        faults.append("no data: give --dataset_name (a Hub id, a directory or a file), or `datasets` in a recipe")
+    quantised = [name for name in ("load_in_4bit", "load_in_8bit") if given.get(name)]
+    if len(quantised) == 2:
+        faults.append("--load_in_4bit and --load_in_8bit exclude each other; keep one")
+    elif quantised and given.get("use_peft") is False:
+        faults.append(f"--{quantised[0]} works only with LoRA; leave --use_peft false or --{quantised[0]} away")
+    if given.get("early_stopping_patience") is not None and given.get("eval_strategy", "no") == "no":
+        faults.append("--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)")
+    if given.get("fp16") and not accelerator:
+        faults.append("--fp16 needs a GPU, and this job runs on the CPU; leave it away")
+    if given.get("fp16") and given.get("bf16"):
+        faults.append("--fp16 and --bf16 exclude each other; keep one")
+    if faults:
+        raise UsageError("; ".join(faults))
+
+
+_Bound = tuple[Callable[[Any], bool], str]
+_AT_LEAST_ONE: _Bound = (lambda value: value >= 1, "1 or more")
+_NOT_NEGATIVE: _Bound = (lambda value: value >= 0, "0 or more")
+_POSITIVE: _Bound = (lambda value: value > 0, "more than 0")
+_SEED: _Bound = (lambda value: 0 <= value < 2**32, "0 or more and below 2**32")
+_BETA: _Bound = (lambda value: 0 <= value < 1, "0 or more and below 1")
+_BOUNDS: dict[str, _Bound] = {
+    "per_device_train_batch_size": _AT_LEAST_ONE,
+    "per_device_eval_batch_size": _AT_LEAST_ONE,
+    "gradient_accumulation_steps": _AT_LEAST_ONE,
+    # transformers takes 0, like -1, for "no limit": a surprise for whoever asked for no step.
+    "max_steps": (lambda value: value == -1 or value >= 1, "1 or more, or -1 for no limit"),
+    "num_train_epochs": _POSITIVE,
+    "learning_rate": (lambda value: 0 <= value < math.inf, "0 or more, and finite"),
+    "weight_decay": _NOT_NEGATIVE,
+    "max_grad_norm": _NOT_NEGATIVE,
+    "warmup_steps": _NOT_NEGATIVE,
+    "logging_steps": _NOT_NEGATIVE,
+    "eval_steps": _NOT_NEGATIVE,
+    "save_steps": _NOT_NEGATIVE,
+    "save_total_limit": _NOT_NEGATIVE,
+    "dataloader_num_workers": _NOT_NEGATIVE,
+    "max_length": _AT_LEAST_ONE,
+    "lora_r": _AT_LEAST_ONE,
+    "lora_alpha": _AT_LEAST_ONE,
+    "seed": _SEED,
+    "data_seed": _SEED,
+    "adam_beta1": _BETA,
+    "adam_beta2": _BETA,
+    "adam_epsilon": _NOT_NEGATIVE,
+    "eval_accumulation_steps": _AT_LEAST_ONE,
+    "lora_dropout": (lambda value: 0 <= value < 1, "0 or more and below 1"),
+}

@@ -8,6 +8,7 @@ be in place before torch reads it.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 
 from hf_rocm_tune import recipes
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.variables import covers
+from hf_rocm_tune.machine import gpus, variables, visible
 from hf_rocm_tune.redaction import one_line, remember
 
 FLAG = "--config"
@@ -115,7 +116,7 @@ def read_recipe(path: str | Path) -> Recipe:
     env = content.pop("env", None) or {}
     if not isinstance(env, dict) or any(isinstance(v, dict | list) or v is None for v in env.values()):
         raise UsageError(f"recipe {path}: `env` must map variable names to plain values, got {env!r}")
-    if foreign := [str(name) for name in env if not covers(str(name))]:
+    if foreign := [str(name) for name in env if not variables.covers(str(name))]:
         raise UsageError(
             f"recipe {path}: `env` may set what `hf-rocm-tune env` knows of ROCm, RCCL and torch, "
             f"not {', '.join(foreign)}: take them out, or set them in your shell"
@@ -153,3 +154,54 @@ class _NoDuplicates(yaml.SafeLoader):
                 )
             seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
+
+
+# ---- a split model needs all cards -----------------------------------------------------------------------------
+
+_SPLIT = "--split_layers"
+_SPLIT_VARIABLE = "HF_ROCM_TUNE_SPLIT"
+
+
+def asks_for_split(argv: Sequence[str]) -> bool:
+    """Whether a command line, or the recipe on it, splits a model.
+
+    Raises:
+        UsageError: the recipe cannot be read.
+    """
+    value, rest = take_flag([argument.replace("--split-layers", _SPLIT) for argument in argv], _SPLIT)
+    path, _ = take_flag(rest, FLAG)
+    if value is not None or path is None:
+        return value is not None
+    values = read_recipe(path).values
+    return any(key.removeprefix("--").replace("-", "_") == _SPLIT.removeprefix("--") for key in values)
+
+
+def show_all_cards(
+    argv: Sequence[str], environ: MutableMapping[str, str], *, topology: gpus.Topology | None = None
+) -> None:
+    """Choose the cards again where the job splits a model, and say so; nothing once torch is imported.
+
+    Args:
+        argv: of the job.
+        environ: the process's variables; changed.
+        topology: of the machine; it is read unless given.
+    """
+    if not asks_for_split(argv) or "torch" in sys.modules:
+        return
+    environ[_SPLIT_VARIABLE] = "1"  # for processes that this one starts
+    found = gpus.read_topology() if topology is None else topology
+    rocm = variables.read_facts(archs=()).is_rocm
+    choice = visible.choose(
+        () if rocm is False else found.nodes,
+        environ,
+        complete=found.complete,
+        processes=visible.local_processes(environ),
+        split=True,
+    )
+    visible.enact(choice, environ)
+    made = [
+        variables.Decision(variable=name, action="set", value=value, reason=choice.reason, source="--split_layers")
+        for name, value in choice.variables.items()
+    ]
+    variables.remember(made)
+    variables.announce(made)

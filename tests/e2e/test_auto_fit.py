@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError, UsageError
-from hf_rocm_tune.job import auto_fit
+from hf_rocm_tune.job.fit import before_loading
 from hf_rocm_tune.settings.arguments import parse
 from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from tests import tiny
@@ -221,5 +221,5 @@ def test_what_cannot_be_fitted_is_said_before_the_model_is_loaded(
 ) -> None:
     argv = [*job.argv, *flags(output_dir=tmp_path, use_cpu=True, **asked)]
     with pytest.raises(error) as caught:
-        auto_fit.fit(parse(argv), None, libraries=0, say=lambda *lines: None)
+        before_loading(parse(argv), None, libraries=0, say=lambda *lines: None)
     assert said in str(caught.value) and "\n" not in str(caught.value)

@@ -11,8 +11,7 @@ import yaml
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.plan.estimate import GIB
-from hf_rocm_tune.plan.public_models import public_model
-from hf_rocm_tune.plan.request import PlanRequest, from_training
+from hf_rocm_tune.plan.request import PlanRequest, from_training, public_model
 from hf_rocm_tune.settings import arguments
 from tests import tiny
 
@@ -135,7 +134,6 @@ def test_what_does_not_fit_is_told_with_the_nearest(small: Path, capsys: pytest.
 def test_a_method_that_was_left_out_for_time_is_advised(
     small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_rocm_tune.plan.command.worthwhile", lambda: False)
     monkeypatch.setattr("hf_rocm_tune.plan.fit._MANY_EVENTS", 10)
     monkeypatch.setattr("hf_rocm_tune.plan.fit._MOST_EVENTS", 10)
     code, out, err = _run(capsys, "--model", str(small), "--vram", "2", "--seq", "512", "--json")

@@ -1,14 +1,7 @@
-"""The planner: what it says of real architectures, how a training job asks it, and several methods at once."""
+"""The planner: what it says of real architectures, and how a training job asks it."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,16 +9,20 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune import cli
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.survey import Machine, survey
 from hf_rocm_tune.machine.sysfs import LiveTree
 from hf_rocm_tune.plan.command import command
 from hf_rocm_tune.plan.estimate import GIB, CardMemory, Case, estimate
-from hf_rocm_tune.plan.fit import Plan, Recordings, in_processes, largest_models, plan_for, worthwhile
-from hf_rocm_tune.plan.public_models import public_model
-from hf_rocm_tune.plan.request import PlanRequest, TooManyOperations, card_memory, config_of, from_training
-from hf_rocm_tune.plan.text import as_values
+from hf_rocm_tune.plan.fit import Plan, Recordings, largest_models, plan_for
+from hf_rocm_tune.plan.request import (
+    PlanRequest,
+    TooManyOperations,
+    card_memory,
+    config_of,
+    from_training,
+    public_model,
+)
 from hf_rocm_tune.settings import arguments
 from tests import tiny
 from tests.small_models import EXPERTS, SMALL
@@ -356,88 +353,40 @@ def test_a_window_changes_no_case_but_its_own(window: int | None) -> None:
         assert scaled.role == itself.role, case
 
 
-def test_few_recordings_serve_all_cases() -> None:
-    recordings = _recordings(None)
-    for case in _cases():
-        recordings(case)
-    assert len(recordings._tapes) == 8  # two lengths, plain and padded, with checkpointing and without
+# ---- several methods -------------------------------------------------------------------------------------------------
 
-
-# ---- several methods at once, each in a process ----------------------------------------------------------------------
-
-WINDOWS = {**SMALL, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "sliding_window": 600}
 SMALL_LLAMA = {**SMALL, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-REQUEST = PlanRequest(length=512, effective_batch=4)
 
 
-def _plan(fields: dict[str, Any], *, together: bool) -> Plan:
-    return plan_for(REQUEST, card=CARD, config=config_of(fields), at_once=together)
-
-
-@pytest.mark.parametrize("fields", [WINDOWS, pytest.param(EXPERTS, marks=pytest.mark.long)], ids=["windows", "experts"])
-def test_the_plan_is_the_same(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one more recording in this process than those of its own method."""
-    expected = as_values(_plan(fields, together=False), "")
-    recorded: list[str] = []
-    record = Recordings._record
-    monkeypatch.setattr(
-        Recordings, "_record", lambda self, *rest: (recorded.append(self.method), record(self, *rest))[1]
-    )
-    found = _plan(fields, together=True)
-    assert as_values(found, "") == expected
-    assert set(recorded) == {"lora"}
-    assert list(found.variants) == ["lora", "qlora"]
-
-
-def test_a_process_that_is_killed_costs_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = as_values(_plan(SMALL_LLAMA, together=False), "")
-    here, longest = os.getpid(), Plan.longest
-
-    def die(self: Plan, method: str) -> int | None:
-        if os.getpid() != here:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return longest(self, method)
-
-    monkeypatch.setattr(Plan, "longest", die)
-    assert as_values(_plan(SMALL_LLAMA, together=True), "") == expected
+def _small(**more: Any) -> Plan:
+    return plan_for(PlanRequest(length=512, effective_batch=4, **more), card=CARD, config=config_of(SMALL_LLAMA))
 
 
 def test_a_refusal_of_both_is_that_of_the_first() -> None:
-    request = PlanRequest(length=512, targets=("nothing",))
-    told = []
-    for together in (False, True):
-        with pytest.raises(UsageError) as refused:
-            plan_for(request, card=CARD, config=config_of(SMALL_LLAMA), at_once=together)
-        told.append(str(refused.value))
-    assert told[0] == told[1]
-    assert "nothing" in told[0]
+    with pytest.raises(UsageError, match="nothing"):
+        _small(targets=("nothing",))
 
 
-def test_a_refusal_of_the_second_is_told_and_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = Recordings.__dict__["facts"].func
-    tried: list[str] = []
+def test_a_refusal_of_one_method_is_told_and_the_other_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Recordings._record
 
-    def refuse(self: Recordings) -> Any:
-        tried.append(self.method)
+    def refuse(self: Recordings, *rest: Any) -> Any:
         if self.method == "qlora":
             raise UsageError("not in four bits")
-        return facts(self)
+        return record(self, *rest)
 
-    monkeypatch.setattr(Recordings, "facts", property(refuse, lambda self, value: None))
-    found = _plan(WINDOWS, together=True)
+    monkeypatch.setattr(Recordings, "_record", refuse)
+    found = _small()
     assert list(found.variants) == ["lora"]
     assert any("not in four bits" in note for note in found.notes)
-    assert set(tried) == {"lora"}
 
 
-def test_steps_that_take_long_are_recorded_once_for_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_steps_take_long_to_record_one_method_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_rocm_tune.plan.fit._MANY_EVENTS", 10)
     monkeypatch.setattr(Recordings, "fixed_length", True)
-    alone, together = (_plan(SMALL_LLAMA, together=way) for way in (False, True))
-    assert list(alone.variants) == ["lora"]
-    assert any("--method qlora plans it" in note for note in alone.notes)
-    assert list(together.variants) == ["lora", "qlora"]
-    assert not any("--method" in note for note in together.notes)
+    found = _small()
+    assert list(found.variants) == ["lora"]
+    assert any("--method qlora plans it" in note for note in found.notes)
 
 
 def test_a_step_that_is_too_long_is_not_recorded_for_a_further_method(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,76 +398,5 @@ def test_a_step_that_is_too_long_is_not_recorded_for_a_further_method(monkeypatc
 
     monkeypatch.setattr(Recordings, "_record", refuse)
     with pytest.raises(TooManyOperations):
-        _plan(SMALL_LLAMA, together=True)
+        _small()
     assert tried == ["lora"]
-
-
-def _by_name(**ways: Callable[[], Any]) -> Callable[[str], Any]:
-    return lambda name: ways[name]()
-
-
-def test_each_is_done_in_a_process_of_its_own() -> None:
-    found = in_processes(lambda name: (name, os.getpid()), ["a", "b", "c"])
-    assert [name for name, _ in found.values()] == ["a", "b", "c"]
-    assert found["a"][1] == os.getpid()
-    assert len({pid for _, pid in found.values()}) == 3
-
-
-def test_what_fails_elsewhere_is_left_out_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
-    ways = _by_name(
-        a=lambda: 1,
-        raises=lambda: 1 / 0,
-        interrupted=lambda: os.kill(os.getpid(), signal.SIGINT),
-        killed=lambda: os.kill(os.getpid(), signal.SIGKILL),
-        unpicklable=lambda: lambda: None,
-        large=lambda: b"x" * 10_000_000,
-    )
-    found = in_processes(ways, ["a", "raises", "interrupted", "killed", "unpicklable", "large"])
-    assert {name: value for name, value in found.items() if name not in ("interrupted", "large")} == {"a": 1}
-    assert len(found["large"]) == 10_000_000
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_failure_here_waits_for_nobody() -> None:
-    with pytest.raises(ZeroDivisionError):
-        in_processes(_by_name(a=lambda: 1 / 0, b=lambda: time.sleep(600)), ["a", "b"])
-    assert not multiprocessing.active_children()
-
-
-def test_one_core_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    assert not worthwhile()
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert worthwhile()
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert not worthwhile()
-
-
-_PLAN = ("plan", "--model", "meta-llama/Llama-3.2-1B", "--seq", "256", "--json")
-
-
-@pytest.mark.long
-def test_the_command_on_one_core_says_the_same() -> None:
-    core = min(os.sched_getaffinity(0))
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", f"{before}; from hf_rocm_tune.cli import main; main()", *_PLAN],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stdout
-        for before in ("pass", f"import os; os.sched_setaffinity(0, {{{core}}})")
-    ]
-    assert outputs[0] == outputs[1] != ""
-
-
-@pytest.mark.parametrize("several", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_the_command_records_at_once_where_that_is_worthwhile(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Sequence[str]] = []
-    monkeypatch.setattr("hf_rocm_tune.plan.command.worthwhile", lambda: several)
-    monkeypatch.setattr(
-        "hf_rocm_tune.plan.fit.in_processes", lambda work, names: (started.append(names), in_processes(work, names))[1]
-    )
-    assert cli.main(_PLAN) == 0
-    assert started == ([("lora", "qlora")] if several else [])

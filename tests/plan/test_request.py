@@ -9,8 +9,15 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.estimate import Weights
-from hf_rocm_tune.plan.public_models import PUBLIC_MODELS, PublicModel, public_model
-from hf_rocm_tune.plan.request import PlanRequest, config_of, load_config, longest_position
+from hf_rocm_tune.plan.request import (
+    PUBLIC_MODELS,
+    PlanRequest,
+    PublicModel,
+    config_of,
+    load_config,
+    longest_position,
+    public_model,
+)
 from hf_rocm_tune.plan.sample import build
 
 

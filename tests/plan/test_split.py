@@ -15,9 +15,8 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
-from hf_rocm_tune.plan.fit import Plan, plan_for
-from hf_rocm_tune.plan.request import PlanRequest
-from hf_rocm_tune.plan.split import SplitPlan, best_cut, even_counts, over_cards, split_plan
+from hf_rocm_tune.plan.fit import Plan, SplitPlan, best_cut, even_counts, over_cards, plan_for, split_plan
+from hf_rocm_tune.plan.request import PlanRequest, config_of, public_model
 
 MIB = 1 << 20
 Planned = Callable[..., SplitPlan]
@@ -92,13 +91,11 @@ def test_embeddings_head_and_loss_are_on_the_first_card(planned: Planned) -> Non
     assert "loss" in even.estimates[0].moments and "loss" not in even.estimates[1].moments
 
 
-class _Spare:
-    """As much of an estimate as the search for a cut looks at."""
+class _Cut:
+    """As much of a plan as the search for a cut looks at."""
 
-    fits = True
-
-    def __init__(self, spare: float) -> None:
-        self.spare = spare
+    def __init__(self, counts: tuple[int, ...], spare: list[float]) -> None:
+        self.counts, self.least_spare = counts, min(spare)
 
 
 @pytest.mark.parametrize("cards", [2, 3])
@@ -110,24 +107,22 @@ def test_the_cut_is_the_one_that_leaves_the_fullest_card_most(cards: int) -> Non
         room = [chooser.uniform(10, 30) for _ in range(cards)]
         outside = chooser.uniform(0, 5)
 
-        def plan(counts: tuple[int, ...], sizes=sizes, room=room, outside=outside) -> list[Any]:  # type: ignore[no-untyped-def]
+        def plan(counts: tuple[int, ...], sizes=sizes, room=room, outside=outside) -> Any:  # type: ignore[no-untyped-def]
             ends = list(itertools.accumulate(counts))
             held = [sum(sizes[end - count : end]) for end, count in zip(ends, counts, strict=True)]
-            return [
-                _Spare(has - used - (outside if not at else 0))
-                for at, (has, used) in enumerate(zip(room, held, strict=True))
-            ]
+            held[0] += outside
+            return _Cut(counts, [has - used for has, used in zip(room, held, strict=True)])
 
         every = (counts for counts in itertools.product(range(1, layers + 1), repeat=cards) if sum(counts) == layers)
-        best = max(min(each.spare for each in plan(counts)) for counts in every)
-        found = best_cut(plan, layers=layers, cards=[card(1000 * each) for each in room])
+        best = max(plan(counts).least_spare for counts in every)
+        found = best_cut(plan, even_counts(layers, room))
         assert found.least_spare >= best - 0.35 * (cards - 2)  # with two cards the best; else near it
 
 
 def test_more_memory_on_a_card_takes_more_layers(planned: Planned) -> None:
     even, uneven = planned(1300, 1300), planned(1300, 2000)
     assert uneven.counts[1] > even.counts[1]
-    assert even.cut.fits and uneven.cut.least_spare > even.cut.least_spare
+    assert even.fits and uneven.least_spare > even.least_spare
 
 
 def test_layers_of_a_card_change_nothing_for_the_others(planned: Planned) -> None:
@@ -138,14 +133,14 @@ def test_layers_of_a_card_change_nothing_for_the_others(planned: Planned) -> Non
 
 def test_what_does_not_fit_says_by_how_much(planned: Planned) -> None:
     found = planned(4, 4)
-    assert not found.cut.fits and found.cut.least_spare < 0
+    assert not found.fits and found.least_spare < 0
 
 
 def test_the_fastest_that_fits_every_card_is_chosen(planned: Planned) -> None:
     roomy = planned(40000, 40000, micro_batch=None, checkpointing=None)
     assert roomy.option.case == replace(roomy.option.case, micro_batch=4, checkpointing=False)
     tight = planned(1200, 1200, micro_batch=None, checkpointing=None)
-    assert tight.cut.fits
+    assert tight.fits
     assert tight.option.speed.tokens_per_second < roomy.option.speed.tokens_per_second
 
 
@@ -157,14 +152,11 @@ def test_more_cards_than_layers_are_refused(planned: Planned) -> None:
 
 
 def test_a_14b_in_bfloat16_needs_two_cards_of_20_gib_and_fits_them() -> None:
-    from hf_rocm_tune.plan.public_models import public_model
-    from hf_rocm_tune.plan.request import config_of
-
     known = public_model("Qwen/Qwen3-14B")
     assert known is not None
     xt = CardMemory(name="xt", usable=int(19.9 * GIB))
     request = PlanRequest(methods=("lora",), length=1024, effective_batch=16, micro_batch=1, checkpointing=True)
     found = split_plan(request, cards=(xt, xt), config=config_of(known.fields))
-    assert found.cut.fits and not found.option.fits
+    assert found.fits and not found.option.fits
     assert sum(found.counts) == 40 and found.counts[0] < found.counts[1]
     assert sum(each.parts["weights"] for each in found.estimates) == pytest.approx(14.77e9 * 2, rel=0.01)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 
 from hf_rocm_tune import VerifiedTransferMixin, upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.job.split import _devices
+from hf_rocm_tune.job.fit import _devices
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.split import Split

@@ -1,4 +1,4 @@
-"""``--auto_fit``: joins the planner (from the configuration), the card's free memory, and the probe (one real step).
+"""What is planned before a model is loaded: the way of ``--auto_fit``, and the cards and the cut of ``--split_layers``.
 
     off     micro-batch, accumulation and checkpointing are as given or by default
     plan    what the user did not set is the plan's fastest way that fits this card, at the same effective batch
@@ -11,15 +11,27 @@ however much memory is free by then. All ranks take the same: the one with the l
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import str_to_bool
+from transformers import AutoConfig
 
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
-from hf_rocm_tune.plan import CONTEXT_BYTES, GIB, CardMemory, PlanRequest, from_training, plan_for
+from hf_rocm_tune.models.split import FLAG, Split, counts_for, parse, stack_of
+from hf_rocm_tune.models.split_mover import SplitMover
+from hf_rocm_tune.plan import (
+    CONTEXT_BYTES,
+    GIB,
+    CardMemory,
+    PlanRequest,
+    card_memory,
+    from_training,
+    plan_for,
+    split_plan,
+)
 from hf_rocm_tune.plan.candidates import (
     Candidate,
     Choice,
@@ -29,14 +41,18 @@ from hf_rocm_tune.plan.candidates import (
     fastest_that_fitted,
     next_candidate,
 )
+from hf_rocm_tune.plan.fit import even_counts, memory_lines
 from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.training.probe import set_way, try_on_all_ranks
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
+    from hf_rocm_tune.models.factory import ModelSource
     from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
 Say = Callable[..., None]
+_LOGICAL_CARDS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +64,7 @@ class Fit:
     settled: bool = True  # nothing is left to correct: it is the plan's, or the one of ``run.json``
 
 
-def fit(arguments: Arguments, recorded: Mapping[str, Any] | None, *, libraries: int, say: Say) -> Fit | None:
+def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, libraries: int, say: Say) -> Fit | None:
     """Chooses before the model is loaded, and puts the choice into the arguments. Collective.
 
     Args:
@@ -67,7 +83,7 @@ def fit(arguments: Arguments, recorded: Mapping[str, Any] | None, *, libraries: 
     tune, training = arguments.tune, arguments.training
     if tune.auto_fit == "off":
         return None
-    _refuse_what_is_not_planned(training)
+    _refuse_fit(training)
     wanted = demand(
         ranks=training.world_size,
         effective_batch=tune.effective_batch,
@@ -97,7 +113,7 @@ def probed(found: Fit, trainer: VerifiedTransferMixin, *, say: Say) -> Fit:
     """Corrects a choice with the real model, and lets the trainer train that way. Collective.
 
     Args:
-        found: of :func:`fit`; one that is settled stays.
+        found: of :func:`before_loading`; one that is settled stays.
         trainer: built with it, before its ``train``.
         say: takes lines for the user.
 
@@ -132,16 +148,13 @@ def probed(found: Fit, trainer: VerifiedTransferMixin, *, say: Say) -> Fit:
 # ---- before the model is loaded -----------------------------------------------------------------------------
 
 
-def _refuse_what_is_not_planned(training: Any) -> None:
-    sharded = [name for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if _is_on(name)]
+def _refuse_fit(training: Any) -> None:
+    variables = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+    sharded = any(str_to_bool(os.environ.get(name) or "false") for name in variables)
     if sharded or training.fsdp or training.deepspeed:
         raise UsageError("--auto_fit plans for cards that hold the whole model each, not for FSDP or DeepSpeed")
     if training.auto_find_batch_size:
         raise UsageError("--auto_fit and --auto_find_batch_size both choose the micro-batch; keep one")
-
-
-def _is_on(variable: str) -> bool:
-    return bool(str_to_bool(os.environ.get(variable) or "false"))
 
 
 def _budget(device: torch.device, gib: float | None, libraries: int) -> int | None:
@@ -191,10 +204,8 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int) -> Fit:
 
 
 def _request(arguments: Arguments, wanted: Demand) -> PlanRequest:
-    training = arguments.training
-    platform = "cpu" if training.device.type == "cpu" else "hip" if torch.version.hip else "cuda"
     try:
-        asked = from_training(arguments.resolved(), cards=wanted.ranks, platform=platform)
+        asked = from_training(arguments.resolved(), cards=wanted.ranks, platform=_platform(arguments.training.device))
         return replace(
             asked,
             effective_batch=wanted.effective_batch,
@@ -205,7 +216,8 @@ def _request(arguments: Arguments, wanted: Demand) -> PlanRequest:
         raise UsageError(f"--auto_fit: {error}") from error
 
 
-# ---- words --------------------------------------------------------------------------------------------------
+def _platform(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else "hip" if torch.version.hip else "cuda"
 
 
 def _why(found: Fit, wanted: Demand, arguments: Arguments) -> list[str]:
@@ -248,3 +260,120 @@ def _advice(training: Any) -> str:
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f}"
+
+
+# ---- one model over several cards -------------------------------------------------------------------------------
+
+
+def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
+    """The door of a run: of one device, or of the cards of a split.
+
+    Raises:
+        UsageError: the split cannot be, and why.
+    """
+    training, tune, text = arguments.training, arguments.tune, arguments.ranks.split_layers
+    settings = TransferSettings(verify=tune.verify, on_corruption=tune.on_corruption)
+    faults = FaultSpec.from_environment()
+    if text is None:
+        return Mover(training.device, settings=settings, faults=faults)
+    given = parse(text)
+    _refuse_split(arguments)
+    config = AutoConfig.from_pretrained(
+        source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
+    )
+    stack, layers = stack_of(config, trust_remote_code=source.trust_remote_code)
+    wanted = counts_for(given, layers) if given else None
+    devices = _devices(training.device, len(wanted) if wanted else None, layers)
+    training._n_gpu = 1  # with several cards visible transformers would count a batch for each of them
+    counts = _planned_counts(arguments, config, devices, wanted, layers, say)
+    return SplitMover(Split.of(stack, counts), devices, settings=settings, faults=faults)
+
+
+def _refuse_split(arguments: Arguments) -> None:
+    """What does not go together with a split."""
+    training, tune = arguments.training, arguments.tune
+    reasons = {
+        "several processes: a split is one process, start it without --num_processes": training.world_size > 1,
+        "--fp16, whose gradient scaler copies between cards by itself: use --bf16": training.fp16,
+        "--auto_fit, which fits one card: choose the batch by `hf-rocm-tune plan --split`": tune.auto_fit != "off",
+        "--activation_offloading, which keeps one card's streams only": training.activation_offloading,
+        "--torch_compile": training.torch_compile,
+        "--fsdp and --deepspeed": bool(training.fsdp or training.deepspeed),
+        "--attn_implementation flex_attention, whose masks are no tensors": arguments.model.attn_implementation
+        == "flex_attention",
+    }
+    found = [reason for reason, applies in reasons.items() if applies]
+    if found:
+        raise UsageError(f"{FLAG} does not go together with {'; nor with '.join(found)}")
+
+
+def _devices(first: torch.device, wanted: int | None, layers: int) -> list[torch.device]:
+    """The cards to use, the trainer's first.
+
+    Raises:
+        UsageError: there are too few.
+    """
+    if first.type != "cuda":
+        cards = wanted or _LOGICAL_CARDS
+        seen = cards
+    else:
+        seen = torch.cuda.device_count()
+        cards = wanted or seen
+    if cards < 2 or cards > seen:
+        raise UsageError(
+            f"{FLAG} needs {max(cards, 2)} cards and this process sees {seen}: see `hf-rocm-tune doctor`, and "
+            "HIP_VISIBLE_DEVICES where you have set it"
+        )
+    if cards > layers:
+        raise UsageError(f"{FLAG}: {layers} layers cannot be shared out over {cards} cards")
+    return [first] * cards if first.type != "cuda" else [torch.device("cuda", index) for index in range(cards)]
+
+
+def _planned_counts(
+    arguments: Arguments,
+    config: Any,
+    devices: Sequence[torch.device],
+    wanted: tuple[int, ...] | None,
+    layers: int,
+    say: Say,
+) -> tuple[int, ...]:
+    """The number of layers on each card; what each is planned to take is said."""
+    cards = [_memory(device) for device in devices]
+    logical = devices[0].type != "cuda"
+    try:
+        request = replace(
+            from_training(arguments.resolved(), platform=_platform(devices[0])),
+            micro_batch=arguments.training.per_device_train_batch_size,
+            checkpointing=bool(arguments.training.activation_checkpointing),
+        )
+        plan = split_plan(request, cards=cards, counts=wanted, config=config)
+    except UsageError as error:
+        counts = wanted or even_counts(layers, [card.free for card in cards])
+        say(f"split: {_shared(counts)}; the memory of each card could not be planned ({error})")
+        return counts
+    counts = plan.counts
+    how = "as given" if wanted else "so that the fullest card has most left"
+    where = f"{len(devices)} logical cards on the CPU" if logical else f"{len(devices)} cards"
+    say(f"split: {_shared(counts)} on {where}, {how}; what crosses between them is staged through the host, verified")
+    for line in memory_lines(plan):
+        say(f"split: planned {line}")
+    if not logical and not plan.fits:
+        say("split: by this plan it does not fit; `hf-rocm-tune plan --split` looks for a way that does")
+    return counts
+
+
+def _memory(device: torch.device) -> CardMemory:
+    """The memory of a card as it is now; a logical one is planned as an RX 7900 XT."""
+    if device.type != "cuda":
+        return card_memory(name="rx7900xt")
+    free, total = torch.cuda.mem_get_info(device)
+    return CardMemory(
+        name=torch.cuda.get_device_name(device),
+        usable=total,
+        desktop=max(0, total - free - CONTEXT_BYTES),
+        desktop_source="read",
+    )
+
+
+def _shared(counts: Sequence[int]) -> str:
+    return " + ".join(map(str, counts)) + " layers"
