@@ -116,7 +116,7 @@ METHODS = {
         for name, settings in (("lora", BF16), ("qlora", {"load_in_4bit": True}))
     },
 }
-SAMPLE = ("lora", "qlora")
+SAMPLE = ("qlora",)
 
 
 def command_line(method: Method, model: Path, messages: Path, output: Path) -> list[str]:
@@ -244,7 +244,8 @@ def _sampled(kinds: tuple[str, ...], *always: str) -> list[Any]:
     return [pytest.param(kind, marks=() if kind in always else pytest.mark.long) for kind in kinds]
 
 
-@pytest.mark.parametrize("kind", _sampled(FAULTS, "stale"))
+@pytest.mark.long
+@pytest.mark.parametrize("kind", FAULTS)
 def test_an_injected_fault_leaves_no_trace_in_the_adapter(
     kind: str,
     argv: Callable[[Method, Path], list[str]],
@@ -261,7 +262,7 @@ def test_an_injected_fault_leaves_no_trace_in_the_adapter(
 
 
 @pytest.mark.parametrize("kind", _sampled(HARMS, "flip"))
-@pytest.mark.parametrize("name", _sampled(("lora", "qlora", "full"), "lora"))
+@pytest.mark.parametrize("name", _sampled(("lora", "qlora", "full"), "qlora"))
 def test_a_copy_that_the_driver_harms_leaves_no_trace_in_the_adapter(
     name: str,
     kind: str,
@@ -289,9 +290,8 @@ def assert_recovered(output: Path, clean: Path) -> None:
     assert weights(output) == weights(clean)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"dtype": "float32", "bf16": False}, pytest.param({"load_in_4bit": True}, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{"dtype": "float32", "bf16": False}, {"load_in_4bit": True}])
 def test_two_ranks_average_through_the_host(
     settings: dict[str, Any],
     argv: Callable[[Method, Path], list[str]],
