@@ -243,7 +243,7 @@ class Plan:
         """The longest sequence that fits with micro-batch 1 and checkpointing, in steps of 128 tokens; None: none.
 
         The last step is recorded at that very length, because attention may change its ways on the road to it. None
-        also where the step does not scale, and each length would have to be recorded.
+        also where the step does not scale, and each length would have to be recorded, or one that takes too long to.
         """
         variant, request = self.variants[method], self.request
         if not self.scales or sum(variant.weights.parts.values()) > self.card.free:
@@ -262,8 +262,11 @@ class Plan:
             return estimate(variant, replace(short, length=length), self.card).fits
 
         found = longest(fits, limit=self.limit or LONGEST)
-        while found and not fits(found, exact):
-            found = longest(fits, limit=found - LENGTH_STEP) if found > LENGTH_STEP else None
+        try:
+            while found and not fits(found, exact):
+                found = longest(fits, limit=found - LENGTH_STEP) if found > LENGTH_STEP else None
+        except TooManyOperations:
+            return None
         return found
 
 
