@@ -37,7 +37,7 @@ from hf_rocm_tune.transfer import (
     TransferSettings,
     digest,
 )
-from hf_rocm_tune.transfer.diagnosis import POISON
+from hf_rocm_tune.transfer.damage import POISON
 from hf_rocm_tune.transfer.faults import KINDS
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather, typed_view
 

@@ -28,9 +28,7 @@ from hf_rocm_tune.doctor.findings import Again, Finding, from_row, problem_lines
 from hf_rocm_tune.integrity.canaries import Canaries, CanarySettings, watch
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
-from hf_rocm_tune.transfer.damage import Damage, examine
-from hf_rocm_tune.transfer.diagnosis import POISON
-from hf_rocm_tune.transfer.pattern import count_wrong, fill_with_pattern
+from hf_rocm_tune.transfer.damage import POISON, Damage, count_wrong, examine, fill_with_pattern
 from hf_rocm_tune.transfer.raw_bytes import typed_view
 from hf_rocm_tune.transfer.raw_copies import Copies, copies_for, wait_for
 

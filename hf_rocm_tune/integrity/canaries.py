@@ -22,8 +22,7 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Digest, combine, digest
-from hf_rocm_tune.transfer.diagnosis import ALIGNMENTS
-from hf_rocm_tune.transfer.pattern import PIECE_WORDS, pattern
+from hf_rocm_tune.transfer.damage import ALIGNMENTS, PIECE_WORDS, pattern
 
 CHURN = 0x5C
 """Byte with which the blocks that come and go are filled: found in a canary, two live blocks share memory."""

@@ -28,7 +28,7 @@ from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import release_memory
-from hf_rocm_tune.models.split_loading import device_map
+from hf_rocm_tune.models.split_mover import device_map
 from hf_rocm_tune.publish.publisher import Publisher
 from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.redaction import local_paths

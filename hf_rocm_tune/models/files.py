@@ -7,13 +7,21 @@ here with the file's name instead of deep inside a loader.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.transfer import Digest, combine, digest
 
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 
@@ -123,3 +131,159 @@ def hub_snapshot(name: str, revision: str | None) -> Path | None:
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
         return None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Are the weight files themselves the ones that were published? Their SHA-256 against what was recorded of them.
+#
+# A verified transfer proves that the device has what the file has; it cannot know that the file is right. Two records
+# can tell: the Hub's cache keeps large files under the SHA-256 that the Hub announced for them, and a directory that
+# this package wrote has it in ``integrity.json``. A file with neither is *not attested*, which is said and is no
+# error.
+#
+# Hashing reads every byte once, and takes the digest of each tensor from the same reading: what was loaded, in
+# another reading, is compared with that. A file that was found right is remembered by path, size, inode and times of
+# change, with the digests, so only a file that is new or was touched is read again.
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MANIFEST = "integrity.json"
+_THREADS = 4
+_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecords:
+    """What was found out about weight files.
+
+    Args:
+        attested: files whose content has the SHA-256 that was recorded of them.
+        unknown: names of files of which nothing is recorded.
+    """
+
+    attested: int
+    unknown: tuple[str, ...]
+
+
+def check_files(
+    files: Sequence[Path], memory: Path, loaded: Mapping[tuple[str, str], Digest] | None = None
+) -> FileRecords:
+    """Compares weight files with what was recorded of them, and what was loaded with the files.
+
+    Args:
+        files: to be compared.
+        memory: JSON file in which files that were found right are remembered; made when missing.
+        loaded: digests of what was loaded, by name of the file and of the tensor.
+
+    Raises:
+        UsageError: a file has other content than was recorded: the file is at fault, not a transfer.
+        CorruptionError: what was loaded is not what the file holds.
+    """
+    recorded = {file: recorded_sha256(file) for file in files}
+    known = {file: value for file, value in recorded.items() if value is not None}
+    seen = _read_memory(memory)
+    states = {file: _state(file, value) for file, value in known.items()}
+    right = {file: seen.get(str(file.resolve()), {}) for file in known}
+    fresh = [file for file in known if right[file].get("state") != states[file]]
+    with ThreadPoolExecutor(max_workers=_THREADS) as pool:
+        found = dict(zip(fresh, pool.map(_sums, fresh), strict=True))
+    for file, (sha256, tensors) in found.items():
+        if sha256 != known[file]:
+            raise UsageError(
+                f"model file {file}: its SHA-256 is {sha256[:12]}..., but {known[file][:12]}... was recorded of it: "
+                "the file is damaged on this disk, not in a transfer; download or copy it again"
+            )
+        right[file] = {"state": states[file], "tensors": tensors}
+    if fresh:
+        _remember(memory, {str(file.resolve()): right[file] for file in fresh})
+    for (name, tensor), value in (loaded or {}).items():
+        for file in known:
+            if file.name == name and right[file]["tensors"].get(tensor, value.hex()) != value.hex():
+                raise CorruptionError(
+                    f"model file {file} is the one that was recorded, but {tensor} was loaded from it with other "
+                    "bytes: the disk, or the memory that caches it, reads wrongly at times. Start the same command "
+                    "again; if it stays, test the memory of this machine"
+                )
+    return FileRecords(attested=len(known), unknown=tuple(file.name for file in files if file not in known))
+
+
+def recorded_sha256(file: Path) -> str | None:
+    """The SHA-256 that somebody recorded of this file before: the Hub's cache, or our manifest beside it."""
+    blob = file.resolve()
+    if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
+        return blob.name
+    try:
+        entry = json.loads((file.parent / _MANIFEST).read_text(encoding="utf-8"))["files"][file.name]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return entry if isinstance(entry, str) and _SHA256.fullmatch(entry) else None
+
+
+def default_memory() -> Path:
+    """Where files that were found right are remembered: beside the Hub's cache."""
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME) / "hf_rocm_tune" / "attested_files.json"
+
+
+def _sums(file: Path) -> tuple[str, dict[str, str]]:
+    """SHA-256 of a file, and the digest of each tensor in it, from one reading of the bytes."""
+    hashing = hashlib.sha256()
+    tensors: dict[str, str] = {}
+    buffer = bytearray(_PIECE_BYTES)
+    with file.open("rb", buffering=0) as stream:
+        for name, nbytes in _segments(file):
+            parts = []
+            for start in range(0, nbytes, _PIECE_BYTES):
+                piece = memoryview(buffer)[: min(_PIECE_BYTES, nbytes - start)]
+                filled = 0
+                while filled < len(piece) and (count := stream.readinto(piece[filled:])):
+                    filled += count
+                hashing.update(piece[:filled])
+                if name:
+                    data = torch.frombuffer(buffer, dtype=torch.uint8, count=len(piece))
+                    parts.append(digest(data, word_offset=start // 4))
+            if name:
+                tensors[name] = combine(parts).hex()
+    return hashing.hexdigest(), tensors
+
+
+def _segments(file: Path) -> Iterator[tuple[str, int]]:
+    """Name and size of each tensor of a safetensors file, in order; what lies between them has an empty name."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        try:
+            header = json.loads(stream.read(length) if length < size else b"{}")
+            rows = sorted((*row["data_offsets"], name) for name, row in header.items() if name != "__metadata__")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            rows = []  # it is no such file: loading has said so
+    done = 0
+    for begin, end, name in rows:
+        yield "", 8 + length + begin - done
+        yield name, end - begin
+        done = 8 + length + end
+    yield "", size - done
+
+
+def _state(file: Path, sha256: str) -> list[object]:
+    found = file.stat()
+    return [sha256, found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _read_memory(memory: Path) -> dict[str, dict[str, Any]]:
+    try:
+        content = json.loads(memory.read_text(encoding="utf-8"))
+        return {file: row for file, row in content.items() if isinstance(row["tensors"], dict)}
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return {}
+
+
+def _remember(memory: Path, states: dict[str, dict[str, Any]]) -> None:
+    # Only a saving of time: a home that cannot be written costs the hashing again, nothing else.
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        partial = memory.with_name(f"{memory.name}.{os.getpid()}")
+        partial.write_text(json.dumps({**_read_memory(memory), **states}), encoding="utf-8")
+        partial.replace(memory)
+    except OSError:
+        return

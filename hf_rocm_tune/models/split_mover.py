@@ -9,16 +9,23 @@ all the same, so everything between them is really copied and verified.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hf_rocm_tune import upstream
 from hf_rocm_tune.models.split import Split
 from hf_rocm_tune.transfer import Digest, FaultSpec, Mover, TransferReport, TransferSettings
 from hf_rocm_tune.transfer.fetch import Fetched
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from hf_rocm_tune.transfer import Mover
 
 
 class CardReport(TransferReport):
@@ -173,3 +180,39 @@ class SplitMover(Mover):
 
     def _knower(self, tensor: Tensor) -> Mover:
         return next((mover for mover in self.cards if mover.provenance(tensor) is not None), self.cards[0])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Loading onto several cards: each weight goes to its card, and transformers attaches no copies of its own.
+#
+# ``from_pretrained`` with a device map of several devices lets Accelerate put hooks on the model that move
+# activations between them by plain ``.to``. They are left out here: `split_hops` carries what has to cross.
+
+
+def device_map(mover: Mover) -> dict[str, torch.device]:
+    """What ``from_pretrained`` is told: one device, or the cards of a split."""
+    if isinstance(mover, SplitMover) and not mover.logical:
+        return mover.split.device_map([card.device for card in mover.cards])
+    return {"": mover.device}
+
+
+@contextmanager
+def without_dispatch() -> Iterator[None]:
+    """Within the block transformers leaves a model as it was loaded.
+
+    Raises:
+        SeamError: transformers has moved the place.
+    """
+
+    def make(stock: Callable[..., Any]) -> Callable[..., None]:
+        del stock
+        return lambda *arguments, **keywords: None
+
+    with upstream.replaced("dispatch", make):
+        yield
+
+
+def tell_of_devices(model: PreTrainedModel, mover: Mover) -> None:
+    """Says on the model where its parts are: transformers' Trainer then neither moves nor replicates it."""
+    if isinstance(mover, SplitMover) and not mover.logical:
+        model.hf_device_map = device_map(mover)

@@ -24,8 +24,8 @@ import torch
 from transformers import TextStreamer, set_seed
 
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError, device_shortage
-from hf_rocm_tune.models.casts import cast_verified
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
+from hf_rocm_tune.models.loading import cast_verified
 from hf_rocm_tune.models.placement import coverage, place
 from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, open_adapter
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings

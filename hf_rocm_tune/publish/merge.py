@@ -40,8 +40,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import clean_leftovers, staged_directory
 from hf_rocm_tune.integrity.manifest import drop_from_cache
-from hf_rocm_tune.models.file_records import check_files, default_memory
-from hf_rocm_tune.models.files import check_model_directory
+from hf_rocm_tune.models.files import check_files, check_model_directory, default_memory
 from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
 from hf_rocm_tune.publish.merge_weights import Group, Names, Site, find_sites, meta_model
 from hf_rocm_tune.transfer import digest

@@ -25,9 +25,7 @@ from torch import Tensor
 
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import gb_per_s
-from hf_rocm_tune.transfer.damage import Damage, examine
-from hf_rocm_tune.transfer.diagnosis import POISON
-from hf_rocm_tune.transfer.pattern import PIECE_WORDS, fill_with_pattern, pattern
+from hf_rocm_tune.transfer.damage import PIECE_WORDS, POISON, Damage, examine, fill_with_pattern, pattern
 from hf_rocm_tune.transfer.raw_bytes import as_bytes
 from hf_rocm_tune.transfer.raw_copies import Copies, copies_for, wait_for
 

@@ -36,8 +36,8 @@ from transformers.trainer_pt_utils import safe_globals
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.integrity.manifest import FileEntry, read_once
+from hf_rocm_tune.models.quantised import is_written_buffer, set_buffer
 from hf_rocm_tune.models.shards import local, own_rows
-from hf_rocm_tune.models.written import is_written_buffer, set_buffer
 from hf_rocm_tune.transfer.digest import digest
 
 if TYPE_CHECKING:

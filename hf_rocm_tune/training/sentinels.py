@@ -12,8 +12,8 @@ from hf_rocm_tune.integrity.replicas import compare_replicas
 from hf_rocm_tune.integrity.sentinels import Change, FrozenSentinel, TrainedSentinel
 from hf_rocm_tune.models.attest import RECOMPUTED, TRAINED, is_recomputed
 from hf_rocm_tune.models.placement import findable_tensors_of, tensors_of
+from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.shards import is_sharded, local, reshard
-from hf_rocm_tune.models.written import running_statistics
 from hf_rocm_tune.transfer import digest
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 

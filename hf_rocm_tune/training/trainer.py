@@ -45,10 +45,14 @@ from hf_rocm_tune.models.placement import (
     place,
     tensors_of,
 )
-from hf_rocm_tune.models.quantised import follow_bias_casts, keep_trainable_on_cpu
+from hf_rocm_tune.models.quantised import (
+    follow_bias_casts,
+    follow_written_buffers,
+    keep_trainable_on_cpu,
+    writable_buffers,
+)
 from hf_rocm_tune.models.shards import is_sharded, local
 from hf_rocm_tune.models.split_mover import SplitMover
-from hf_rocm_tune.models.written import follow_written_buffers, writable_buffers
 from hf_rocm_tune.ranks.agree import everyone
 from hf_rocm_tune.ranks.averaging import Compression, SyncSettings, Way
 from hf_rocm_tune.training import ranks, split

@@ -1,7 +1,7 @@
 """Verified transfers to the device: every byte is digested at its source and again where it will be read.
 
 Reading order: `mover` (the door), `shipment` (packing and sending), `ring`, `digest`, `ladder`, `diagnosis`, then the
-backends: `backend` (the interface, plain CPU), `accelerator` (HIP and CUDA), `faulty` (faults on purpose).
+backends: `backend` (the interface, plain CPU), `accelerator` (HIP and CUDA), `faults` (faults on purpose).
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from hf_rocm_tune.transfer.accelerator import AcceleratorBackend
 from hf_rocm_tune.transfer.backend import Backend, HostBackend
 from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, combine, digest, digest_on_device
-from hf_rocm_tune.transfer.faults import FaultSpec
-from hf_rocm_tune.transfer.faulty import FaultyBackend
+from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.mover import Mover, was_verified
 from hf_rocm_tune.transfer.redirect import redirected
 from hf_rocm_tune.transfer.report import STAGES, TransferReport, gb_per_s

@@ -1,7 +1,7 @@
 """What the transfer engine needs of a device, and the plain-CPU version of it.
 
 A backend is one queue ("stream") of copies and digests that run in order beside the caller. Faults are put in here
-(`hf_rocm_tune.transfer.faulty`), so everything above runs the same with and without them.
+(`hf_rocm_tune.transfer.faults`), so everything above runs the same with and without them.
 """
 
 from __future__ import annotations

@@ -5,12 +5,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.variables import read_pairs
+from hf_rocm_tune.transfer.backend import Backend, Label, Part, PendingDigest, Ticket
+from hf_rocm_tune.transfer.digest import Digest
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS, STAGES
 
 VARIABLE = "HF_ROCM_TUNE_FAULT"
@@ -111,3 +121,244 @@ _EXPECTED = {
     "first": "a whole number from 1 on",
     "count": "a whole number from 1 on",
 }
+
+
+# ----------------------------------------------------------------------------------------------------
+# A backend that harms copies on purpose, wrapped round a real one.
+#
+# Everything above the backend runs unchanged, so a fault that goes by unseen here would go by unseen in a real run. A
+# fault that would leave the bytes as they are (zeroing zeros, stale data that is equal) is not made and not counted.
+
+_REMEMBERED_BYTES = 4 << 20
+_REMEMBERED_PLANS = 4096
+
+
+@dataclass
+class _Plan:
+    """What happens to one tensor of one transfer, in coordinates of that tensor."""
+
+    rng: random.Random
+    anchor: int
+    length: int
+    hit_attempts: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Later:
+    """Bytes to write into device memory at a later moment."""
+
+    target: Tensor
+    value: Tensor
+    label: Label
+    plan: _Plan
+
+
+class FaultyBackend:
+    """Injects the faults of `spec` into the copies of `inner`.
+
+    Attributes:
+        injected: tensors harmed so far, each attempt counted; only where the bytes were really changed.
+    """
+
+    def __init__(self, inner: Backend, spec: FaultSpec) -> None:
+        self.inner, self.spec = inner, spec
+        self.device, self.staging_grows = inner.device, inner.staging_grows
+        self.default_slot_bytes = inner.default_slot_bytes
+        self.injected = 0
+        self._lock = threading.RLock()
+        self._matched = 0
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self._plans: OrderedDict[tuple[int, str], _Plan | None] = OrderedDict()
+        self._earlier: dict[int, list[Tensor]] = {}
+        self._late: list[_Later] = []
+        self._after: list[_Later] = []
+
+    def staging(self, nbytes: int) -> Tensor:
+        return self.inner.staging(nbytes)
+
+    def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
+        return self.inner.allocate(nbytes, long_lived=long_lived)
+
+    def follow(self, source: Tensor) -> None:
+        self.inner.follow(source)
+
+    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
+        with self._lock:
+            self._land_late_copies(before=label)
+            harmed = self._harm(target, source, label)
+        if harmed is None:
+            return self.inner.copy(target, source, label, blocking=blocking)
+        # Blocking, so that the harmed bytes need not be kept until the copy's end.
+        return self.inner.copy(target, harmed, label, blocking=True)
+
+    def harm_in_place(self, data: Tensor, label: Label) -> None:
+        """Harm bytes of the device, uint8[n], that no copy of ours put there. Kinds that need a copy do nothing."""
+        if self.spec.kind in ("drop", "late", "after"):
+            return
+        right = data.cpu()
+        with self._lock:
+            harmed = self._harm(right, right, label)
+        if harmed is not None:
+            data.copy_(harmed)
+
+    def fill(self, target: Tensor, value: int) -> None:
+        with self._lock:
+            self._land_late_copies()
+        self.inner.fill(target, value)
+
+    def digest(self, target: Tensor, word_offset: int = 0) -> PendingDigest:
+        pending = self.inner.digest(target, word_offset)
+        if self.spec.kind != "after":
+            return pending
+        with self._lock:
+            mine = [later for later in self._after if _same_storage(later.target, target)]
+            self._after = [later for later in self._after if not _same_storage(later.target, target)]
+        return _SpoiledAfterVerdict(self, pending, mine)
+
+    def read_back(self, target: Tensor) -> Tensor:
+        return self.inner.read_back(target)
+
+    def hand_out(self, buffer: Tensor, ticket: Ticket) -> None:
+        self.inner.hand_out(buffer, ticket)
+
+    def close(self) -> None:
+        with self._lock:
+            self._late.clear()
+            self._after.clear()
+        self.inner.close()
+
+    def spoil(self, laters: list[_Later]) -> None:
+        """Write what the verdict must not see; called just after it."""
+        for later in laters:
+            self.inner.copy(later.target, later.value, later.label, blocking=True)
+            if self.spec.kind == "after":
+                with self._lock:
+                    self._count(later.plan, later.label.attempt)
+
+    def _land_late_copies(self, before: Label | None = None) -> None:
+        """All of them, except those of the sending that `before` is a chunk of: its digest is not taken yet."""
+        sending = (before.transfer, before.attempt) if before else None
+        late = [later for later in self._late if (later.label.transfer, later.label.attempt) != sending]
+        self._late = [later for later in self._late if (later.label.transfer, later.label.attempt) == sending]
+        self.spoil(late)
+
+    def _harm(self, target: Tensor, source: Tensor, label: Label) -> Tensor | None:
+        """The bytes to send instead of `source`, or None when this copy goes through unharmed."""
+        harmed: Tensor | None = None
+        for part in label.parts:
+            right = source[part.begin : part.end]
+            plan = self._plan(part, label)
+            if plan is not None and part.end > part.begin:
+                wrong = self._wrong_bytes(plan, part, right, target[part.begin : part.end], label)
+                if wrong is not None and not torch.equal(wrong, right):
+                    self._count(plan, label.attempt)
+                    harmed = source.clone() if harmed is None else harmed
+                    harmed[part.begin : part.end] = wrong
+            if self.spec.kind == "stale" and label.attempt == 0:
+                self._remember(right)
+        return harmed
+
+    def _plan(self, part: Part, label: Label) -> _Plan | None:
+        """Decided once per tensor and transfer: by seed, stage, name and occurrence, not by the order of threads."""
+        key = (label.transfer, part.name)
+        if key not in self._plans:
+            self._plans[key] = self._decide(part, label)
+            while len(self._plans) > _REMEMBERED_PLANS:
+                self._plans.popitem(last=False)
+        plan = self._plans[key]
+        if plan is None or (label.attempt and not self.spec.persist):
+            return None
+        exhausted = self.spec.count is not None and self.injected >= self.spec.count
+        return None if exhausted and not plan.hit_attempts else plan
+
+    def _decide(self, part: Part, label: Label) -> _Plan | None:
+        spec = self.spec
+        if part.nbytes == 0 or not fnmatchcase(part.name, spec.tensor) or spec.stage not in (None, label.stage):
+            return None
+        self._matched += 1
+        self._seen[label.stage, part.name] += 1
+        rng = random.Random(f"{spec.seed}:{label.stage}:{part.name}:{self._seen[label.stage, part.name]}")
+        if rng.random() >= spec.rate or self._matched < spec.first:
+            return None
+        anchor = rng.randrange(part.nbytes)
+        return _Plan(rng, anchor, rng.randint(1, part.nbytes - anchor))
+
+    def _count(self, plan: _Plan, attempt: int) -> None:
+        if attempt not in plan.hit_attempts:
+            plan.hit_attempts.add(attempt)
+            self.injected += 1
+
+    def _wrong_bytes(self, plan: _Plan, part: Part, right: Tensor, target: Tensor, label: Label) -> Tensor | None:
+        kind = self.spec.kind
+        anchor = plan.anchor - part.offset
+        if kind == "zero":
+            return torch.zeros_like(right)
+        if kind == "zero_range":
+            wrong = right.clone()
+            wrong[max(anchor, 0) : max(anchor + plan.length, 0)] = 0
+            return wrong
+        if kind == "stale":
+            return self._recall(right)
+        if kind in ("drop", "late"):
+            wrong = self.inner.read_back(target)
+            if kind == "late" and not torch.equal(wrong, right):
+                self._late.append(_Later(target, right.clone(), label, plan))
+            return wrong
+        if not 0 <= anchor < right.numel():
+            return None
+        if kind == "swap":
+            return _with_two_words_swapped(right, anchor)
+        wrong = right.clone()
+        wrong[anchor] = int(wrong[anchor]) ^ (1 << plan.rng.randrange(8))
+        if kind == "after":
+            self._after.append(_Later(target, wrong, label, plan))
+            return None
+        return wrong
+
+    def _remember(self, right: Tensor) -> None:
+        """Keep the bytes of the last transfer of each size class (power of two), a bounded amount."""
+        if right.numel():
+            size_class = right.numel().bit_length()
+            self._earlier.setdefault(size_class, []).append(right[:_REMEMBERED_BYTES].clone())
+            del self._earlier[size_class][:-2]
+
+    def _recall(self, right: Tensor) -> Tensor | None:
+        same_class = reversed(self._earlier.get(right.numel().bit_length(), []))
+        any_class = (earlier for kept in self._earlier.values() for earlier in kept)
+        for earlier in itertools.chain(same_class, any_class):
+            wrong = right.clone()
+            wrong[: earlier.numel()] = earlier[: wrong.numel()]
+            if not torch.equal(wrong, right):
+                return wrong
+        return None
+
+
+class _SpoiledAfterVerdict:
+    def __init__(self, backend: FaultyBackend, pending: PendingDigest, laters: list[_Later]) -> None:
+        self._backend, self._pending, self._laters = backend, pending, laters
+
+    def result(self) -> Digest:
+        verdict = self._pending.result()
+        laters, self._laters = self._laters, []
+        self._backend.spoil(laters)
+        return verdict
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _with_two_words_swapped(right: Tensor, anchor: int) -> Tensor | None:
+    """The word at the anchor changed places with the nearest different one; None when all words are equal."""
+    words = right[: right.numel() // 4 * 4].view(-1, 4)
+    if words.shape[0] < 2:
+        return None
+    here = min(anchor // 4, words.shape[0] - 1)
+    different = (words != words[here]).any(1).nonzero().flatten()
+    if not different.numel():
+        return None
+    there = int(different[(different - here).abs().argmin()])
+    wrong = right.clone()
+    swapped = wrong[: words.numel()].view(-1, 4)
+    swapped[[here, there]] = words[[there, here]]
+    return wrong

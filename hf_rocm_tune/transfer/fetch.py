@@ -22,7 +22,7 @@ from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.transfer.backend import Backend, Label, Part
 from hf_rocm_tune.transfer.damage import examine
 from hf_rocm_tune.transfer.digest import Digest, digest
-from hf_rocm_tune.transfer.faulty import FaultyBackend
+from hf_rocm_tune.transfer.faults import FaultyBackend
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, typed_view
 from hf_rocm_tune.transfer.report import TransferReport
 from hf_rocm_tune.transfer.ring import Ring

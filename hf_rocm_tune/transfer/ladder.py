@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, SourceChangedError
 from hf_rocm_tune.transfer.backend import Backend
-from hf_rocm_tune.transfer.diagnosis import POISON, Difference, Examiner, likely_causes
+from hf_rocm_tune.transfer.damage import POISON, Difference, Examiner, likely_causes
 from hf_rocm_tune.transfer.digest import digest
 from hf_rocm_tune.transfer.report import TransferReport
 from hf_rocm_tune.transfer.settings import TransferSettings

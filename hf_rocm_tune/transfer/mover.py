@@ -20,8 +20,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.transfer.accelerator import AcceleratorBackend
 from hf_rocm_tune.transfer.backend import Backend, HostBackend, Label, Part
 from hf_rocm_tune.transfer.digest import Digest, QueuedDigests
-from hf_rocm_tune.transfer.faults import FaultSpec
-from hf_rocm_tune.transfer.faulty import FaultyBackend
+from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.fetch import Errand, Fetched, Fetcher
 from hf_rocm_tune.transfer.ladder import Ladder
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, check_plain, storage_bytes, typed_view

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.models import casts
-from hf_rocm_tune.models.casts import SAMPLE_ELEMENTS, cast_verified
+from hf_rocm_tune.models import loading
 from hf_rocm_tune.models.factory import ModelSource, load_model
+from hf_rocm_tune.models.loading import SAMPLE_ELEMENTS, cast_verified
 from hf_rocm_tune.transfer import Mover, TransferSettings
 
 BIG = 10 * SAMPLE_ELEMENTS + 7
@@ -27,7 +27,7 @@ def harm(monkeypatch: pytest.MonkeyPatch) -> Harm:
 
     def install(element: int, times: int) -> None:
         left = [times]
-        right = casts.cast_on_device
+        right = loading.cast_on_device
 
         def wrong(tensor: Tensor, dtype: torch.dtype) -> Tensor:
             cast = right(tensor, dtype)
@@ -36,7 +36,7 @@ def harm(monkeypatch: pytest.MonkeyPatch) -> Harm:
                 cast.view(-1).view(torch.int16)[element] ^= 1
             return cast
 
-        monkeypatch.setattr(casts, "cast_on_device", wrong)
+        monkeypatch.setattr(loading, "cast_on_device", wrong)
 
     return install
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.models import file_records
-from hf_rocm_tune.models.file_records import check_files, recorded_sha256
+from hf_rocm_tune.models import files
+from hf_rocm_tune.models.files import check_files, recorded_sha256
 from hf_rocm_tune.transfer import digest
 
 
@@ -55,7 +55,7 @@ def test_a_file_that_was_found_right_is_not_read_again(tmp_path: Path, monkeypat
     file = hub_file(tmp_path / "model", b"right bytes")
     memory = tmp_path / "deep" / "memory.json"
     assert check_files([file], memory).attested == 1
-    monkeypatch.setattr(file_records, "_sums", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(files, "_sums", lambda _: pytest.fail("read again"))
     assert check_files([file], memory).attested == 1
 
 
@@ -63,7 +63,7 @@ def test_what_was_loaded_is_compared_with_the_reading_that_was_hashed(tmp_path: 
     """Also when the file is remembered, and with tensors of odd lengths across the pieces that are read."""
     file = tmp_path / "model" / "model.safetensors"
     tensors = {f"t{size}": torch.arange(size, dtype=torch.uint8) for size in (0, 1, 5, 250)}
-    tensors["large"] = torch.randint(0, 255, (file_records._PIECE_BYTES + 13,), dtype=torch.uint8)
+    tensors["large"] = torch.randint(0, 255, (files._PIECE_BYTES + 13,), dtype=torch.uint8)
     file = with_manifest(file.parent, save(tensors))
     loaded = {(file.name, name): digest(tensor) for name, tensor in tensors.items()}
     loaded["another.safetensors", "t5"] = loaded[file.name, "t250"]

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.errors import MemoryFaultError
-from hf_rocm_tune.models.written import WRITTEN
+from hf_rocm_tune.models.quantised import WRITTEN
 
 
 class VerifiedPlain(VerifiedTransferMixin, Trainer):

@@ -17,8 +17,7 @@ from hf_rocm_tune.job.fit import _devices
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.split import Split
-from hf_rocm_tune.models.split_loading import device_map, without_dispatch
-from hf_rocm_tune.models.split_mover import SplitMover
+from hf_rocm_tune.models.split_mover import SplitMover, device_map, without_dispatch
 from hf_rocm_tune.transfer import FaultSpec, Mover
 from tests import tiny
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.transfer.damage import Damage, examine
-from hf_rocm_tune.transfer.diagnosis import POISON
-from hf_rocm_tune.transfer.pattern import count_wrong, fill_with_pattern, pattern
+from hf_rocm_tune.transfer.damage import POISON, Damage, count_wrong, examine, fill_with_pattern, pattern
 from hf_rocm_tune.transfer.raw_copies import FAULTS, FaultyCopies, RawCopies, copies_for
 
 CPU = torch.device("cpu")

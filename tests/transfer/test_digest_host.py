@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_rocm_tune.transfer import digest_host, digest_native
+from hf_rocm_tune.transfer import digest_host
 from hf_rocm_tune.transfer.digest_host import BYTES_A_THREAD, HostSums, torch_sums, with_table
 from tests.transfer.digest_reference import BLOCK, reference
 
 
 @pytest.fixture(scope="module")
 def native() -> HostSums:
-    function, reason = digest_native.load()
+    function, reason = digest_host.load_native()
     if function is None:
         pytest.skip(reason)
     return with_table(function)
@@ -102,15 +102,15 @@ def test_compiled_once_and_again_for_another_source(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert digest_host.host_method().name == "native"
-    (library,) = digest_native.cache_directory().iterdir()
+    (library,) = digest_host.cache_directory().iterdir()
     made = library.stat().st_mtime_ns
-    assert digest_native.load()[0] is not None
+    assert digest_host.load_native()[0] is not None
     assert library.stat().st_mtime_ns == made
     changed = tmp_path / "changed.c"
-    changed.write_text(digest_native.SOURCE.read_text() + "\n")
-    monkeypatch.setattr(digest_native, "SOURCE", changed)
-    assert digest_native.load()[0] is not None
-    assert len(list(digest_native.cache_directory().iterdir())) == 2
+    changed.write_text(digest_host.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(digest_host, "SOURCE", changed)
+    assert digest_host.load_native()[0] is not None
+    assert len(list(digest_host.cache_directory().iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ def test_falls_back_to_torch_and_says_why(
     elif obstacle == "cache is a file":
         (tmp_path / "hf_rocm_tune").write_text("")
     elif obstacle == "broken library":
-        monkeypatch.setattr(digest_native, "_compile", lambda _, library: _write_rubbish(library))
+        monkeypatch.setattr(digest_host, "_compile", lambda _, library: _write_rubbish(library))
     else:
         source.write_text("#error no\n" if obstacle.startswith("source") else "int other;\n")
-        monkeypatch.setattr(digest_native, "SOURCE", source)
-    function, said = digest_native.load()
+        monkeypatch.setattr(digest_host, "SOURCE", source)
+    function, said = digest_host.load_native()
     assert function is None
     method = digest_host.host_method()
     assert method.name == "torch" and method.reason == said and "\n" not in said
@@ -174,9 +174,9 @@ def test_a_library_with_other_sums_or_copies_is_refused(
         pytest.skip("there is no C compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wrong = tmp_path / "wrong.c"
-    source = digest_native.SOURCE.read_text()
+    source = digest_host.SOURCE.read_text()
     assert right in source
     wrong.write_text(source.replace(right, other))
-    monkeypatch.setattr(digest_native, "SOURCE", wrong)
+    monkeypatch.setattr(digest_host, "SOURCE", wrong)
     method = digest_host.host_method()
     assert method.name == "torch" and method.reason.startswith("other sums than plain torch")

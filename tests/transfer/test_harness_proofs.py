@@ -23,7 +23,7 @@ from hf_rocm_tune.transfer import (
     digest,
 )
 from hf_rocm_tune.transfer.backend import Label, PendingDigest, Ticket
-from hf_rocm_tune.transfer.diagnosis import POISON
+from hf_rocm_tune.transfer.damage import POISON
 
 CPU = torch.device("cpu")
 ONE_SLOT = TransferSettings(slots=1, slot_bytes=1 << 20)
