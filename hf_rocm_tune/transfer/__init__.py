@@ -1,6 +1,6 @@
 """Verified transfers to the device: every byte is digested at its source and again where it will be read.
 
-Reading order: `mover` (the door), `shipment` (packing and sending), `ring`, `digest`, `ladder`, `diagnosis`, then the
+Reading order: `mover` (the door), `shipment` (packing and sending), `ring`, `digest`, `ladder`, `damage`, then the
 backends: `backend` (the interface, plain CPU), `accelerator` (HIP and CUDA), `faults` (faults on purpose).
 """
 
