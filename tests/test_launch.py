@@ -124,6 +124,7 @@ def test_two_processes_end_as_one_of_them_ended(place: Path) -> None:
     assert "SIGKILL" in errors["kill"]
 
 
+@pytest.mark.long
 def test_two_processes_without_a_gpu_know_of_each_other(place: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(place / "driver.py"), "cpu_dual", "world"],

@@ -205,6 +205,7 @@ def test_a_link_to_the_environment_of_another_checkout_is_refused_and_nothing_th
     assert {file.name: file.read_text() for file in other.iterdir()} == {machine.STATE.name: state, "precious": "kept"}
 
 
+@pytest.mark.long
 def test_failed_setup_never_looks_finished_and_the_next_starts_afresh(
     machine: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

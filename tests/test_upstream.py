@@ -163,7 +163,8 @@ trainer._run_epoch.__code__ = code.replace(co_names=names)
 """
 
 
-@pytest.mark.parametrize("harm", [RENAMED_WITHIN, pytest.param("", marks=pytest.mark.long)], ids=["moved", "as tested"])
+@pytest.mark.long
+@pytest.mark.parametrize("harm", [RENAMED_WITHIN, ""], ids=["moved", "as tested"])
 def test_newer_libraries_are_tried_in_a_tiny_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:

@@ -302,7 +302,7 @@ def test_a_bit_that_flips_in_memory_during_training_is_found_and_the_run_goes_ba
     with safe_open(Path(job.settings["model_name_or_path"]) / "model.safetensors", framework="pt") as file:
         wanted = file.get_tensor(name).numpy().tobytes()
     output = tmp_path / "out"
-    settings = {**job.settings, "max_steps": 60, "save_steps": 4, "save_total_limit": 2, "eval_strategy": "no"}
+    settings = {**job.settings, "max_steps": 30, "save_steps": 4, "save_total_limit": 2, "eval_strategy": "no"}
     undisturbed = tmp_path / "undisturbed"
     assert job.server.run(*flags(**{**settings, "output_dir": undisturbed})).code == 0
     running = job.server.start(*flags(**{**settings, "output_dir": output}, sentinel_every=every))

@@ -148,7 +148,7 @@ def the_incident(report: dict[str, Any]) -> dict[str, Any]:
 # ---- frozen weights -----------------------------------------------------------------------------------------
 
 
-@matrix(("cpu", "qlora", 9), ("card", "lora", 2), method=("lora", "bf16", "qlora"))
+@matrix(("cpu", "qlora", 9), method=("lora", "bf16", "qlora"))
 def test_a_weight_that_changes_before_the_first_step_is_no_baseline(bench: Bench, method: str, seed: int) -> None:
     report = bench.attacked(method, {"kind": "after load", "seed": seed})
     row = the_incident(report)

@@ -16,6 +16,9 @@ from tests.ranks.fsdp_rank import CASES, EMBEDDINGS
 Outcomes = list[dict[str, dict[str, Any]]]
 
 
+pytestmark = pytest.mark.long  # tests/e2e/test_fsdp.py has the sample
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Outcomes:
     """What each rank reports, by case."""
