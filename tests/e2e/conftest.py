@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,11 @@ import pytest
 
 from tests import simcard, tiny
 from tests.e2e.command import CommandServer
+
+
+def sampled(values: Iterable[str], *normal: str) -> list[Any]:
+    """Values for ``parametrize``: the normal suite has those that are named, the long one has all."""
+    return [pytest.param(value, marks=() if value in normal else pytest.mark.long) for value in values]
 
 
 @pytest.fixture(scope="session")

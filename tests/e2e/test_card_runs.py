@@ -19,7 +19,7 @@ import pytest
 from tests import simcard, tiny
 from tests.conftest import ROOT
 from tests.e2e.command import TIMEOUT, CommandServer, Result, Running
-from tests.e2e.conftest import flags, losses_of, report_of
+from tests.e2e.conftest import flags, losses_of, report_of, sampled
 from tests.simcard.log import Event, Log
 from tests.two_ranks import environments
 
@@ -116,7 +116,6 @@ METHODS = {
         for name, settings in (("lora", BF16), ("qlora", {"load_in_4bit": True}))
     },
 }
-SAMPLE = ("qlora",)
 
 
 def command_line(method: Method, model: Path, messages: Path, output: Path) -> list[str]:
@@ -207,9 +206,7 @@ def assert_covered(report: dict[str, Any], *, fetched: bool = False) -> None:
     assert crossed >= report["weights"]["bytes"] + report["batches"]["bytes"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.long) for name in METHODS]
-)
+@pytest.mark.parametrize("name", sampled(METHODS, "qlora"))
 def test_a_method_trains_as_on_the_cpu_and_goes_on_after_a_kill(
     name: str,
     argv: Callable[[Method, Path], list[str]],
@@ -240,10 +237,6 @@ FAULTS = ("zero", "zero_range", "flip", "stale", "swap", "drop", "late", "after"
 HARMS = ("flip", "zero", "drop", "stale")
 
 
-def _sampled(kinds: tuple[str, ...], *always: str) -> list[Any]:
-    return [pytest.param(kind, marks=() if kind in always else pytest.mark.long) for kind in kinds]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("kind", FAULTS)
 def test_an_injected_fault_leaves_no_trace_in_the_adapter(
@@ -261,8 +254,8 @@ def test_an_injected_fault_leaves_no_trace_in_the_adapter(
     assert_recovered(output, whole("lora"))
 
 
-@pytest.mark.parametrize("kind", _sampled(HARMS, "flip"))
-@pytest.mark.parametrize("name", _sampled(("lora", "qlora", "full"), "qlora"))
+@pytest.mark.parametrize("kind", sampled(HARMS, "flip"))
+@pytest.mark.parametrize("name", sampled(("lora", "qlora", "full"), "qlora"))
 def test_a_copy_that_the_driver_harms_leaves_no_trace_in_the_adapter(
     name: str,
     kind: str,

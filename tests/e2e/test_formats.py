@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import flags, report_of
+from tests.e2e.conftest import flags, report_of, sampled
 
 ROWS = 12
 
@@ -115,7 +115,10 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "source",
+    sampled(SOURCES, "messages.jsonl", "messages with tools", "prompt/completion", "text", "parquet"),
+)
 def test_every_source_trains_with_every_byte_verified(source: str, train: Train, tmp_path: Path) -> None:
     result = train(dataset_name=SOURCES[source](tmp_path))
     assert len(losses(result)) == 2
@@ -224,7 +227,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", sampled(VARIANTS, "dora", "8-bit", "4-bit packed", "saved modules"))
 def test_every_adapter_variant_trains(variant: str, train: Train, messages: Path, tmp_path: Path) -> None:
     settings, written = VARIANTS[variant]
     assert len(losses(train(dataset_name=messages, **settings))) == 2

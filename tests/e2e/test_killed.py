@@ -165,10 +165,9 @@ def killed_until_done(job: Job, output: Path, chance: random.Random, whole: floa
     return kills
 
 
-@pytest.mark.parametrize(
-    ("method", "wanted"),
-    [("lora", 2), *(pytest.param(method, kills, marks=pytest.mark.long) for method in METHODS for kills in (5, 100))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("wanted", [5, 100])
+@pytest.mark.parametrize("method", METHODS)
 def test_killed_at_random_moments_until_it_is_done(
     jobs: dict[str, Job], tmp_path: Path, method: str, wanted: int
 ) -> None:

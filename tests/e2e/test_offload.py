@@ -60,15 +60,8 @@ def saved_state(checkpoint: Path) -> dict[str, Any]:
     return dict(restoring.leaves(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)))
 
 
-@pytest.mark.parametrize(
-    "optim",
-    [
-        pytest.param("adamw_8bit", marks=pytest.mark.long),
-        "paged_adamw_8bit",
-        pytest.param("lion_8bit", marks=pytest.mark.long),
-        pytest.param("paged_adamw_32bit", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "lion_8bit", "paged_adamw_32bit"])
 def test_a_killed_run_goes_on_bit_for_bit(make: Callable[[str], Job], tmp_path: Path, optim: str) -> None:
     job, output = make(optim), tmp_path / "out"
     first, last = losses_of(job.whole)[0], losses_of(job.whole)[-1]

@@ -195,6 +195,7 @@ def test_through_the_launcher_beside_a_wrong_average(job: Job, tmp_path: Path, m
     assert "cut into up to" in last and "faults were injected on request" in last
 
 
+@pytest.mark.long
 def test_a_row_that_fits_on_no_account_stops_all_ranks_with_one_line(job: Job, tmp_path: Path) -> None:
     output, fault = tmp_path / "out", "kind=oom,first=4,where=backward"
     assert_told(job.run(output, "", fault), output, "start the same command again")

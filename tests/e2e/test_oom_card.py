@@ -69,10 +69,10 @@ def peak(output: Path) -> int:
     return int(report_of(output)["telemetry"][0]["torch_peak_reserved_gib"] * 2**30)
 
 
-LONG = [pytest.param(each, marks=pytest.mark.long) for each in ("driver", "blas")]
+LONG = [pytest.param(each, marks=pytest.mark.long) for each in ("accelerator", "driver", "blas")]
 
 
-@pytest.mark.parametrize("refusal", ["torch", "accelerator", *LONG])
+@pytest.mark.parametrize("refusal", ["torch", *LONG])
 def test_what_does_not_fit_is_split_and_ends_the_same(job: Job, plenty: Path, tmp_path: Path, refusal: str) -> None:
     done = run(job, tmp_path / "out", room=peak(plenty) * 2 // 5, refusal=refusal)
     assert_done([done])
@@ -116,7 +116,8 @@ def test_a_card_that_cannot_multiply_is_refused_before_the_model_is_loaded(
     assert "Loading weights" not in done.stderr
 
 
-@pytest.mark.parametrize("model", ["Qwen3", pytest.param("Llama", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["Qwen3", "Llama"])
 def test_the_plan_predicts_what_the_allocator_counts(tmp_path: Path, model: str) -> None:
     try:
         environ = simcard.environment()

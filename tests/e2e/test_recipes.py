@@ -16,7 +16,7 @@ import pytest
 
 from hf_rocm_tune import recipes
 from tests.e2e.command import TIMEOUT, CommandServer
-from tests.e2e.conftest import flags, report_of
+from tests.e2e.conftest import flags, report_of, sampled
 
 ADAPTER = "adapter_model.safetensors"
 SINGLE = [name for name in recipes.names() if "dual" not in name]
@@ -37,7 +37,7 @@ def small(model_of: Callable[[str], Path], messages: Path) -> Callable[[str], li
     return command
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("name", sampled(SINGLE, "llama_1b_lora", "qwen_14b_qlora"))
 def test_trains_and_recovers_from_faults_with_the_same_adapter(
     name: str, small: Callable[[str], list[str]], server: CommandServer, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_weight_that_changed_on_one_rank_stops_both(
     assert "before DistributedDataParallel" in lines[0] and harmed in lines[0] and "(ranks [1])" in lines[0]
 
 
+@pytest.mark.long
 def test_frozen_weights_are_not_broadcast_at_start(
     shared: list[str], ranks: list[dict[str, str]], tmp_path: Path
 ) -> None:

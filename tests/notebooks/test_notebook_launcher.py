@@ -57,6 +57,7 @@ def test_a_job_that_fails_raises_with_its_code(capsys: pytest.CaptureFixture[str
     assert (type(sent), sent.exit_code, str(sent)) == (notebook.TrainingFailed, 2, str(caught.value))
 
 
+@pytest.mark.long
 def test_two_spawned_processes_train_verified_and_catch_a_wrong_average(tmp_path: Path) -> None:
     argv = flags(
         model_name_or_path=tiny.build("llama3", tmp_path / "models"),

@@ -173,6 +173,7 @@ def test_what_cannot_be_made_right_stops_both_ranks_in_the_same_step(outcomes: O
         assert rank[case]["gradients"]["recovered"] == 0
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_in_a_step_leaves_no_other_waiting(tmp_path: Path, checkout: Path) -> None:
     ranks = start_pair("tests.ranks.host_sync_dying", tmp_path / "store", checkout)
     (said, complaint), (_, other) = wait_for(ranks)

@@ -69,6 +69,7 @@ def start(place: Path, text: str, *, rank: int = 0, run_id: str = "a") -> tuple[
     return done.returncode, ["", *done.stdout.splitlines()][-1]
 
 
+@pytest.mark.long
 def test_it_strikes_as_often_as_asked_over_all_starts(tmp_path: Path) -> None:
     text = "kind=kill,step=3,times=2;at=save,kind=exit,step=3"
     assert start(tmp_path, text, rank=1) == (0, "save 5"), "another rank"
