@@ -261,8 +261,8 @@ class Plan:
         def fits(length: int, variant: Variant = variant) -> bool:
             return estimate(variant, replace(short, length=length), self.card).fits
 
-        found = longest(fits, limit=self.limit or LONGEST)
         try:
+            found = longest(fits, limit=self.limit or LONGEST)
             while found and not fits(found, exact):
                 found = longest(fits, limit=found - LENGTH_STEP) if found > LENGTH_STEP else None
         except TooManyOperations:

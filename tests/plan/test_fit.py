@@ -153,30 +153,41 @@ def _class_name(config: Any) -> str:
     return str(AutoModelForCausalLM._model_mapping[type(config)].__name__)
 
 
+LOOPS = {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "vocab_size": 512,
+}
+"""Qwen3-Next: its linear attention loops over pieces of the sequence."""
+
+
 def test_a_model_of_loops_over_the_sequence_is_planned_at_its_own_length() -> None:
-    fields = {
-        "model_type": "qwen3_next",
-        "architectures": ["Qwen3NextForCausalLM"],
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "linear_num_value_heads": 2,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "vocab_size": 512,
-    }
     asked = {"length": 128, "effective_batch": 1, "dropout": 0.0, "checkpointing": False, "targets": ("q_proj",)}
-    found = plan_for(PlanRequest(methods=("lora",), **asked), card=CARD, config=config_of(fields))
+    found = plan_for(PlanRequest(methods=("lora",), **asked), card=CARD, config=config_of(LOOPS))
     totals = [_find(found, "lora", 1, checkpointing=False, length=length).allocated for length in (64, 128, 256)]
     assert totals == sorted(totals)
     assert totals[0] < totals[2]
+
+
+def test_where_longer_sequences_take_too_long_to_record_the_longest_is_unknown() -> None:
+    found = plan_for(
+        PlanRequest(methods=("lora",), length=16, effective_batch=1, dropout=0.0), card=CARD, config=config_of(LOOPS)
+    )
+    assert found.choice is not None and found.scales
+    assert found.longest("lora") is None
 
 
 @pytest.mark.long
