@@ -1,4 +1,4 @@
-/* The digest of digest.py on the host, with a copy on the way. Compiled at first use by digest_native.py, which also
+/* The digest of digest.py on the host, with a copy on the way. Compiled at first use by digest_host.py, which also
    checks it. One pass: two sums, the table of place weights from the second-level cache. */
 
 #include <pthread.h>
