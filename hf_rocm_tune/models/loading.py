@@ -127,7 +127,7 @@ def _initialise_on_host(stock: Callable[..., Any]) -> Callable[..., Any]:
 #
 # A conversion kernel that is wrong comes after the digest of the transfer and would go unseen (pytorch#16448 was one
 # that gave zeros). The sample is the beginning, the middle and the end of each tensor, compared by digest. Payloads
-# of NaN may differ: processors choose them freely. Not covered: elements outside the sample; ``hf-rocm-tune drill
+# of NaN may differ: processors choose them freely. Not covered: elements outside the sample; ``hf-rocm-tune doctor
 # --full`` casts every bit pattern.
 
 SAMPLE_ELEMENTS = 64 << 10
@@ -174,7 +174,7 @@ def _judge_again(cast: Tensor, expected: Tensor, pair: str, name: str, mover: Mo
     if not right:
         raise CorruptionError(
             f"weights tensor '{name}': {mover.device} casts {pair.replace('torch.', '')} wrongly, twice, but its bytes "
-            "arrived right: arithmetic, not transfer. Nothing of it was used; run hf-rocm-tune drill --full"
+            "arrived right: arithmetic, not transfer. Nothing of it was used; run hf-rocm-tune doctor --full"
         )
     mover.report.count("casts", recovered=1)
 

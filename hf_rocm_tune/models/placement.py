@@ -163,7 +163,7 @@ def mark_computed(model: nn.Module, mover: Mover) -> None:
         if mover.provenance(copied) is None and digest(original.to(copied.dtype)) != digest(copied):
             raise CorruptionError(
                 f"the device copied {name} wrongly for modules_to_save: arithmetic or memory of the card, not a "
-                "transfer. Nothing of it was used; run hf-rocm-tune drill --full"
+                "transfer. Nothing of it was used; run hf-rocm-tune doctor --full"
             )
     tensors = [tensor for _, tensor in tensors_of(model) if tensor.device.type == mover.device.type]
     tainted = any(mover.provenance(tensor) == "unverified" for tensor in tensors)

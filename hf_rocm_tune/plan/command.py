@@ -151,7 +151,7 @@ def as_text(plan: Plan, command: str) -> str:
         )
     lines += ["", *_parts(plan), "", _host_line(plan), "", *_grid(plan)]
     if plan.scales:
-        longest = ", ".join(f"{method} {plan.longest(method) or 'none'}" for method in plan.variants)
+        longest = ", ".join(f"{method} {plan.longest(method) or 'none known'}" for method in plan.variants)
         lines += ["", f"longest sequence that fits, micro-batch 1 with checkpointing: {longest}"]
     return "\n".join([*lines, *_end(plan, command)])
 

@@ -240,10 +240,10 @@ class Plan:
         return [each for each in self.grid if each.case.length == self.request.length]
 
     def longest(self, method: str) -> int | None:
-        """The longest sequence that fits with micro-batch 1 and checkpointing, in steps of 128 tokens; None: none.
+        """The longest sequence that fits with micro-batch 1 and checkpointing, in steps of 128 tokens.
 
-        The last step is recorded at that very length, because attention may change its ways on the road to it. None
-        also where the step does not scale, and each length would have to be recorded, or one that takes too long to.
+        The last step is recorded at that very length, because attention may change its ways on the road to it. None:
+        none fits, or it is not known, because each length would have to be recorded or one takes too long to.
         """
         variant, request = self.variants[method], self.request
         if not self.scales or sum(variant.weights.parts.values()) > self.card.free:

@@ -1,6 +1,6 @@
 """How bytes that were read differ from what they should be: where, how much, and what is there instead.
 
-Bytes are compared as integers, all of them. `diagnosis` describes the shipments of a run in the same terms.
+Bytes are compared as integers, all of them. `Diagnosis` describes the shipments of a run in the same terms.
 """
 
 from __future__ import annotations

@@ -36,6 +36,19 @@ def machine(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.parametrize(("name", "code"), [("healthy_xt", 0), ("one_card_on_the_chipset", 1), ("cpu_torch", 2)])
+@pytest.mark.parametrize("form", [(), ("--json",), ("--markdown",)])
+def test_every_form_ends_with_the_same_code(
+    name: str, code: int, form: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(MACHINES[name].recording), encoding="utf-8")
+    ended, out, err = run(capsys, "--from", str(file), *form)
+    assert (ended, err) == (code, "")
+    assert out.endswith("\n")
+    assert ESCAPE not in out
+
+
 def test_the_table_says_everything_about_a_failure(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "--from", str(machine))
     blocks = re.split(r"\n(?=\S)", out)
@@ -191,6 +204,13 @@ def test_a_terminal_without_the_letters_of_a_name_shows_them_escaped(machine: Pa
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environ, check=False)
     assert (done.returncode, done.stderr) == (2, "")
     assert "Proc\\xe9sseur \\u7b97" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(machine: Path) -> None:
+    line = f"{sys.executable} -m hf_rocm_tune doctor --from {machine} --markdown | head -1"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("## hf-rocm-tune doctor")
+    assert done.stderr == ""
 
 
 @pytest.mark.gpu

@@ -76,7 +76,7 @@ def test_killed_at_a_random_step_and_then_hung_it_ends_with_the_same_adapter(job
         ("exit code 4", 6, 4),
         ("exit code 0", STEPS, 0),
     ]
-    assert "_hang() in hf_rocm_tune/training/crash.py" in ends(output)[1]["message"], "the job itself knows the cause"
+    assert "_hang() in hf_rocm_tune/training/faults.py" in ends(output)[1]["message"], "the job itself knows the cause"
     survival = report_of(output)["survival"]
     assert survival["supervised"] and survival["starts"] == 3 and survival["skipped_steps"] == []
     assert [end["code"] for end in survival["ends"]] == [137, 4]

@@ -173,3 +173,22 @@ def test_a_captured_machine_is_diagnosed_as_it_was(every: int, replays: dict[str
         # A capture has the variables in order of their names.
         assert in_order(json.loads(out)["findings"]) == in_order(replays[name].findings), name
         assert code == replays[name].codes["json"], name
+
+
+def test_no_name_of_a_user_gets_into_the_output(tmp_path: Path) -> None:
+    recording = MACHINES["an_old_guide"].recording
+    group = "0::/user.slice/user-1000.slice/user@1000.service/marguerite-thunderbird.scope\n"
+    files = {**recording["files"], "proc/self/cgroup": group, "proc/self/status": "Name:\tmarguerite\nSeccomp:\t0\n"}
+    files["proc/cmdline"] = "BOOT_IMAGE=/vmlinuz rd.luks.name=marguerite systemd.hostname=thunderbird amdgpu.runpm=0\n"
+    process = {**recording["process"], "groups": ["marguerite", "render"]}
+    environ = recording["environ"] | {
+        "MIOPEN_CUSTOM_CACHE_DIR": "/home/marguerite/.cache/miopen",
+        "HCCL_X": "marguerite",
+    }
+    built = recording | {"files": files, "process": process, "environ": environ}
+    evidence, _ = read(written(built, tmp_path / "built.json"))
+    packed = written(pack(evidence, record(RecordedTree(built))[1], OWNER), tmp_path / "captured.json")
+    for flags in ((), ("--json",), ("--markdown",)):
+        _, out, _ = command("--from", str(packed), *flags)
+        assert "environ" in out or "HSA_OVERRIDE" in out
+        assert not [word for word in ("marguerite", "thunderbird", "user-1000", "session-2") if word in out.lower()]

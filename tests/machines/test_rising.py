@@ -49,3 +49,12 @@ def test_what_rises_while_measuring_is_told_by_what_it_means(
     before: dict[str, int], after: dict[str, int], code: int, told: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert examined(before, after, monkeypatch) == (code, told)
+
+
+def test_a_card_that_is_gone_after_measuring_is_not_called_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence = Evidence(machine=counting({"correctable": 5}), software=Software.from_dict(stack()), environ={})
+    monkeypatch.setattr(doctor_command, "read_here", lambda: (evidence, {}))
+    monkeypatch.setattr(links, "survey", lambda: survey(Built("gone").tree()))
+    _, out, _ = command("--only", "link_errors_after", "--json")
+    (told,) = json.loads(out)["findings"]
+    assert told["status"] == "skipped"
