@@ -293,3 +293,26 @@ def refused(job: Job, checkpoint: Path, found: str) -> None:
     assert result.code == 2, result.stderr[-3000:]
     assert len(result.error_lines) == 1 and "Traceback" not in result.stderr and found in result.error_lines[0]
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+# ---- upstream's meaning of a checkpoint --------------------------------------------------------------------------
+
+
+def test_the_best_checkpoint_survives_when_it_was_evaluated_after_its_save(job: Job, tmp_path: Path) -> None:
+    """Saved in mid-epoch, found to be the best at the end of the epoch: only the next save can protect it."""
+    rows = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", n=20)
+    steps = {"dataset_name": rows, "eval_split_size": 4, "per_device_train_batch_size": 2, "num_train_epochs": 1.5}
+    kept = {"save_steps": 4, "save_total_limit": 1, "eval_strategy": "epoch", "metric_for_best_model": "loss"}
+    result = job.run(tmp_path / "out", max_steps=-1, gradient_accumulation_steps=1, **steps, **kept)
+    assert result.code == 0, result.stderr[-3000:]
+    (left,) = (tmp_path / "out").glob("checkpoint-*")  # at the end upstream itself deletes the newest
+    assert left.name == "checkpoint-8" and manifest.verify(left) == []
+
+
+def test_a_seam_that_upstream_renamed_is_one_line_before_anything_is_trained(job: Job, tmp_path: Path) -> None:
+    given = flags(**{**job.settings, "output_dir": tmp_path / "out"})
+    result = job.server.run(*given, env={"RENAMED": "_load_best_model"})
+    assert result.code == 1
+    assert len(result.error_lines) == 1 and "_load_best_model" in result.error_lines[0]
+    assert "Traceback" not in result.stderr
+    assert {path.name for path in (tmp_path / "out").glob("*")} <= {"_run.lock"}

@@ -48,6 +48,14 @@ def _initialise_lora(scheme: str) -> None:
     peft.LoraConfig.__init__ = functools.partialmethod(peft.LoraConfig.__init__, init_lora_weights=scheme)
 
 
+def _rename(method: str) -> None:
+    """A method of transformers' trainer has another name, as in a version that nobody here has seen."""
+    from transformers import Trainer
+
+    setattr(Trainer, f"{method}_now", getattr(Trainer, method))
+    delattr(Trainer, method)
+
+
 def _child(request: dict[str, Any]) -> None:
     for stream, name in ((1, "stdout"), (2, "stderr")):
         handle = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -73,6 +81,8 @@ def _child(request: dict[str, Any]) -> None:
             pretend(os.environ["PRETENDED_MACHINE"])
         if "LORA_INIT" in os.environ:
             _initialise_lora(os.environ["LORA_INIT"])
+        if "RENAMED" in os.environ:
+            _rename(os.environ["RENAMED"])
         if "MEMORY_ATTACK" in os.environ:
             from tests.e2e.memory_attacks import arm
 

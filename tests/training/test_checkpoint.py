@@ -85,17 +85,6 @@ def test_best_checkpoint_is_named_by_its_final_place_and_survives_rotation(saver
     assert _equal(_adapter(trainer), load_file(best / "adapter_model.safetensors")), "the best model was not loaded"
 
 
-def test_the_best_checkpoint_that_was_evaluated_after_its_save_survives_rotation_as_upstream_s_does(
-    saver: Make, tmp_path: Path
-) -> None:
-    """Saved in mid-epoch, found to be the best at the end of the epoch: only the next save can protect it."""
-    options = {"save_steps": 4, "save_total_limit": 1, "eval_strategy": "epoch", "metric_for_best_model": "loss"}
-    trainer = saver(num_train_epochs=1.5, max_steps=-1, **options)  # 8 steps an epoch
-    trainer.train()
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "out" / "checkpoint-8")
-    assert names(tmp_path / "out") == ["checkpoint-8"]  # at the end upstream itself deletes the newest
-
-
 class Recorder:
     """A publisher that only notes what it is given, and in what state it found it."""
 
