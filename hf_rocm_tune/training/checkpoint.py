@@ -40,7 +40,7 @@ from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import create_staging, move_files, replace_directory
 from hf_rocm_tune.models.shards import placer
 from hf_rocm_tune.training import saved_state
-from hf_rocm_tune.training.run import claim, make_room, mark_finished, rotate
+from hf_rocm_tune.training.run import claim, make_room, rotate
 from hf_rocm_tune.training.saved_state import Readback
 
 if TYPE_CHECKING:
@@ -390,7 +390,6 @@ class Checkpoints:
                 tensors=self._saved_digests,
                 extra={"compared": not self._is_in_parts},
             )
-            mark_finished(directory)
         trainer.accelerator.wait_for_everyone()
 
     def _save_result(self, destination: Path, *, only: Collection[str] | None = None) -> None:

@@ -100,7 +100,6 @@ class RunRecord:
         run_id: unique to this run; every manifest that it writes carries it.
         fingerprint: see `fingerprint`.
         settings: the settings behind the fingerprint, so that a difference can be named.
-        status: "running", or "finished" when all of the result is in place.
         started: UTC time, ISO 8601.
         skipped_steps: optimizer steps that are left out, because the run died in them twice; see `skip_step`.
         auto_fit: what ``--auto_fit`` has chosen for this run, whatever memory is free when it goes on; None: nothing.
@@ -110,7 +109,6 @@ class RunRecord:
     run_id: str
     fingerprint: str
     settings: Mapping[str, Any]
-    status: Literal["running", "finished"]
     started: str
     skipped_steps: tuple[int, ...] = ()
     auto_fit: Mapping[str, Any] | None = None
@@ -124,7 +122,6 @@ def new_record(settings: Mapping[str, Any]) -> RunRecord:
         run_id=f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}",
         fingerprint=fingerprint(settings),
         settings=deciding_settings(settings),
-        status="running",
         started=now.isoformat(timespec="seconds"),
     )
 
@@ -146,8 +143,9 @@ def read_record(directory: Path) -> RunRecord | None:
         body = json.loads(read_plain(path))
         if body.pop("schema") != SCHEMA:
             raise ValueError("another schema")
+        body.pop("status", None)  # of earlier versions; whether a run is finished is what its manifest says
         record = RunRecord(**body)
-        if record.status not in ("running", "finished") or not isinstance(record.settings, dict):
+        if not isinstance(record.settings, dict):
             raise ValueError("fields of the wrong kind")
         steps, files = map(int, record.skipped_steps), map(str, record.files)
         return replace(record, skipped_steps=tuple(steps), files=tuple(files))
@@ -158,13 +156,6 @@ def read_record(directory: Path) -> RunRecord | None:
             f"{path} cannot be read ({error}), so it is unknown which run this directory holds: choose another "
             "--output_dir, or move that file away"
         ) from error
-
-
-def mark_finished(directory: Path) -> None:
-    """Set the status in ``run.json``, after the final manifest is in place; nothing where no run was recorded."""
-    record = read_record(directory)
-    if record is not None:
-        write_record(directory, replace(record, status="finished"))
 
 
 def skip_step(directory: Path, step: int) -> None:
