@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_rocm_tune.doctor.findings import Finding, from_row, skipped
+from hf_rocm_tune.doctor.findings import Finding, from_row, knowledge_data, skipped
+from hf_rocm_tune.machine.cards import Card, identify
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
 
@@ -77,6 +78,8 @@ VALUES = {"hipblaslt": "1", "rocblas": "0"}
 """Of TORCH_BLAS_PREFER_HIPBLASLT."""
 TIMED_SHAPES = {"cuda": ((2048, 4096, 4096), (2048, 4096, 1024), (2048, 16, 4096)), "cpu": ((64, 128, 96),)}
 """Rows, inputs and outputs of linear layers in bfloat16: a projection, a grouped one, half of a LoRA pair."""
+RATED_SHAPE = (8192, 8192, 8192)
+"""Of the product whose rate is compared with what was measured on other cards of the model."""
 PREFERRED_FROM = 1.1
 """Ratio of times from which one library is called faster: below, clocks and noise decide. Our own bound."""
 _TIMINGS = 7
@@ -516,7 +519,7 @@ def _load(device: torch.device) -> Callable[[], object]:
 
 
 def blas(request: Mapping[str, Any]) -> list[Finding]:
-    """The same products by rocBLAS and by hipBLASLt, their results and their times.
+    """The same products by rocBLAS and by hipBLASLt, their results and their times, and the rate of the faster one.
 
     Only on ROCm. On a CUDA build the two names would stand for cuBLAS and cuBLASLt; a CPU build has no such choice and
     times one library twice.
@@ -537,13 +540,19 @@ def blas(request: Mapping[str, Any]) -> list[Finding]:
                 wrong.append(name)
         shapes = TIMED_SHAPES[bench.device.type]
         seconds = {shape: _medians(bench, names, shape) for shape in shapes}
+        rated = [RATED_SHAPE] if names and bench.device.type == "cuda" else []
+        best = [min(_medians(bench, names, shape).values()) for shape in rated]
         problems = bench.problem_lines()
     lines = [
         f"bfloat16 linear layer {inputs} to {outputs}, {rows} rows, forward and backward: "
         + ", ".join(f"{name} {1e3 * median:.3g} ms" for name, median in seconds[rows, inputs, outputs].items())
         for rows, inputs, outputs in shapes
     ]
-    return [judge_blas(bench.name, wrong, unavailable, list(seconds.values()), problems, lines)]
+    found = [judge_blas(bench.name, wrong, unavailable, list(seconds.values()), problems, lines)]
+    for each in best:
+        tflops = 3 * 2 * math.prod(RATED_SHAPE) / each / 1e12  # forward, and two products backward
+        found += judge_rate(bench.name, _card(bench.device), tflops)
+    return found
 
 
 def judge_blas(
@@ -569,6 +578,21 @@ def judge_blas(
     if ratio < PREFERRED_FROM:
         return from_row("gemm_prefers_neither", subject=device, evidence=lines)
     return from_row(f"gemm_prefers_{faster}", subject=device, evidence=lines, ratio=f"{ratio:.2f}")
+
+
+def _card(device: torch.device) -> Card | None:
+    known = torch.cuda.get_device_properties(device)
+    arch = getattr(known, "gcnArchName", None)
+    return identify(arch=arch, vram_bytes=known.total_memory, name=known.name).card
+
+
+def judge_rate(device: str, card: Card | None, tflops: float) -> list[Finding]:
+    """The rate of large products, 10^12 operations a second, against what was measured on such cards; [] if unknown."""
+    if card is None or card.bf16_tflops is None:
+        return []
+    slow = tflops < knowledge_data("thresholds.toml")["bf16_share"]["warn"] * card.bf16_tflops
+    told: dict[str, Any] = {"card": card.name, "found": f"{tflops:.0f}", "known": card.bf16_tflops}
+    return [from_row("gemm_slow" if slow else "gemm_rate", subject=device, size=RATED_SHAPE[0], **told)]
 
 
 def _prefer(name: str, device: torch.device) -> None:

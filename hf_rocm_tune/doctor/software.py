@@ -158,6 +158,8 @@ def _rocm(evidence: Evidence) -> Iterator[Finding]:
         yield from_row("rocm_graph_memset", rocm=rocm)
     if minor(torch_version) == "2.8" and minor(rocm) == "6.3" and gfx1100:
         yield from_row("torch28_bf16")
+    if within(rocm, known["rccl_faults"], None) and gfx1100:
+        yield from_row("rccl_faults", rocm=rocm)
     pairs = _versions("pairs").get(minor(torch_version))
     if pairs and minor(rocm) not in pairs:
         yield from_row("pair_unknown", torch=minor(torch_version), rocm=minor(rocm), known=" and ".join(pairs))
@@ -226,14 +228,12 @@ def _library(
     taken = chosen_library(available, (wanted[0], wanted[1]))
     listed = ", ".join(f"{major}.{small}" for major, small in available) or "no ROCm at all"
     seen = [f"torch.version.hip: {hip}", f"ROCm libraries: {', '.join(available.values()) or 'none'}"]
-    rocm, values = torch_rocm(software) or hip, {"version": version, "hip": minor(hip)}
+    values = {"version": version, "hip": minor(hip)}
     if taken is None:
         yield from_row("bnb_no_library", evidence=seen, available=listed, **values)
         return
     library = available[taken]
-    if within(rocm, "10", None):
-        yield from_row("bnb_rocm10", evidence=seen, library=library, rocm=rocm, **values)
-    elif taken == wanted[:2]:
+    if taken == wanted[:2]:
         yield from_row("bnb_library", evidence=seen, library=library, **values)
     else:
         yield from_row("bnb_nearest", evidence=seen, library=library, available=listed, **values)

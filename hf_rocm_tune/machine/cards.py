@@ -28,6 +28,7 @@ class Card:
         pci: ``device`` or ``device:revision`` of AMD's PCI vendor id, in lower-case hexadecimal digits.
         vram_gib: memory in GiB of one device as the runtime lists it.
         bandwidth_gb_s: memory bandwidth in 10^9 bytes a second, by data sheet.
+        bf16_tflops: the lowest of the rates that were measured for large bf16 products, 10^12 operations a second.
         power_w: board power in watts.
         pcie: generation and width of the card's own connector.
         matrix: instruction family of the matrix units.
@@ -43,6 +44,7 @@ class Card:
     pci: tuple[str, ...] = ()
     vram_gib: int | None = None
     bandwidth_gb_s: int | None = None
+    bf16_tflops: int | None = None
     power_w: int | None = None
     pcie: tuple[int, int] | None = None
     matrix: str | None = None

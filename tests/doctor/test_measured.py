@@ -23,6 +23,7 @@ from hf_rocm_tune.doctor.findings import Finding, failure
 from hf_rocm_tune.doctor.links import LinkRate, judge_bandwidth
 from hf_rocm_tune.doctor.transfers import CAST_WAYS
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine.cards import CARDS
 from hf_rocm_tune.machine.child import ENDINGS, Outcome
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.raw_copies import FAULTS
@@ -623,6 +624,24 @@ def test_libraries_are_compared_on_rocm_only() -> None:
     assert found("blas", hip=False)[0].status == "skipped"
     (finding,) = found("blas", ("wrong", "by hipblaslt"), hip=True)
     assert finding.row == "gemm_library_wrong" and "TORCH_BLAS_PREFER_HIPBLASLT=0" in finding.cure
+
+
+@pytest.mark.parametrize(
+    ("card", "tflops", "row"),
+    [
+        ("7900 xt", 77, "gemm_rate"),
+        ("7900 xt", 61, "gemm_rate"),
+        ("7900 xt", 59, "gemm_slow"),
+        ("7900 xtx", 67, "gemm_slow"),
+        ("7900 gre", 5, None),
+        (None, 5, None),
+    ],
+)
+def test_the_rate_of_products_is_judged_by_what_was_measured_on_such_cards(
+    card: str | None, tflops: float, row: str | None
+) -> None:
+    known = next((one for one in CARDS if one.key == card), None)
+    assert [one.row for one in arithmetic.judge_rate("cuda:0", known, tflops)] == ([row] if row else [])
 
 
 # ---- on an accelerator -------------------------------------------------------------------------------------------

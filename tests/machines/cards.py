@@ -66,14 +66,14 @@ CARDS: dict[str, Case] = {
     "two_cards_and_an_igpu": case(
         Built("TheRock#5543, with two cards").card(slot=HALF).igpu(RAPHAEL).card(slot=HALF),
         software=stack(devices=pair("0000:07:00.0")),
-        note=("igpu_hidden", "iommu_state", f"link_half {FIRST}", "link_half 0000:07:00.0"),
+        note=("igpu_hidden", "iommu_state", "rccl_faults", f"link_half {FIRST}", "link_half 0000:07:00.0"),
         says=("`export HIP_VISIBLE_DEVICES=0,2`",),
     ),
     "larger_card_behind_an_igpu": case(
         Built("TheRock#5543, with two cards of different size").card(slot=HALF).igpu(RAPHAEL).card(XTX, slot=HALF),
         software=stack(devices=pair("0000:07:00.0", name="AMD Radeon RX 7900 XTX", gib=23.98)),
         warn=("cards_unequal",),
-        note=("igpu_hidden", "iommu_state", f"link_half {FIRST}", "link_half 0000:07:00.0"),
+        note=("igpu_hidden", "iommu_state", "rccl_faults", f"link_half {FIRST}", "link_half 0000:07:00.0"),
         says=(
             "`export HIP_VISIBLE_DEVICES=2,0`",
             "Radeon RX 7900 XT at 0000:03:00.0, Radeon RX 7900 XTX at 0000:07:00.0",
@@ -88,7 +88,7 @@ CARDS: dict[str, Case] = {
     "x8_x8": case(
         two_cards("general knowledge: two cards are x8/x8 on most AM5 boards"),
         software=stack(devices=pair()),
-        note=(*TWO_HALVES, "iommu_state"),
+        note=(*TWO_HALVES, "iommu_state", "rccl_faults"),
         fine=("peer_config_ok", "bar_full", "aer_clean"),
         says=("15.8 GB/s each way by arithmetic; 13 to 14 are to be expected", "IOMMU: translating", *IOMMU_WORDS),
     ),
@@ -100,7 +100,10 @@ CARDS: dict[str, Case] = {
             devices=pair(BEHIND_CHIPSET, name="AMD Radeon RX 7900 XTX", gib=23.98),
         ),
         warn=(f"link_narrow {BEHIND_CHIPSET}", "links_unequal", f"slot_of_chipset_pair {BEHIND_CHIPSET}"),
-        note=("iommu_state",),
+        note=(
+            "iommu_state",
+            "rccl_faults",
+        ),
         fine=("link_full", "slot_of_processor"),
         says=("x4 link: 7.9 GB/s at most", "6.5 to 7 are to be expected", "0000:03:00.0: x16, 0000:08:00.0: x4"),
     ),
@@ -110,7 +113,7 @@ CARDS: dict[str, Case] = {
         .card(slot=Slot(width=8, speed=8.0)),
         software=stack(devices=pair()),
         warn=(f"link_narrow {SECOND}", "links_unequal_speed"),
-        note=(f"link_half {FIRST}", "iommu_state"),
+        note=(f"link_half {FIRST}", "iommu_state", "rccl_faults"),
         says=("0000:03:00.0: x8 at 16 GT/s, 0000:06:00.0: x8 at 8 GT/s",),
         never=("links of different width",),
     ),
@@ -132,13 +135,13 @@ CARDS: dict[str, Case] = {
     "two_cards_no_iommu": case(
         two_cards("pytorch#132397: the IOMMU switched off in the BIOS", iommu=None),
         software=stack(devices=pair()),
-        note=(*TWO_HALVES, "iommu_state"),
+        note=(*TWO_HALVES, "iommu_state", "rccl_faults"),
         says=("IOMMU: off", *IOMMU_WORDS),
     ),
     "two_cards_passthrough": case(
         two_cards("rccl#1129: iommu=pt", iommu="identity", cmdline="ro quiet iommu=pt"),
         software=stack(devices=pair()),
-        note=(*TWO_HALVES, "iommu_state"),
+        note=(*TWO_HALVES, "iommu_state", "rccl_faults"),
         says=("IOMMU: passthrough", "boot parameter iommu=pt", *IOMMU_WORDS),
     ),
     "two_cards_no_p2p_kernel": case(
@@ -148,20 +151,20 @@ CARDS: dict[str, Case] = {
         ),
         software=stack(devices=pair()),
         warn=("peer_config_missing",),
-        note=(*TWO_HALVES, "iommu_state", "no_direct_link"),
+        note=(*TWO_HALVES, "iommu_state", "rccl_faults", "no_direct_link"),
         says=("CONFIG_HSA_AMD_P2P and CONFIG_DMABUF_MOVE_NOTIFY not set", "CONFIG_PCI_P2PDMA=y"),
     ),
     "two_cards_p2p_off": case(
         two_cards("ROCm/ROCm#6342: direct copies switched off by the module parameter", parameters={"pcie_p2p": "N"}),
         software=stack(devices=pair()),
-        note=(*TWO_HALVES, "iommu_state", "no_direct_link", "pcie_p2p_off"),
+        note=(*TWO_HALVES, "iommu_state", "rccl_faults", "no_direct_link", "pcie_p2p_off"),
         fine=("peer_config_ok",),
     ),
     "two_cards_without_rebar": case(
         Built("ROCm/ROCm#6342: a small window on the second card").card(slot=HALF).card(slot=HALF, bar_bytes=256 * MIB),
         software=stack(devices=pair()),
         warn=(f"bar_small_pair {SECOND}",),
-        note=(*TWO_HALVES, "iommu_state", "no_direct_link"),
+        note=(*TWO_HALVES, "iommu_state", "rccl_faults", "no_direct_link"),
         fine=("bar_full",),
         says=("the largest BAR is 256 MiB, and the card has 20 GiB", "Above 4G decoding"),
     ),
@@ -169,14 +172,14 @@ CARDS: dict[str, Case] = {
         Built("two cards of one architecture and of different size").card(slot=HALF).card(GRE, slot=HALF),
         software=stack(devices=pair(name="AMD Radeon RX 7900 GRE", gib=15.98)),
         warn=("cards_unequal",),
-        note=(*TWO_HALVES, "iommu_state"),
+        note=(*TWO_HALVES, "iommu_state", "rccl_faults"),
         says=("Radeon RX 7900 GRE",),
     ),
     "two_cards_one_hidden": case(
         two_cards("HIP environment variables page: one of two cards filtered out"),
         environ={"ROCR_VISIBLE_DEVICES": "1"},
         software=stack(devices=[device(SECOND)]),
-        note=(*TWO_HALVES, "iommu_state", "torch_sees_fewer"),
+        note=(*TWO_HALVES, "iommu_state", "rccl_faults", "torch_sees_fewer"),
         says=("torch sees 1 of 2 cards", "ROCR_VISIBLE_DEVICES=1 is set"),
     ),
     "no_rebar": case(
@@ -246,7 +249,7 @@ CARDS: dict[str, Case] = {
         without_atomics(two_cards("radeon-ryzen docs-5.7.0, limitations: all slots with PCIe 3.0 atomics")),
         software=stack(devices=pair()),
         warn=(f"atomics_missing_pair {FIRST}", f"atomics_missing_pair {SECOND}"),
-        note=(*TWO_HALVES, "iommu_state"),
+        note=(*TWO_HALVES, "iommu_state", "rccl_faults"),
     ),
     "board_of_pcie_3": case(
         Built("PCIe arithmetic: sixteen lanes of PCIe 3.0 carry as much as eight of PCIe 4.0").card(

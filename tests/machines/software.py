@@ -66,10 +66,9 @@ SOFTWARE: dict[str, Case] = {
         says=("torch holds no code for gfx1100", "never an HSA_OVERRIDE_GFX_VERSION"),
     ),
     "rocm10_with_bitsandbytes": case(
-        one("bitsandbytes wheel 0.50.2: there is no library for ROCm 10; pytorch#194256: its HIP is 7.15"),
+        one("bitsandbytes wheel 0.50.2: its library rocm715 is for ROCm 10; pytorch#194256: HIP is 7.15 there"),
         software=multi_arch_stack("rocm-sdk-device-gfx1100"),
-        warn=("bnb_rocm10",),
-        says=("libbitsandbytes_rocm715.so", "run the measured check of NF4 before you train in 4-bit"),
+        fine=("bnb_library",),
     ),
     "rocm10_where_hip_counts_alike": case(
         one("bitsandbytes cextension.py: never a library of another major version"),
@@ -81,14 +80,12 @@ SOFTWARE: dict[str, Case] = {
         one("uv#21683: is_available() is True, and the first kernel fails"),
         software=multi_arch_stack(),
         fail=("device_wheel_missing",),
-        warn=("bnb_rocm10",),
         says=("`torch[device-gfx1100]`", "hipErrorInvalidImage"),
     ),
     "rocm10_with_the_extra_of_another_card": case(
         one("TheRock RELEASES.md: device-gfx1201 beside a gfx1100"),
         software=multi_arch_stack("rocm-sdk-device-gfx1201"),
         fail=("device_wheel_missing",),
-        warn=("bnb_rocm10",),
         says=("`torch[device-gfx1100]`",),
     ),
     "bitsandbytes_0_49_2": case(

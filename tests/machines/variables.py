@@ -152,7 +152,7 @@ VARIABLES: dict[str, Case] = {
         environ={"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"},
         software=stack(devices=[device("0000:06:00.0", name="AMD Radeon RX 7900 XTX", gib=23.98)]),
         warn=("cards_unequal", "environ:HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES"),
-        note=("iommu_state", "link_half", "link_half", "torch_sees_fewer"),
+        note=("iommu_state", "rccl_faults", "link_half", "link_half", "torch_sees_fewer"),
         says=("these filters nest",),
         never=("the same effect in HIP",),
     ),
