@@ -14,6 +14,7 @@ from hf_rocm_tune import safe_path  # noqa: F401 - before any other, also that o
 
 # isort: split
 import importlib
+import logging
 import os
 import sys
 from dataclasses import replace
@@ -77,7 +78,16 @@ def _decision(variable: str, action: Action, value: str | None, choice: visible.
     )
 
 
+def _matters(record: logging.LogRecord) -> bool:
+    """False for bitsandbytes' word, when it is imported, that an optional kernel for 4-bit weights on CPUs is missing.
+
+    Nothing of ours uses that kernel (see `models.quantised`), and on a card nobody does.
+    """
+    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+
+
 def _prepare_process() -> None:
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_matters)
     torch_loaded = "torch" in sys.modules
     topology = gpus.read_topology()
     facts = variables.read_facts(archs=())

@@ -27,19 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def sft(argv: Sequence[str]) -> int:
     """fine-tune a model, verified; every flag of `trl sft`"""
-    if {"-h", "--help"} & set(argv):
-        from hf_rocm_tune.settings.arguments import build_parser
-
-        build_parser().print_help()
-        print(
-            "\nlauncher:\n  --accelerate_config NAME|PATH  and every flag of `accelerate launch`; "
-            f"`{PROGRAM} configs ls` lists the names"
-        )
-        return 0
-    from hf_rocm_tune.launch import launch, split
-
-    line = split(argv)
-    return launch("hf_rocm_tune.sft", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
+    return _train("sft", argv)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -70,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def configs(argv: Sequence[str]) -> int:
-    """list, find and copy the accelerate configurations"""
+    """accelerate configurations, by name: how a job is launched, on which cards (`--accelerate_config`)"""
     from hf_rocm_tune import configs as shipped
 
     parser = CommandParser(prog=f"{PROGRAM} configs", description=configs.__doc__)
@@ -94,7 +82,7 @@ def configs(argv: Sequence[str]) -> int:
 
 
 def recipes(argv: Sequence[str]) -> int:
-    """list, show, copy and check recipes: complete settings by name, for `sft --config NAME`"""
+    """recipes, by name: what a job trains, all its settings (`sft --config`)"""
     from hf_rocm_tune.recipes import command
 
     parser = CommandParser(prog=f"{PROGRAM} recipes", description=recipes.__doc__)
@@ -252,6 +240,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "sft": sft,
+    "train": sft,
     "run": run,
     "doctor": doctor,
     "plan": plan,
@@ -284,6 +273,17 @@ def _dispatch(argv: Sequence[str]) -> int:
     return VERBS[verb](rest)
 
 
+def _train(verb: str, argv: Sequence[str]) -> int:
+    """Launch a training verb; what its flags are named is checked before anything large is imported."""
+    from hf_rocm_tune.launch import launch, split
+    from hf_rocm_tune.settings import names
+
+    line = split(argv)
+    if names.answered(verb, line.job):
+        return 0
+    return launch(f"hf_rocm_tune.{verb}", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
+
+
 def _with_model(
     add_flags: Callable[[argparse.ArgumentParser], None],
     run_command: Callable[[argparse.Namespace, Callable[[], None]], int],
@@ -312,5 +312,8 @@ def _with_model(
 
 def _help() -> str:
     lines = [f"usage: {PROGRAM} VERB ...", "", "verbs:"]
-    lines += [f"  {name:<8} {command.__doc__}" for name, command in VERBS.items()]
+    told: dict[Callable[[Sequence[str]], int], str] = {}  # the first name of a command says what it is
+    for name, command in VERBS.items():
+        lines.append(f"  {name:<8} {f'the same as {told[command]}' if command in told else command.__doc__}")
+        told.setdefault(command, name)
     return "\n".join([*lines, "", f"{PROGRAM} VERB --help says more."])

@@ -44,6 +44,7 @@ from hf_rocm_tune.exits import (
 )
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.redaction import one_line
+from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings import recipe as recipe_file
 from hf_rocm_tune.training.supervised import leave_terminal
 
@@ -321,13 +322,8 @@ def _parse_launcher_flags(argv: Sequence[str]) -> Any:
 @functools.cache
 def _launcher_flags() -> dict[str, bool]:
     """The flags that are the launcher's: name without dashes, and whether a value follows."""
-    from accelerate.commands.launch import launch_command_parser
-
-    return {
-        action.dest: action.nargs != 0
-        for action in launch_command_parser()._actions
-        if action.dest not in SHARED_WITH_THE_JOB | _NOT_FOR_USERS
-    }
+    found = names.launcher_flags("accelerate.commands.launch", "launch_command_parser")
+    return {name: valued for name, valued in found.items() if name not in SHARED_WITH_THE_JOB | _NOT_FOR_USERS}
 
 
 def _name(argument: str) -> str:

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: ``accelerate launch -m hf_rocm_tune.sft`` (or ``hf-rocm-tune sft``).
 
-Only the start: variables of a recipe are applied before torch is imported, and one boundary turns errors into one line
-and an exit code. The run itself is told in :mod:`hf_rocm_tune.job.run`.
+Only the start: names of flags are checked and variables of a recipe applied before torch is imported, and one boundary
+turns errors into one line and an exit code. The run itself is told in :mod:`hf_rocm_tune.job.run`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.machine import process, variables
 from hf_rocm_tune.quick_start import uncollected
+from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings import recipe as recipe_file
 from hf_rocm_tune.training.supervised import outlive_terminal
 
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @sigterm_as_interrupt()
 def _start(argv: list[str]) -> int:
+    if names.answered("sft", argv):
+        return 0
     before = dict(os.environ)
     recipe_file.apply_environment(argv, os.environ)
     if os.environ != before:

@@ -1,7 +1,8 @@
-"""Writes into each recipe what the planner says of its memory: ``python scripts/recipe_memory.py``.
+"""Writes into each recipe what the planner chooses and says of its memory: ``python scripts/recipe_memory.py``.
 
-The figure is for a card with a desktop session on it, with the recipe's own micro-batch, length and checkpointing. A
-model whose configuration cannot be read (no network) is planned by its published shape, which gives the same.
+Micro-batch, accumulation and checkpointing are the plan's for a card with a desktop session on it, at the recipe's own
+method, length and effective batch: `hf-rocm-tune plan` and the recipe give the same job. A model whose configuration
+cannot be read (no network) is planned by its published shape, which gives the same.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import replace
 
 from hf_rocm_tune import recipes
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.models.split import parse
 from hf_rocm_tune.plan import GIB, CardMemory, PlanRequest, card_memory, from_training, plan_for, split_plan
+from hf_rocm_tune.plan.estimate import Case
 from hf_rocm_tune.settings import arguments
 
 DESKTOP_GIB = 1.0
@@ -27,16 +28,30 @@ def main() -> int:
     for name in recipes.names():
         file = recipes.path(name)
         before = file.read_text(encoding="utf-8")
-        line = f"{recipes.MEMORY}  {planned(name, card)}"
-        after = re.sub(rf"^{re.escape(recipes.MEMORY)}.*$", line, before, flags=re.MULTILINE)
+        after = updated(before, *planned(name, card))
         if after != before:
             file.write_text(after, encoding="utf-8")
-        print(f"{name}: {'written' if after != before else 'up to date'}: {line}")
+        print(f"{name}: {'written; read what its comment says of it' if after != before else 'up to date'}")
     return 0
 
 
-def planned(name: str, card: CardMemory) -> str:
-    """The planner's word on one recipe, in one line.
+def updated(text: str, memory: str, case: Case) -> str:
+    """A recipe with the planner's choice and word in their places."""
+    settings = {
+        "per_device_train_batch_size": case.micro_batch,
+        "per_device_eval_batch_size": case.micro_batch,
+        "gradient_accumulation_steps": case.accumulation,
+        "activation_checkpointing": str(case.checkpointing).lower(),
+    }
+    for name, value in settings.items():
+        text = re.sub(rf"^{name}:.*$", f"{name}: {value}", text, flags=re.MULTILINE)
+    batch = f"Effective batch: {case.micro_batch} x {case.accumulation} accumulated"
+    text = re.sub(r"Effective batch: \d+ x \d+ accumulated", batch, text)
+    return re.sub(rf"^{re.escape(recipes.MEMORY)}.*$", f"{recipes.MEMORY}  {memory}", text, flags=re.MULTILINE)
+
+
+def planned(name: str, card: CardMemory) -> tuple[str, Case]:
+    """The planner's word on the memory of one recipe, in one line, and its choice.
 
     Raises:
         ValueError: it does not fit; such a recipe must not ship.
@@ -46,33 +61,31 @@ def planned(name: str, card: CardMemory) -> str:
     if "dtype" not in job.given:
         settings["dtype"] = "bfloat16"
     cards = 2 if "dual_rx7900xt" in recipes.path(name).read_text(encoding="utf-8") else 1
-    request = replace(
-        from_training(settings, cards=cards),
-        micro_batch=job.training.per_device_train_batch_size,
-        checkpointing=bool(settings["activation_checkpointing"]),
-    )
+    request = from_training(settings, cards=cards)
     if settings["split_layers"]:
         return _planned_split(name, request, str(settings["split_layers"]), card)
     choice = plan_for(request, card=card, grid=False).choice
     if choice is None:
         raise ValueError(f"{name} does not fit {card.name}")
     each = " on each card" if cards > 1 else ""
-    return (
+    memory = (
         f"{choice.total / GIB:.1f} of {card.usable / GIB:.1f} GiB{each}, {DESKTOP_GIB:g} GiB of a desktop included; "
         "planned, not measured on a card."
     )
+    return memory, choice.case
 
 
-def _planned_split(name: str, request: PlanRequest, layers: str, card: CardMemory) -> str:
+def _planned_split(name: str, request: PlanRequest, layers: str, card: CardMemory) -> tuple[str, Case]:
     """The same for a model that lies on two cards."""
     found = split_plan(request, cards=(card, card), counts=parse(layers))
     if not found.fits:
         raise ValueError(f"{name} does not fit two of {card.name}")
     each = " and ".join(f"{estimate.total / GIB:.1f}" for estimate in found.estimates)
-    return (
+    memory = (
         f"{each} of {card.usable / GIB:.1f} GiB on the two cards, {DESKTOP_GIB:g} GiB of a desktop on each included; "
         "planned, not measured on a card."
     )
+    return memory, found.option.case
 
 
 if __name__ == "__main__":

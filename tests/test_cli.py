@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,10 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 
 def test_the_verbs_are_the_public_commands() -> None:
-    training, machine = ["sft", "run"], ["doctor", "plan", "configs", "recipes", "env", "bench", "demo", "drill"]
+    training, machine = (
+        ["sft", "train", "run"],
+        ["doctor", "plan", "configs", "recipes", "env", "bench", "demo", "drill"],
+    )
     result = ["report", "push", "merge", "generate", "chat", "eval"]
     assert list(cli.VERBS) == [*training, *machine, *result, "version"]
     assert all(command.__doc__ and "\n" not in command.__doc__ for command in cli.VERBS.values())
@@ -121,7 +125,52 @@ def test_env_shows_the_decisions_and_strict_judges_them(
     assert (code, out) == (0, "export A_VARIABLE='a b'\n" if action == "set" else "")
 
 
-def test_sft_help_names_our_flags_trls_and_the_launchers(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "sft", "--help")
+HEAVY = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "bitsandbytes")
+#: Runs a command, and complains of what it has imported.
+LIGHT = f"""
+import runpy, sys
+module, sys.argv = sys.argv[1], sys.argv[1:]
+try:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+finally:
+    print(*set({HEAVY!r}) & set(sys.modules), end="", file=sys.stderr)
+"""
+STARTS = (("hf_rocm_tune", "sft"), ("hf_rocm_tune", "train"), ("hf_rocm_tune.sft",))
+
+
+def light(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", LIGHT, *argv], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("start", STARTS, ids=" ".join)
+def test_training_help_is_one_screen_that_imports_nothing_large(start: tuple[str, ...]) -> None:
+    done = light(*start, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) < 60 and max(map(len, lines)) <= 80
+    for part in ("--model NAME", "--verify full|sample|off", "--accelerate_config", "--help_all"):
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize("start", STARTS, ids=" ".join)
+def test_mistyped_names_are_told_before_anything_large_is_imported(start: tuple[str, ...], tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("learning_rat: 1\n")
+    for argv, named in (
+        (["--model", "x", "--learning_rat", "3"], "unknown flag --learning_rat; did you mean --learning_rate?"),
+        (["--bathc-size=3"], "unknown flag --bathc-size; did you mean --batch_size?"),
+        (["--config", str(recipe)], "unknown key learning_rat; did you mean learning_rate?"),
+    ):
+        done = light(*start, *argv)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("hf-rocm-tune: error: ")
+        assert named in done.stderr
+
+
+def test_help_all_has_every_flag_with_our_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "sft", "--help_all")
     assert code == 0
     assert out.index("--verify") < out.index("--learning_rate") < out.index("--accelerate_config")
+    words = " ".join(out.split())
+    for flag, ours in (("use-peft", "True"), ("learning-rate", "0.0002"), ("lora-target-modules", "['all-linear']")):
+        assert re.search(rf"--{flag} (?:(?!--).)*\(default: {re.escape(ours)}\)", words), flag

@@ -204,6 +204,7 @@ def test_flags_are_told_apart() -> None:
 
 def test_the_flags_that_both_have_are_the_known_ones() -> None:
     """Which flags the launcher may take is decided without TRL (its import costs seconds): this keeps that true."""
+    from accelerate.commands.launch import launch_command_parser
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
     from hf_rocm_tune.settings.flags import RanksArguments, TuneArguments
@@ -211,7 +212,7 @@ def test_the_flags_that_both_have_are_the_known_ones() -> None:
     owners = (TuneArguments, RanksArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
     job = {field.name for owner in owners for field in fields(owner) if field.init}
     assert not {name for name in job if launch.is_launcher_flag(name)}
-    everything = {action.dest for action in __import__("accelerate").commands.launch.launch_command_parser()._actions}
+    everything = {action.dest for action in launch_command_parser()._actions}
     assert everything & job == launch.SHARED_WITH_THE_JOB
 
 

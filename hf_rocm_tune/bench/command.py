@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("--json", type=Path, dest="json_file", metavar="FILE", help="write the JSON object here too")
         each.set_defaults(plot=None)
     for each in (transfer, load):
-        each.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it; needs the extra `plots`")
+        each.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it")
 
     size = "largest copy (default: 1GiB on an accelerator, 64MiB on the CPU)"
     transfer.add_argument("--max_size", type=lambda text: byte_size(text, least=4 << 10), metavar="SIZE", help=size)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import socket
 import warnings
 from collections.abc import Mapping, MutableMapping
@@ -53,8 +52,6 @@ def prepare_process(environ: MutableMapping[str, str]) -> None:
     _listen_on_loopback_only(environ)
     if not has_accelerator():
         environ["ACCELERATE_USE_CPU"] = "true"
-        # bitsandbytes logs at import that an optional Hub kernel for CPUs is missing; nobody asked for it here.
-        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # PEFT 0.21 asks for a property that transformers 5.23 has renamed; nothing that a user could change.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 

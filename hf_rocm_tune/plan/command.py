@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) ->
     with quiet():  # of kernels that would be faster, for example
         plan = plan_for(request, card=card, within_limit=wanted.length is None)
     request = plan.request
-    line = command(request, plan.nearest, wanted.dataset_name)
+    line = command(request, plan.nearest, _passed_on(wanted))
     print(json.dumps(as_values(plan, line)) if wanted.json else as_text(plan, line))
     if plan.choice is None:
         missing = -plan.nearest.spare / GIB
@@ -83,7 +83,7 @@ def _split(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -
         raise UsageError(f"--split {wanted.split} is for {len(found.cards)} cards, --cards says {wanted.cards}")
     layers = ",".join(map(str, found.counts))
     request = found.plan.request
-    line = f"{command(request, found.option, wanted.dataset_name)} --split_layers {layers}"
+    line = f"{command(request, found.option, _passed_on(wanted))} --split_layers {layers}"
     print(json.dumps(split_as_values(found, line)) if wanted.json else split_as_text(found, line))
     if not found.fits:
         missing = f"{-found.least_spare / GIB:.1f} GiB are missing on the fullest of {len(found.cards)} cards"
@@ -360,6 +360,14 @@ def _request(wanted: argparse.Namespace) -> PlanRequest:
     return PlanRequest(**given)
 
 
+#: Flags of a job that change nothing of the plan.
+_PASSED_ON = ("dataset_name", "learning_rate", "num_train_epochs")
+
+
+def _passed_on(wanted: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name in _PASSED_ON if (value := getattr(wanted, name)) is not None}
+
+
 def _parser() -> argparse.ArgumentParser:
     what = "What a training job takes of the card, and the fastest way that fits."
     parser = CommandParser(prog=f"{_PROGRAM} plan", description=what)
@@ -375,8 +383,17 @@ def _parser() -> argparse.ArgumentParser:
     flag("--vram", type=float, metavar="GIB", help="plan for a card of this size instead")
     flag("--desktop_gib", type=float, help="held by others (default: read from the card, else 1; headless: 0)")
     flag("--method", choices=METHODS, help="default: the faster of lora and qlora that fits")
-    flag("--seq", "--max_length", dest="length", type=int, help="tokens of a sequence (2048, or the model's limit)")
+    flag(
+        "--seq",
+        "--max_length",
+        "--max_seq_length",
+        dest="length",
+        type=int,
+        help="tokens of a sequence (2048, or the model's limit)",
+    )
     flag("--effective_batch", type=int, default=usual.effective_batch, help="sequences a step, all cards (16)")
+    names = ("--batch_size", "--per_device_train_batch_size")
+    flag(*names, dest="micro_batch", type=int, help="sequences to one pass on a card (default: what is fastest)")
     flag("--cards", type=int, default=1, help="cards, each with the whole model unless --split (1)")
     over = "share out the layers of one model over the cards instead: evenly by memory, or as said (18 or 18,22)"
     flag("--split", nargs="?", const="auto", metavar="N,N", help=over)
@@ -384,8 +401,8 @@ def _parser() -> argparse.ArgumentParser:
     flag("--rank", "--lora_r", type=int, default=usual.rank, help="of the adapters (16)")
     flag("--alpha", "--lora_alpha", type=int, default=usual.alpha, help="of the adapters (32)")
     flag("--dropout", "--lora_dropout", type=float, help="of the adapters (0.05; 0 where PEFT allows no other)")
-    names = f"modules with adapters, or {ALL_LINEAR}, the default"
-    flag("--targets", "--lora_target_modules", nargs="+", default=[ALL_LINEAR], help=names)
+    which = f"modules with adapters, or {ALL_LINEAR}, the default"
+    flag("--targets", "--lora_target_modules", nargs="+", default=[ALL_LINEAR], help=which)
     flag("--modules_to_save", "--lora_modules_to_save", nargs="+", default=[], help="modules trained as a whole")
     flag("--dora", "--use_dora", action="store_true", help="DoRA")
     flag("--rslora", "--use_rslora", action="store_true", help="rank-stabilised LoRA")
@@ -393,7 +410,10 @@ def _parser() -> argparse.ArgumentParser:
     flag("--optim", choices=tuple(OPTIMIZERS), default=usual.optim, help=f"optimizer ({usual.optim})")
     flag("--attention", "--attn_implementation", choices=ATTENTIONS, default=usual.attention, help="(sdpa)")
     flag("--workers", "--dataloader_num_workers", type=int, default=0, help="data loader workers of a process (0)")
-    flag("--dataset_name", help="put into the command line and the recipe")
+    put = "put into the command line and the recipe"
+    flag("--dataset", "--dataset_name", dest="dataset_name", help=put)
+    flag("--lr", "--learning_rate", dest="learning_rate", type=float, help=put)
+    flag("--epochs", "--num_train_epochs", dest="num_train_epochs", type=float, help=put)
     recipe = "write the choice as a recipe for `hf-rocm-tune sft --config`"
     flag("--emit", type=Path, metavar="RECIPE.yaml", help=recipe)
     flag("--force", action="store_true", help="replace a recipe that is there")
@@ -405,11 +425,11 @@ def _parser() -> argparse.ArgumentParser:
 # ---- the choice as a job ----------------------------------------------------------------------------------------
 
 
-def settings(request: PlanRequest, method: str, case: Case, dataset: str | None = None) -> dict[str, Any]:
+def settings(
+    request: PlanRequest, method: str, case: Case, passed_on: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The settings of a choice, by the names of the flags of ``hf-rocm-tune sft``; None: not set."""
-    found: dict[str, Any] = {"model_name_or_path": request.model}
-    if dataset is not None:
-        found["dataset_name"] = dataset
+    found: dict[str, Any] = {"model_name_or_path": request.model, **(passed_on or {})}
     found |= {
         "model_revision": request.revision,
         "trust_remote_code": request.trust_remote_code,
@@ -440,14 +460,15 @@ def settings(request: PlanRequest, method: str, case: Case, dataset: str | None 
     return found
 
 
-def command(request: PlanRequest, option: Estimate, dataset: str | None = None) -> str:
+def command(request: PlanRequest, option: Estimate, passed_on: Mapping[str, Any]) -> str:
     """The command line of a choice; flags with their usual values are left out."""
     words = [_PROGRAM, "sft"]
     if request.cards > 1:
         words += ["--accelerate_config", _TWO_CARDS]
     nothing = Case(micro_batch=0, length=0, checkpointing=True, accumulation=0)
     usual = settings(PlanRequest(), "qlora", nothing) | {"load_in_4bit": False}
-    for name, value in settings(request, option.variant, option.case, dataset or _NO_DATA).items():
+    given = {"dataset_name": _NO_DATA, **passed_on}
+    for name, value in settings(request, option.variant, option.case, given).items():
         if value is None or value == usual.get(name):
             continue
         words.append(f"--{name}")
@@ -474,7 +495,7 @@ def _write_recipe(wanted: argparse.Namespace, what: str, request: PlanRequest, o
     _check_recipe(path, replace=wanted.force)
     start = f"{_PROGRAM} sft {f'--accelerate_config {_TWO_CARDS} ' if request.cards > 1 else ''}--config {path.name}"
     data = "" if wanted.dataset_name else f" --dataset_name {_NO_DATA}"
-    content = settings(request, option.variant, option.case, wanted.dataset_name) | more
+    content = settings(request, option.variant, option.case, _passed_on(wanted)) | more
     given = yaml.safe_dump(
         {name: value for name, value in content.items() if value is not None}, sort_keys=False, allow_unicode=True
     )

@@ -72,7 +72,7 @@ class PlanRequest:
         if not faults and self.effective_batch % self.cards:
             faults.append(f"--effective_batch {self.effective_batch} cannot be shared by {self.cards} cards evenly")
         if self.micro_batch is not None and (self.micro_batch < 1 or self.each % self.micro_batch):
-            faults.append(f"a micro-batch of {self.micro_batch} does not divide the {self.each} sequences of a card")
+            faults.append(f"--batch_size {self.micro_batch} does not divide the {self.each} sequences of a card")
         if not 0 <= self.adapter_dropout < 1:
             faults.append(f"--dropout must be 0 or more and below 1, got {self.dropout}")
         for name, given, known in (

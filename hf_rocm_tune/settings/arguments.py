@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import math
 import os
 import types
@@ -30,6 +29,7 @@ from hf_rocm_tune.machine import process
 from hf_rocm_tune.ranks.averaging import SyncSettings
 from hf_rocm_tune.ranks.preflight import Preflight
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
+from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings import recipe as recipe_file
 from hf_rocm_tune.settings.flags import RanksArguments, TuneArguments, process_group
 
@@ -112,7 +112,7 @@ def parse(
         SystemExit: 0, after ``--help``.
     """
     parser = build_parser()
-    path, rest = recipe_file.take_flag(argv, recipe_file.FLAG)
+    path, rest = recipe_file.take_flag(names.canonical(argv), recipe_file.FLAG)
     given = _read_flags(parser, rest)
     if path is not None:
         recipe = recipe_file.read_recipe(path)
@@ -129,6 +129,17 @@ def parse(
         before_meeting = None
     return _resolve(
         given, accelerator=accelerator, bf16_supported=accelerator and bf16_supported, before_meeting=before_meeting
+    )
+
+
+def help_all() -> str:
+    """All flags with the defaults of a run of ours on a card: ours first, then TRL's, then where the launcher's are."""
+    parser = build_parser()
+    ours = differences({}, accelerator=True, bf16_supported=True)
+    parser.set_defaults(**{each.name: each.ours for each in ours})
+    return (
+        f"{parser.format_help()}\nlauncher:\n  --accelerate_config NAME|PATH  and every flag of `accelerate launch`; "
+        "`hf-rocm-tune configs ls` lists the names"
     )
 
 
@@ -182,7 +193,7 @@ def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
     namespace, unknown = parser.parse_known_args(list(argv), namespace=empty)
     flags = [argument for argument in unknown if argument.startswith("--")]
     if flags:
-        raise UsageError("; ".join(_unknown(flag.partition("=")[0], dashes="--") for flag in flags))
+        raise UsageError("; ".join(names.unknown(flag.partition("=")[0], [*_OWNERS], dashes="--") for flag in flags))
     if unknown:
         raise UsageError(f"unexpected argument {unknown[0]!r}; flags begin with --, see --help")
     return {name: value for name in _OWNERS if (value := getattr(namespace, name)) is not _UNSET}
@@ -191,12 +202,11 @@ def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
 def _read_recipe_values(parser: _Parser, recipe: recipe_file.Recipe) -> dict[str, Any]:
     """What a recipe sets, by name, in the types of the flags."""
     values, faults = {}, []
-    for key, value in recipe.values.items():
-        name = key.removeprefix("--").replace("-", "_")
+    for key, name in names.canonical_keys(recipe).items():
         try:
             if name not in _OWNERS:
-                raise UsageError(_unknown(key, dashes=""))
-            values[name] = _convert(parser, name, value)
+                raise UsageError(names.unknown(key, [*_OWNERS], dashes=""))
+            values[name] = _convert(parser, name, recipe.values[key])
         except UsageError as error:
             faults.append(str(error))
     if faults:
@@ -272,19 +282,6 @@ def _members(hint: Any) -> set[Any]:
     return {typing.get_origin(hint) or hint}
 
 
-def _unknown(name: str, *, dashes: str) -> str:
-    """The message for a name that nobody knows: the nearest that exists, or whose it is."""
-    from hf_rocm_tune.launch import is_launcher_flag
-
-    plain = name.removeprefix("--").replace("-", "_")
-    what = "flag" if dashes else "key"
-    if is_launcher_flag(plain):
-        return f"{what} {name} belongs to the launcher; give it on the command line of `hf-rocm-tune sft`"
-    nearest = difflib.get_close_matches(plain, [*_OWNERS, "config"], n=1, cutoff=0.5)
-    hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else "; see --help for those that exist"
-    return f"unknown {what} {name}{hint}"
-
-
 def _plain(value: object) -> object:
     """A setting as a JSON value."""
     if isinstance(value, Enum):
@@ -350,9 +347,9 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         if given.get(name) is not None and not holds(given[name])
     ]
     if not given.get("model_name_or_path"):
-        faults.append("no model: give --model_name_or_path, a Hub id or a directory")
+        faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")
     if not given.get("dataset_name") and not given.get("datasets"):
-        faults.append("no data: give --dataset_name (a Hub id, a directory or a file), or `datasets` in a recipe")
+        faults.append("no data: give --dataset (--dataset_name), a Hub id, a directory or a file")
     quantised = [name for name in ("load_in_4bit", "load_in_8bit") if given.get(name)]
     if len(quantised) == 2:
         faults.append("--load_in_4bit and --load_in_8bit exclude each other; keep one")

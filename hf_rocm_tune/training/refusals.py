@@ -75,6 +75,10 @@ def _raised_by(error: BaseException) -> str:
     return str(name).partition(".")[0]
 
 
+#: Packages of services that have another name than transformers gives the service.
+_PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
+
+
 def check_loggers(names: str | Iterable[str] | None) -> None:
     """Checks that transformers can report to each of these, before anything is loaded.
 
@@ -84,7 +88,10 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
     Raises:
         UsageError: one is unknown or not installed; names those that are.
     """
-    from transformers.integrations.integration_utils import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
 
     available = get_available_reporting_integrations()
     wanted = [names] if isinstance(names, str) else list(names or ())
@@ -94,6 +101,12 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
     there = ", ".join(available) or "none of those that transformers knows"
     if any("," in name or " " in name for name in lacking):
         cure = "Give several as a list in a --config file, or `all`"
+    elif all(name in INTEGRATION_TO_CALLBACK for name in lacking):
+        packages = " ".join(_PACKAGES.get(name, name) for name in lacking)
+        raise UsageError(
+            f"--report_to {' '.join(lacking)}: not installed; installed here: {there}. Install it "
+            f"(`pip install {packages}`), or leave the flag away"
+        )
     else:
         cure = (
             "Install it (`pip install 'hf-rocm-tune[loggers]'` brings tensorboard and trackio), or leave the flag away"

@@ -1,0 +1,119 @@
+"""Names of flags are known before TRL is imported, and they are exactly those that the real parsers have."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+
+import hf_rocm_tune  # noqa: F401 - prepares the process
+from hf_rocm_tune import launch
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.plan.command import main as plan
+from hf_rocm_tune.settings import arguments, names
+from hf_rocm_tune.settings.arguments import build_parser, parse
+
+TYPED = {
+    "model": "org/model",
+    "dataset": "org/data",
+    "lr": "0.003",
+    "epochs": "2",
+    "batch_size": "3",
+    "max_seq_length": "77",
+}
+
+
+def read(*argv: str) -> dict[str, Any]:
+    return parse(argv, accelerator=False).resolved()
+
+
+def test_flags_and_defaults_are_those_of_the_real_parser() -> None:
+    real: dict[str, set[str]] = {}
+    for action in build_parser()._actions:
+        real.setdefault(action.dest, set()).update(action.option_strings)
+    real.pop("help")
+    found = names.flags("sft")
+    assert {name: set(flag.options) for name, flag in found.items()} == real
+    read_as_literals = {name: flag.default for name, flag in found.items() if type(flag.default) is not object}
+    told = {name: arguments._TRL_DEFAULTS[name] for name in read_as_literals.keys() & arguments._TRL_DEFAULTS.keys()}
+    assert {name: read_as_literals[name] for name in told} == told
+    assert len(told) > 100
+
+
+def test_the_launchers_flags_are_those_of_its_real_parser() -> None:
+    real = {
+        option.removeprefix("--").replace("-", "_"): action.nargs != 0
+        for action in launch_command_parser()._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    assert names.launcher_flags("accelerate.commands.launch", "launch_command_parser") == real
+    assert launch.is_launcher_flag("num_processes") and not launch.is_launcher_flag("debug")
+
+
+def test_the_screen_shows_what_a_run_on_a_card_would_use() -> None:
+    shown = dict(re.findall(r"^  --(\w+)\b.*\[(.+)\]$", names.screen("sft"), flags=re.MULTILINE))
+    ours = {each.name: each.ours for each in arguments.differences({}, accelerator=True, bf16_supported=True)}
+    real = {**arguments._TRL_DEFAULTS, **ours, **dict(vars(parse(["--model", "x", "--dataset", "y"]).tune))}
+    real["activation_checkpointing"] = real["gradient_checkpointing"]
+    assert {"lr", "lora_r", "use_peft", "verify", "batch_size", "max_seq_length"} <= shown.keys()
+    for name, text in shown.items():
+        value = real[names.ALIASES.get(name, name)]
+        value = value[0] if isinstance(value, list) else getattr(value, "value", value)
+        assert text.partition(";")[0] == (f"{value:g}" if isinstance(value, float) else str(value)).lower(), name
+    without = {each.name for each in arguments.differences({"use_peft": False}, accelerator=True, bf16_supported=True)}
+    assert (
+        "learning_rate" not in without and f"{arguments._TRL_DEFAULTS['learning_rate']:g} without LoRA" in shown["lr"]
+    )
+
+
+def test_aliases_are_the_flags_that_they_stand_for(tmp_path: Path) -> None:
+    assert TYPED.keys() == names.ALIASES.keys()
+    assert not names.ALIASES.keys() & names.flags("sft").keys()
+    assert not any(launch.is_launcher_flag(alias) for alias in names.ALIASES)
+    short = [part for name, value in TYPED.items() for part in (f"--{name.replace('_', '-')}", value)]
+    full = [f"--{names.ALIASES[name]}={value}" for name, value in TYPED.items()]
+    expected = read(*full)
+    assert read(*short) == read(*[f"--{name}={value}" for name, value in TYPED.items()]) == expected
+    assert (expected["learning_rate"], expected["max_length"], expected["num_train_epochs"]) == (0.003, 77, 2)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("".join(f"{name}: {value}\n" for name, value in TYPED.items()))
+    assert read("--config", str(recipe)) == expected
+    assert read("--config", str(recipe), "--lr", "0.5")["learning_rate"] == 0.5
+
+
+def test_an_alias_and_its_flag_in_one_recipe_are_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("lr: 1\nmodel: x\ndataset: y\nlearning_rate: 2\n")
+    for refuse in (lambda: names.check("sft", ["--config", str(recipe)]), lambda: read("--config", str(recipe))):
+        with pytest.raises(UsageError, match="lr and learning_rate are the same flag"):
+            refuse()
+
+
+def test_the_planner_knows_the_same_names(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [part for name, value in (TYPED | {"batch_size": "0"}).items() for part in (f"--{name}", value)]
+    with pytest.raises(UsageError, match="--batch_size 0 does not divide"):
+        plan(flags, prepare=lambda: None)
+    full = [f"--{names.ALIASES[name]}={value}" for name, value in (TYPED | {"batch_size": "0"}).items()]
+    with pytest.raises(UsageError, match="--batch_size 0 does not divide"):
+        plan(full, prepare=lambda: None)
+
+
+def test_what_is_no_flag_is_left_to_the_real_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    names.check("sft", ["--eos_token", "--two words", "-x", "--", "--nothing"])
+    with pytest.raises(UsageError, match="--nothing"):
+        names.check("sft", ["--nothing"])
+    monkeypatch.setitem(names.VERBS, "newer", names.Verb(config="ConfigThatNobodyHas", what=""))
+    names.check("newer", ["--nothing"])  # a source that cannot be read refuses nothing
+    assert "--model NAME" in names.screen("newer")
+
+
+def test_one_line_of_bitsandbytes_is_dropped_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s. Please make sure", "no kernels")
+    logger.warning("something else")
+    assert [record.message for record in caplog.records] == ["something else"]
