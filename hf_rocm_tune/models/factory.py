@@ -12,7 +12,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.files import FileRecords, check_files, check_model_directory, default_memory, hub_snapshot
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.placement import place
-from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, require_bitsandbytes
+from hf_rocm_tune.models.quantised import checkpoint_bits, keep_trainable_on_cpu, require_bitsandbytes
 from hf_rocm_tune.models.split_mover import device_map, tell_of_devices, without_dispatch
 
 if TYPE_CHECKING:
@@ -73,8 +73,11 @@ def check_source(source: ModelSource, device: torch.device) -> None:
         raise UsageError(f"model {source.name}: {_first_line(error)}; {cure}") from error
     if not config.architectures:
         raise UsageError(f"model {source.name}: its config.json names no architecture: give a causal language model")
+    bits = checkpoint_bits(config, source.name, on_card=device.type != "cpu")
     if source.quantization is not None:
         require_bitsandbytes(device, f"--load_in_{4 if source.quantization.load_in_4bit else 8}bit")
+    elif bits:
+        require_bitsandbytes(device, f"model {source.name}, {bits}-bit in its files,")
 
 
 def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> tuple[PreTrainedModel, float]:

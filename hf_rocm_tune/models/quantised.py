@@ -18,6 +18,38 @@ if TYPE_CHECKING:
     from hf_rocm_tune.transfer import Mover
 
 
+#: Formats that transformers turns into bfloat16 while it loads: by ``dequantize``, and on a CPU without being asked.
+_DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
+
+
+def checkpoint_bits(config: Any, name: str, *, on_card: bool) -> int | None:
+    """How a checkpoint's own weights are quantised: 4 or 8 bits by bitsandbytes; None: not at all, once it is loaded.
+
+    Args:
+        config: of the model.
+        name: of the model, for the message.
+        on_card: it is trained on a card, whose kernels transformers would use for FP8 and MXFP4. RDNA3 has no FP8
+            instructions.
+
+    Raises:
+        UsageError: another library quantised them: transfer, training and plan know nothing of it.
+    """
+    given = getattr(config, "quantization_config", None)
+    if given is None:
+        return None
+    values = given if isinstance(given, dict) else given.to_dict()
+    method = str(values.get("quant_method"))
+    if values.get("load_in_4bit") or values.get("load_in_8bit"):
+        return 4 if values.get("load_in_4bit") else 8
+    if method in _DEQUANTISED and (values.get("dequantize") or not on_card):
+        return None
+    more = " (`dequantize: true` in its quantization_config loads it as bfloat16)" if method in _DEQUANTISED else ""
+    raise UsageError(
+        f"model {name}: its weights are quantised by {method}, which is not trained here{more}: give the model that "
+        "they were made from, in 4 bits where memory is short"
+    )
+
+
 BIAS_CAST = "cast by bitsandbytes from a verified tensor"
 
 

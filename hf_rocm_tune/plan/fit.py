@@ -236,6 +236,16 @@ class Plan:
         """The choice, or where nothing fits the case that needs least."""
         return self.choice or min(self._wanted(), key=lambda each: each.total)
 
+    @property
+    def full_logits(self) -> float:
+        """Bytes at the loss, at the least, that TRL's fused loss saves the nearest case.
+
+        The logits of all tokens in their dtype, as float32, and their logarithms or gradient as float32.
+        """
+        case, vocabulary = self.nearest.case, self.recordings[self.nearest.variant].sample.vocabulary
+        itemsize = 2 if self.request.autocast else 4
+        return float(case.micro_batch * case.length * vocabulary * (itemsize + 8))
+
     def _wanted(self) -> list[Estimate]:
         return [each for each in self.grid if each.case.length == self.request.length]
 
@@ -291,6 +301,8 @@ def plan_for(
     notes: list[str] = []
     if config is None:
         config, notes = config_for(request)
+    request, more = _as_quantised(request, config)
+    notes += more
     limit = longest_position(config)
     too_long = limit is not None and request.length > limit
     if too_long and within_limit:
@@ -337,6 +349,32 @@ def plan_for(
         scales=scales,
         notes=(*notes, *dict.fromkeys(note for plan in plans for note in plan.notes)),
     )
+
+
+def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[str]]:
+    """The question as the weights in the files leave it: quantised ones take the adapters that are for them.
+
+    Raises:
+        UsageError: they cannot be trained so.
+    """
+    if getattr(config, "quantization_config", None) is None:
+        return request, []
+    from hf_rocm_tune.models.quantised import checkpoint_bits
+
+    bits = checkpoint_bits(config, request.model, on_card=request.platform != "cpu")
+    left = tuple(each for each in request.methods if each != ("full" if bits else "qlora"))
+    if not left:
+        what = (
+            f"{bits}-bit in its files: only adapters can be trained; give --method lora"
+            if bits
+            else ("quantised in its files, and made bfloat16 when it is loaded: give --method lora or full")
+        )
+        raise UsageError(f"model {request.model} is {what}")
+    if bits is None:
+        return replace(request, methods=left), ["its quantised weights become bfloat16 when they are loaded"]
+    method = "qlora" if bits == 4 else "lora"
+    note = f"its weights are {bits}-bit in its files (bitsandbytes) and planned so, whatever the method"
+    return replace(request, methods=(method,)), [note]
 
 
 def _plan_method(

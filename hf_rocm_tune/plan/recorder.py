@@ -356,7 +356,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 
 
 #: Products that are not in torch's table.
-_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "aten::_grouped_mm"})
+_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::int8_scaled_mm", "aten::_grouped_mm"})
 
 
 # ---- the device's kernels and autocast -------------------------------------------------------------------------------
@@ -525,6 +525,10 @@ def _workspaces(platform: str) -> dict[Any, Callable[..., int]]:
         found[aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward_cuda
     if hasattr(torch.ops, "bitsandbytes") and hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         found[torch.ops.bitsandbytes.gemm_4bit.default] = _unpacked
+        # the product itself is int32 (bitsandbytes 0.50.2, ``backends/default/ops.py``)
+        found[torch.ops.bitsandbytes.int8_scaled_mm.default] = lambda rows, weight, *_, **more: (
+            4 * len(weight) * rows.numel() // rows.shape[-1]
+        )
     return found
 
 

@@ -67,7 +67,8 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1)}
-        least |= {"cards": (self.cards, 1), "rank": (self.rank, 1)}
+        least |= {"cards": (self.cards, 1), "rank": (self.rank, 1), "alpha": (self.alpha, 1)}
+        least |= {"workers": (self.workers, 0)}
         faults = [f"--{name} must be {low} or more, got {value}" for name, (value, low) in least.items() if value < low]
         if not faults and self.effective_batch % self.cards:
             faults.append(f"--effective_batch {self.effective_batch} cannot be shared by {self.cards} cards evenly")
@@ -188,8 +189,8 @@ def card_memory(
         raise UsageError("--gpu and --vram say the same thing twice; keep one")
     if vram_gib is not None and not 1 <= vram_gib <= 1024:
         raise UsageError(f"--vram must be from 1 to 1024 GiB, got {vram_gib:g}")
-    if desktop_gib is not None and desktop_gib < 0:
-        raise UsageError(f"--desktop_gib must be 0 or more, got {desktop_gib:g}")
+    if desktop_gib is not None and not 0 <= desktop_gib <= 1024:
+        raise UsageError(f"--desktop_gib must be from 0 to 1024 GiB, got {desktop_gib:g}")
     # the card with most memory of those that the kernel's driver describes
     gpus = (survey() if machine is None else machine).gpus
     described = [gpu for gpu in gpus if gpu.sensors.vram_total_bytes.value and not gpu.integrated]
@@ -253,7 +254,7 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
         UsageError: there is none, or it describes no model that transformers knows.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     path = Path(name).expanduser()
     local = path.exists() or name.startswith((".", "/", "~"))
@@ -262,17 +263,37 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
     fix = "download or copy it again" if local else "check the spelling, the network and HF_HUB_OFFLINE"
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(
-                str(path) if local else name,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                local_files_only=not local and not _hub_answers(),
-            )
+            where = str(path) if local else name
+            how = {"revision": revision, "local_files_only": not local and not _hub_answers()}
+            config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **how)
+            written, _ = PreTrainedConfig.get_config_dict(where, **how)
     except (*FOREIGN_ERRORS, OSError, StrictDataclassError) as error:
         raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error
     if not config.architectures:
         raise UsageError(f"model {name}: its config.json names no architecture: give a causal language model")
+    if unsaid := _unsaid(config, written):
+        raise UsageError(
+            f"model {name}: its config.json does not say {' and '.join(unsaid)}: the defaults of "
+            f"{type(config).__name__} are no checkpoint's; download or copy it again"
+        )
     return config
+
+
+def _unsaid(config: Any, written: Mapping[str, Any]) -> list[str]:
+    """Width and depth where a configuration has its class's default of them because its file says nothing.
+
+    Parts of a configuration of several rely on such defaults (LLaVA's language model, for one) and are not asked.
+    """
+    if text_config(config) is not config:
+        return []
+    usual = type(config)()
+    return [
+        f"{key} ({value})"
+        for key in ("hidden_size", "num_hidden_layers")
+        if not {key, config.attribute_map.get(key, key)} & set(written)
+        and (value := getattr(config, key, None)) is not None
+        and value == getattr(usual, key, None)
+    ]
 
 
 def config_of(fields: Mapping[str, Any]) -> Any:
@@ -332,15 +353,19 @@ def _hub_answers(patience: float = 3.0) -> bool:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Within the block libraries keep their remarks on configurations to themselves: nobody asked for them here."""
-    logger = logging.getLogger("transformers")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    import transformers  # sets its level when it is imported  # noqa: F401
+
+    loggers = [logging.getLogger(name) for name in ("transformers", "bitsandbytes")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 def first_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.adapter import adaptable, check_targets, target_names
+from hf_rocm_tune.models.quantised import checkpoint_bits
 from hf_rocm_tune.plan.estimate import Counts, Weight
 from hf_rocm_tune.plan.request import ALL_LINEAR, FOREIGN_ERRORS, PlanRequest, first_line, text_config
 
@@ -38,6 +40,11 @@ class Sample:
     # what operators gave before, for all its recordings; see `recorder.remembered`
     kernels: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the output head."""
+        return int(self.base.get_output_embeddings().weight.shape[0])
+
     def weights(self) -> Iterator[Weight]:
         """All parameters, buffers and quantisation state of the recorded layers and of what is outside them."""
         owners = {
@@ -48,6 +55,7 @@ class Sample:
         for name, parameter in self.model.named_parameters():
             layer = owners.get(id(parameter), -1)
             state = getattr(parameter, "quant_state", None)
+            constants = 4 * len(parameter) if type(parameter).__name__ == "Int8Params" else 0  # one a row
             yield Weight(
                 group="adapter" if ".lora_" in name or "modules_to_save" in name else "base",
                 layer=layer,
@@ -57,8 +65,9 @@ class Sample:
                 trained=parameter.requires_grad,
             )
             if state is not None:
-                nbytes = sum(tensor.nbytes for tensor in _state_tensors(state))
-                yield Weight(group="quantisation", layer=layer, elements=0, nbytes=nbytes, itemsize=0)
+                constants = sum(tensor.nbytes for tensor in _state_tensors(state))
+            if constants:
+                yield Weight(group="quantisation", layer=layer, elements=0, nbytes=constants, itemsize=0)
         for buffer in self.model.buffers():
             layer = owners.get(id(buffer), -1)
             yield Weight(group="buffer", layer=layer, elements=0, nbytes=buffer.nbytes, itemsize=0)
@@ -77,7 +86,7 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
             be told, or refuses the method.
     """
     dtype = getattr(torch, request.dtype_of(method))
-    base = _meta_model(copy.deepcopy(config), dtype, request.attention)
+    base = _meta_model(copy.deepcopy(config), dtype, request)
     text = text_config(base.config, decoder=True)
     layers, count = _find_layers(base, text)
     layer_of: Counts = tuple(range(len(layers)))
@@ -85,12 +94,17 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
         layer_of, counted = _keep_one_of_each_kind(layers, text, count if keep == "few" else None)
         keep = keep if counted else "few_counted_as_all"
     notes = []
-    if request.attention == "sdpa" and text._attn_implementation == "eager":
+    senses = [name.removesuffix("_config") for name in config.sub_configs if re.match("vision|audio", name)]
+    if senses and type(base.config) is type(config):
+        notes.append(f"only text is counted: {' and '.join(senses)} input of a row comes on top of it")
+    attends = any("att" in name for layer in layers for name, _ in layer.named_modules())
+    if attends and request.attention == "sdpa" and text._attn_implementation == "eager":
         notes.append("this architecture has no SDPA attention: memory grows with the square of the sequence")
-    if method == "qlora":
-        notes += _quantise(base, nested=request.nested, dtype=dtype)
+    quantised = _quantisation(config, request, method, dtype)
+    if quantised is not None:
+        notes += _quantise(base, quantised, dtype)
     model = base if method == "full" else _attach(base, request)
-    if method == "qlora":  # as TRL does, except for DoRA's magnitudes
+    if quantised is not None:  # as TRL does, except for DoRA's magnitudes
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -98,28 +112,49 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
     return Sample(model=model, base=base, layers=layers, layer_of=layer_of, config=text, notes=tuple(notes), keep=keep)
 
 
-def _meta_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
+#: No published model has as many; to build them takes minutes.
+_MOST_LAYERS = 1000
+
+
+def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
+    """The model on the meta device, of the class that training would load."""
     import transformers
     from transformers.initialization import no_init_weights
 
     name = (config.architectures or ["?"])[0]
-    architecture = getattr(transformers, name, None) or transformers.AutoModelForCausalLM
-    make = getattr(architecture, "_from_config", None) or architecture.from_config
     part = text_config(config)
+    if (most := max(_layer_counts(part).values())) > _MOST_LAYERS:
+        raise UsageError(f"{name} cannot be planned: {most} layers are more than any model has ({_MOST_LAYERS})")
+    architecture = getattr(transformers, name, None)
+    more: dict[str, Any] = {} if request.attention == "sdpa" else {"attn_implementation": request.attention}
+    if architecture is None:  # as TRL chooses
+        remote = (getattr(config, "auto_map", None) or {}) if request.trust_remote_code else {}
+        autos = ("AutoModelForImageTextToText", "AutoModelForCausalLM")
+        auto = next((each for each in autos if each in remote), None)
+        if auto is None:
+            raise UsageError(
+                f"{name} cannot be planned: transformers {transformers.__version__} has no such class: check "
+                "`architectures` in config.json, update transformers, or give --trust_remote_code where the model "
+                "brings its own"
+            )
+        architecture, more["trust_remote_code"] = getattr(transformers, auto), True
+    make = getattr(architecture, "_from_config", None) or architecture.from_config
     if part is not config and isinstance(part, getattr(architecture, "config_class", None) or ()):
         config = part  # a language model alone, of a configuration that describes more
-    wish = {} if attention == "sdpa" else {"attn_implementation": attention}
     try:
         with torch.device("meta"), no_init_weights(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = make(config, dtype=dtype, **wish)
+            model = make(config, dtype=dtype, **more)
             if hasattr(model, "tie_weights"):
                 model.tie_weights()  # part of the initialisation, which costs seconds and is left out
-    except FOREIGN_ERRORS as error:
+    except (*FOREIGN_ERRORS, OSError) as error:  # OSError: a file of the model's own code is missing
         raise UsageError(f"{name} cannot be planned: {first_line(error)}") from error
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if getattr(config, "is_encoder_decoder", False) or getattr(head, "weight", None) is None:
+    causal = hasattr(model, "prepare_inputs_for_generation")  # PEFT's measure; a masked language model has none
+    if getattr(config, "is_encoder_decoder", False) or getattr(head, "weight", None) is None or not causal:
         raise UsageError(f"{name} cannot be planned: it is no causal language model with an output head")
+    if model.base_model is model:
+        raise UsageError(f"{name} cannot be planned: TRL's fused loss finds no backbone in it, so it does not train")
     return model
 
 
@@ -127,14 +162,19 @@ def _meta_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
 _COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers")
 
 
+def _layer_counts(text: Any) -> dict[str, int]:
+    """What a configuration says of its number of layers, by the name of the setting."""
+    counts = {text.attribute_map.get(key, key): getattr(text, key, 0) for key in _COUNTS}
+    return {key: count if isinstance(count, int) else 0 for key, count in counts.items()}
+
+
 def _find_layers(model: nn.Module, text: Any) -> tuple[nn.ModuleList, str]:
     """The stack of decoder layers, the largest list of as many modules as the configuration has layers, and the name of
     the setting that counts them."""
-    keys = {text.attribute_map.get(key, key): getattr(text, key, 0) for key in _COUNTS}
     found = [
         (each, key)
         for each in model.modules()
-        for key, count in keys.items()
+        for key, count in _layer_counts(text).items()
         if isinstance(each, nn.ModuleList) and len(each) and len(each) == count
     ]
     if not found:
@@ -211,6 +251,7 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
 
     targets: Any = request.targets if isinstance(request.targets, str) else list(request.targets)
     check_targets(base, targets)
+    known = adaptable(base)
     settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=request.rank,
@@ -225,42 +266,83 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return get_peft_model(base, settings)
-    except (ValueError, ImportError, NotImplementedError) as error:
-        names = f"; --targets takes names of modules, as {', '.join(adaptable(base)[:8])}"
+    except (*FOREIGN_ERRORS, NotImplementedError) as error:
+        others = [name for name in known if f"'{name}'" not in str(error)]  # not those that it refuses
+        names = f"; --targets takes names of modules, as {', '.join(others[:8])}"
         raise UsageError(
             f"PEFT refuses these adapters: {first_line(error)}{names if targets == ALL_LINEAR else ''}"
         ) from error
 
 
-# ---- 4-bit weights ----------------------------------------------------------------------------------------------
+# ---- quantised weights -----------------------------------------------------------------------------------------
 
 _BLOCK, _BLOCK_OF_CONSTANTS = 64, 256  # values that share a quantisation constant: bitsandbytes' defaults
 _CODES, _CONSTANT_CODES = 16, 256
 
 
-def _quantise(base: Any, *, nested: bool, dtype: torch.dtype) -> list[str]:
-    """Makes the layers 4-bit (NF4) that transformers would make so, in place; returns notes for the reader.
+def _quantisation(config: Any, request: PlanRequest, method: str, dtype: torch.dtype) -> Any:
+    """The checkpoint's own ``BitsAndBytesConfig``, else what ``--load_in_4bit`` makes; None: not quantised."""
+    from transformers import BitsAndBytesConfig
+
+    if checkpoint_bits(config, request.model, on_card=request.platform != "cpu"):
+        given = config.quantization_config
+        return BitsAndBytesConfig.from_dict(given if isinstance(given, dict) else given.to_dict())
+    if method != "qlora":
+        return None
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=request.nested,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> list[str]:
+    """Makes the layers 4-bit or 8-bit that transformers would make so, in place; returns notes for the reader.
+
+    Args:
+        base: the model.
+        settings: a ``BitsAndBytesConfig``.
+        dtype: of weights that are not quantised.
 
     Raises:
         UsageError: nothing in it can be quantised.
     """
-    from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    settings = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=dtype
+    notes = []
+    if settings.load_in_8bit:
+        # which columns have outliers is content; without a threshold no product is split by it
+        settings.llm_int8_threshold = 0.0
+        notes.append("outlier columns of 8-bit products, which activations decide, are not counted")
+    skipped = settings.llm_int8_skip_modules
+    replace_with_bnb_linear(base, get_keys_to_not_convert(base) if skipped is None else skipped, settings)
+    base.is_loaded_in_4bit, base.is_loaded_in_8bit, base.is_quantized = (
+        settings.load_in_4bit,
+        settings.load_in_8bit,
+        True,
     )
-    replace_with_bnb_linear(base, get_keys_to_not_convert(base), settings)
-    base.is_loaded_in_4bit = base.is_quantized = True
-    layers = [module for module in base.modules() if type(module).__name__ == "Linear4bit"]
+    layers = [module for module in base.modules() if type(module).__name__ in ("Linear4bit", "Linear8bitLt")]
     if not layers:
         raise UsageError(f"{type(base).__name__} has no linear layer that bitsandbytes quantises: give --method lora")
     with torch.device("meta"):
         for layer in layers:
-            _pack(layer, nested, dtype)
+            if settings.load_in_4bit:
+                _pack(layer, settings.bnb_4bit_use_double_quant, dtype)
+            else:
+                _pack_8bit(layer)
     experts = any(parameter.ndim == 3 and "expert" in name for name, parameter in base.named_parameters())
-    return ["the experts' weights are no linear layers: bitsandbytes does not quantise them"] if experts else []
+    return [*notes, *(["the experts' weights are no linear layers: bitsandbytes does not quantise them"] * experts)]
+
+
+def _pack_8bit(module: Any) -> None:
+    """Gives an 8-bit layer its weight and one float32 constant a row, as if it was loaded."""
+    import bitsandbytes
+
+    shape = module.out_features, module.in_features
+    codes, constants = torch.empty(shape, dtype=torch.int8), torch.empty(shape[0])
+    module.weight = bitsandbytes.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=constants)
 
 
 def _pack(module: Any, nested: bool, dtype: torch.dtype) -> None:

@@ -198,6 +198,7 @@ def _replace(old: bytes, new: bytes) -> Callable[[Path], None]:
 
 
 WEIGHTS = "model.safetensors"
+AWQ = '{"quantization_config": {"quant_method": "awq"},'
 SPOILS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "truncated": (WEIGHTS, lambda file: os.truncate(file, file.stat().st_size - 100), "truncated"),
     "emptied": (WEIGHTS, lambda file: file.write_bytes(b""), "0 bytes, damaged header"),
@@ -212,6 +213,8 @@ SPOILS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no architecture": ("config.json", lambda file: file.write_text('{"model_type": "vit"}'), "no architecture"),
     "field type": ("config.json", _replace(b'"hidden_size": 64', b'"hidden_size": ""'), "expected int, got str"),
     "other config": ("config.json", _replace(b'"hidden_size": 64', b'"hidden_size": 32'), "other shapes"),
+    "quantised by AWQ": ("config.json", lambda file: file.write_text(AWQ + file.read_text()[1:]),
+                         "its weights are quantised by awq, which is not trained here"),
     "broken tokenizer": ("tokenizer.json", lambda file: file.write_text("{"), "tokenizer of"),
     "no tokenizer": ("tokenizer.json", lambda file: [file.unlink(), (file.parent / "tokenizer_config.json").unlink()],
                      "needs tokenizer.json and tokenizer_config.json"),

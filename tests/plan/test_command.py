@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -32,6 +34,22 @@ def small(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**model.fields, "num_hidden_layers": 4}))
     return folder
+
+
+@pytest.fixture
+def changed(small: Path) -> Callable[..., str]:
+    """Changes fields of the small model's configuration, None takes one away; gives the directory."""
+
+    def change(**fields: Any) -> str:
+        file = small / "config.json"
+        content = {**json.loads(file.read_text()), **fields}
+        file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+        return str(small)
+
+    return change
+
+
+QUICK = ("--seq", "64", "--effective_batch", "1", "--gpu", "rx7900xt")
 
 
 def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -154,6 +172,9 @@ def test_a_method_that_was_left_out_for_time_is_advised(
         (("--model", LLAMA, "--seq", "many"), "--seq"),
         (("--model", LLAMA, "--effective_batch", "3", "--cards", "2"), "2 cards"),
         (("--model", LLAMA, "--targets", "query"), "q_proj"),
+        (("--model", LLAMA, "--desktop_gib", "nan"), "--desktop_gib must be from 0"),
+        (("--model", LLAMA, "--alpha", "-1"), "--alpha must be 1 or more"),
+        (("--model", LLAMA, "--workers", "-3"), "--workers must be 0 or more"),
         (("--model", LLAMA, "--emit", "/nowhere/recipe.yaml"), "/nowhere/recipe.yaml"),
     ],
 )
@@ -162,6 +183,104 @@ def test_wrong_words_are_one_line(words: tuple[str, ...], named: str, capsys: py
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert named in err
+
+
+# ---- what the configuration says -------------------------------------------------------------------------------------
+
+
+def test_a_bitsandbytes_checkpoint_is_planned_as_it_is(
+    changed: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights take what its bits say, without the flag as with it; the command trains adapters on them."""
+    taken = {}
+    for bits, method in ((16, "lora"), (8, "lora"), (4, "qlora")):
+        given = {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True, "bnb_4bit_use_double_quant": True}
+        model = changed(quantization_config=given if bits < 16 else None)
+        code, out, err = _run(capsys, "--model", model, *QUICK, "--method", "lora", "--json")
+        assert (code, err) == (0, "")
+        found = json.loads(out)
+        assert found["choice"]["method"] == method
+        assert any(f"{bits}-bit in its files" in note for note in found["notes"]) == (bits < 16)
+        assert ("--load_in_4bit" in found["command"]) == (bits == 4)
+        linear = 4 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192)  # of 4 layers
+        taken[bits] = found["choice"]["parts"]["weights"]
+        assert taken[16] - taken[bits] == pytest.approx(linear * (2 - bits / 8), rel=0.001)
+    code, out, err = _run(capsys, "--model", changed(), *QUICK, "--method", "full")
+    assert (code, out) == (2, "")
+    assert "only adapters can be trained" in err
+
+
+def test_what_transformers_makes_bfloat16_is_planned_so(
+    changed: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = changed(quantization_config={"quant_method": "fp8", "dequantize": True})
+    code, out, _ = _run(capsys, "--model", model, *QUICK)
+    assert code == 0
+    assert "become bfloat16" in out
+    assert "--load_in_4bit" not in out  # transformers refuses it for such a checkpoint
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_hidden_layers": 100_000}, "100000 layers are more than"),
+        ({"architectures": ["NobodyForCausalLM"]}, "NobodyForCausalLM cannot be planned: transformers"),
+        ({"hidden_size": None, "num_hidden_layers": None}, "hidden_size (4096) and num_hidden_layers (32)"),
+        *(
+            ({"quantization_config": {"quant_method": name}}, f"its weights are quantised by {name}")
+            for name in ("awq", "gptq", "fp8", "mxfp4", "compressed-tensors")
+        ),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"], "num_key_value_heads": None},
+            "it is no causal language model",
+        ),
+        (
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "state_size": 16},
+            "--targets takes names of modules, as in_proj, x_proj, dt_proj",
+        ),
+        (
+            {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]},
+            "TRL's fused loss finds no backbone in it",
+        ),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)
+def test_a_configuration_that_is_no_job_is_one_line(
+    fields: dict[str, Any], named: str, changed: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = _run(capsys, "--model", changed(**fields), *QUICK, "--method", "lora")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert named in err
+
+
+def test_a_model_that_sees_is_planned_for_text_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    fields = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    fields["vision_config"] = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "image_size": 28}
+    fields["vision_config"] |= {"num_attention_heads": 2, "patch_size": 14}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    code, out, err = _run(capsys, "--model", str(tmp_path), *QUICK, "--method", "lora")
+    assert (code, err) == (0, "")
+    assert "note: only text is counted: vision input" in out
+
+
+def test_code_of_the_model_itself_is_planned_with_consent_only(
+    small: Path, changed: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (small / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    model = changed(model_type="own", architectures=["OwnForCausalLM"], auto_map=own)
+    code, out, err = _run(capsys, "--model", model, *QUICK, "--method", "lora", "--trust_remote_code")
+    assert (code, err) == (0, "")
+    assert "OwnForCausalLM, " in out and "--trust_remote_code" in out
+    code, out, err = _run(capsys, "--model", model, *QUICK, "--method", "lora")
+    assert (code, out, err.count("\n")) == (2, "", 1)
 
 
 # ---- --split ---------------------------------------------------------------------------------------------------------
