@@ -1,0 +1,11 @@
+# hf_rocm_tune for a Radeon card. The wheels of torch carry ROCm; the kernel's driver stays on the host. How to run it:
+# docs/install.md
+FROM ubuntu:24.04
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates gcc libc6-dev make python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/hf_rocm_tune
+COPY . .
+RUN HF_ROCM_TUNE_TORCH=rocm7.2 make setup
+ENV PATH=/opt/hf_rocm_tune/.venv/bin:$PATH
+WORKDIR /work
