@@ -111,6 +111,8 @@ SIMULATED_CASES: tuple[Case, ...] = (
     _case("Llama", LLAMA, "lora", 2, 192, True, accumulation=2, **_BF16, **_EAGER),
     _case("Qwen3", QWEN3, "lora", 1, 256, False, accumulation=2, **_EAGER),
     _case("Qwen3", QWEN3, "lora", 2, 192, True, **_BF16, **_EAGER),
+    _case("Llama, mix", LLAMA, "lora", 2, 192, True, recompute=(1, 3), **_BF16, **_EAGER),
+    _case("Qwen3, mix", QWEN3, "lora", 2, 256, True, recompute=(0, 6), **_EAGER),
 )
 
 CPU_CASES: tuple[Case, ...] = (
@@ -147,6 +149,16 @@ CPU_CASES: tuple[Case, ...] = (
     _case("Gemma 3, wide", WIDE_GEMMA3, "lora", 2, 384, True, attention="eager"),
     _case("Llama, wide", WIDE, "lora", 3, 192, False, **_BF16, dora=True),
     _case("Llama, wide", WIDE, "full", 2, 96, True, **_BF16, optim="adamw_8bit"),
+    _case("Llama, mix", LLAMA, "lora", 2, 256, True, recompute=(2, 3)),
+    _case("Llama, mix", LLAMA, "lora", 2, 512, True, recompute=(0, 6), accumulation=2, **_BF16),
+    _case("Llama, mix", LLAMA, "lora", 2, 256, True, recompute=(3, 0), dropout=0.05, packing=True, **_BF16),
+    _case("Llama, mix", LLAMA, "qlora", 2, 384, True, recompute=(1, 3), **_BF16),
+    _case("Llama, wide, mix", WIDE, "qlora", 4, 256, True, recompute=(1, 1), **_BF16),
+    _case("Llama, mix", LLAMA, "full", 2, 192, True, recompute=(2, 2)),
+    _case("Qwen3, mix", QWEN3, "lora", 2, 256, True, recompute=(0, 4), dropout=0.05, attention="eager"),
+    _case("Gemma 3, mix", GEMMA3, "lora", 2, 256, True, recompute=(2, 2), dora=True),
+    _case("GPT-2, mix", GPT2, "lora", 2, 256, True, recompute=(2, 3)),
+    _case("Qwen3-MoE, mix", MOE, "lora", 2, 256, True, recompute=(1, 4), targets=_ATTENTION),
 )
 
 

@@ -65,7 +65,12 @@ def measure(case: Case, *, device: str) -> dict[str, float]:
 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch, quiet():
-        trainer = VerifiedSFTTrainer(**_job(case, device, Path(scratch)), consent_unverified=True, sentinel_every=0)
+        trainer = VerifiedSFTTrainer(
+            **_job(case, device, Path(scratch)),
+            recompute_layers=case.request.recompute,
+            consent_unverified=True,
+            sentinel_every=0,
+        )
         found = _count_on_gpu(trainer) if device == "cuda" else _count_on_cpu(trainer)
     del trainer
     gc.collect()
@@ -99,7 +104,7 @@ def _job(case: Case, device: str, scratch: Path) -> dict[str, Any]:
         task_type="CAUSAL_LM",
         r=asked.rank,
         lora_alpha=asked.alpha,
-        lora_dropout=asked.adapter_dropout,
+        lora_dropout=asked.dropout,
         target_modules=asked.targets if isinstance(asked.targets, str) else list(asked.targets),
         modules_to_save=list(asked.modules_to_save) or None,
         use_dora=asked.dora,
@@ -268,7 +273,7 @@ def compare(cases: Sequence[Case], *, device: str) -> list[dict[str, Any]]:
             "way": case.label(),
             "micro_batch": asked.micro_batch,
             "length": asked.length,
-            "checkpointing": asked.checkpointing,
+            "checkpointing": asked.recompute or asked.checkpointing,
             "predicted": expected.allocated,
             "moment": expected.moment,
             **found,
@@ -290,10 +295,16 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         error = f"{row['error_percent']:+.2f} %" if row["error_percent"] is not None else "-"
         lines.append(
             f"| {row['model']} | {row['method']} | {row['way']} | {row['micro_batch']} x {row['length']} | "
-            f"{'on' if row['checkpointing'] else 'off'} | {row['predicted'] / 2**20:.1f} | {measured} | {error} | "
+            f"{_shown(row['checkpointing'])} | {row['predicted'] / 2**20:.1f} | {measured} | {error} | "
             f"{row['moment']} |"
         )
     return "\n".join(lines)
+
+
+def _shown(checkpointing: bool | tuple[int, int]) -> str:
+    if isinstance(checkpointing, bool):
+        return "on" if checkpointing else "off"
+    return "{} whole, {} selective".format(*checkpointing)
 
 
 def _versions() -> dict[str, str]:

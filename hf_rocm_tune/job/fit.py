@@ -20,6 +20,7 @@ from accelerate.utils import str_to_bool
 from transformers import AutoConfig
 
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
+from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.split import FLAG, Split, counts_for, parse, stack_of
 from hf_rocm_tune.models.split_mover import SplitMover
 from hf_rocm_tune.plan import (
@@ -92,6 +93,8 @@ def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, 
         checkpointing=bool(training.activation_checkpointing),
         given=arguments.given,
     )
+    if tune.recompute is not None:
+        wanted = replace(wanted, checkpointing=True)
     if recorded is not None:
         found = Fit(choice=Choice.from_record(recorded, wanted))
         say(f"auto-fit: {found.choice.describe()}, as this run has begun (run.json)")
@@ -135,17 +138,36 @@ def probed(found: Fit, trainer: VerifiedTransferMixin, *, say: Say) -> Fit:
             f"settings ({len(trials)} tried, at last {trials[-1].candidate.describe()}): {_advice(trainer.args)}"
         )
     choice = Choice.of(best.candidate, mode="probe", budget=budget, measured=best.measured, tries=len(trials))
-    set_way(
-        trainer,
-        micro_batch=choice.micro_batch,
-        accumulation=choice.accumulation,
-        checkpointing=choice.checkpointing,
-    )
+    set_way(trainer, choice)
     say(f"auto-fit: {choice.describe()}, after {len(trials)} worst-case step{'s' if len(trials) > 1 else ''}")
     return Fit(choice=choice)
 
 
 # ---- before the model is loaded -----------------------------------------------------------------------------
+
+
+def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
+    """Refuses ``--recompute_layers`` beside what it does not go with, and for more layers than the model has.
+
+    Raises:
+        UsageError: says why.
+    """
+    training, counts = arguments.training, arguments.tune.recompute
+    if counts is None:
+        return
+    settings = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    reasons = {
+        "--activation_checkpointing false, which recomputes nothing": not training.activation_checkpointing,
+        f"--{settings[0]}, which says how all layers are": bool(arguments.given.intersection(settings)),
+        "--torch_compile": training.torch_compile,
+        "--activation_offloading": training.activation_offloading,
+    }
+    if found := [reason for reason, applies in reasons.items() if applies]:
+        raise UsageError(f"{recompute.FLAG} does not go together with {'; nor with '.join(found)}")
+    config = AutoConfig.from_pretrained(
+        source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
+    )
+    recompute.check(counts, getattr(config.get_text_config(), "num_hidden_layers", sum(counts)))
 
 
 def _refuse_fit(training: Any) -> None:
@@ -226,7 +248,8 @@ def _why(found: Fit, wanted: Demand, arguments: Arguments) -> list[str]:
     fits = chosen.fits(choice.budget_bytes)
     kept = [f"micro-batch {wanted.micro_batch}"] if wanted.micro_batch is not None else []
     if wanted.checkpointing is not None:
-        kept.append(f"activation checkpointing {'on' if wanted.checkpointing else 'off'}")
+        on = "on" if wanted.checkpointing else "off"
+        kept.append(f"activation checkpointing {arguments.tune.recompute_layers or on}")
     reason = "the fastest by estimate of those that fit" if fits else "none fits by estimate, and this one needs least"
     lines = [
         f"auto-fit: {choice.describe()} for {wanted.effective_batch} sequences a step: {reason}, "
@@ -251,7 +274,8 @@ def _outcome(trial: Trial) -> str:
 
 
 def _same(candidate: Candidate, choice: Choice) -> bool:
-    return (candidate.micro_batch, candidate.checkpointing) == (choice.micro_batch, choice.checkpointing)
+    names = ("micro_batch", "checkpointing", "recompute")
+    return all(getattr(candidate, name) == getattr(choice, name) for name in names)
 
 
 def _advice(training: Any) -> str:

@@ -23,7 +23,7 @@ from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.errors import MemoryFaultError
 from hf_rocm_tune.job import announce
 from hf_rocm_tune.job.card import Cards
-from hf_rocm_tune.job.fit import Fit, before_loading, make_mover, probed
+from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
@@ -290,6 +290,7 @@ def _prepare(
         quantization=get_quantization_config(arguments.model),
     )
     check_source(source, training.device)
+    check_recomputation(arguments, source)
     check_loggers(training.report_to)
     check_offloads(training)
     check_fsdp(training, arguments.model, os.environ, others=_not_for_shards(arguments))
@@ -336,6 +337,7 @@ def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
         "--compare_optimizer_every": tune.compare_optimizer_every > 0,
         "--grad_sync host": ranks.grad_sync == "host",
         "--grad_compression": ranks.grad_compression != "none",
+        "--recompute_layers": tune.recompute_layers is not None,
         "--split_layers": ranks.split_layers is not None,
     }
 
@@ -374,6 +376,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
             prefetch_batches=tune.prefetch_batches,
             compare_optimizer_every=tune.compare_optimizer_every,
             consent_unverified=tune.consent_unverified,
+            recompute_layers=job.fit.choice.recompute if job.fit else tune.recompute,
             on_oom=tune.on_oom,
             max_skipped_steps=tune.max_skipped_steps,
             grad_sync=job.arguments.grad_sync.way,

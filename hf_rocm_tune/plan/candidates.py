@@ -90,10 +90,14 @@ class Way:
     micro_batch: int  # sequences at a time on one card; rows where sequences are packed
     accumulation: int  # micro-batches to one optimizer step
     checkpointing: bool  # activations are recomputed
+    recompute: tuple[int, int] | None = None  # of which layers; see `estimate.Case`
 
     def describe(self) -> str:
         """In words."""
         on = "on" if self.checkpointing else "off"
+        if self.recompute is not None:
+            whole, selective = self.recompute
+            on = f"of {whole} layers whole and of {selective} but for products and attention"
         return f"micro-batch {self.micro_batch} x {self.accumulation} accumulated, activation checkpointing {on}"
 
 
@@ -107,7 +111,8 @@ class Candidate(Way):
     @classmethod
     def of(cls, option: Estimate) -> Candidate:
         """A case of the plan."""
-        way = {name: getattr(option.case, name) for name in ("micro_batch", "accumulation", "checkpointing")}
+        names = ("micro_batch", "accumulation", "checkpointing", "recompute")
+        way = {name: getattr(option.case, name) for name in names}
         return cls(**way, predicted=int(option.allocated), tokens_per_second=option.speed.tokens_per_second)
 
     def fits(self, budget: int, *, scale: float = 1.0) -> bool:
@@ -167,7 +172,7 @@ def _preference(candidate: Candidate) -> tuple[float, int]:
 
 def _ruled_out(candidate: Candidate, failed: Candidate) -> bool:
     """Whether another way's failure says that this one is not worth a try."""
-    if candidate.checkpointing == failed.checkpointing:
+    if (candidate.checkpointing, candidate.recompute) == (failed.checkpointing, failed.recompute):
         return 2 * candidate.micro_batch > failed.micro_batch
     return candidate.predicted >= failed.predicted
 
@@ -190,6 +195,7 @@ class Choice(Way):
             micro_batch=candidate.micro_batch,
             accumulation=candidate.accumulation,
             checkpointing=candidate.checkpointing,
+            recompute=candidate.recompute,
             budget_bytes=budget,
             predicted_bytes=candidate.predicted,
             measured_bytes=measured,
@@ -204,10 +210,11 @@ class Choice(Way):
             UsageError: it cannot be understood, or does not make the wanted effective batch.
         """
         try:
-            choice = cls(**values)
+            mix = values.get("recompute")
+            choice = cls(**{**values, "recompute": None if mix is None else (int(mix[0]), int(mix[1]))})
             if choice.micro_batch * choice.accumulation != wanted.each:
                 raise ValueError(f"{choice.micro_batch} x {choice.accumulation} is not {wanted.each}")
-        except (TypeError, ValueError) as error:
+        except (IndexError, TypeError, ValueError) as error:
             raise UsageError(
                 f"run.json holds a choice of --auto_fit that cannot be used ({error}): choose another --output_dir, or "
                 "give --overwrite_output_dir"

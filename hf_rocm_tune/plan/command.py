@@ -186,7 +186,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
         found = {
             "rank": request.rank,
             "alpha": request.alpha,
-            "dropout": request.adapter_dropout,
+            "dropout": request.dropout,
             "targets": request.targets if isinstance(request.targets, str) else list(request.targets),
             "modules_to_save": list(request.modules_to_save),
             "dora": request.dora,
@@ -251,6 +251,9 @@ def _choice(plan: Plan, found: Estimate, *, fits: bool, how: str) -> str:
 
 
 def _with(case: Case) -> str:
+    if case.recompute is not None:
+        whole, selective = case.recompute
+        return f"{whole} layers whole and {selective} selective"
     return "with" if case.checkpointing else "without"
 
 
@@ -289,12 +292,12 @@ def _parts(plan: Plan) -> Iterator[str]:
     yield ""
     levels = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in found.moments.items())
     yield f"allocated at most, by moment: {levels}"
-    other = replace(found.case, checkpointing=not found.case.checkpointing)
     for twin in plan.grid:
-        if (twin.variant, twin.case) == (found.variant, other):
+        others = replace(found.case, checkpointing=twin.case.checkpointing, recompute=twin.case.recompute)
+        if (twin.variant, twin.case) == (found.variant, others) and twin is not found:
             kept = (twin.parts["activations kept"] + twin.parts["attention masks kept"]) / GIB
             total = f"{twin.total / GIB:.1f} GiB in total"
-            yield f"{_with(other)} checkpointing: {kept:.1f} GiB of activations kept, {total}"
+            yield f"{_with(twin.case)} checkpointing: {kept:.1f} GiB of activations kept, {total}"
 
 
 def _split_parts(found: SplitPlan) -> Iterator[str]:
@@ -331,9 +334,10 @@ def _grid(plan: Plan) -> Iterator[str]:
     best = plan.nearest.speed.tokens_per_second
     yield "peak in GiB by micro-batch: [does not fit], *choice; speed: the best that fits, the choice is 1"
     yield f"{'length':>6}  {'method':<6} {'checkpointing':<13}{columns}    speed"
-    rows: dict[tuple[int, str, bool], list[Estimate]] = {}
+    rows: dict[tuple[int, str, str], list[Estimate]] = {}
     for each in sorted(plan.grid, key=lambda each: each.case.length):
-        rows.setdefault((each.case.length, each.variant, each.case.checkpointing), []).append(each)
+        how = "some" if each.case.recompute else "on" if each.case.checkpointing else "off"
+        rows.setdefault((each.case.length, each.variant, how), []).append(each)
     for (length, method, checkpointing), row in rows.items():
         cells = {}
         for each in row:
@@ -342,7 +346,7 @@ def _grid(plan: Plan) -> Iterator[str]:
         fitting = [each.speed.tokens_per_second for each in row if each.fits]
         speed = f"{max(fitting) / best:.2f}" if fitting else "-"
         shown = "".join(f"{cells.get(size, ''):>9}" for size in sizes)
-        yield f"{length:>6}  {method:<6} {'on' if checkpointing else 'off':<13}{shown}{speed:>9}"
+        yield f"{length:>6}  {method:<6} {checkpointing:<13}{shown}{speed:>9}"
 
 
 # ---- flags ------------------------------------------------------------------------------------------------------
@@ -400,7 +404,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--packing", action="store_true", help="several short sequences to a row")
     flag("--rank", "--lora_r", type=int, default=usual.rank, help="of the adapters (16)")
     flag("--alpha", "--lora_alpha", type=int, default=usual.alpha, help="of the adapters (32)")
-    flag("--dropout", "--lora_dropout", type=float, help="of the adapters (0.05; 0 where PEFT allows no other)")
+    flag("--dropout", "--lora_dropout", type=float, default=usual.dropout, help="of the adapters (0)")
     which = f"modules with adapters, or {ALL_LINEAR}, the default"
     flag("--targets", "--lora_target_modules", nargs="+", default=[ALL_LINEAR], help=which)
     flag("--modules_to_save", "--lora_modules_to_save", nargs="+", default=[], help="modules trained as a whole")
@@ -438,6 +442,7 @@ def settings(
         "per_device_train_batch_size": case.micro_batch,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_checkpointing": case.checkpointing,
+        "recompute_layers": None if case.recompute is None else "{},{}".format(*case.recompute),
         "use_peft": method != "full",
         "dtype": request.dtype_of(method),
         "bf16": request.autocast,
@@ -451,7 +456,7 @@ def settings(
         found |= {
             "lora_r": request.rank,
             "lora_alpha": request.alpha,
-            "lora_dropout": request.adapter_dropout,
+            "lora_dropout": request.dropout,
             "lora_target_modules": [request.targets] if isinstance(request.targets, str) else list(request.targets),
             "lora_modules_to_save": list(request.modules_to_save) or None,
             "use_dora": request.dora,

@@ -15,6 +15,7 @@ Speed is an estimate that ranks choices. It is no measurement and no figure of a
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -193,24 +194,34 @@ class Trace:
         if second.events != first.events or len(second.segments) != len(first.segments):
             raise ValueError("the step does other things at another length or batch size")
         self._tapes = first, second
-        self._layer_of = tuple(layer_of)
-        self._layers_only = layers_only
-        self._sizes = Growth(first, second)
+        self._growth = Growth(first, second)
         keys = [(segment.role, segment.layer) for segment in first.segments]
-        self._repeats = {key: self._layer_of.count(key[1]) if _of_layer(key[0]) else 1 for key in keys}
-        counts = np.array([self._repeats[keys[owner]] for owner in first.owners], dtype=np.float64)
+        owners = np.array([keys[owner][1] for owner in first.owners], dtype=np.int64)
         events = np.array(first.events, dtype=np.int64).reshape(-1, 3)
         self._stretches = {}
         for index, key in enumerate(keys):
             storages, signs = events[events[:, 0] == index, 1:].T
-            # What a layer made and a stretch outside the layers ends (a cache of casts at the end of the forward pass)
-            # ends there for every layer of the real model.
-            times = np.ones(len(storages)) if _of_layer(key[0]) else counts[storages]
-            self._stretches[key] = storages, signs * times, np.where(signs == 0, times, 0.0)
+            self._stretches[key] = storages, signs, owners[storages]
+        self._sizes: dict[tuple[int, int], Floats] = {}
+        self._of_layers: dict[tuple[int, int, bool], dict[tuple[str, int], Floats]] = {}
+        self._take(layer_of, layers_only=layers_only)
 
-    def part(self, start: int, stop: int) -> Trace:
+    def _take(self, layer_of: Sequence[int], *, layers_only: bool) -> None:
+        self.layer_of, self.layers_only = tuple(layer_of), layers_only
+        recorded = 1 + max(key[1] for key in self._stretches)
+        #: how often each recorded layer is there; behind them, how often what belongs to none
+        self._counts = np.array([*(self.layer_of.count(layer) for layer in range(recorded)), 1], dtype=np.float64)
+
+    @property
+    def runs(self) -> tuple[Trace, ...]:
+        """The layers in order: runs of which each is recorded alike."""
+        return (self,)
+
+    def part(self, start: int, stop: int, *, layers_only: bool | None = None) -> Trace:
         """The step on a card of a split model: its layers and, if it is the first, all that is no layer."""
-        return Trace(*self._tapes, self._layer_of[start:stop], layers_only=start > 0)
+        found = copy.copy(self)
+        found._take(self.layer_of[start:stop], layers_only=start > 0 if layers_only is None else layers_only)
+        return found
 
     def peak(self, batch: int, length: int, *, accumulating: bool = False) -> Peak:
         """The peak of one step.
@@ -218,43 +229,43 @@ class Trace:
         Where it is ``accumulating``, gradients of earlier micro-batches are there already: one that is added to them
         goes when it lands.
         """
-        sizes = self._sizes.at(batch, length)
-        squares = self._sizes.quadratic(sizes)
-        levels = {}  # change, highest level and gradients of each stretch
-        for key, (storages, weights, landings) in self._stretches.items():
-            changes, landed = sizes[storages] * weights, sizes[storages] * landings
-            highest = np.cumsum(changes - landed if accumulating else changes).max(initial=0.0)
-            levels[key] = float(changes.sum()), float(highest), float(landed.sum())
-        # a card with layers only holds copies of what the embeddings and masks leave behind
-        copies = max(0.0, levels["start", -1][0]) if self._layers_only else 0.0
-        levels = {key: found for key, found in levels.items() if _of_layer(key[0]) or not self._layers_only}
-        all_gradients = sum(found[2] * self._repeats[key] for key, found in levels.items())
-        level, quadratic, gradients = copies, 0.0, all_gradients if accumulating else 0.0
-        best: Peak | None = None
-        by_role: dict[str, float] = {}
-        for role, recorded, real in self._timeline():
-            if (role, recorded) not in levels:
-                continue
-            net, highest, landed = levels[role, recorded]
-            here = level + gradients + highest
-            by_role[role] = max(by_role.get(role, 0.0), here)
-            if best is None or here > best.total:
-                best = Peak(
-                    total=here,
-                    role=role,
-                    layer=real,
-                    kept=level,
-                    quadratic=quadratic,
-                    gradients=gradients,
-                    by_role=by_role,
-                    all_gradients=all_gradients,
-                )
-            storages, weights, _ = self._stretches[role, recorded]
-            level += net - landed
-            quadratic += float(squares[storages] @ weights)
-            gradients += 0.0 if accumulating else landed
-        assert best is not None, "a step has stretches"
-        return best
+        return _peak(self.runs, batch, length, accumulating)
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Its stretches that belong to no layer."""
+        return tuple(role for role, _ in self._stretches if not _of_layer(role))
+
+    def levels_of_layers(self, batch: int, length: int, accumulating: bool) -> dict[tuple[str, int], Floats]:
+        """Of each stretch of a recorded layer what `level` gives."""
+        asked = batch, length, accumulating
+        if asked not in self._of_layers:
+            layers = [key for key in self._stretches if _of_layer(key[0])]
+            self._of_layers[asked] = {key: self.level(key, *asked) for key in layers}
+        return self._of_layers[asked]
+
+    def level(
+        self, key: tuple[str, int], batch: int, length: int, accumulating: bool, *, layers_only: bool = False
+    ) -> Floats:
+        """Of a stretch, in bytes: the change, the highest level in it, its gradients, and of the change what grows
+        with the square of the length.
+
+        What a layer made and a stretch outside the layers ends (a cache of casts at the end of the forward pass) ends
+        there for every layer of the real model. With ``layers_only`` nothing else of such a stretch counts.
+        """
+        storages, signs, owners = self._stretches[key]
+        shape = batch, length
+        if shape not in self._sizes:
+            self._sizes[shape] = self._growth.at(batch, length)
+        sizes = self._sizes[shape]
+        times = np.ones(len(storages)) if _of_layer(key[0]) else self._counts[owners]
+        if layers_only:
+            times = np.where(owners >= 0, times, 0.0)
+        changes = sizes[storages] * signs * times
+        landed = np.where(signs == 0, sizes[storages] * times, 0.0)
+        highest = np.cumsum(changes - landed if accumulating else changes).max(initial=0.0)
+        quadratic = self._growth.quadratic(sizes)[storages] @ (signs * times)
+        return np.array([changes.sum(), highest, landed.sum(), quadratic])
 
     def work(self, batch: int, length: int) -> tuple[float, float, float]:
         """What one step computes, over all layers, recomputation included.
@@ -265,7 +276,10 @@ class Trace:
             Floating point operations of matrix products and attention, bytes of all tensors that are written, and
             operations that write one.
         """
-        times = np.array([self._repeats[segment.role, segment.layer] for segment in self._tapes[0].segments])
+        outside = 0 if self.layers_only else 1
+        times = np.array(
+            [self._counts[each.layer] if _of_layer(each.role) else outside for each in self._tapes[0].segments]
+        )
         flops, written, launches = (
             [float(times @ np.array([getattr(each, name) for each in tape.segments])) for tape in self._tapes]
             for name in ("flops", "written", "launches")
@@ -280,16 +294,95 @@ class Trace:
             launches[0],
         )
 
-    def _timeline(self) -> list[tuple[str, int, int]]:
-        """(role, recorded layer, real layer) in order of time."""
-        layers = list(enumerate(self._layer_of))
-        return [
-            ("start", -1, -1),
-            *(("forward", recorded, real) for real, recorded in layers),
-            *(("head", -1, -1), ("loss", -1, -1)),
-            *(("backward", recorded, real) for real, recorded in reversed(layers)),
-            ("end", -1, -1),
-        ]
+
+class Mix:
+    """A step whose layers are recomputed in different ways: runs of layers from recordings of each way.
+
+    Args:
+        runs: in order. What is no layer is that of the first.
+    """
+
+    def __init__(self, runs: Iterable[Trace]) -> None:
+        self.runs = tuple(run for run in runs if run.layer_of)
+        assert self.runs, "a model has layers"
+
+    @property
+    def layer_of(self) -> Counts:
+        """As of a `Trace`."""
+        return tuple(layer for run in self.runs for layer in run.layer_of)
+
+    def part(self, start: int, stop: int) -> Mix:
+        """As of a `Trace`."""
+        found, before = [], 0
+        for run in self.runs:
+            low, high = (min(max(end - before, 0), len(run.layer_of)) for end in (start, stop))
+            found.append(run.part(low, high, layers_only=start > 0 or before > 0))
+            before += len(run.layer_of)
+        return Mix(found)
+
+    def peak(self, batch: int, length: int, *, accumulating: bool = False) -> Peak:
+        """As of a `Trace`."""
+        return _peak(self.runs, batch, length, accumulating)
+
+    def work(self, batch: int, length: int) -> tuple[float, float, float]:
+        """As of a `Trace`."""
+        flops, written, launches = map(sum, zip(*(run.work(batch, length) for run in self.runs), strict=True))
+        return flops, written, launches
+
+
+Step: TypeAlias = "Trace | Mix"
+
+
+def _peak(runs: Sequence[Trace], batch: int, length: int, accumulating: bool) -> Peak:
+    """The peak of a step; outside the layers it is that of the first run, but for what other runs' layers end there."""
+    asked = batch, length, accumulating
+    first, *others = runs
+    outside = {role: first.level((role, -1), *asked) for role in first.outside}
+    # a card with layers only holds copies of what the embeddings and masks leave behind
+    copies = max(0.0, float(outside["start"][0])) if first.layers_only else 0.0
+    for run in others:
+        for role in outside.keys() & run.outside:
+            outside[role] += run.level((role, -1), *asked, layers_only=True) * (1, 0, 1, 1)
+    of_layers = [run.levels_of_layers(*asked) for run in runs]
+    layers = [(levels, recorded) for run, levels in zip(runs, of_layers, strict=True) for recorded in run.layer_of]
+    timeline = [
+        ("start", -1, outside.get("start")),
+        *(("forward", real, levels.get(("forward", layer))) for real, (levels, layer) in enumerate(layers)),
+        *((role, -1, outside.get(role)) for role in ("head", "loss")),
+        *(
+            ("backward", real, levels.get(("backward", layer)))
+            for real, (levels, layer) in reversed([*enumerate(layers)])
+        ),
+        ("end", -1, outside.get("end")),
+    ]
+    steps = [
+        (role, real, *map(float, found))
+        for role, real, found in timeline
+        if found is not None and (_of_layer(role) or not first.layers_only)
+    ]
+    all_gradients = sum(step[4] for step in steps)
+    level, kept_quadratic, gradients = copies, 0.0, all_gradients if accumulating else 0.0
+    best: Peak | None = None
+    by_role: dict[str, float] = {}
+    for role, real, net, highest, landed, quadratic in steps:
+        here = level + gradients + highest
+        by_role[role] = max(by_role.get(role, 0.0), here)
+        if best is None or here > best.total:
+            best = Peak(
+                total=here,
+                role=role,
+                layer=real,
+                kept=level,
+                quadratic=kept_quadratic,
+                gradients=gradients,
+                by_role=by_role,
+                all_gradients=all_gradients,
+            )
+        level += net - landed
+        kept_quadratic += quadratic
+        gradients += 0.0 if accumulating else landed
+    assert best is not None, "a step has stretches"
+    return best
 
 
 def _of_layer(role: str) -> bool:
@@ -450,6 +543,9 @@ class Case:
     packing: bool = False  # a row holds several sequences, and all rows become one (TRL's ``bfd``)
     accumulation: int = 1  # micro-batches to one optimizer step
     cards: int = 1  # that hold the whole model each and average gradients
+    # of the layers from the first on, how many are recomputed whole and how many but for products and attention; None:
+    # all whole, or none, as ``checkpointing`` says
+    recompute: tuple[int, int] | None = None
 
     @property
     def content(self) -> str:
@@ -468,8 +564,8 @@ class Variant:
 
     name: str  # ``lora``, ``qlora`` or ``full``
     weights: Weights  # its totals
-    trace: Callable[[Case], Trace]  # gives the recorded step for a case, scaled to its batch and length
-    exact: Callable[[Case], Trace]  # the same, recorded at the case's own length
+    trace: Callable[[Case], Step]  # gives the recorded step for a case, scaled to its batch and length
+    exact: Callable[[Case], Step]  # the same, recorded at the case's own length
     optimizer: Optimizer  # the one that trains it
     can_checkpoint: bool = True  # whether activations can be recomputed
 
@@ -566,13 +662,14 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     )
 
 
-def _speed(case: Case, trace: Trace, weights: float, card: CardMemory) -> Speed:
+def _speed(case: Case, trace: Step, weights: float, card: CardMemory) -> Speed:
     """``seconds = operations / matrix rate + bytes moved / bandwidth + launches * cost of a launch``
 
-    Frozen weights are read once in each direction and once more when activations are recomputed.
+    Frozen weights are read once in each direction and once more where a layer is recomputed whole.
     """
     flops, written, launches = trace.work(*case.shape)
-    moved = MOVED_PER_WRITTEN * written + (3 if case.checkpointing else 2) * weights
+    again = case.recompute[0] / len(trace.layer_of) if case.recompute else case.checkpointing
+    moved = MOVED_PER_WRITTEN * written + (2 + again) * weights
     seconds = flops / MATRIX_RATE, moved / (BANDWIDTH_SHARE * card.bandwidth), launches * LAUNCH
     products, traffic, launched = (each / sum(seconds) for each in seconds)
     return Speed(

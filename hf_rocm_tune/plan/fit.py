@@ -24,6 +24,8 @@ from hf_rocm_tune.plan.estimate import (
     Case,
     Counts,
     Estimate,
+    Mix,
+    Step,
     Tape,
     Trace,
     Variant,
@@ -68,8 +70,8 @@ class Recordings:
     request: PlanRequest  # what the planner is asked
     method: str  # one of its methods
     lengths: tuple[int, ...]  # the lengths that are asked for often, ascending
-    _tapes: dict[tuple[str, bool, int, int], Tape] = field(default_factory=dict)
-    _traces: dict[tuple[str, bool, int, int], Trace | None] = field(default_factory=dict)
+    _tapes: dict[tuple[str, str, int, int], Tape] = field(default_factory=dict)
+    _traces: dict[tuple[str, str, int, int], Trace | None] = field(default_factory=dict)
     _events: int = 0  # allocations and releases of the first recorded step
 
     @cached_property
@@ -109,7 +111,11 @@ class Recordings:
 
     def part(self, start: int, stop: int) -> Variant:
         """The same as a card sees it that has some of the layers, and if it is the first, what is no layer."""
-        trace = cache(Trace.part)
+
+        @cache
+        def trace(step: Step, start: int, stop: int) -> Step:
+            return step.part(start, stop)
+
         weights = (each for each in self.sample.weights() if start == 0 or each.layer >= 0)
         return replace(
             self.variant,
@@ -138,16 +144,55 @@ class Recordings:
         """Whether a step has so many operations that to record it takes a second rather than a tenth."""
         return self._events > _MANY_EVENTS
 
-    def __call__(self, case: Case) -> Trace:
+    def __call__(self, case: Case) -> Step:
         """The step of a case, scaled to its batch and length where that can be; else recorded at its own length."""
+        return self._of(case, self._alike)
+
+    def exact(self, case: Case) -> Step:
+        """The step of a case, recorded at its own length."""
+        return self._of(case, self._recorded)
+
+    @cached_property
+    def ways(self) -> tuple[str, ...]:
+        """How each layer can be recomputed by itself: ``whole``, ``selective``; none of these, where only all can.
+
+        A layer of which nothing needs a gradient without checkpointing keeps nothing then, and all as soon as a layer
+        before it is recomputed: no recording tells that.
+        """
+        from hf_rocm_tune.models.recompute import layers_of
+
+        layers = list(self.sample.layers)
+        if not self.sample.base.supports_gradient_checkpointing or layers_of(self.sample.base) != layers:
+            return ()
+        plain = self._tape(_PROBE, 2, self.lengths[0])
+        if len({each.layer for each in plain.segments if each.role == "backward"}) < len(layers):
+            return ()
+        with suppress(UsageError):  # of results that are changed in place, which cannot be kept
+            case = replace(_PROBE, checkpointing=True, recompute=(0, len(self.sample.layer_of)))
+            self._tape(case, 2, self.lengths[0])
+            return "whole", "selective"
+        return ("whole",)
+
+    def _of(self, case: Case, step: Callable[[Case], Trace]) -> Step:
+        layers = len(self.sample.layer_of)
+        if case.recompute is None or case.recompute == (0, layers):
+            return step(case)
+        whole, some = case.recompute[0], sum(case.recompute)
+        runs = (
+            (0, whole, replace(case, recompute=None)),
+            (whole, some, replace(case, recompute=(0, layers))),
+            (some, layers, replace(case, checkpointing=False, recompute=None)),
+        )
+        return Mix(step(each).part(start, stop) for start, stop, each in runs if start < stop)
+
+    def _alike(self, case: Case) -> Trace:
         if not self.fixed_length:
             for low, high in self._around(case):
                 if found := self._scaled(case, low, high):
                     return found
-        return self.exact(case)
+        return self._recorded(case)
 
-    def exact(self, case: Case) -> Trace:
-        """The step of a case, recorded at its own length."""
+    def _recorded(self, case: Case) -> Trace:
         found = self._scaled(case, case.shape[1], case.shape[1])
         assert found is not None, "at one length a step is the same for every batch size"
         return found
@@ -157,7 +202,7 @@ class Recordings:
 
         Attention may change its ways between two lengths, at a window's width for example, but not twice.
         """
-        length, kind = case.shape[1], (case.content, case.checkpointing)
+        length, kind = case.shape[1], (case.content, _way(case))
         known = [key[2:] for key, found in self._traces.items() if key[:2] == kind and found and key[2] < key[3]]
         widest = self._widest(case)
         yield from ((low, high) for low, high in (*known, widest) if low <= length <= high)
@@ -174,7 +219,7 @@ class Recordings:
 
     def _scaled(self, case: Case, low: int, high: int) -> Trace | None:
         """The step between two lengths, or None where it does other things at each."""
-        key = (case.content, case.checkpointing, low, high)
+        key = (case.content, _way(case), low, high)
         if key not in self._traces:
             self._traces[key] = None
             pairs = [(2, 3), (2, 4), (2, 6)] if case.content == "padded" else [(1, 1)]
@@ -187,7 +232,7 @@ class Recordings:
         return self._traces[key]
 
     def _tape(self, case: Case, batch: int, length: int) -> Tape:
-        key = (case.content, case.checkpointing, batch, length)
+        key = (case.content, _way(case), batch, length)
         if key not in self._tapes:
             self._tapes[key] = self._record(self.sample, case, batch, length)
         return self._tapes[key]
@@ -197,6 +242,11 @@ class Recordings:
 
         platform, autocast = self.request.platform, self.request.autocast
         return recorder.record(sample, case, batch, length, platform=platform, autocast=autocast)
+
+
+def _way(case: Case) -> str:
+    """Of a case that recomputes all layers alike."""
+    return "selective" if case.recompute else "whole" if case.checkpointing else "none"
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------
@@ -380,18 +430,8 @@ def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[
 def _plan_method(
     request: PlanRequest, method: str, card: CardMemory, config: Any, limit: int | None, lengths: tuple[int, ...]
 ) -> Plan:
-    """The plan of one method; without dropout where PEFT refuses it and nobody asked for it."""
     recordings = Recordings(config, request, method, lengths)
-    notes: tuple[str, ...] = ()
-    try:
-        sample = recordings.sample
-    except UsageError as error:
-        if request.dropout is not None or "dropout" not in str(error):
-            raise
-        request = replace(request, dropout=0.0)
-        recordings = Recordings(config, request, method, lengths)
-        sample = recordings.sample
-        notes = ("without dropout, because PEFT refuses it for these adapters: --dropout 0",)
+    sample = recordings.sample
     if recordings.fixed_length:
         lengths = (request.length,)
     return Plan(
@@ -400,31 +440,62 @@ def _plan_method(
         layers=len(sample.layer_of),
         card=card,
         grid=tuple(
-            estimate(recordings.variant, case, card)
+            each
             for length in lengths
-            for case in _cases(request, recordings.variant, length)
+            for size in ((request.micro_batch,) if request.micro_batch else micro_batches(request.each))
+            for each in _ways(request, recordings, card, size, length)
         ),
         recordings={method: recordings},
         limit=limit,
         scales=not recordings.fixed_length,
-        notes=notes + sample.notes,
+        notes=sample.notes,
     )
 
 
-def _cases(request: PlanRequest, variant: Variant, length: int) -> Iterator[Case]:
+def _ways(request: PlanRequest, recordings: Recordings, card: CardMemory, size: int, length: int) -> Iterator[Estimate]:
+    """A micro-batch without and with checkpointing, and where only the latter fits with as little as needs be."""
+    variant, layers = recordings.variant, len(recordings.sample.layer_of)
+    case = Case(
+        micro_batch=size,
+        length=length,
+        checkpointing=True,
+        packing=request.packing,
+        accumulation=max(1, request.each // size),
+        cards=request.cards,
+    )
+    if request.recompute is not None:
+        from hf_rocm_tune.models.recompute import check
+
+        check(request.recompute, layers if recordings.ways else 0)
+        yield estimate(variant, replace(case, recompute=request.recompute), card)
+        return
     ways = [way for way in (False, True) if request.checkpointing in (None, way) and way <= variant.can_checkpoint]
     if not ways:
         raise UsageError("this architecture does not support checkpointing: leave it off")
-    for checkpointing in ways:
-        for size in (request.micro_batch,) if request.micro_batch else micro_batches(request.each):
-            yield Case(
-                micro_batch=size,
-                length=length,
-                checkpointing=checkpointing,
-                packing=request.packing,
-                accumulation=max(1, request.each // size),
-                cards=request.cards,
-            )
+    found = [estimate(variant, replace(case, checkpointing=way), card) for way in ways]
+    yield from found
+    if request.mixes and [each.fits for each in found] == [False, True] and recordings.ways:
+        yield from _mixes(variant, case, card, layers, selective="selective" in recordings.ways)
+
+
+def _mixes(variant: Variant, case: Case, card: CardMemory, layers: int, *, selective: bool) -> Iterator[Estimate]:
+    """The fastest case by estimate that fits and recomputes some layers, whole or selectively; nothing where none does.
+
+    The more layers are recomputed whole, the fewer have to be selectively.
+    """
+    found = []
+    fewest = layers if selective else 0
+    for whole in range(layers):
+        fewest = min(fewest, layers - whole)
+        best: Estimate | None = None
+        for count in range(fewest, -1, -1):
+            each = estimate(variant, replace(case, recompute=(whole, count)), card) if whole + count else None
+            if each is None or not each.fits:
+                break
+            fewest, best = count, each
+        found += [best] if best is not None else []
+    if found:
+        yield max(found, key=lambda each: each.speed.tokens_per_second)
 
 
 def largest_models(request: PlanRequest, *, card: CardMemory) -> dict[str, str | None]:
@@ -496,7 +567,8 @@ def split_plan(
         UsageError: the model cannot be planned, the counts do not fit it, or it has too few layers.
     """
     assert request.cards == 1, "one process"
-    whole = plan_for(request, card=cards[0], config=config, grid=False, within_limit=within_limit)
+    single = replace(request, mixes=False)  # the one that fits one card is not that of several
+    whole = plan_for(single, card=cards[0], config=config, grid=False, within_limit=within_limit)
     return over_cards(whole, cards=cards, counts=counts)
 
 

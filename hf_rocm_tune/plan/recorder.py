@@ -16,7 +16,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models import recompute
 from hf_rocm_tune.plan.estimate import Case, Segment, Tape
 from hf_rocm_tune.plan.request import FOREIGN_ERRORS, PLATFORMS, TooManyOperations, first_line
 from hf_rocm_tune.plan.sample import Sample
 
 aten = torch.ops.aten
+
+#: torch decides in Python of each operation of a layer whether its result is kept, and once more when the layer is
+#: recomputed: with 10 microseconds a launch (measured: 20 an operation on a CPU) as if each were launched three times.
+_SELECTIVE_LAUNCHES = 3
 
 # ---- recording a step -------------------------------------------------------------------------------------------
 
@@ -44,7 +49,8 @@ def record(
 
     Args:
         sample: the model.
-        case: says what its rows are (plain, padded or packed) and whether activations are recomputed.
+        case: says what its rows are (plain, padded or packed) and whether activations are recomputed: of all layers
+            whole, or where it has ``recompute``, of all layers but for products and attention.
         batch, length: rows, and tokens of each.
         platform: ``hip``, ``cuda`` or ``cpu``: the device whose kernels count.
         autocast: mixed precision in bfloat16.
@@ -58,7 +64,7 @@ def record(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     recorder = Recorder([*parameters, *sample.model.buffers()], _workspaces(platform), sample.kernels)
     mode = DeviceMode(platform=platform, autocast=autocast, content_is_plain=case.content == "plain")
-    _set_checkpointing(sample.base, mode if case.checkpointing else None)
+    _set_checkpointing(sample.base, mode if case.checkpointing else None, selective=case.recompute is not None)
     hooks = _watch(sample, trained, recorder)
     try:
         with warnings.catch_warnings(), torch.enable_grad(), autocast_flags(platform, autocast), recorder:
@@ -69,7 +75,11 @@ def record(
             recorder.segment("loss")
             loss.backward()
             del loss  # with it goes what only the graph still held
-            return recorder.tape(batch, length)
+            tape = recorder.tape(batch, length)
+        for segment in tape.segments:
+            if case.recompute is not None and segment.role == "forward":
+                segment.launches *= _SELECTIVE_LAUNCHES
+        return tape
     except TooManyOperations as error:
         raise TooManyOperations(f"{name} cannot be planned: {error}") from error
     except FOREIGN_ERRORS as error:
@@ -141,7 +151,7 @@ def _watch(sample: Sample, trained: list[nn.Parameter], recorder: Recorder) -> l
     return hooks
 
 
-def _set_checkpointing(base: Any, mode: DeviceMode | None) -> None:
+def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -> None:
     """As ``transformers.Trainer`` does, which makes the embeddings' output need a gradient.
 
     What is recomputed runs in the mode too.
@@ -151,11 +161,25 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None) -> None:
         base.disable_input_require_grads()
     if mode is None:
         return
-    settings = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), mode)}
+
+    def contexts() -> tuple[Any, Any]:
+        first, again = recompute.contexts() if selective else (nullcontext(), nullcontext())
+        return first, _both(mode.again(), again)
+
     try:
-        base.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+        base.activation_checkpointing_enable(
+            activation_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts}
+        )
     except ValueError as error:
         raise UsageError(f"{type(base).__name__} does not support checkpointing: {error}") from error
+
+
+@contextmanager
+def _both(*contexts: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 # ---- storages --------------------------------------------------------------------------------------------------------
@@ -398,6 +422,16 @@ class DeviceMode(TorchFunctionMode):
         """The end of the forward pass: the cached casts of parameters go; backward keeps none between layers."""
         self._casts.clear()
         self._caching = False
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A layer is recomputed, in an autocast of its own: it casts each parameter once more."""
+        self._caching = True
+        try:
+            with self:
+                yield
+        finally:
+            self.forget_casts()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -45,11 +45,10 @@ class PlanRequest:
     effective_batch: int = 16  # sequences to one optimizer step, over all cards
     cards: int = 1  # that hold the whole model each
     packing: bool = False  # several sequences in a row
-    # rank, alpha, dropout, targets, modules_to_save, dora, rslora: of the adapters. Without a ``dropout`` it is 0.05,
-    # and 0 where PEFT adapts the model only so
+    # rank, alpha, dropout, targets, modules_to_save, dora, rslora: of the adapters
     rank: int = 16
     alpha: int = 32
-    dropout: float | None = None
+    dropout: float = 0.0
     targets: str | tuple[str, ...] = ALL_LINEAR
     modules_to_save: tuple[str, ...] = ()
     dora: bool = False
@@ -64,6 +63,8 @@ class PlanRequest:
     workers: int = 0  # data loader workers, for the host's memory
     micro_batch: int | None = None  # only this one, instead of all that reach the effective batch
     checkpointing: bool | None = None  # only with (True) or without (False)
+    recompute: tuple[int, int] | None = None  # only with these; see `estimate.Case`
+    mixes: bool = True  # consider those too
 
     def __post_init__(self) -> None:
         least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1)}
@@ -74,7 +75,7 @@ class PlanRequest:
             faults.append(f"--effective_batch {self.effective_batch} cannot be shared by {self.cards} cards evenly")
         if self.micro_batch is not None and (self.micro_batch < 1 or self.each % self.micro_batch):
             faults.append(f"--batch_size {self.micro_batch} does not divide the {self.each} sequences of a card")
-        if not 0 <= self.adapter_dropout < 1:
+        if not 0 <= self.dropout < 1:
             faults.append(f"--dropout must be 0 or more and below 1, got {self.dropout}")
         for name, given, known in (
             *(("method", method, METHODS) for method in self.methods),
@@ -92,11 +93,6 @@ class PlanRequest:
     def each(self) -> int:
         """Sequences of one optimizer step on one card."""
         return self.effective_batch // self.cards
-
-    @property
-    def adapter_dropout(self) -> float:
-        """The dropout in front of the adapters."""
-        return 0.05 if self.dropout is None else self.dropout
 
     def dtype_of(self, method: str) -> str:
         """The dtype of weights that are not quantised."""
@@ -120,6 +116,8 @@ def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str 
     Raises:
         UsageError: the planner does not know something that the job uses.
     """
+    from hf_rocm_tune.models.recompute import parse
+
     if settings.get("load_in_8bit"):
         raise UsageError("--load_in_8bit is not known to the planner: choose the micro-batch yourself")
     if settings.get("max_length") is None:
@@ -130,6 +128,7 @@ def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str 
     targets = settings.get("lora_target_modules") or ALL_LINEAR
     each = int(settings["per_device_train_batch_size"]) * int(settings["gradient_accumulation_steps"])
     dtype = settings.get("dtype")
+    mix = settings.get("recompute_layers")
     return PlanRequest(
         model=str(settings["model_name_or_path"]),
         revision=str(settings.get("model_revision") or "main"),
@@ -154,6 +153,8 @@ def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str 
         optim=str(settings["optim"]),
         platform=platform,
         workers=int(settings.get("dataloader_num_workers") or 0),
+        recompute=None if mix is None else parse(str(mix)),
+        mixes=not (settings.get("torch_compile") or settings.get("activation_offloading")),
     )
 
 

@@ -313,6 +313,7 @@ def differences(given: Mapping[str, Any], *, accelerator: bool, bf16_supported: 
         default("learning_rate", LORA_LEARNING_RATE, "adapters start at zero and learn at about ten times the rate")
         if given.get("lora_target_parameters") is None:
             default("lora_target_modules", ["all-linear"], "every linear layer but the output head")
+        default("lora_dropout", 0.0, "dropout makes a step slower and keeps more activations")
     if given.get("load_in_4bit"):
         default("use_bnb_nested_quant", True, "QLoRA: the quantisation constants are quantised too")
     # TRL resolves an unset bf16 to "not fp16", whatever the device can do.

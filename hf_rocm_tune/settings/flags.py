@@ -12,6 +12,7 @@ import torch
 
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.machine.child import pci_address
+from hf_rocm_tune.models import recompute
 from hf_rocm_tune.ranks import preflight
 from hf_rocm_tune.ranks.averaging import SyncSettings
 from hf_rocm_tune.training import stall
@@ -64,6 +65,14 @@ class TuneArguments:
     auto_fit_gib: float | None = field(
         default=None,
         metadata={"help": "With --auto_fit: GiB of the card to fit into. Default: what is free on it."},
+    )
+    recompute_layers: str | None = field(
+        default=None,
+        metadata={
+            "help": "Activation checkpointing of some layers, the first ones: how many are recomputed whole, and how "
+            "many but for matrix products and attention (8 or 8,20). --auto_fit chooses it where that is fastest. "
+            "Default: all whole, or none, as --activation_checkpointing says."
+        },
     )
     on_oom: Literal["step_down", "stop"] = field(
         default="step_down",
@@ -136,12 +145,19 @@ class TuneArguments:
             raise ValueError(f"--effective_batch must be 1 or more, got {self.effective_batch}")
         if self.auto_fit_gib is not None and not 0 < self.auto_fit_gib < math.inf:
             raise ValueError(f"--auto_fit_gib must be more than 0, and finite, got {self.auto_fit_gib}")
+        if self.recompute_layers is not None:
+            recompute.parse(self.recompute_layers)
         if self.max_skipped_steps < 0:
             raise ValueError(f"--max_skipped_steps must be 0 or more, got {self.max_skipped_steps}")
         if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
             raise ValueError(f"--early_stopping_patience must be 1 or more, got {self.early_stopping_patience}")
         if self.early_stopping_threshold < 0:
             raise ValueError(f"--early_stopping_threshold must be 0 or more, got {self.early_stopping_threshold}")
+
+    @property
+    def recompute(self) -> tuple[int, int] | None:
+        """``recompute_layers`` as numbers."""
+        return None if self.recompute_layers is None else recompute.parse(self.recompute_layers)
 
     @property
     def eval_rows(self) -> int | float | None:

@@ -533,6 +533,8 @@ class OutOfMemoryRecovery:
             advice.append(f"lower --max_length (it is {args.max_length})")
         if not args.activation_checkpointing:
             advice.append("turn --activation_checkpointing on")
+        elif self._trainer.recompute_layers is not None:
+            advice.append("recompute more layers (--recompute_layers)")
         if not getattr(base, "is_loaded_in_4bit", False) and hasattr(model, "peft_config"):
             advice.append("add --load_in_4bit")
         advice.append("see what fits with `hf-rocm-tune plan`")

@@ -27,7 +27,8 @@ from torch import nn
 
 from hf_rocm_tune.errors import UsageError, device_shortage
 from hf_rocm_tune.models.placement import release_memory
-from hf_rocm_tune.plan.candidates import Candidate, Trial, with_slack
+from hf_rocm_tune.models.recompute import recompute
+from hf_rocm_tune.plan.candidates import Candidate, Trial, Way, with_slack
 from hf_rocm_tune.plan.estimate import Trained, optimizer
 from hf_rocm_tune.ranks.agree import highest
 from hf_rocm_tune.training.oom import Window, local_gathers, split
@@ -80,7 +81,7 @@ def probe(trainer: VerifiedTransferMixin, candidate: Candidate) -> Measured:
     accelerator = device.type == "cuda"
     rows = worst_rows(trainer.train_dataset, candidate.micro_batch, limit=trainer.args.max_length)
     with _undone(trainer):
-        set_checkpointing(trainer, candidate.checkpointing)
+        set_checkpointing(trainer, candidate.checkpointing, candidate.recompute)
         if accelerator:
             torch.cuda.reset_peak_memory_stats(device)
         fits = _went_through(trainer, rows, micro_steps=min(2, candidate.accumulation))
@@ -88,18 +89,25 @@ def probe(trainer: VerifiedTransferMixin, candidate: Candidate) -> Measured:
     return Measured(fits=fits, peak=peak, tokens=len(rows[0]["input_ids"]))
 
 
-def set_way(trainer: VerifiedTransferMixin, *, micro_batch: int, accumulation: int, checkpointing: bool) -> None:
+def set_way(trainer: VerifiedTransferMixin, way: Way) -> None:
     """Let a trainer that is built, and has not trained, train this way: as if it had been built with it."""
     args = trainer.args
-    args.per_device_train_batch_size, args.gradient_accumulation_steps = micro_batch, accumulation
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = way.micro_batch, way.accumulation
     trainer._train_batch_size = args.train_batch_size
-    set_checkpointing(trainer, checkpointing)
+    set_checkpointing(trainer, way.checkpointing, way.recompute)
 
 
-def set_checkpointing(trainer: VerifiedTransferMixin, on: bool) -> None:
-    """Turn the recomputation of activations on or off in arguments and model, as TRL and transformers do."""
+def set_checkpointing(trainer: VerifiedTransferMixin, on: bool, layers: tuple[int, int] | None = None) -> None:
+    """Turn the recomputation of activations on or off in arguments and model, as TRL and transformers do.
+
+    Args:
+        trainer: before its ``train``.
+        on: whether.
+        layers: of which; None: of all, whole.
+    """
     args, model = trainer.args, trainer.model
     args.activation_checkpointing = args.gradient_checkpointing = on
+    trainer.recompute_layers = layers
     model.disable_input_require_grads()  # whoever sets these hooks anew forgets the ones before
     if not on:
         model.activation_checkpointing_disable()
@@ -112,6 +120,8 @@ def set_checkpointing(trainer: VerifiedTransferMixin, on: bool) -> None:
     if hasattr(model, "peft_config"):
         model.disable_input_require_grads()
         model.enable_input_require_grads()
+    if layers is not None:
+        recompute(model, layers)
 
 
 # ---- the rows -----------------------------------------------------------------------------------------------
@@ -242,7 +252,7 @@ def _undone(trainer: VerifiedTransferMixin) -> Iterator[None]:
         stack.enter_context(_kept(model, "forward", "_original_forward", "_is_accelerate_prepared"))
         stack.enter_context(_kept(accelerator, "_models"))
         stack.callback(model.train, training)
-        stack.callback(set_checkpointing, trainer, checkpointing)
+        stack.callback(set_checkpointing, trainer, checkpointing, trainer.recompute_layers)
         stack.callback(window.rewind, model)
         trainer.current_gradient_accumulation_steps = 1
         stack.enter_context(local_gathers(accelerator))  # a rank without memory would leave the others waiting in it

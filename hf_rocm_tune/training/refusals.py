@@ -38,6 +38,7 @@ _NOT_WITH_SHARDS = {
     "--compare_optimizer_every": "a shard of the optimizer's state has no replica to compare it with",
     "--grad_sync host": "FSDP2 averages gradients by itself; leave it out",
     "--grad_compression": "FSDP2 averages gradients by itself; leave it out",
+    "--recompute_layers": "FSDP2's layers are recomputed all, or none; use --activation_checkpointing",
     "--split_layers": "it is the other way of training a model that is larger than a card; choose one",
 }
 _SHARDED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})

@@ -59,8 +59,8 @@ IGNORED = frozenset([
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "config", "accelerate_config", "run_name",
     "project", "report_to", "disable_tqdm", "debug", "skip_memory_metrics", "push_to_hub", "on_corruption", "on_oom",
     "auto_fit_gib", "max_skipped_steps", "prefetch_batches", "compare_optimizer_every", "doctor", "stall_timeout",
-    "preflight", "grad_sync", "ddp_backend", "telemetry_every", "split_layers", "save_strategy", "save_steps",
-    "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",
+    "preflight", "grad_sync", "ddp_backend", "telemetry_every", "split_layers", "recompute_layers", "save_strategy",
+    "save_steps", "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",
     "include_num_input_tokens_seen", "do_train", "do_eval", "do_predict", "local_rank", "ddp_timeout",
     "dataset_num_proc", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
 ])  # fmt: skip

@@ -51,6 +51,7 @@ from hf_rocm_tune.models.quantised import (
     keep_trainable_on_cpu,
     writable_buffers,
 )
+from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.models.shards import is_sharded, local
 from hf_rocm_tune.models.split_mover import SplitMover
 from hf_rocm_tune.ranks.agree import everyone
@@ -103,6 +104,8 @@ class VerifiedTransferMixin(_Base):
         prefetch_batches: batches beyond the one in use that may be on their way to the device; 0: none, no overlap.
         compare_optimizer_every: steps between two comparisons of the optimizer's state over all ranks; 0 for never.
         consent_unverified: train although ``verify="full"`` did not reach every byte.
+        recompute_layers: where checkpointing is on, of how many layers, from the first on, activations are recomputed
+            whole, and of how many but for products and attention; None: of all, whole. See `models.recompute`.
         on_oom: ``step_down``: a step that runs out of memory is done again with smaller micro-batches, see
             :mod:`~hf_rocm_tune.training.oom`; ``stop``: it ends the run.
         max_skipped_steps: how many of the last 100 steps may be left out because they are not finite.
@@ -119,7 +122,7 @@ class VerifiedTransferMixin(_Base):
         listener: hears each sign of life, beside the supervisor.
 
     Attributes:
-        mover, run_id, skip_steps: see above.
+        mover, recompute_layers, run_id, skip_steps: see above.
         transfer_report: counters and incidents.
         grad_sync: averages gradients.
         stop_requests: the signals that end a training early; its ``installed`` may be entered around more than `train`.
@@ -143,6 +146,7 @@ class VerifiedTransferMixin(_Base):
         prefetch_batches: int = 1,
         compare_optimizer_every: int = 0,
         consent_unverified: bool = False,
+        recompute_layers: tuple[int, int] | None = None,
         on_oom: Literal["step_down", "stop"] = "step_down",
         max_skipped_steps: int = 5,
         grad_sync: Way = "ddp",
@@ -166,6 +170,7 @@ class VerifiedTransferMixin(_Base):
         self._checkpoints = Checkpoints(self, publisher)
         self._card_writer = card_writer
         self._consent_unverified, self._on_oom = consent_unverified, on_oom
+        self.recompute_layers = recompute_layers
         self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=listener)
         self._guard = TrainingGuard(self, max_skipped=max_skipped_steps)
         self._interrupts = InterruptCallback(self.stop_requests)
@@ -286,6 +291,8 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if self.recompute_layers is not None and self.args.activation_checkpointing:
+            recompute(self.model, self.recompute_layers)
         replicated = self.args.world_size > 1 and not is_sharded(self.model)
         if replicated:
             self.grad_sync.before_wrapping(self.model, self._sentinel)

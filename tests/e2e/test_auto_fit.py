@@ -112,6 +112,78 @@ def test_the_plan_chooses_and_the_run_is_the_one_to_which_that_was_given(job: Jo
     assert_same(tmp_path / "out", job.given(tmp_path / "given", micro_batch, steps, checkpointing))
 
 
+MIXED: dict[str, Any] = {"auto_fit": "plan", "auto_fit_gib": 0.157, "effective_batch": 8}
+
+
+def test_a_mix_of_recomputation_trains_as_without_any(job: Job, tmp_path: Path) -> None:
+    """Dropout included: what is not computed again draws no random numbers."""
+    micro = {"per_device_train_batch_size": 8}
+    killed = job.run(tmp_path / "out", env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}, **MIXED, **micro)
+    assert killed.code == -9, killed.stderr[-3000:]
+    chosen = json.loads((tmp_path / "out" / "run.json").read_text())["auto_fit"]
+    whole, selective = chosen["recompute"]
+    assert whole + selective > 0 and chosen["predicted_bytes"] < chosen["budget_bytes"]
+    assert f"of {whole} layers whole and of {selective} but for products and attention" in killed.stdout
+
+    done = job.run(tmp_path / "out", **{**MIXED, "auto_fit_gib": PLENTY}, **micro)
+    assert done.code == 0, done.stderr[-3000:]
+    assert "as this run has begun" in done.stdout
+    assert report_of(tmp_path / "out")["auto_fit"] == chosen
+    mine, given = adapter_of(tmp_path / "out"), adapter_of(job.given(tmp_path / "given", 8, 1, False))
+    assert all(torch.equal(tensor, given[name]) for name, tensor in mine.items())
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"recompute_layers": "1,1"},
+        *(
+            pytest.param(way, marks=pytest.mark.long)
+            for way in (
+                {"recompute_layers": "0,2", **PACKED},
+                {"recompute_layers": "0,1", "load_in_4bit": True},
+                {"recompute_layers": "1,1", "split_layers": "1,1"},
+                {"recompute_layers": "1,1", "bf16": True},
+                {"recompute_layers": "0,2", "use_dora": True, "bf16": True},
+            )
+        ),
+    ],
+    ids=lambda way: "-".join(f"{name}={value}" for name, value in way.items()),
+)
+def test_layers_that_are_recomputed_change_nothing(job: Job, tmp_path: Path, way: dict[str, Any]) -> None:
+    rest = {name: value for name, value in way.items() if name != "recompute_layers"}
+    done = job.run(tmp_path / "out", per_device_train_batch_size=4, gradient_accumulation_steps=2, **way)
+    assert done.code == 0, done.stderr[-3000:]
+    assert_same(tmp_path / "out", job.given(tmp_path / "given", 4, 2, False, **rest))
+
+
+@pytest.mark.long
+def test_a_step_down_goes_on_with_the_same_mix(job: Job, tmp_path: Path) -> None:
+    asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "on_oom": "step_down"}
+    fault = "kind=oom,rows=2,count=1"
+    done = job.run(tmp_path / "out", fault=fault, recompute_layers="1,1", **asked)
+    assert done.code == 0, done.stderr[-3000:]
+    assert report_of(tmp_path / "out")["memory"]["shortages"] == 1
+    other = job.run(tmp_path / "given", fault=fault, activation_checkpointing=False, **asked)
+    assert other.code == 0, other.stderr[-3000:]
+    assert_same(tmp_path / "out", tmp_path / "given")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"recompute_layers": "1,7"}, "--recompute_layers 1,7 is for 8 layers, and this model can recompute 2"),
+        ({"recompute_layers": "1", "activation_checkpointing": False}, "does not go together with"),
+    ],
+)
+def test_layers_that_cannot_be_recomputed_are_refused(
+    job: Job, tmp_path: Path, asked: dict[str, Any], said: str
+) -> None:
+    done = job.run(tmp_path / "out", **asked)
+    assert done.code == 2 and done.error_lines and said in done.error_lines[0]
+    assert len(done.error_lines) == 1 and not (tmp_path / "out" / "run.json").exists()
+
+
 @pytest.mark.parametrize("batches", [{}, pytest.param(PACKED, marks=pytest.mark.long)], ids=["padded", "packed"])
 def test_a_probe_goes_down_and_leaves_nothing_behind(job: Job, tmp_path: Path, batches: dict[str, Any]) -> None:
     # A packed row of this data holds up to 5 sequences, and the injector counts those.

@@ -102,7 +102,6 @@ def test_a_recipe_is_the_planned_job(small: Path, tmp_path: Path, capsys: pytest
             length=384,
             effective_batch=6,
             rank=8,
-            dropout=0.05,
             targets=("q_proj",),
             modules_to_save=("lm_head",),
             packing=True,

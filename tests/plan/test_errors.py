@@ -11,7 +11,11 @@ from benchmarks.plan_cases import CPU_CASES, Case, gpu_cases
 from benchmarks.plan_errors import compare
 
 LIMIT_PERCENT = 10.0
-SAMPLE = (("Llama", "lora", False, "float32"), ("Gemma 3", "full", False, "float32"))
+SAMPLE = (
+    ("Llama", "lora", False, "float32"),
+    ("Gemma 3", "full", False, "float32"),
+    ("Llama, mix", "lora", True, "float32"),
+)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_an_8b_model_fits_as_lora_and_as_qlora(plan: Plan) -> None:
 def test_checkpointing_trades_memory_for_time(plan: Plan) -> None:
     for each in plan.grid:
         case = each.case
-        if case.checkpointing:
+        if case.checkpointing and case.recompute is None:
             twin = next(
                 other
                 for other in plan.grid
@@ -87,6 +88,49 @@ def test_checkpointing_trades_memory_for_time(plan: Plan) -> None:
             )
             assert each.total < twin.total
             assert 0.6 < each.speed.tokens_per_second / twin.speed.tokens_per_second < 0.8
+
+
+def test_where_not_all_activations_fit_as_few_as_needs_be_are_recomputed(plan: Plan) -> None:
+    """Beside the search: every mix of whole and selective is looked at, and none that fits is faster."""
+    mixes = [each for each in plan.grid if each.case.recompute]
+    assert {each.variant for each in mixes} == {"lora", "qlora"}
+    for each in mixes:
+        case = each.case
+        off, on = (_find(plan, each.variant, case.micro_batch, checkpointing=way, length=case.length) for way in (0, 1))
+        assert not off.fits and each.fits and on.fits
+        assert on.speed.tokens_per_second < each.speed.tokens_per_second < off.speed.tokens_per_second
+    for each in {each.variant: each for each in mixes}.values():
+        every = [
+            estimate(plan.variants[each.variant], replace(each.case, recompute=(whole, some)), CARD)
+            for whole in range(0, 33, 2)
+            for some in range(0 if whole else 1, 33 - whole)
+        ]
+        best = max(one.speed.tokens_per_second for one in every if one.fits)
+        assert each.speed.tokens_per_second >= best
+
+
+def test_recomputing_all_layers_one_by_one_is_checkpointing(plan: Plan) -> None:
+    usual = _find(plan, "lora", 2, checkpointing=True)
+    mixed = estimate(plan.variants["lora"], replace(usual.case, recompute=(32, 0)), CARD)
+    assert (mixed.total, mixed.parts, mixed.speed) == (usual.total, usual.parts, usual.speed)
+
+
+def test_the_command_line_of_a_mix_is_one_flag_that_a_job_asks_with_again(plan: Plan) -> None:
+    mix = next(each for each in plan.grid if each.case.recompute)
+    line = command(plan.request, mix)
+    assert "checkpointing" not in line
+    whole, some = mix.case.recompute
+    assert f"--recompute_layers {whole},{some}" in line
+    asked = arguments.parse([*shlex.split(line)[2:], "--use_cpu", "--bf16", "--dtype", "bfloat16"])
+    assert from_training(asked.resolved()).recompute == (whole, some)
+
+
+@pytest.mark.parametrize("wrong", ["x", "3,", "-1", "1,2,3", "0", "0,0", ""])
+def test_a_mix_that_cannot_be_is_refused_in_one_line(wrong: str) -> None:
+    flags = ["--model_name_or_path", "m", "--dataset_name", "d", "--recompute_layers", wrong]
+    with pytest.raises(UsageError, match="--recompute_layers") as caught:
+        arguments.parse(flags)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_choice_reaches_the_effective_batch_and_fits(plan: Plan) -> None:
@@ -199,12 +243,11 @@ def test_the_largest_model_is_larger_with_four_bits() -> None:
     assert names[0].billions < names[1].billions  # type: ignore[union-attr]
 
 
-def test_experts_are_planned_without_dropout_unless_it_is_asked_for() -> None:
+def test_experts_are_planned_without_the_dropout_that_peft_refuses() -> None:
     asked = {"methods": ("lora",), "length": 64, "effective_batch": 1}
     found = plan_for(PlanRequest(**asked), card=CARD, config=config_of(EXPERTS), grid=False)
-    assert found.request.dropout == 0
-    assert any("--dropout 0" in note for note in found.notes)
-    assert "--lora_dropout 0.0" in command(found.request, found.nearest)
+    assert found.choice is not None
+    assert "dropout" not in command(found.request, found.nearest)
     with pytest.raises(UsageError, match="lora_dropout"):
         plan_for(PlanRequest(**asked, dropout=0.05), card=CARD, config=config_of(EXPERTS), grid=False)
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.plan.candidates import Candidate
+from hf_rocm_tune.plan.candidates import Candidate, Way
 from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from hf_rocm_tune.training.probe import probe, set_checkpointing, set_way, try_on_all_ranks, worst_rows
 from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
@@ -165,7 +165,7 @@ def test_a_way_that_is_set_is_trained(build: Build) -> None:
     trainer.model.get_base_model().register_forward_pre_hook(
         lambda module, arguments, keywords: shapes.append(len(keywords["input_ids"])), with_kwargs=True
     )
-    set_way(trainer, micro_batch=2, accumulation=3, checkpointing=True)
+    set_way(trainer, Way(micro_batch=2, accumulation=3, checkpointing=True))
     trainer.train()
     assert shapes == [2, 2, 2]
     assert any(getattr(one, "gradient_checkpointing", False) for one in trainer.model.modules())

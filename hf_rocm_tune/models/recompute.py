@@ -1,0 +1,120 @@
+"""Which layers compute their activations again in the backward pass, and how much of them.
+
+    whole        everything: a layer keeps its input
+    selective    all but what costs most: results of matrix products and of attention are kept, the cheap rest (norms,
+                 activation functions, casts, adapters' second products) is computed again
+    the others   nothing: they keep whatever their backward pass needs
+
+The first layers are recomputed whole, the next ones selectively. Their backward comes last, when what later layers
+have kept is gone: the room that recomputing a layer takes is then there.
+
+Needs layers of transformers' ``GradientCheckpointingLayer``, as nearly all decoders have. Kernels that are no operators
+of torch (flash-attn's own, Triton's) cannot be named and are computed again, as are bitsandbytes' 8-bit products.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_rocm_tune.errors import UsageError
+
+FLAG = "--recompute_layers"
+#: A product over fewer columns costs a card no more time than writing its result does: 2 * 128 operations an element at
+#: 50e12 a second, 2 bytes at 640e9. Those of an adapter's second matrix and of attention scores are computed again.
+_CHEAP = 128
+
+
+def parse(text: str) -> tuple[int, int]:
+    """Reads ``WHOLE`` or ``WHOLE,SELECTIVE``: how many layers are recomputed whole, and how many selectively.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    found = re.fullmatch(r"\s*([0-9]{1,5})\s*(?:,\s*([0-9]{1,5})\s*)?", text)
+    if found is None:
+        raise UsageError(
+            f"{FLAG} {text!r} is not understood: give how many layers are recomputed whole, and after a comma how many "
+            "but for products and attention, as 8 or 8,20"
+        )
+    if not sum(counts := (int(found[1]), int(found[2] or 0))):
+        raise UsageError(f"{FLAG} {text} recomputes nothing: say that with --activation_checkpointing false")
+    return counts
+
+
+def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers that can be recomputed, in order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def recompute(model: nn.Module, counts: tuple[int, int]) -> None:
+    """Lets the first layers of a model whose checkpointing is on be recomputed whole, the next ones selectively.
+
+    Raises:
+        UsageError: the model has fewer layers that can be.
+    """
+    layers = layers_of(model)
+    check(counts, len(layers))
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number < sum(counts)
+        more: dict[str, Any] = {} if number < counts[0] else {"context_fn": contexts}
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **more)
+
+
+def check(counts: tuple[int, int], layers: int) -> None:
+    """Refuses more layers than there are.
+
+    Raises:
+        UsageError: says how many there are.
+    """
+    if sum(counts) > layers:
+        raise UsageError(
+            f"{FLAG} {counts[0]},{counts[1]} is for {sum(counts)} layers, and this model can recompute {layers}"
+        )
+
+
+# ---- what is kept -----------------------------------------------------------------------------------------------
+
+
+def contexts() -> tuple[Any, Any]:
+    """What ``checkpoint(context_fn=)`` wants: around the forward pass of a layer, and around its recomputation."""
+    return create_selective_checkpoint_contexts(_is_kept)
+
+
+def _is_kept(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    del context
+    costs = _costly().get(op)
+    return costs is not None and costs(args, kwargs)
+
+
+@cache
+def _costly() -> dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], bool]]:
+    """By operator, whether the result of a call is to be kept."""
+    aten = torch.ops.aten
+    found: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {}
+    for position, ops in enumerate(((aten.mm, aten.bmm, aten._grouped_mm), (aten.addmm, aten.baddbmm))):
+        found |= {op.default: partial(_is_wide, position) for op in ops}
+    if hasattr(torch.ops, "bitsandbytes") and hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        found[torch.ops.bitsandbytes.gemm_4bit.default] = partial(_is_wide, 0)
+    names = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    for op in (getattr(aten, f"_scaled_dot_product_{name}").default for name in names):
+        (position,) = (at for at, argument in enumerate(op._schema.arguments) if argument.name == "dropout_p")
+        found[op] = partial(_draws_nothing, position)
+    return found
+
+
+def _is_wide(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    del kwargs
+    return bool(args[position].shape[-1] > _CHEAP)
+
+
+def _draws_nothing(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """What is not computed again draws no random numbers, and all dropout behind it would draw others than before."""
+    return not kwargs.get("dropout_p", args[position] if len(args) > position else 0.0)
