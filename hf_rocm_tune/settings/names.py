@@ -51,7 +51,12 @@ class Verb:
 
 
 _MIXTURE = "DatasetMixtureConfig"
-_EVERY = {"use_peft": "true", "lora_target_modules": "all-linear", "activation_checkpointing": "true"}
+_EVERY = {
+    "use_peft": "true",
+    "lora_dropout": "0",
+    "lora_target_modules": "all-linear",
+    "activation_checkpointing": "true",
+}
 VERBS = {
     "sft": Verb(
         config="SFTConfig",
