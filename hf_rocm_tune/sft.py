@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start(argv: list[str]) -> int:
     if names.answered("sft", argv):
         return 0
+    if sys.stderr.isatty():
+        os.environ.setdefault("TQDM_LEAVE", "")  # tqdm's own: bars of libraries go when they are full
     before = dict(os.environ)
     recipe_file.apply_environment(argv, os.environ)
     if os.environ != before:

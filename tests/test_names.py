@@ -104,7 +104,7 @@ def test_the_planner_knows_the_same_names(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_is_no_flag_is_left_to_the_real_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    names.check("sft", ["--eos_token", "--two words", "-x", "--", "--nothing"])
+    names.check("sft", ["--eos_token", "--two words", "-v", "--", "--nothing"])
     with pytest.raises(UsageError, match="--nothing"):
         names.check("sft", ["--nothing"])
     monkeypatch.setitem(names.VERBS, "newer", names.Verb(config="ConfigThatNobodyHas", what=""))

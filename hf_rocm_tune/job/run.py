@@ -7,6 +7,7 @@ that.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from hf_rocm_tune.redaction import local_paths
 from hf_rocm_tune.settings import arguments as command_line
 from hf_rocm_tune.settings import flags
 from hf_rocm_tune.settings.arguments import Arguments
-from hf_rocm_tune.training import report, seam_probe, stall
+from hf_rocm_tune.training import report, seam_probe, stall, terminal
 from hf_rocm_tune.training.device_memory import explain_native_exits, warm_up
 from hf_rocm_tune.training.faults import Crashes, StepFaultSpec
 from hf_rocm_tune.training.ranks import is_wanted
@@ -91,6 +92,8 @@ def run(argv: Sequence[str]) -> int:
         print(arguments.to_yaml(), end="")
         return 0
     check_world(arguments.training.world_size, os.environ)
+    if arguments.training.disable_tqdm or not sys.stderr.isatty():
+        terminal.quieten_bars()
     if newer := upstream.untested():
         on_main_process(lambda: seam_probe.require(newer, announce.say))
     explain_native_exits(exits.speak)
@@ -172,7 +175,7 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
     """One way from loading to the finished result; the message of a memory fault that may be recovered from."""
     job.guard.starting()
     trainer, facts = _make_trainer(job)
-    announce.say(*announce.model(trainer, facts))
+    announce.say(*announce.model(trainer, facts, verbose=job.arguments.tune.verbose))
     trainer.require_coverage()
     facts = _fitted(job, trainer, facts)
     if trainer.is_world_process_zero():
@@ -186,6 +189,7 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
         )
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
+    shown = terminal.show(trainer, report=job.mover.report, telemetry=job.telemetry)
     cards = job.cards = Cards(
         arguments=job.arguments,
         data=job.data.description,
@@ -200,6 +204,8 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
             if not job.arguments.training.push_to_hub:
                 exits.complete()
     except BaseException as error:
+        if shown is not None:
+            shown.close()
         report.write_partial(trainer, facts, error)  # the evidence, whatever it was
         cards.leave_log(error)
         if may_go_back and isinstance(error, MemoryFaultError):

@@ -127,6 +127,10 @@ class TuneArguments:
             "help": "How a pushed result is checked: every byte, downloaded, or only the hashes that the Hub states."
         },
     )
+    verbose: bool = field(
+        default=False,
+        metadata={"aliases": ["-v"], "help": "Say more at the start: each default that differs from TRL's, and why."},
+    )
     print_config: bool = field(
         default=False, metadata={"help": "Print the resolved configuration as a YAML recipe and exit."}
     )

@@ -245,6 +245,7 @@ def screen(verb: str) -> str:
             "more:",
             "  --accelerate_config NAME        how it is launched: of `configs ls`, or a file",
             "  --print_config                  print all settings as a recipe, and end",
+            "  -v                              say more at the start",
             f"  {HELP_ALL}                      every flag: ours, TRL's and the launcher's",
         ]
     )

@@ -210,6 +210,7 @@ class Telemetry:
         self._recent: dict[str, _Series] = {}
         self._alarms = {name: _Alarm() for name in ("hotspot", *_LIMITS)}
         self._missing: dict[str, str] = {}
+        self._latest: Mapping[str, float] = {}
 
     def start(self) -> None:
         """Begin to look, unless that goes on already or there is nothing to look at."""
@@ -244,6 +245,7 @@ class Telemetry:
         with self._lock:
             self._looks += 1
             self._missing = dict(seen.missing)
+            self._latest = seen.metrics
             for series in (self._run, self._recent):
                 for name, value in values.items():
                     series.setdefault(name, _Series()).add(value)
@@ -251,6 +253,10 @@ class Telemetry:
             lines = self._judge(seen)
         for line in lines:
             self._tell(line)
+
+    def latest(self) -> dict[str, float]:
+        """Metrics by name: the last look at the card, and torch's memory now."""
+        return {**self._latest, **self._memory()}
 
     def since_last_log(self) -> dict[str, float]:
         """Metrics by name for one training log: means since the last one, the greatest hotspot, torch's memory now.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,19 @@ class Result:
     def error_lines(self) -> list[str]:
         """Lines of standard error that our boundary printed."""
         return [line for line in self.stderr.splitlines() if line.startswith("hf-rocm-tune: error:")]
+
+
+def log_rows(text: str) -> list[dict[str, str]]:
+    """The rows of the training log that a run has printed, by the titles of their columns."""
+    titles: list[str] = []
+    rows = []
+    for line in text.splitlines():
+        cells = re.split(r" {2,}", line.strip())
+        if cells[0] == "step":
+            titles = cells
+        elif titles and len(cells) == len(titles):
+            rows.append(dict(zip(titles, cells, strict=True)))
+    return rows
 
 
 class Running:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from hf_rocm_tune.integrity import manifest
 from tests import tiny
-from tests.e2e.command import CommandServer, Result
+from tests.e2e.command import CommandServer, Result, log_rows
 from tests.e2e.conftest import flags, losses_of, report_of, sampled
 
 ADAPTER = "adapter_model.safetensors"
@@ -306,11 +306,11 @@ def test_a_bit_that_flips_in_memory_during_training_is_found_and_the_run_goes_ba
     undisturbed = tmp_path / "undisturbed"
     assert job.server.run(*flags(**{**settings, "output_dir": undisturbed})).code == 0
     running = job.server.start(*flags(**{**settings, "output_dir": output}, sentinel_every=every))
-    while running.printed().count("'loss'") < 5:
+    while len(log_rows(running.printed())) < 5:
         assert (ended := running.poll()) is None, ended
     running.kill(signal.SIGSTOP)
     flipped = _flip_in_memory(running.pid, wanted)
-    step = running.printed().count("'loss'")
+    step = len(log_rows(running.printed()))
     running.kill(signal.SIGCONT)
     assert flipped > 0
     result = running.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests import tiny
-from tests.e2e.command import CommandServer, Result
+from tests.e2e.command import CommandServer, Result, log_rows
 from tests.e2e.conftest import flags, report_of, sampled
 
 ROWS = 12
@@ -52,7 +51,7 @@ def train(server: CommandServer, model_of: Callable[[str], Path], tmp_path: Path
 
 def losses(result: Result) -> list[float]:
     """The training losses that a run printed."""
-    found = [float(value) for value in re.findall(r"'loss': '([^']+)'", result.stdout)]
+    found = [float(row["loss"]) for row in log_rows(result.stdout)]
     assert found and all(math.isfinite(loss) and loss > 0 for loss in found), result.stdout
     return found
 

@@ -12,7 +12,7 @@ import pytest
 
 from hf_rocm_tune.integrity import manifest
 from tests import tiny
-from tests.e2e.command import CommandServer, Result, Running
+from tests.e2e.command import CommandServer, Result, Running, log_rows
 from tests.e2e.test_killed import Job, assert_same_result, wait_for
 from tests.two_ranks import environments
 
@@ -46,7 +46,7 @@ def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -
 
 def after_step(running: Running, step: int) -> bool:
     """Waits for the log line of a step; False if the command ended before."""
-    return wait_for(running, lambda: running.printed().count("'loss'") >= step)
+    return wait_for(running, lambda: len(log_rows(running.printed())) >= step)
 
 
 def ended(result: Result, output: Path, by: str) -> int:
@@ -194,5 +194,7 @@ def test_two_ranks_stop_at_the_same_step_whichever_was_asked(job: Job, tmp_path:
     (tmp_path / "exit.json").unlink()
     results = [running.wait() for running in start()]
     assert [result.code for result in results] == [0, 0], [result.stderr[-2000:] for result in results]
-    losses = [line for line in results[0].stdout.splitlines() if "'loss'" in line]
-    assert len(losses) == 6 - int(saved[0].name.split("-")[1])  # on two ranks an epoch has two steps
+    assert not log_rows(results[1].stdout), "the first rank speaks"
+    assert len(log_rows(results[0].stdout)) == 6 - int(
+        saved[0].name.split("-")[1]
+    )  # on two ranks an epoch has two steps

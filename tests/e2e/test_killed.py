@@ -19,7 +19,7 @@ import pytest
 
 from hf_rocm_tune.integrity import manifest
 from tests import tiny
-from tests.e2e.command import CommandServer, Result, Running
+from tests.e2e.command import CommandServer, Result, Running, log_rows
 from tests.e2e.conftest import flags, losses_of, report_of
 
 STEPS = 9  # 12 rows, batch 2, 2 accumulated: three steps an epoch, three epochs
@@ -212,7 +212,7 @@ def test_killed_in_the_midst_of_each_save(jobs: dict[str, Job], tmp_path: Path, 
 def test_killed_after_a_step(jobs: dict[str, Job], tmp_path: Path, step: int) -> None:
     job, output = jobs[METHODS[step % 2]], tmp_path / "out"
     running = job.start(output)
-    assert wait_for(running, lambda: running.printed().count("'loss'") >= step)
+    assert wait_for(running, lambda: len(log_rows(running.printed())) >= step)
     running.kill()
     assert running.wait(30).code == -signal.SIGKILL
     assert manifest.inspect(output).manifest is None  # nothing looks finished

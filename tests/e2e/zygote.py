@@ -62,6 +62,7 @@ def _child(request: dict[str, Any]) -> None:
         os.dup2(handle, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # as Python does: it keeps them open
     os.chdir(request["cwd"])
     os.environ.update(request["env"])
     os.setpgid(0, 0)

@@ -19,6 +19,7 @@ import pytest
 from hf_rocm_tune import notebook
 from hf_rocm_tune.integrity import manifest
 from tests import tiny
+from tests.e2e.command import log_rows
 from tests.e2e.conftest import flags, report_of
 
 LAUNCH = """
@@ -109,7 +110,7 @@ def test_ctrl_c_in_the_notebook_saves_a_checkpoint_and_ends_all_processes(tmp_pa
         )
     try:
         deadline = time.monotonic() + 240
-        while "'loss'" not in (tmp_path / "said").read_text():
+        while not log_rows((tmp_path / "said").read_text()):
             assert time.monotonic() < deadline and kernel.poll() is None, (tmp_path / "said").read_text()[-3000:]
             time.sleep(0.1)
         os.killpg(kernel.pid, signal.SIGINT)

@@ -1,0 +1,142 @@
+"""What a run shows: few lines and a table in a pipe, one live line on a terminal, the same files either way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from hf_rocm_tune.training.terminal import TerminalCallback
+from tests.e2e.command import CommandServer, log_rows
+from tests.e2e.conftest import flags
+
+STEPS = 6
+
+
+@pytest.fixture
+def argv(messages: Path, tmp_path: Path, model_of: Callable[[str], Path]) -> list[str]:
+    return flags(
+        model=model_of("llama3"),
+        dataset=messages,
+        output_dir=tmp_path / "out",
+        max_steps=STEPS,
+        batch_size=2,
+        max_seq_length=64,
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="no",
+    )
+
+
+def on_terminal(server: CommandServer, argv: list[str], env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Runs a command on a terminal of its own; its exit code, and all that the terminal was sent."""
+    master, slave = os.openpty()
+    name = os.ttyname(slave)
+    request = {"do": "start", "argv": argv, "env": {"TERM": "xterm", "COLUMNS": "100", **(env or {})}, "cwd": "/"}
+    pid = server.ask({**request, "stdout": name, "stderr": name})["pid"]
+    seen, status, deadline = b"", None, time.monotonic() + 240
+    while status is None:
+        assert time.monotonic() < deadline, seen
+        status = server.ask({"do": "wait", "pid": pid, "timeout": 0.05})["status"]
+        while select.select([master], [], [], 0)[0]:
+            seen += os.read(master, 65536)
+    os.close(slave)
+    os.close(master)
+    return os.waitstatus_to_exitcode(status), seen.decode()
+
+
+def screen(sent: str) -> list[str]:
+    """The lines that are left on a wide terminal after all that it was sent."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", sent):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part.startswith("\x1b"):
+            row -= int(part[2:-1] or 1) if part.endswith("A") else 0
+        else:
+            before, behind = lines[row][:column], lines[row][column + len(part) :]
+            lines[row] = f"{before:<{column}}{part}{behind}"
+            column += len(part)
+    return [line.rstrip() for line in lines]
+
+
+def test_a_pipe_gets_few_lines_and_a_table_without_control_characters(
+    server: CommandServer, argv: list[str], tmp_path: Path
+) -> None:
+    done = server.run(*argv)
+    assert done.code == 0, done.stderr[-2000:]
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout + done.stderr)
+    lines = done.stdout.splitlines()
+    start = lines[: next(number for number, line in enumerate(lines) if line.split()[0] == "step")]
+    assert 0 < len(start) <= 4  # and one of the launcher
+    assert all(each.startswith("hf-rocm-tune: ") for each in start)
+    assert "use_peft=True" in done.stdout and "learning_rate=0.0002" in done.stdout
+    rows = log_rows(done.stdout)
+    assert [row["step"] for row in rows] == ["2/6", "4/6", "6/6"]
+    assert all(row["faults"] == "0" and float(row["loss"]) > 0 for row in rows)
+    assert {"grad norm", "rate", "tokens/s", "verified"} <= rows[0].keys()
+    assert done.stdout.count("evaluation: loss ") == 2 and "trained: " in done.stdout
+    assert "{" not in done.stdout
+    log = json.loads((tmp_path / "out" / "training_log.json").read_text())
+    assert "mean_token_accuracy" in json.dumps(log) and "integrity/verified_gb" in json.dumps(log)
+
+
+def test_more_is_said_on_request(server: CommandServer, argv: list[str]) -> None:
+    done = server.run(*argv, "-v", "--max_steps", "1", "--eval_strategy", "no")
+    assert done.code == 0, done.stderr[-2000:]
+    assert "default use_peft=True (trl sft: False): LoRA" in done.stdout
+    assert "files attested" in done.stdout and "frozen weights looked at every" in done.stdout
+
+
+def test_a_terminal_has_one_live_line_that_leaves_nothing_behind(server: CommandServer, argv: list[str]) -> None:
+    code, sent = on_terminal(server, argv)
+    left = screen(sent)
+    assert code == 0, left
+    assert re.search(r"step 0/6 .*ETA", sent) and "0 faults" in sent
+    assert [row["step"] for row in log_rows("\n".join(left))] == ["2/6", "4/6", "6/6"]
+    assert not any("ETA" in line for line in left), left
+    assert sent.rindex("\x1b[?25h") > sent.rindex("\x1b[?25l"), "the cursor is there again"
+    assert "{'loss'" not in sent and left[-2].startswith("hf-rocm-tune: integrity: ")
+
+
+def test_an_error_is_the_last_line_of_a_terminal(server: CommandServer, argv: list[str]) -> None:
+    fault = {"HF_ROCM_TUNE_FAULT": "kind=zero,stage=batches,rate=1,persist=1,seed=1"}
+    code, sent = on_terminal(server, [*argv, "--on_corruption", "stop"], fault)
+    left = [line for line in screen(sent) if line]
+    assert code == 3 and left[-1].startswith("hf-rocm-tune: error: "), left
+    assert not any("ETA" in line for line in left)
+
+
+def test_the_live_line_tells_of_card_and_integrity(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    now = {"gpu/vram_used_gib": 17.24, "gpu/hotspot_c": 71.4, "integrity/verified_gb": 3.2}
+    now |= {"integrity/mismatches": 2, "integrity/recovered": 2}
+    shown = TerminalCallback(live=True, now=lambda: now, memory_gib=19.9)
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    state, control = TrainerState(global_step=4, max_steps=60), TrainerControl()
+    shown.on_train_begin(args, state, control)
+    logs = {"loss": 1.5, "speed/tokens_per_second": 1234.5, "rewards/margins": 0.25, "gpu/hotspot_max_c": 80.0, **now}
+    shown.on_log(args, state, control, logs=logs)
+    monkeypatch.setattr("hf_rocm_tune.training.terminal._REFRESH_S", 0.0)
+    shown.on_step_end(args, state, control)
+    shown.on_train_end(args, state, control)
+    sent = capsys.readouterr().out
+    assert "loss 1.5000 · 1,234 tokens/s · 17.2 of 19.9 GiB · 71 C · 3.2 GB verified, 2 faults, 2 recovered" in sent
+    (row,) = log_rows("\n".join(screen(sent.replace("\n", "\r\n"))))
+    assert (row["GiB"], row["hot"], row["reward"], row["faults"]) == ("17.2/19.9", "80 C", "0.250", "2")
