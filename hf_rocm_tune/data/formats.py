@@ -1,8 +1,10 @@
-"""Whether the rows have a shape that TRL's SFTTrainer can train on, before any model is loaded.
+"""Whether the rows have a shape that can be trained on, before any model is loaded, and how it becomes TRL's.
 
-The shapes are those of TRL 1.16 (``SFTTrainer._prepare_dataset``, ``trl.data_utils``): ``messages``, ``prompt`` and
-``completion`` (text or messages), a text column, ``conversations`` with from/value, or ready ``input_ids``; ``tools``
-may stand beside messages. A row that does not fit would otherwise end in a traceback in the midst of tokenizing.
+What TRL 1.16 reads stays as it is: ``messages``, ``prompt`` and ``completion`` (text or messages), a text column or
+ready ``input_ids`` (SFTTrainer); ``chosen`` and ``rejected``, with or without ``prompt`` (DPO, reward, KTO);
+``prompt``, ``completion`` and ``label`` (KTO); ``prompt`` (GRPO); ``tools`` may stand beside messages. What other
+toolkits read is given TRL's columns by `as_trl`: Alpaca's and other pairs of question and answer, and ShareGPT's
+``conversations``. A row that does not fit would otherwise end in a traceback in the midst of tokenizing.
 
 Covered: every row of a dataset with plain columns, by Arrow, without making Python objects. Rows that Arrow cannot
 judge (differing fields, tools, messages with empty content) are read in Python, at most `PYTHON_ROWS` of them; of a
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -31,7 +33,23 @@ PYTHON_ROWS = 20_000
 _BATCH = 1000
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
-Kind = Literal["messages", "prompt_completion", "text", "conversations", "tokenized"]
+Kind = Literal["messages", "prompt_completion", "text", "tokenized", "preference", "unpaired", "prompt"]
+Method = Literal["sft", "dpo", "kto", "reward", "grpo"]
+
+# Names of a column of prompts and of one of answers: TRL's first, then Alpaca's and those of sets of questions.
+_PROMPTS = ("prompt", "instruction", "question", "query")
+_ANSWERS = ("completion", "output", "answer", "response")
+_MORE = ("input", "context")  # belongs to an instruction
+_SYSTEM = "system"
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # ShareGPT's
+_ACCEPTED: dict[Method, str] = {
+    "sft": "'messages' (also with 'tools'), 'prompt' and 'completion', '{text}', 'conversations' (ShareGPT), "
+    "'instruction' and 'output' (Alpaca, also with 'input'), 'question' and 'answer', or 'input_ids'",
+    "dpo": "'prompt', 'chosen' and 'rejected' (text or messages; 'prompt' may be part of both)",
+    "reward": "'chosen' and 'rejected' (text or messages), also with 'prompt'",
+    "kto": "'prompt', 'completion' and 'label' (true or false), or 'prompt', 'chosen' and 'rejected'",
+    "grpo": "'prompt' (text or messages) and whatever the reward functions read",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +57,21 @@ class FormatInfo:
     """What the rows are, for a line at start and for the settings that depend on it.
 
     Attributes:
-        kind: which of TRL's shapes.
+        kind: which of TRL's shapes, as `as_trl` makes it.
         conversational: whether a chat template is applied.
         has_tools: whether there is a ``tools`` column.
         checked_rows: how many rows were looked at.
-        unusual_roles: roles other than system, developer, user, assistant, tool in the first rows. TRL hands them
-            to the chat template unchanged ("human" and "gpt" too), which may not know them.
+        mapping: how `as_trl` changes the rows, in words; None where TRL reads them as they are.
+        unusual_roles: roles other than system, developer, user, assistant, tool in the first rows, which a chat
+            template may not know.
     """
 
     kind: Kind
     conversational: bool
     has_tools: bool
     checked_rows: int
+    layout: _Layout
+    mapping: str | None = None
     unusual_roles: tuple[str, ...] = ()
 
     @property
@@ -62,45 +83,35 @@ class FormatInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """The shape that all rows of a split must have."""
+    """The shape that all rows of a split must have, in the dataset's own names."""
 
     kind: Kind
-    text_field: str  # name of the column of plain text
-    conversational: bool  # the columns hold lists of messages
-    has_tools: bool  # there is a ``tools`` column
-    needs_assistant: bool  # every row must have an assistant turn
-
-    @property
-    def content_columns(self) -> list[str]:
-        """The columns that are trained on."""
-        if self.kind == "prompt_completion":
-            return ["prompt", "completion"]
-        return [{"text": self.text_field, "tokenized": "input_ids"}.get(self.kind, self.kind)]
+    content: Mapping[str, str]  # TRL's name of each column that is trained on, and the name that it has here
+    messages: frozenset[str] = frozenset()  # those of them that hold lists of messages
+    single: frozenset[str] = frozenset()  # those of them that hold one message, not in a list
+    more: tuple[str, ...] = ()  # text that may be missing and goes into the prompt
+    dropped: tuple[str, ...] = ()  # columns that TRL would take for something else
+    has_tools: bool = False
+    needs_assistant: bool = False  # every row must have an assistant turn
+    role_key: str = "role"
+    content_key: str = "content"
 
     @property
     def columns(self) -> list[str]:
         """The columns that are checked."""
-        return self.content_columns + ["tools"] * (self.has_tools and self.conversational)
+        tools = ["tools"] * (self.has_tools and bool(self.messages))
+        return [*self.content.values(), *self.more, *self.labels, *tools]
 
     @property
-    def message_columns(self) -> list[str]:
-        """The columns that hold lists of messages."""
-        return self.content_columns if self.conversational else []
-
-    @property
-    def role_key(self) -> str:
-        """Name of the role in a message."""
-        return "from" if self.kind == "conversations" else "role"
-
-    @property
-    def content_key(self) -> str:
-        """Name of the content in a message."""
-        return "value" if self.kind == "conversations" else "content"
+    def labels(self) -> list[str]:
+        """The columns that say whether an answer is wanted."""
+        return ["label"] * (self.kind == "unpaired")
 
 
 def check_format(
     dataset: Rows,
     *,
+    method: Method = "sft",
     assistant_only_loss: bool = False,
     completion_only_loss: bool | None = None,
     dataset_text_field: str = "text",
@@ -108,8 +119,7 @@ def check_format(
     model_name: str,
     split: str = "train",
 ) -> FormatInfo:
-    """Recognise the shape of the rows and check them. The first flags are TRL's; ``model_name`` and ``split`` are for
-    messages.
+    """Recognise the shape of the rows and check them. Flags are TRL's; ``model_name`` and ``split`` are for messages.
 
     Raises:
         UsageError: wrong columns (with those found and those accepted), a row of a wrong type (with its number,
@@ -119,73 +129,204 @@ def check_format(
     if first is None:
         raise UsageError(f"the '{split}' split is empty: there are no rows to check or to train on")
     columns = list(dataset.column_names or first)
-    kind = _recognise(columns, dataset_text_field, split)
-    conversational = _is_conversational(kind, first)
-    layout = _Layout(
-        kind=kind,
-        text_field=dataset_text_field,
-        conversational=conversational,
-        has_tools="tools" in columns,
-        needs_assistant=assistant_only_loss,
-    )
+    layout = _layout(columns, first, method, dataset_text_field, split, needs_assistant=assistant_only_loss)
     _check_flags(layout, columns, completion_only_loss, split)
     checked = _check_rows(dataset, layout, split)
-    if conversational and not has_chat_template:
+    if layout.messages and not has_chat_template:
         raise UsageError(
             f"the '{split}' rows are conversations, but the tokenizer of '{model_name}' has no chat template: name a "
             "template file, or a model whose template to take, with --chat_template_path"
         )
+    roles = _roles(dataset, layout)
+    renamed = any(name != column for name, column in layout.content.items()) and layout.kind != "text"
+    mixed = bool(layout.messages) and len(layout.messages) < len(layout.content)
+    others = bool(layout.single or layout.dropped or mixed or layout.role_key == "from" or roles & _ROLES.keys())
+    conversational = bool(layout.messages) or (renamed and has_chat_template)
     return FormatInfo(
-        kind=kind,
+        kind=layout.kind,
         conversational=conversational,
         has_tools=layout.has_tools,
         checked_rows=checked,
-        unusual_roles=_unusual_roles(dataset, layout),
+        layout=layout,
+        mapping=_in_words(layout, conversational, roles) if renamed or others else None,
+        unusual_roles=tuple(sorted(roles - _KNOWN_ROLES - _ROLES.keys())),
     )
 
 
-def _recognise(columns: list[str], text_field: str, split: str) -> Kind:
-    """The order of the tests is TRL's: a ``prompt`` column wins over ``messages``, and that over text."""
-    if "input_ids" in columns:
-        return "tokenized"
-    if "prompt" in columns and "completion" in columns:
-        return "prompt_completion"
-    if "prompt" not in columns and "messages" in columns:
-        return "messages"
-    if "prompt" not in columns and "conversations" in columns:
-        return "conversations"
-    if "prompt" not in columns and text_field in columns:
-        return "text"
-    raise UsageError(_refusal(columns, text_field, split))
+def as_trl(dataset: Rows, info: FormatInfo) -> Rows:
+    """The rows with TRL's columns, one for one and in order; the same object where TRL reads them as they are."""
+    if info.mapping is None:
+        return dataset
+    layout = info.layout
+    old = {*layout.content.values(), *layout.more, *layout.dropped} - {*layout.content}
+    return dataset.map(
+        _converted,
+        fn_kwargs={"layout": layout, "conversational": info.conversational},
+        remove_columns=sorted(old | ({*layout.dropped} & {*layout.content})),
+    )
 
 
-def _refusal(columns: list[str], text_field: str, split: str) -> str:
+def _converted(row: dict[str, Any], *, layout: _Layout, conversational: bool) -> dict[str, Any]:
+    """One row as TRL has it."""
+    new: dict[str, Any] = {}
+    added = [row[name] for name in layout.more if name != _SYSTEM and row[name]]
+    system = row[_SYSTEM] if _SYSTEM in layout.more else None
+    for name, column in layout.content.items():
+        value = row[column]
+        if isinstance(value, str):
+            if name == "prompt" and column != name:
+                value = "\n\n".join([value, *added]) + ("" if conversational else "\n")
+            if conversational:
+                value = [{"role": "user" if name == "prompt" else "assistant", "content": value}]
+        else:
+            value = [_message(each, layout) for each in ([value] if isinstance(value, dict) else value)]
+        if system and name in ("prompt", "messages"):
+            if not conversational:
+                value = f"{system}\n\n{value}"
+            elif value[0]["role"] != "system":
+                value = [{"role": "system", "content": system}, *value]
+        new[name] = value
+    return new
+
+
+def _message(message: dict[str, Any], layout: _Layout) -> dict[str, Any]:
+    role, content = message[layout.role_key], message.get(layout.content_key)
+    rest = {key: value for key, value in message.items() if key not in ("from", "value", "role", "content")}
+    return {"role": _ROLES.get(role, role), "content": content, **rest}
+
+
+def _in_words(layout: _Layout, conversational: bool, roles: set[str]) -> str:
+    said = [f"'{column}' is the {name}" for name, column in layout.content.items() if name != column]
+    said += [f"'{name}' goes into it" for name in layout.more]
+    said += [f"'{name}' is not used" for name in layout.dropped]
+    said += [f"{role} is {_ROLES[role]}" for role in sorted(roles & _ROLES.keys())]
+    if layout.role_key == "from":
+        said.append("from/value are role/content")
+    if len(layout.messages) < len(layout.content):
+        said.append(
+            "text becomes chat messages" if conversational else "as plain text, for the tokenizer has no chat template"
+        )
+    return ", ".join(said)
+
+
+def as_messages(dataset: Rows) -> Rows:
+    """Prompts and completions, both messages, as whole conversations: for a mixture with others that have no prompt."""
+    return dataset.map(
+        lambda row: {"messages": row["prompt"] + row["completion"]}, remove_columns=["prompt", "completion"]
+    )
+
+
+# ---- which shape it is ----------------------------------------------------------------------------------------------
+
+
+def _layout(
+    columns: list[str], first: dict[str, Any], method: Method, text_field: str, split: str, *, needs_assistant: bool
+) -> _Layout:
+    kind, content, dropped = _recognise(columns, first, method, text_field, split)
+    single = frozenset(column for column in content.values() if isinstance(first[column], dict))
+    messages = frozenset(
+        column
+        for column in content.values()
+        if kind not in ("text", "tokenized") and (isinstance(first[column], list | dict) or column in _CHATS)
+    )
+    texts = {*content.values()} - messages
+    foreign = content.get("prompt", "prompt") != "prompt" or content.get("messages", "messages") != "messages"
+    more = [name for name in columns if foreign and name in (*_MORE, _SYSTEM) and name not in content.values()]
+    if content.get("prompt") not in texts:
+        more = [name for name in more if name == _SYSTEM]
+    if kind == "prompt":
+        more = [name for name in more if name not in _MORE]  # a reward function may read it
+    probe: Any = next((turn for column in messages for turn in _turns(first[column])), {})
+    sharegpt = isinstance(probe, dict) and probe.get("role") is None and probe.get("from") is not None
+    return _Layout(
+        kind=kind,
+        content=content,
+        messages=messages,
+        single=single,
+        more=tuple(more),
+        dropped=dropped,
+        has_tools="tools" in columns,
+        needs_assistant=needs_assistant,
+        role_key="from" if sharegpt else "role",
+        content_key="value" if sharegpt else "content",
+    )
+
+
+_CHATS = ("messages", "conversations")
+
+
+def _turns(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _recognise(
+    columns: list[str], first: dict[str, Any], method: Method, text_field: str, split: str
+) -> tuple[Kind, dict[str, str], tuple[str, ...]]:
+    """Kind, columns that are trained on, and columns that are left out. TRL's own shapes come first, in its order."""
+    prompt, answer = _only(_PROMPTS, columns), _only(_ANSWERS, columns)
+    chat = next((name for name in _CHATS if name in columns), None)
+    if method == "sft":
+        if "input_ids" in columns:
+            return "tokenized", {"input_ids": "input_ids"}, ()
+        if "prompt" in columns and "completion" in columns:
+            return "prompt_completion", {"prompt": "prompt", "completion": "completion"}, ()
+        if chat is not None:  # a 'prompt' beside it would win in TRL
+            return "messages", {"messages": chat}, ("prompt",) if "prompt" in columns else ()
+        if text_field in columns and "prompt" not in columns:
+            return "text", {text_field: text_field}, ()
+        if prompt and answer:
+            return "prompt_completion", {"prompt": prompt, "completion": answer}, ()
+    if method in ("dpo", "reward", "kto") and {"chosen", "rejected"} <= {*columns}:
+        pair = {"chosen": "chosen", "rejected": "rejected"}
+        begun = isinstance(first["chosen"], list) and _begins(first["chosen"])
+        if prompt and isinstance(first[prompt], str) and begun:
+            return "preference", pair, (prompt,)  # both begin with it
+        prompt = prompt or (None if begun else chat)
+        return "preference", {"prompt": prompt, **pair} if prompt else pair, ()
+    if method == "kto" and "label" in columns and prompt and answer:
+        return "unpaired", {"prompt": prompt, "completion": answer}, ()
+    if method == "grpo" and prompt:
+        return "prompt", {"prompt": prompt}, ()
+    raise UsageError(_refusal(columns, method, text_field, split))
+
+
+def _only(names: tuple[str, ...], columns: list[str]) -> str | None:
+    """The one of these names that is there: TRL's own, or else the only one."""
+    found = [name for name in names if name in columns]
+    return found[0] if names[0] in columns or len(found) == 1 else None
+
+
+def _begins(messages: list[Any]) -> bool:
+    """Whether this list of messages begins with the prompt."""
+    turn = messages[0] if messages else None
+    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+    return role in ("user", "human", "system", "developer")
+
+
+def _refusal(columns: list[str], method: Method, text_field: str, split: str) -> str:
     found = ", ".join(f"'{column}'" for column in columns)
-    accepted = (
-        f"'messages' (also with 'tools'), 'prompt' and 'completion', '{text_field}', 'conversations' (from/value), "
-        "or 'input_ids'"
-    )
-    if "prompt" in columns:
+    accepted = _ACCEPTED[method].format(text=text_field)
+    known = sorted({*_PROMPTS, *_ANSWERS, *_CHATS, "chosen", "rejected", "label", text_field} - {*columns})
+    near = [(column, match[0]) for column in columns if (match := difflib.get_close_matches(column, known, n=1))]
+    hint = ", ".join(f"rename '{column}' to '{match}'?" for column, match in near)
+    if not hint and "prompt" in columns and method == "sft":
         hint = "'prompt' without 'completion' cannot be trained on"
-    else:
-        known = ["messages", "completion", "conversations", "prompt", text_field]
-        near = [(column, match[0]) for column in columns if (match := difflib.get_close_matches(column, known, n=1))]
-        hint = ", ".join(f"rename '{column}' to '{match}'?" for column, match in near)
-        hint = hint or "rename the columns, or name the column of plain text with --dataset_text_field NAME"
-    return f"the columns of the '{split}' split fit no format: found {found}; accepted {accepted}; {hint}"
-
-
-def _is_conversational(kind: Kind, first: dict[str, Any]) -> bool:
-    if kind == "prompt_completion":
-        return isinstance(first["prompt"], list) or isinstance(first["completion"], list)
-    return kind in ("messages", "conversations")
+    hint = hint or "rename the columns"
+    if method == "sft" and hint == "rename the columns":
+        hint += ", or name the column of plain text with --dataset_text_field NAME"
+    return f"the columns of the '{split}' split fit no format of {method}: found {found}; accepted {accepted}; {hint}"
 
 
 def _check_flags(layout: _Layout, columns: list[str], completion_only_loss: bool | None, split: str) -> None:
-    if layout.needs_assistant and not layout.conversational:
+    if layout.needs_assistant and layout.kind in ("text", "tokenized"):
         raise UsageError(
-            f"--assistant_only_loss needs conversations, but the '{split}' rows are {layout.kind.replace('_', '/')}: "
+            f"--assistant_only_loss needs conversations, but the '{split}' rows are {layout.kind}: "
             "drop the flag, or give rows with 'messages'"
+        )
+    if layout.needs_assistant and not layout.messages:
+        raise UsageError(
+            f"--assistant_only_loss needs conversations, but the '{split}' rows are prompt/completion, of which only "
+            "the completion counts anyway: drop the flag, or give rows with 'messages'"
         )
     masked = layout.kind == "prompt_completion" or (layout.kind == "tokenized" and "completion_mask" in columns)
     if completion_only_loss and not masked:
@@ -227,16 +368,14 @@ def _beginning(row: dict[str, Any], layout: _Layout) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _unusual_roles(dataset: Rows, layout: _Layout) -> tuple[str, ...]:
-    if not layout.conversational:
-        return ()
-    roles = {
-        message[layout.role_key]
-        for row in islice(iter(dataset), STREAMED_ROWS)
-        for column in layout.message_columns
-        for message in row[column]
+def _roles(dataset: Rows, layout: _Layout) -> set[str]:
+    """The roles of the first rows."""
+    return {
+        turn[layout.role_key]
+        for row in islice(iter(dataset), STREAMED_ROWS if layout.messages else 0)
+        for column in layout.messages
+        for turn in _turns(row[column])
     }
-    return tuple(sorted(roles - _KNOWN_ROLES))
 
 
 # ---- one batch of rows: by Arrow without Python objects, and in Python with words for what is wrong -----------------
@@ -246,16 +385,26 @@ def _is_clean(table: pa.Table, layout: _Layout) -> bool:
     """Whether Arrow alone can tell that all these rows are right. False means: look closer."""
     if "tools" in layout.columns:
         return False
-    if not layout.conversational:
-        check = _are_token_lists if layout.kind == "tokenized" else _are_strings
-        return all(check(table.column(column)) for column in layout.content_columns)
-    return all(_are_messages(table.column(column), layout, column) for column in layout.message_columns)
+    check = _are_token_lists if layout.kind == "tokenized" else _are_strings
+    return (
+        all(
+            _are_messages(table.column(column), layout, column)
+            if column in layout.messages
+            else check(table.column(column))
+            for column in layout.content.values()
+        )
+        and all(_are_strings(table.column(column), null=True) for column in layout.more)
+        and all(str(table.column(column).type) == "bool" for column in layout.labels)
+        and not any(table.column(column).null_count for column in layout.labels)
+    )
 
 
-def _are_strings(column: pa.ChunkedArray) -> bool:
+def _are_strings(column: pa.ChunkedArray, *, null: bool = False) -> bool:
     import pyarrow.types as types
 
-    return bool(types.is_string(column.type) or types.is_large_string(column.type)) and int(column.null_count) == 0
+    if null and types.is_null(column.type):
+        return True
+    return bool(types.is_string(column.type) or types.is_large_string(column.type)) and (null or not column.null_count)
 
 
 def _are_lists(column: pa.ChunkedArray) -> bool:
@@ -278,6 +427,7 @@ def _are_token_lists(column: pa.ChunkedArray) -> bool:
 
 
 def _are_messages(column: pa.ChunkedArray, layout: _Layout, name: str) -> bool:
+    import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.types as types
 
@@ -290,24 +440,31 @@ def _are_messages(column: pa.ChunkedArray, layout: _Layout, name: str) -> bool:
     roles = pc.struct_field(messages, layout.role_key)
     if not (_are_strings(roles) and _are_strings(pc.struct_field(messages, layout.content_key))):
         return False
-    if not layout.needs_assistant or name == "prompt":
+    if not layout.needs_assistant or layout.content.get("prompt") == name:
         return True
-    with_assistant = pc.filter(pc.list_parent_indices(column), pc.equal(roles, "assistant"))
+    spelled = pa.array(["assistant", *(role for role, ours in _ROLES.items() if ours == "assistant")])
+    with_assistant = pc.filter(pc.list_parent_indices(column), pc.is_in(roles, value_set=spelled))
     return len(pc.unique(with_assistant)) == len(column)
 
 
 def _fault_in(row: dict[str, Any], layout: _Layout) -> str | None:
     """What is wrong with this row, or None."""
-    for column in layout.content_columns:
+    for column in layout.content.values():
         value = row.get(column)
-        if layout.conversational:
-            fault = _fault_in_messages(value, layout, column)
+        if column in layout.messages:
+            fault = _fault_in_messages([value] if column in layout.single else value, layout, column)
         elif layout.kind == "tokenized":
             fault = _fault_in_tokens(value)
         else:
             fault = None if isinstance(value, str) else f"column '{column}' holds {_named(value)}, not text"
         if fault:
             return fault
+    for column in layout.more:
+        if not isinstance(row.get(column), str | None):
+            return f"column '{column}' holds {_named(row[column])}, not text"
+    for column in layout.labels:
+        if row.get(column) not in (True, False):
+            return f"column '{column}' holds {_named(row[column])}, not true or false"
     return _fault_in_tools(row["tools"]) if "tools" in layout.columns else None
 
 
@@ -323,10 +480,11 @@ def _fault_in_messages(value: Any, layout: _Layout, column: str) -> str | None:
             return f"{place} is {_named(message)}, not an object with '{role}' and '{content}'"
         if not isinstance(message.get(role), str):
             keys = ", ".join(f"'{key}'" for key, entry in message.items() if entry is not None) or "nothing"
-            return f"{place} has no '{role}' of type text (it has {keys}){_renaming(message, layout)}"
+            return f"{place} has no '{role}' of type text (it has {keys})"
         if fault := _fault_in_content(message, content):
             return f"{place} {fault}"
-    if layout.needs_assistant and column != "prompt" and all(message[role] != "assistant" for message in value):
+    roles = [_ROLES.get(message[role], message[role]) for message in value]
+    if layout.needs_assistant and layout.content.get("prompt") != column and "assistant" not in roles:
         return f"column '{column}' has no message of the role 'assistant', which --assistant_only_loss needs"
     return None
 
@@ -338,14 +496,6 @@ def _fault_in_content(message: dict[str, Any], key: str) -> str | None:
     if isinstance(content, list) and content and all(isinstance(part, dict) and "type" in part for part in content):
         return None
     return f"has {_named(content)} as '{key}', not text"
-
-
-def _renaming(message: dict[str, Any], layout: _Layout) -> str:
-    if layout.kind != "conversations" and message.get("from") is not None:
-        return "; rename the column to 'conversations', which TRL reads with 'from' and 'value'"
-    if layout.kind == "conversations" and message.get("role") is not None:
-        return "; rename the column to 'messages', which TRL reads with 'role' and 'content'"
-    return ""
 
 
 def _fault_in_tokens(value: Any) -> str | None:

@@ -13,13 +13,13 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from trl import get_peft_config, get_quantization_config
 
 from hf_rocm_tune import exits, upstream
-from hf_rocm_tune.data.formats import check_format
+from hf_rocm_tune.data.formats import FormatInfo, as_trl, check_format
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.errors import MemoryFaultError
 from hf_rocm_tune.job import announce
@@ -47,6 +47,9 @@ from hf_rocm_tune.training.supervised import tell_begun
 from hf_rocm_tune.training.telemetry import Telemetry, of_device
 from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
 from hf_rocm_tune.transfer import Mover
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.data.sources import Rows
 
 _WAYS_BACK = 3  # in one process; memory that fails more often is not to be trained in
 
@@ -304,9 +307,8 @@ def _prepare(
         announce.say(f"crashes are injected on request: {crashes}")
     if step_faults := StepFaultSpec.from_environment():
         announce.say(f"steps are harmed on request: {step_faults}")
-    data = _data(arguments)
     tokenizer = load_tokenizer(source, training.chat_template_path)
-    _check_formats(arguments, data, tokenizer)
+    data = _data(arguments, tokenizer)
     mover = make_mover(arguments, source, say=announce.say)
     libraries = _warm_up(mover, source)
     fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=announce.say)
@@ -409,17 +411,22 @@ def _make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
     return trainer, facts
 
 
-def _data(arguments: Arguments) -> Splits:
+def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Splits:
+    """The rows, checked, with the columns that the trainer reads; how they got them is said."""
     script, training = arguments.script, arguments.training
     need_eval = training.eval_strategy != "no"
+    seed = training.seed if training.data_seed is None else training.data_seed
+    understand = partial(_understood, arguments, tokenizer)
     if arguments.mixture.datasets:
         return load_mixture(
             arguments.mixture,
             train_split=script.dataset_train_split,
             test_split=script.dataset_test_split,
             need_eval=need_eval,
+            understand=understand,
+            seed=seed,
         )
-    return load_source(
+    found = load_source(
         script.dataset_name,
         config=script.dataset_config,
         streaming=script.dataset_streaming,
@@ -427,23 +434,28 @@ def _data(arguments: Arguments) -> Splits:
         test_split=script.dataset_test_split,
         need_eval=need_eval,
         eval_split_size=arguments.tune.eval_rows,
-        seed=training.seed if training.data_seed is None else training.data_seed,
+        seed=seed,
     )
+    train, evaluation = understand(found.train, "train")[0], found.eval
+    return replace(found, train=train, eval=None if evaluation is None else understand(evaluation, "evaluation")[0])
 
 
-def _check_formats(arguments: Arguments, data: Splits, tokenizer: PreTrainedTokenizerBase) -> None:
+def _understood(
+    arguments: Arguments, tokenizer: PreTrainedTokenizerBase, rows: Rows, split: str
+) -> tuple[Rows, FormatInfo]:
     training = arguments.training
-    for split, rows in (("train", data.train), ("evaluation", data.eval)):
-        if rows is not None:
-            found = check_format(
-                rows,
-                assistant_only_loss=training.assistant_only_loss,
-                completion_only_loss=training.completion_only_loss,
-                dataset_text_field=training.dataset_text_field,
-                has_chat_template=bool(training.chat_template_path or getattr(tokenizer, "chat_template", None)),
-                model_name=arguments.model.model_name_or_path,
-                split=split,
-            )
-            if found.unusual_roles:
-                roles = ", ".join(found.unusual_roles)
-                announce.say(f"the {split} rows have roles that a chat template may not know: {roles}")
+    found = check_format(
+        rows,
+        assistant_only_loss=training.assistant_only_loss,
+        completion_only_loss=training.completion_only_loss,
+        dataset_text_field=training.dataset_text_field,
+        has_chat_template=bool(training.chat_template_path or getattr(tokenizer, "chat_template", None)),
+        model_name=arguments.model.model_name_or_path,
+        split=split,
+    )
+    if found.mapping:
+        announce.say(f"the {split} rows become {found.description}: {found.mapping}")
+    if found.unusual_roles:
+        roles = ", ".join(found.unusual_roles)
+        announce.say(f"the {split} rows have roles that a chat template may not know: {roles}")
+    return as_trl(rows, found), found

@@ -269,24 +269,23 @@ def _source(
     dataset: str, config: str | None, split: str, text_field: str, assistant_only: bool, loaded: Loaded
 ) -> Dataset | IterableDataset:
     """The rows, loaded and checked."""
-    from hf_rocm_tune.data.formats import check_format
+    from hf_rocm_tune.data.formats import as_trl, check_format
     from hf_rocm_tune.data.sources import load_source
 
     try:
         rows = load_source(dataset, config=config, train_split=split).train
-    except UsageError as error:
-        raise UsageError(str(error).replace("--dataset_train_split", "--split")) from error
-    found = check_format(
-        rows,
-        assistant_only_loss=assistant_only,
-        dataset_text_field=text_field,
-        has_chat_template=True,  # looked at below, where the flags of this command are known
-        model_name=loaded.name,
-        split=split,
-    )
-    if found.conversational and not loaded.tokenizer.chat_template:
-        raise UsageError(f"the rows are conversations, but the tokenizer of {loaded.name} has no chat template")
-    return rows
+        found = check_format(
+            rows,
+            assistant_only_loss=assistant_only,
+            dataset_text_field=text_field,
+            has_chat_template=bool(loaded.tokenizer.chat_template),
+            model_name=loaded.name,
+            split=split,
+        )
+    except UsageError as error:  # the flags of this command
+        said = str(error).replace("--dataset_train_split", "--split")
+        raise UsageError(said.partition(": name a template file")[0]) from error
+    return as_trl(rows, found)
 
 
 def _tokens(

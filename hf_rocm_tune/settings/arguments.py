@@ -24,6 +24,7 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 
+from hf_rocm_tune.data.sources import part_of_mixture
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.ranks.averaging import SyncSettings
@@ -159,6 +160,9 @@ def build_parser() -> _Parser:
     for action in parser._actions:
         if action.type is string_to_bool:  # upstream wants a value after flags whose default is None, as `--bf16`
             action.nargs, action.const = "?", True
+        if action.dest == "datasets":
+            action.type, action.metavar = part_of_mixture, "NAME[,fraction=0.3,split=...]"
+            action.help = "A mixture: names or paths of datasets, each with a recipe's keys after commas."
     return parser
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, IterableDataset, Json, List
 
-from hf_rocm_tune.data.formats import STREAMED_ROWS, FormatInfo, check_format
+from hf_rocm_tune.data.formats import STREAMED_ROWS, FormatInfo, as_trl, check_format
 from hf_rocm_tune.data.sources import load_source
 from hf_rocm_tune.errors import UsageError
 from tests import tiny
@@ -43,7 +43,7 @@ FORMATS: dict[str, tuple[Writer, str]] = {
     "messages": (tiny.write_messages_jsonl, "messages (conversational)"),
     "tools": (tiny.write_tools_jsonl, "messages (conversational, with tools)"),
     "text": (tiny.write_text_jsonl, "text"),
-    "sharegpt": (tiny.write_sharegpt_jsonl, "conversations (conversational)"),
+    "sharegpt": (tiny.write_sharegpt_jsonl, "messages (conversational)"),
     "prompt": (tiny.write_prompt_completion_jsonl, "prompt/completion"),
     "prompt_chat": (
         lambda path, n: tiny.write_prompt_completion_jsonl(path, n, conversational=True),
@@ -60,7 +60,8 @@ def test_every_format_of_trl_is_recognised(tmp_path: Path, name: str, streaming:
     info = check(rows)
     assert info.description == description
     assert info.checked_rows == 12
-    assert info.unusual_roles == (("gpt", "human") if name == "sharegpt" else ())
+    assert info.unusual_roles == ()
+    assert (info.mapping is not None) == (name == "sharegpt")
 
 
 def test_tokens_and_a_text_column_of_another_name_are_recognised() -> None:
@@ -71,10 +72,10 @@ def test_tokens_and_a_text_column_of_another_name_are_recognised() -> None:
 @pytest.mark.parametrize(
     ("columns", "parts"),
     [
-        (["question", "answer"], ["found 'question', 'answer'", "'messages'", "--dataset_text_field NAME"]),
+        (["a", "b"], ["found 'a', 'b'", "'messages'", "'instruction' and 'output'", "--dataset_text_field NAME"]),
+        (["question", "output", "answer"], ["found 'question', 'output', 'answer'; accepted"]),
         (["message"], ["rename 'message' to 'messages'?"]),
-        (["prompt", "response"], ["'prompt' without 'completion'"]),
-        (["prompt", "messages"], ["'prompt' without 'completion'"]),
+        (["prompt", "n"], ["'prompt' without 'completion'"]),
         (["completion"], ["found 'completion'; accepted"]),
     ],
 )
@@ -84,6 +85,7 @@ def test_wrong_columns_are_listed_beside_the_accepted_ones(columns: list[str], p
 
 
 GOOD: Row = {"messages": [USER, ASSISTANT]}
+ALPACA: Row = {"instruction": "i", "input": "", "output": "o"}
 BAD_ROWS: dict[str, tuple[Row, Row, str]] = {
     "text null": ({"text": "a"}, {"text": None}, "column 'text' holds nothing (null), not text"),
     "text number": ({"text": "a"}, {"text": 3}, "column 'text' holds a number, not text"),
@@ -104,11 +106,13 @@ BAD_ROWS: dict[str, tuple[Row, Row, str]] = {
     "no role": (GOOD, {"messages": [{"content": "q"}]}, "message 1 has no 'role' of type text (it has 'content')"),
     "no content": (GOOD, {"messages": [USER, {"role": "assistant"}]}, "message 2 has nothing (null) as 'content'"),
     "content number": (GOOD, {"messages": [{"role": "user", "content": 5}]}, "has a number as 'content', not text"),
-    "from in messages": (GOOD, {"messages": [{"from": "user", "value": "q"}]}, "rename the column to 'conversations'"),
+    "from in messages": (GOOD, {"messages": [{"from": "user", "value": "q"}]}, "(it has 'from', 'value')"),
+    "number in Alpaca": (ALPACA, {**ALPACA, "input": 3}, "column 'input' holds a number, not text"),
+    "no answer": (ALPACA, {**ALPACA, "output": None}, "column 'output' holds nothing (null), not text"),
     "role in conversations": (
         {"conversations": [{"from": "user", "value": "q"}]},
         {"conversations": [USER]},
-        "rename the column to 'messages'",
+        "message 1 has no 'from' of type text (it has 'role', 'content')",
     ),
     "tools not JSON": (
         {**GOOD, "tools": "[]"},
@@ -127,6 +131,99 @@ def map_style(rows: list[Row]) -> Dataset:
         return Dataset.from_list(rows)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         return Dataset.from_list(rows, features=Features({key: Json() for key in rows[0]}))
+
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SYSTEM = {"role": "system", "content": "s"}
+HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
+PAIR = {"prompt": CHAT[:1], "completion": CHAT[1:]}
+ANSWERS = {"chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": "b"}]}
+# Row, trainer, what TRL gets, what is said of it; all with a chat template.
+MAPPED: dict[str, tuple[Row, str, Row, str]] = {
+    "Alpaca": (
+        {"instruction": "i", "input": "x", "output": "a"},
+        "sft",
+        {"prompt": [{"role": "user", "content": "i\n\nx"}], "completion": CHAT[1:]},
+        "'instruction' is the prompt, 'output' is the completion, 'input' goes into it, text becomes chat messages",
+    ),
+    "Alpaca without input": ({"instruction": "q", "input": None, "output": "a"}, "sft", PAIR, "'instruction' is"),
+    "questions": ({"question": "q", "answer": "a", "n": 1}, "sft", {**PAIR, "n": 1}, "'question' is the prompt"),
+    "prompt and response": ({"prompt": "q", "response": "a"}, "sft", PAIR, "'response' is the completion"),
+    "with a system prompt": (
+        {"system": "s", "question": "q", "response": "a"},
+        "sft",
+        {**PAIR, "prompt": [SYSTEM, *CHAT[:1]]},
+        "'system' goes into it",
+    ),
+    "ShareGPT": ({"conversations": [HUMAN, GPT]}, "sft", {"messages": CHAT}, "human is user, from/value are"),
+    "ShareGPT with roles": ({"conversations": CHAT}, "sft", {"messages": CHAT}, "'conversations' is the messages"),
+    "ShareGPT in messages": ({"messages": [HUMAN, GPT]}, "sft", {"messages": CHAT}, "gpt is assistant"),
+    "a prompt beside messages": ({"prompt": "q", "messages": CHAT}, "sft", {"messages": CHAT}, "'prompt' is not used"),
+    "ShareGPT pairs": (
+        {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "b"}},
+        "dpo",
+        {"prompt": CHAT[:1], **ANSWERS},
+        "'conversations' is the prompt",
+    ),
+    "a prompt that both begin with": (
+        {"prompt": "q", "chosen": CHAT, "rejected": CHAT},
+        "dpo",
+        {"chosen": CHAT, "rejected": CHAT},
+        "'prompt' is not used",
+    ),
+    "a prompt of text before messages": ({"prompt": "q", **ANSWERS}, "kto", {"prompt": CHAT[:1], **ANSWERS}, "text"),
+    "unpaired": ({"question": "q", "answer": "a", "label": True}, "kto", {**PAIR, "label": True}, "'question' is"),
+    "for generation": ({"question": "q", "answer": "a"}, "grpo", {"prompt": CHAT[:1], "answer": "a"}, "'question' is"),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("case", MAPPED)
+def test_what_others_read_gets_the_columns_of_trl(case: str, streaming: bool) -> None:
+    row, method, expected, said = MAPPED[case]
+    rows = streamed([row, row]) if streaming else Dataset.from_list([row, row])
+    info = check(rows, method=method)
+    assert info.mapping is not None and said in info.mapping, info.mapping
+    assert list(as_trl(rows, info)) == [expected, expected]
+
+
+AS_IT_IS: dict[str, tuple[Row, str]] = {
+    "preference": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "dpo"),
+    "preference in messages": ({"prompt": CHAT[:1], **ANSWERS}, "dpo"),
+    "a prompt in both": ({"chosen": CHAT, "rejected": CHAT}, "reward"),
+    "unpaired": ({"prompt": "q", "completion": "a", "label": False}, "kto"),
+    "pairs for KTO": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "kto"),
+    "prompts": ({"prompt": "q", "solution": "s"}, "grpo"),
+}
+
+
+@pytest.mark.parametrize("case", AS_IT_IS)
+def test_what_trl_reads_stays_as_it_is(case: str) -> None:
+    row, method = AS_IT_IS[case]
+    rows = Dataset.from_list([row])
+    info = check(rows, method=method)
+    assert info.mapping is None and as_trl(rows, info) is rows
+
+
+def test_without_a_chat_template_questions_are_plain_text() -> None:
+    rows = Dataset.from_list([{"instruction": "i", "input": "x", "output": "a"}])
+    info = check(rows, has_chat_template=False)
+    assert list(as_trl(rows, info)) == [{"prompt": "i\n\nx\n", "completion": "a"}]
+    assert info.mapping is not None and "as plain text" in info.mapping
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "said"),
+    [
+        ("dpo", {"prompt": "q", "completion": "a"}, "accepted 'prompt', 'chosen' and 'rejected'"),
+        ("kto", {"prompt": "q", "completion": "a"}, "accepted 'prompt', 'completion' and 'label'"),
+        ("kto", {"prompt": "q", "completion": "a", "label": "yes"}, "column 'label' holds text, not true or false"),
+        ("reward", {"chosen": "a", "reject": "b"}, "rename 'reject' to 'rejected'?"),
+        ("grpo", {"text": "a"}, "fit no format of grpo: found 'text'; accepted 'prompt'"),
+    ],
+)
+def test_wrong_columns_of_a_trainer_name_what_it_reads(method: str, row: Row, said: str) -> None:
+    assert said in refusal(Dataset.from_list([row]), method=method)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -16,7 +16,8 @@ from datasets import Dataset, DatasetDict, IterableDataset, config, disable_prog
 from trl import DatasetMixtureConfig
 from trl.scripts.utils import DatasetConfig
 
-from hf_rocm_tune.data.sources import load_mixture, load_source
+from hf_rocm_tune.data.formats import as_trl, check_format
+from hf_rocm_tune.data.sources import load_mixture, load_source, part_of_mixture
 from hf_rocm_tune.errors import UsageError
 from tests import tiny
 
@@ -256,7 +257,14 @@ def part(tmp_path: Path) -> Any:
 
 def load(*parts: DatasetConfig, need_eval: bool = False, **options: Any) -> Any:
     mixture = DatasetMixtureConfig(datasets=list(parts), **options)
-    return load_mixture(mixture, train_split="train", test_split="test", need_eval=need_eval)
+    return load_mixture(
+        mixture, train_split="train", test_split="test", need_eval=need_eval, understand=understand, seed=42
+    )
+
+
+def understand(rows: Any, name: str) -> Any:
+    info = check_format(rows, has_chat_template=True, model_name="m", split=name)
+    return as_trl(rows, info), info
 
 
 def test_every_row_of_every_part_is_there_once(part: Any) -> None:
@@ -271,6 +279,23 @@ def test_a_part_is_split_off_for_the_evaluation(part: Any) -> None:
     assert (len(splits.train), len(splits.eval)) == (15, 5)
     train, held_out = ({str(row["messages"]) for row in rows} for rows in (splits.train, splits.eval))
     assert not train & held_out
+
+
+def test_parts_of_different_formats_become_conversations(part: Any, tmp_path: Path) -> None:
+    alpaca = tmp_path / "alpaca.jsonl"
+    alpaca.write_text('{"instruction": "q", "input": "", "output": "a"}\n' * 6)
+    chats = tiny.write_sharegpt_jsonl(tmp_path / "chats.jsonl", 9)
+    parts = [DatasetConfig(**part_of_mixture(f"{file},fraction={share}")) for file, share in ((alpaca, 2), (chats, 1))]
+    rows = load(*parts).train
+    assert rows.column_names == ["messages"] and len(rows) == 9
+    assert rows[0]["messages"] == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert {turn["role"] for row in rows for turn in row["messages"]} == {"user", "assistant"}
+
+
+def test_parts_that_cannot_be_mixed_are_named(part: Any, tmp_path: Path) -> None:
+    text = tiny.write_text_jsonl(tmp_path / "plain.jsonl", 3)
+    with pytest.raises(UsageError, match=r"plain\.jsonl has text"):
+        load(part("a", 3), DatasetConfig(path=str(text)))
 
 
 def test_an_evaluation_without_a_split_says_how_to_get_one(part: Any) -> None:

@@ -272,7 +272,7 @@ def test_a_chat_template_that_does_not_work(bench: Bench, content: str | None, s
         ("\n\n", "could not be read"),
         (f'{ROW}\n{ROW}\n{{"text": "cut\n{ROW}\n', "rows.jsonl, line 3, column"),
         (f"{ROW}\n[1]\n", "rows.jsonl, line 2: a row has to be a JSON object"),
-        ('{"question": "a", "answer": "b"}\n', "found 'question', 'answer'; accepted 'messages'"),
+        ('{"a": "a", "b": "b"}\n', "found 'a', 'b'; accepted 'messages'"),
         ('{"message": [{"role": "user", "content": "x"}]}\n', "rename 'message' to 'messages'?"),
         (f'{ROW}\n{{"text": null}}\n', "row 2 of the 'train' split: column 'text' holds nothing (null), not text"),
         (f'{ROW}\n{{"text": [1]}}\n', "row 2 of the 'train' split: column 'text' holds a list, not text"),

@@ -124,6 +124,31 @@ def test_every_source_trains_with_every_byte_verified(source: str, train: Train,
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
+def _written(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    file = folder / "given.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def test_alpaca_trains_as_the_same_questions_in_trls_columns(train: Train, tmp_path: Path) -> None:
+    pairs = _rows(tiny.write_prompt_completion_jsonl(tmp_path / "pairs.jsonl", ROWS, conversational=True))
+    asked = [(row["prompt"][-1]["content"], row["completion"][0]["content"]) for row in pairs]
+    trls = _written(tmp_path, [{**row, "prompt": row["prompt"][-1:]} for row in pairs])
+    stock = losses(train(dataset_name=trls))
+    alpaca = _written(tmp_path, [{"instruction": q, "input": "", "output": a} for q, a in asked])
+    result = train("--overwrite_output_dir", dataset_name=alpaca)
+    assert losses(result) == stock
+    assert "the train rows become prompt/completion (conversational): 'instruction' is the prompt" in result.stdout
+
+
+def test_a_mixture_of_formats_on_the_command_line(train: Train, tmp_path: Path) -> None:
+    chats = tiny.write_sharegpt_jsonl(tmp_path / "chats.jsonl", ROWS)
+    alpaca = _written(tmp_path, [{"instruction": "q", "output": "a"}] * ROWS)
+    result = train("--datasets", f"{chats},fraction=3", f"{alpaca},fraction=1", "--test_split_size", "0.25")
+    assert f"training on {ROWS} rows" in result.stdout  # a quarter of the 16 is held out
+    assert "human is user" in result.stdout and "'output' is the completion" in result.stdout
+
+
 @pytest.mark.parametrize("source", ["messages.jsonl", "directory", "save_to_disk"])
 def test_streamed_rows_train_and_are_evaluated(source: str, train: Train, tmp_path: Path) -> None:
     evaluation = {"eval_split_size": 3} if source == "messages.jsonl" else {}
