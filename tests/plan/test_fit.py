@@ -117,7 +117,7 @@ def test_recomputing_all_layers_one_by_one_is_checkpointing(plan: Plan) -> None:
 
 def test_the_command_line_of_a_mix_is_one_flag_that_a_job_asks_with_again(plan: Plan) -> None:
     mix = next(each for each in plan.grid if each.case.recompute)
-    line = command(plan.request, mix)
+    line = command(plan.request, mix, {"dataset_name": "d"})
     assert "checkpointing" not in line
     whole, some = mix.case.recompute
     assert f"--recompute_layers {whole},{some}" in line
@@ -247,7 +247,7 @@ def test_experts_are_planned_without_the_dropout_that_peft_refuses() -> None:
     asked = {"methods": ("lora",), "length": 64, "effective_batch": 1}
     found = plan_for(PlanRequest(**asked), card=CARD, config=config_of(EXPERTS), grid=False)
     assert found.choice is not None
-    assert "dropout" not in command(found.request, found.nearest)
+    assert "dropout" not in command(found.request, found.nearest, {})
     with pytest.raises(UsageError, match="lora_dropout"):
         plan_for(PlanRequest(**asked, dropout=0.05), card=CARD, config=config_of(EXPERTS), grid=False)
 
