@@ -13,10 +13,13 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
 from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.data.formats import Method
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +31,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def sft(argv: Sequence[str]) -> int:
     """fine-tune a model, verified; every flag of `trl sft`"""
     return _train("sft", argv)
+
+
+def dpo(argv: Sequence[str]) -> int:
+    """train on pairs of a chosen and a rejected answer; every flag of `trl dpo`"""
+    return _train("dpo", argv)
+
+
+def kto(argv: Sequence[str]) -> int:
+    """train on answers that are wanted or not; every flag of `trl kto`"""
+    return _train("kto", argv)
+
+
+def reward(argv: Sequence[str]) -> int:
+    """train a reward model on chosen and rejected answers; every flag of `trl reward`"""
+    return _train("reward", argv)
+
+
+def grpo(argv: Sequence[str]) -> int:
+    """train on rewards of the model's own answers; every flag of `trl grpo`"""
+    return _train("grpo", argv)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -241,6 +264,10 @@ def evaluate(argv: Sequence[str]) -> int:
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "sft": sft,
     "train": sft,
+    "dpo": dpo,
+    "kto": kto,
+    "reward": reward,
+    "grpo": grpo,
     "run": run,
     "doctor": doctor,
     "plan": plan,
@@ -273,7 +300,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     return VERBS[verb](rest)
 
 
-def _train(verb: str, argv: Sequence[str]) -> int:
+def _train(verb: Method, argv: Sequence[str]) -> int:
     """Launch a training verb; what its flags are named is checked before anything large is imported."""
     from hf_rocm_tune.launch import launch, split
     from hf_rocm_tune.settings import names

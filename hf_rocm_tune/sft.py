@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: ``accelerate launch -m hf_rocm_tune.sft`` (or ``hf-rocm-tune sft``).
+"""Supervised fine-tuning: ``accelerate launch -m hf_rocm_tune.sft`` (or ``hf-rocm-tune sft``); and the start of others.
 
 Only the start: names of flags are checked and variables of a recipe applied before torch is imported, and one boundary
 turns errors into one line and an exit code. The run itself is told in :mod:`hf_rocm_tune.job.run`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.machine import process, variables
@@ -17,12 +18,16 @@ from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings import recipe as recipe_file
 from hf_rocm_tune.training.supervised import outlive_terminal
 
+if TYPE_CHECKING:
+    from hf_rocm_tune.data.formats import Method
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one fine-tuning job.
+
+def main(argv: Sequence[str] | None = None, *, method: Method = "sft") -> int:
+    """Runs one training job.
 
     Args:
         argv: the command line without the program's name; ``sys.argv`` unless given.
+        method: of the training; the modules beside this one that start the others name theirs.
 
     Returns:
         The exit code: 0 done, 2 wrong input, 3 corruption that could not be recovered, 4 stall, 5 out of memory,
@@ -31,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         outlive_terminal()
-    return run_guarded(lambda: _start(arguments), argv=arguments, process_ends=argv is None)
+    return run_guarded(lambda: _start(arguments, method), argv=arguments, process_ends=argv is None)
 
 
 @sigterm_as_interrupt()
-def _start(argv: list[str]) -> int:
-    if names.answered("sft", argv):
+def _start(argv: list[str], method: Method) -> int:
+    if names.answered(method, argv):
         return 0
     if sys.stderr.isatty():
         os.environ.setdefault("TQDM_LEAVE", "")  # tqdm's own: bars of libraries go when they are full
@@ -49,9 +54,9 @@ def _start(argv: list[str]) -> int:
     with uncollected():
         process.prepare_process(os.environ)
         process.check_bitsandbytes()
-        from hf_rocm_tune.job import run as sft_job
+        from hf_rocm_tune.job import run as job
 
-    return sft_job.run(argv)
+    return job.run(argv, method=method)
 
 
 if __name__ == "__main__":

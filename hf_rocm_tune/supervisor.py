@@ -28,10 +28,11 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import psutil
 
+from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM
 from hf_rocm_tune.integrity import manifest
@@ -54,7 +55,7 @@ from hf_rocm_tune.training.supervised import (
     tell_patience,
 )
 
-ENTRIES = frozenset({"sft"})
+ENTRIES = frozenset(get_args(Method))
 """Modules of this package that train, which are verbs of the command line as well."""
 DEATHS_TO_SKIP = 2
 DEATHS_TO_STOP = 4
@@ -65,7 +66,7 @@ _PACKAGE = "hf_rocm_tune"
 _LAUNCHER = [sys.executable, "-m", f"{_PACKAGE}.launch"]
 _FORMS = (
     "`accelerate launch ... -m hf_rocm_tune.sft ...`, `hf-rocm-tune sft ...`, `torchrun ... -m hf_rocm_tune.sft ...` "
-    "or `python -m hf_rocm_tune.sft ...`"
+    "or `python -m hf_rocm_tune.sft ...` (or another training verb)"
 )
 _POLL_SECONDS, _LOOK_SECONDS, _SAME_PRESS_SECONDS = 0.05, 0.2, 1.0
 _KILL_SECONDS = 30.0

@@ -135,7 +135,7 @@ def test_precedence_is_command_line_recipe_our_default_trls(base: list[str], tmp
     assert (both.training.learning_rate, both.training.max_length, both.model.lora_r) == (3e-4, 99, 3)
     assert {"learning_rate", "max_length", "lora_r"} <= both.given
     ours = read(*base)
-    assert ours.training.learning_rate == command_line.LORA_LEARNING_RATE != SFTConfig.learning_rate
+    assert ours.training.learning_rate == 2e-4 != SFTConfig.learning_rate
     assert ours.training.max_length == SFTConfig.max_length
     assert ours.given == {"model_name_or_path", "dataset_name", "output_dir"}
     # A value that equals TRL's default is still the user's, and beats ours.

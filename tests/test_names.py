@@ -12,6 +12,7 @@ from accelerate.commands.launch import launch_command_parser
 
 import hf_rocm_tune  # noqa: F401 - prepares the process
 from hf_rocm_tune import launch
+from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.command import main as plan
 from hf_rocm_tune.settings import arguments, names
@@ -31,15 +32,16 @@ def read(*argv: str) -> dict[str, Any]:
     return parse(argv, accelerator=False).resolved()
 
 
-def test_flags_and_defaults_are_those_of_the_real_parser() -> None:
+@pytest.mark.parametrize("verb", names.VERBS)
+def test_flags_and_defaults_are_those_of_the_real_parser(verb: Method) -> None:
     real: dict[str, set[str]] = {}
-    for action in build_parser()._actions:
+    for action in build_parser(verb)._actions:
         real.setdefault(action.dest, set()).update(action.option_strings)
     real.pop("help")
-    found = names.flags("sft")
+    found, defaults = names.flags(verb), arguments._flags(verb).defaults
     assert {name: set(flag.options) for name, flag in found.items()} == real
     read_as_literals = {name: flag.default for name, flag in found.items() if type(flag.default) is not object}
-    told = {name: arguments._TRL_DEFAULTS[name] for name in read_as_literals.keys() & arguments._TRL_DEFAULTS.keys()}
+    told = {name: defaults[name] for name in read_as_literals.keys() & defaults.keys()}
     assert {name: read_as_literals[name] for name in told} == told
     assert len(told) > 100
 
@@ -55,20 +57,21 @@ def test_the_launchers_flags_are_those_of_its_real_parser() -> None:
     assert launch.is_launcher_flag("num_processes") and not launch.is_launcher_flag("debug")
 
 
-def test_the_screen_shows_what_a_run_on_a_card_would_use() -> None:
-    shown = dict(re.findall(r"^  --(\w+)\b.*\[(.+)\]$", names.screen("sft"), flags=re.MULTILINE))
-    ours = {each.name: each.ours for each in arguments.differences({}, accelerator=True, bf16_supported=True)}
-    real = {**arguments._TRL_DEFAULTS, **ours, **dict(vars(parse(["--model", "x", "--dataset", "y"]).tune))}
+@pytest.mark.parametrize("verb", names.VERBS)
+def test_the_screen_shows_what_a_run_on_a_card_would_use(verb: Method) -> None:
+    shown = dict(re.findall(r"^  --(\w+)\b.*\[(.+)\]$", names.screen(verb), flags=re.MULTILINE))
+    asked: Any = {"method": verb, "accelerator": True, "bf16_supported": True}
+    defaults = arguments._flags(verb).defaults
+    ours = {each.name: each.ours for each in arguments.differences({}, **asked)}
+    real = {**defaults, **ours, **dict(vars(parse(["--model", "x", "--dataset", "y"]).tune))}
     real["activation_checkpointing"] = real["gradient_checkpointing"]
-    assert {"lr", "lora_r", "use_peft", "verify", "batch_size", "max_seq_length"} <= shown.keys()
+    assert {"lr", "lora_r", "use_peft", "verify", "batch_size"} <= shown.keys()
     for name, text in shown.items():
         value = real[names.ALIASES.get(name, name)]
         value = value[0] if isinstance(value, list) else getattr(value, "value", value)
         assert text.partition(";")[0] == (f"{value:g}" if isinstance(value, float) else str(value)).lower(), name
-    without = {each.name for each in arguments.differences({"use_peft": False}, accelerator=True, bf16_supported=True)}
-    assert (
-        "learning_rate" not in without and f"{arguments._TRL_DEFAULTS['learning_rate']:g} without LoRA" in shown["lr"]
-    )
+    without = {each.name for each in arguments.differences({"use_peft": False}, **asked)}
+    assert "learning_rate" not in without and f"{defaults['learning_rate']:g} without LoRA" in shown["lr"]
 
 
 def test_aliases_are_the_flags_that_they_stand_for(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
         lines.append(f"faults are injected on request: {faults}")
     if arguments.tune.verbose:
         return lines + [
-            f"default {row.name}={row.ours} (trl sft: {row.trl}): {row.reason}" for row in arguments.differences
+            f"default {row.name}={row.ours} (trl {arguments.method}: {row.trl}): {row.reason}"
+            for row in arguments.differences
         ]
     ours = ", ".join(f"{row.name}={row.ours}" for row in arguments.differences)
     return [*lines, f"defaults other than trl's: {ours} (-v says why)"] if ours else lines

@@ -84,6 +84,9 @@ def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, 
     tune, training = arguments.tune, arguments.training
     if tune.auto_fit == "off":
         return None
+    if arguments.method != "sft":
+        say(f"auto-fit: the plan knows supervised fine-tuning alone, not {arguments.method}: nothing is chosen")
+        return None
     _refuse_fit(training)
     wanted = demand(
         ranks=training.world_size,

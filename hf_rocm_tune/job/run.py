@@ -19,12 +19,13 @@ from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_see
 from trl import get_peft_config, get_quantization_config
 
 from hf_rocm_tune import exits, upstream
-from hf_rocm_tune.data.formats import FormatInfo, as_trl, check_format
+from hf_rocm_tune.data.formats import FormatInfo, Method, as_trl, check_format
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.errors import MemoryFaultError
 from hf_rocm_tune.job import announce
 from hf_rocm_tune.job.card import Cards
 from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
+from hf_rocm_tune.job.methods import check_method, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
@@ -34,7 +35,7 @@ from hf_rocm_tune.publish.publisher import Publisher
 from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.redaction import local_paths
 from hf_rocm_tune.settings import arguments as command_line
-from hf_rocm_tune.settings import flags
+from hf_rocm_tune.settings import flags, names
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.training import report, seam_probe, stall, terminal
 from hf_rocm_tune.training.device_memory import explain_native_exits, warm_up
@@ -45,7 +46,7 @@ from hf_rocm_tune.training.run import Plan, prepare_output_dir
 from hf_rocm_tune.training.stall import StallGuard
 from hf_rocm_tune.training.supervised import tell_begun
 from hf_rocm_tune.training.telemetry import Telemetry, of_device
-from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
+from hf_rocm_tune.training.trainer import VerifiedSFTTrainer, VerifiedTransferMixin
 from hf_rocm_tune.transfer import Mover
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Job:
     telemetry: Telemetry | None
     publisher: Publisher | None
     guard: StallGuard
+    rewards: list[Any] | None = None  # GRPO's reward functions, and the name of a reward model
     findings: tuple[dict[str, Any], ...] = ()
     cards: Cards | None = None  # made with the trainer
 
@@ -78,11 +80,12 @@ class Job:
             self.cards.write_card(directory)
 
 
-def run(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     """Runs one job.
 
     Args:
         argv: the command line without the program's name.
+        method: of the training.
 
     Returns:
         0; whatever goes wrong is raised.
@@ -90,7 +93,7 @@ def run(argv: Sequence[str]) -> int:
     met_at = exits.meeting_place()
     place = met_at.with_name(f"{met_at.name}-preflight") if met_at is not None else None
     preflight = partial(flags.decide, environ=os.environ, place=place, say=announce.say)
-    arguments = command_line.parse(argv, before_meeting=preflight)
+    arguments = command_line.parse(argv, method=method, before_meeting=preflight)
     if arguments.tune.print_config:
         print(arguments.to_yaml(), end="")
         return 0
@@ -118,6 +121,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _run(arguments: Arguments, guard: StallGuard) -> int:
     asked = {**arguments.resolved(), "world_size": arguments.training.world_size}
+    if arguments.method != "sft":  # runs of older versions have no method
+        asked["method"] = arguments.method
     restarted = bool(highest([int(exits.is_restart(os.environ))])[0])
     plan = _plan(arguments, asked, restarted=restarted)
     with closing(plan):
@@ -217,7 +222,7 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
     return None
 
 
-def _fitted(job: Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts) -> report.RunFacts:
+def _fitted(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts) -> report.RunFacts:
     """The choice of --auto_fit, corrected where that was asked for, and kept for whoever continues the run."""
     if job.fit is None:
         return facts
@@ -240,7 +245,7 @@ def _plan(arguments: Arguments, asked: dict[str, Any], *, going_back: bool = Fal
     )
 
 
-def _train(job: Job, trainer: VerifiedSFTTrainer, facts: report.RunFacts, cards: Cards) -> None:
+def _train(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts, cards: Cards) -> None:
     training = job.arguments.training
     trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
     trainer.save_model(training.output_dir)
@@ -291,6 +296,7 @@ def _prepare(
         name=arguments.model.model_name_or_path,
         revision=arguments.model.model_revision,
         trust_remote_code=training.trust_remote_code,
+        reward=arguments.method == "reward",
         init={
             "attn_implementation": arguments.model.attn_implementation,
             "dtype": arguments.model.dtype,
@@ -300,6 +306,8 @@ def _prepare(
     )
     check_source(source, training.device)
     check_recomputation(arguments, source)
+    check_method(arguments, os.environ)
+    rewards = reward_functions(arguments.script) if arguments.method == "grpo" else None
     check_loggers(training.report_to)
     check_offloads(training)
     check_fsdp(training, arguments.model, os.environ, others=_not_for_shards(arguments))
@@ -307,7 +315,7 @@ def _prepare(
         announce.say(f"crashes are injected on request: {crashes}")
     if step_faults := StepFaultSpec.from_environment():
         announce.say(f"steps are harmed on request: {step_faults}")
-    tokenizer = load_tokenizer(source, training.chat_template_path)
+    tokenizer = load_tokenizer(source, getattr(training, "chat_template_path", None))
     data = _data(arguments, tokenizer)
     mover = make_mover(arguments, source, say=announce.say)
     libraries = _warm_up(mover, source)
@@ -325,6 +333,7 @@ def _prepare(
         telemetry=telemetry if tune.telemetry_every > 0 else None,
         publisher=publisher,
         guard=guard,
+        rewards=rewards,
     )
 
 
@@ -350,7 +359,7 @@ def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
     }
 
 
-def _make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
+def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     """Loads the model, verified, and builds its trainer with everything that watches a run; collective.
 
     Returns:
@@ -366,12 +375,17 @@ def _make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
     if peft_config is not None:
         peft_config.target_modules = target_names(peft_config.target_modules)
         check_targets(model, peft_config.target_modules)
+    extra: dict[str, Any] = {}
+    if job.arguments.method in ("dpo", "kto") and peft_config is None and not training.precompute_ref_log_probs:
+        extra["ref_model"] = load_model(job.source, job.mover)[0]
+    if job.rewards is not None:
+        extra["reward_funcs"] = list(job.rewards)
     training.model_init_kwargs = None  # they are in the model
     callbacks = []
     if tune.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(tune.early_stopping_patience, tune.early_stopping_threshold))
     with as_usage_errors():
-        trainer = VerifiedSFTTrainer(
+        trainer = _trainer_class(job.arguments.method)(
             model=model,
             args=training,
             train_dataset=job.data.train,
@@ -395,6 +409,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
             card_writer=job.write_card,
             telemetry=job.telemetry,
             listener=job.guard.hear,
+            **extra,
         )
     job.arguments = replace(job.arguments, training=trainer.args)  # a copy, with what is changed while it is built
     if job.publisher is not None:
@@ -409,6 +424,15 @@ def _make_trainer(job: Job) -> tuple[VerifiedSFTTrainer, report.RunFacts]:
         telemetry=job.telemetry,
     )
     return trainer, facts
+
+
+def _trainer_class(method: Method) -> type[VerifiedTransferMixin]:
+    if method == "sft":
+        return VerifiedSFTTrainer
+    from hf_rocm_tune.training import methods
+
+    found: type[VerifiedTransferMixin] = getattr(methods, f"Verified{names.VERBS[method].trainer}")
+    return found
 
 
 def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Splits:
@@ -446,10 +470,13 @@ def _understood(
     training = arguments.training
     found = check_format(
         rows,
-        assistant_only_loss=training.assistant_only_loss,
-        completion_only_loss=training.completion_only_loss,
-        dataset_text_field=training.dataset_text_field,
-        has_chat_template=bool(training.chat_template_path or getattr(tokenizer, "chat_template", None)),
+        method=arguments.method,
+        assistant_only_loss=getattr(training, "assistant_only_loss", False),
+        completion_only_loss=getattr(training, "completion_only_loss", None),
+        dataset_text_field=getattr(training, "dataset_text_field", "text"),
+        has_chat_template=bool(
+            getattr(training, "chat_template_path", None) or getattr(tokenizer, "chat_template", None)
+        ),
         model_name=arguments.model.model_name_or_path,
         split=split,
     )

@@ -30,6 +30,7 @@ class ModelSource:
         name: Hub id or local directory.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: passed to transformers.
+        reward: load it as a reward model: with one number for an output, whose head may be new.
         init: further keyword arguments of ``from_pretrained`` (dtype, attn_implementation ...).
         quantization: bitsandbytes configuration, or None.
     """
@@ -37,6 +38,7 @@ class ModelSource:
     name: str
     revision: str = "main"
     trust_remote_code: bool = False
+    reward: bool = False
     init: dict[str, Any] = field(default_factory=dict)
     quantization: BitsAndBytesConfig | None = None
 
@@ -97,6 +99,8 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
         SeamError: transformers has moved a place where we stand.
     """
     from safetensors import SafetensorError
+    from transformers import AutoModelForSequenceClassification
+    from trl.trainer.reward_trainer import suppress_seqcls_warning
     from trl.trainer.utils import create_model_from_path
 
     started = time.perf_counter()
@@ -106,15 +110,23 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
     # Named by us: TRL's own "auto" splits a model over two visible cards by peer copies.
     arguments["device_map"] = {"": "cpu"} if on_host else device_map(mover)
     try:
-        with nullcontext() if on_host else verified_loading(mover), without_dispatch():
+        if source.reward:
+            arguments["num_labels"] = 1
+        with (
+            nullcontext() if on_host else verified_loading(mover),
+            without_dispatch(),
+            suppress_seqcls_warning() if source.reward else nullcontext(),
+        ):
             loaded: tuple[PreTrainedModel, dict[str, Any]] = create_model_from_path(
-                source.name, output_loading_info=True, **arguments
+                source.name,
+                AutoModelForSequenceClassification if source.reward else None,
+                output_loading_info=True,
+                **arguments,
             )
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: attn_implementation
         raise UsageError(f"model {source.name}: {_first_line(error)}") from error
     model, info = loaded
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
+    if missing := sorted(key for key in info["missing_keys"] if not (source.reward and key == "score.weight")):
         raise UsageError(
             f"model {source.name}: its weight files lack {len(missing)} tensors, {missing[0]} first, which would be "
             "made up at random: download or copy it again, or give the model that this configuration belongs to"

@@ -1,16 +1,18 @@
-"""The command line of a fine-tuning job: every flag of ``trl sft``, ours, and recipe files.
+"""The command line of a training job: every flag of ``trl sft`` (``dpo``, ``kto`` ...), ours, and recipe files.
 
 A value comes from the command line, else from the recipe, else from our defaults, else from TRL's. Where our default
 differs from TRL's, the difference is recorded with its reason, so that a run can print it.
 
-Wrong input ends as one ``UsageError`` before anything is built; building ``SFTConfig`` comes last, because it makes
-Accelerate's state (and, with several ranks, connects them).
+Wrong input ends as one ``UsageError`` before anything is built; building TRL's configuration comes last, because it
+makes Accelerate's state (and, with several ranks, connects them).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import importlib
 import math
 import os
 import types
@@ -18,12 +20,13 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import yaml
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 
+from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.data.sources import part_of_mixture
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
@@ -34,7 +37,10 @@ from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings import recipe as recipe_file
 from hf_rocm_tune.settings.flags import RanksArguments, TuneArguments, process_group
 
-LORA_LEARNING_RATE = 2e-4
+if TYPE_CHECKING:
+    from trl.trainer.base_config import _BaseConfig
+
+_LORA_FACTOR = 10  # by which an adapter's learning rate is above that of all weights, in TRL's examples of each trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +59,9 @@ class Arguments:
     """A job's settings, complete and checked."""
 
     # script, training, model, mixture: TRL's own objects, as ``trl sft`` builds them
+    method: Method
     script: ScriptArguments
-    training: SFTConfig
+    training: _BaseConfig  # `trl.SFTConfig`, `trl.DPOConfig` ...
     model: ModelConfig
     mixture: DatasetMixtureConfig
     tune: TuneArguments
@@ -83,6 +90,8 @@ class Arguments:
         ``print_config`` is left out, or the recipe would only print itself.
         """
         settings = {name: value for name, value in self.resolved().items() if name != "print_config"}
+        if settings.get("steps_per_generation") is not None:
+            settings.pop("generation_batch_size")  # GRPO takes one of the two, and makes the other of it
         return yaml.safe_dump(redact_json(settings), sort_keys=False, allow_unicode=True)
 
 
@@ -94,6 +103,7 @@ accumulation steps; see ``flags.decide``."""
 def parse(
     argv: Sequence[str],
     *,
+    method: Method = "sft",
     accelerator: bool | None = None,
     bf16_supported: bool | None = None,
     before_meeting: BeforeMeeting | None = None,
@@ -102,6 +112,7 @@ def parse(
 
     Args:
         argv: the arguments, without the program's name.
+        method: of the training: which of TRL's trainers, and so which flags.
         accelerator, bf16_supported: whether there is a GPU, and computes in bfloat16; torch is asked unless given.
         before_meeting: called when the settings are known and no process group is there yet, but for --print_config.
 
@@ -112,7 +123,7 @@ def parse(
         UsageError: the input is wrong; one message names everything that could be found at once.
         SystemExit: 0, after ``--help``.
     """
-    parser = build_parser()
+    parser = build_parser(method)
     path, rest = recipe_file.take_flag(names.canonical(argv), recipe_file.FLAG)
     given = _read_flags(parser, rest)
     if path is not None:
@@ -129,14 +140,18 @@ def parse(
     if given.get("print_config"):
         before_meeting = None
     return _resolve(
-        given, accelerator=accelerator, bf16_supported=accelerator and bf16_supported, before_meeting=before_meeting
+        parser,
+        given,
+        accelerator=accelerator,
+        bf16_supported=accelerator and bf16_supported,
+        before_meeting=before_meeting,
     )
 
 
-def help_all() -> str:
+def help_all(method: Method) -> str:
     """All flags with the defaults of a run of ours on a card: ours first, then TRL's, then where the launcher's are."""
-    parser = build_parser()
-    ours = differences({}, accelerator=True, bf16_supported=True)
+    parser = build_parser(method)
+    ours = differences({}, method=method, accelerator=True, bf16_supported=True)
     parser.set_defaults(**{each.name: each.ours for each in ours})
     return (
         f"{parser.format_help()}\nlauncher:\n  --accelerate_config NAME|PATH  and every flag of `accelerate launch`; "
@@ -144,14 +159,16 @@ def help_all() -> str:
     )
 
 
-def build_parser() -> _Parser:
+def build_parser(method: Method = "sft") -> _Parser:
     """The parser of all flags: ours first in its help, then TRL's."""
+    flags = _flags(method)
     parser = _Parser(
-        (*_OUR_TYPES, *_TRL_TYPES),
-        prog="hf-rocm-tune sft",
-        description="Fine-tune a language model; every byte that goes to the device is verified.",
+        flags.types,
+        prog=f"hf-rocm-tune {method}",
+        description="Train a language model; every byte that goes to the device is verified.",
         allow_abbrev=False,
     )
+    parser.method = method
     parser.add_argument(
         recipe_file.FLAG,
         metavar="RECIPE",
@@ -169,6 +186,8 @@ def build_parser() -> _Parser:
 class _Parser(HfArgumentParser):
     """TRL's parser, with errors as ``UsageError``."""
 
+    method: Method
+
     def error(self, message: str) -> NoReturn:
         """Turn argparse's complaint into ours: one spelling of the flag, and where to read on."""
         if message.startswith("argument "):
@@ -178,29 +197,47 @@ class _Parser(HfArgumentParser):
 
 
 _OUR_TYPES = (TuneArguments, RanksArguments)
-_TRL_TYPES = (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
 _UNSET = object()
-_OWNERS = {each.name: owner for owner in (*_OUR_TYPES, *_TRL_TYPES) for each in dataclasses.fields(owner) if each.init}
-_TRL_DEFAULTS = {
-    each.name: each.default_factory() if callable(each.default_factory) else each.default
-    for owner in _TRL_TYPES
-    for each in dataclasses.fields(owner)
-    if each.init
-}
-_HINTS = {name: typing.get_type_hints(owner)[name] for name, owner in _OWNERS.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flags:
+    """The flags of one method."""
+
+    types: tuple[type, ...]  # ours, then TRL's: script arguments, configuration, model, mixture
+    owners: Mapping[str, type]
+    defaults: Mapping[str, Any]  # TRL's
+    hints: Mapping[str, Any]
+
+
+@functools.cache
+def _flags(method: Method) -> _Flags:
+    theirs = tuple(
+        getattr(importlib.import_module(module), name) for module, name in names.VERBS[method].owners[len(_OUR_TYPES) :]
+    )
+    owners = {each.name: owner for owner in (*_OUR_TYPES, *theirs) for each in dataclasses.fields(owner) if each.init}
+    defaults = {
+        each.name: each.default_factory() if callable(each.default_factory) else each.default
+        for owner in theirs
+        for each in dataclasses.fields(owner)
+        if each.init
+    }
+    hints = {name: typing.get_type_hints(owner)[name] for name, owner in owners.items()}
+    return _Flags(types=(*_OUR_TYPES, *theirs), owners=owners, defaults=defaults, hints=hints)
 
 
 def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
     """What the command line sets, by name."""
     # A default is only filled in where the namespace has no value, so what is still _UNSET was not given.
-    empty = argparse.Namespace(**dict.fromkeys(_OWNERS, _UNSET), config=None)
+    owners = _flags(parser.method).owners
+    empty = argparse.Namespace(**dict.fromkeys(owners, _UNSET), config=None)
     namespace, unknown = parser.parse_known_args(list(argv), namespace=empty)
     flags = [argument for argument in unknown if argument.startswith("--")]
     if flags:
-        raise UsageError("; ".join(names.unknown(flag.partition("=")[0], [*_OWNERS], dashes="--") for flag in flags))
+        raise UsageError("; ".join(names.unknown(flag.partition("=")[0], [*owners], dashes="--") for flag in flags))
     if unknown:
         raise UsageError(f"unexpected argument {unknown[0]!r}; flags begin with --, see --help")
-    return {name: value for name in _OWNERS if (value := getattr(namespace, name)) is not _UNSET}
+    return {name: value for name in owners if (value := getattr(namespace, name)) is not _UNSET}
 
 
 def _read_recipe_values(parser: _Parser, recipe: recipe_file.Recipe) -> dict[str, Any]:
@@ -208,8 +245,8 @@ def _read_recipe_values(parser: _Parser, recipe: recipe_file.Recipe) -> dict[str
     values, faults = {}, []
     for key, name in names.canonical_keys(recipe).items():
         try:
-            if name not in _OWNERS:
-                raise UsageError(names.unknown(key, [*_OWNERS], dashes=""))
+            if name not in (owners := _flags(parser.method).owners):
+                raise UsageError(names.unknown(key, [*owners], dashes=""))
             values[name] = _convert(parser, name, recipe.values[key])
         except UsageError as error:
             faults.append(str(error))
@@ -220,7 +257,7 @@ def _read_recipe_values(parser: _Parser, recipe: recipe_file.Recipe) -> dict[str
 
 def _convert(parser: _Parser, name: str, value: Any) -> Any:
     """A YAML value in the type of a flag: through the flag's own parser, so that both accept the same."""
-    allowed = _members(_HINTS[name])
+    allowed = _members(_flags(parser.method).hints[name])
     if value is None:
         if type(None) in allowed:
             return None
@@ -241,27 +278,35 @@ def _convert(parser: _Parser, name: str, value: Any) -> Any:
 
 
 def _resolve(
-    given: dict[str, Any], *, accelerator: bool, bf16_supported: bool, before_meeting: BeforeMeeting | None
+    parser: _Parser,
+    given: dict[str, Any],
+    *,
+    accelerator: bool,
+    bf16_supported: bool,
+    before_meeting: BeforeMeeting | None,
 ) -> Arguments:
     """Fill in our defaults and build TRL's objects; building the last of them lets the ranks meet."""
-    different = differences(given, accelerator=accelerator, bf16_supported=bf16_supported)
+    flags = _flags(parser.method)
+    different = differences(given, method=parser.method, accelerator=accelerator, bf16_supported=bf16_supported)
     values = {each.name: each.ours for each in different} | given
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         # transformers warns about its old name, even where only TRL's default has set it.
-        values.setdefault(old.replace("gradient", "activation"), values.get(old, _TRL_DEFAULTS[old]))
-    tune, ranks = _build(TuneArguments, values), _build(RanksArguments, values)
-    script, model = _build(ScriptArguments, values), _build(ModelConfig, values)
-    mixture = _build(DatasetMixtureConfig, values)
-    steps: Any = values.get("gradient_accumulation_steps", _TRL_DEFAULTS["gradient_accumulation_steps"])
+        values.setdefault(old.replace("gradient", "activation"), values.get(old, flags.defaults[old]))
+    build = functools.partial(_build, owners=flags.owners, values=values)
+    tune, ranks = build(TuneArguments), build(RanksArguments)
+    script: Any = build(flags.types[2])
+    model, mixture = build(ModelConfig), build(DatasetMixtureConfig)
+    steps: Any = values.get("gradient_accumulation_steps", flags.defaults["gradient_accumulation_steps"])
     preflight = before_meeting(ranks, accelerator, steps) if before_meeting else None
     values |= process_group(ranks.sync(preflight.choice.way if preflight else None), values, os.environ)
     return Arguments(
+        method=parser.method,
         tune=tune,
         ranks=ranks,
         script=script,
         model=model,
         mixture=mixture,
-        training=_build(SFTConfig, values),
+        training=build(flags.types[3]),
         given=frozenset(given),
         differences=different,
         preflight=preflight,
@@ -271,10 +316,10 @@ def _resolve(
 _Settings = TypeVar("_Settings")
 
 
-def _build(owner: type[_Settings], values: Mapping[str, Any]) -> _Settings:
+def _build(owner: type[_Settings], *, owners: Mapping[str, type], values: Mapping[str, Any]) -> _Settings:
     """An object of TRL's or ours; what it says about its values becomes a ``UsageError``."""
     try:
-        return owner(**{name: value for name, value in values.items() if _OWNERS[name] is owner})
+        return owner(**{name: value for name, value in values.items() if owners[name] is owner})
     except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
         raise UsageError(str(error) or f"{owner.__name__} refuses its values: {type(error).__name__}") from error
 
@@ -302,22 +347,28 @@ def _plain(value: object) -> object:
 # ---- defaults and bounds, by plain values before TRL's objects are built -------------------------------------------
 
 
-def differences(given: Mapping[str, Any], *, accelerator: bool, bf16_supported: bool) -> tuple[Difference, ...]:
+def differences(
+    given: Mapping[str, Any], *, method: Method = "sft", accelerator: bool, bf16_supported: bool
+) -> tuple[Difference, ...]:
     """Our defaults for the flags that were not given, as far as they differ from TRL's."""
     found: list[Difference] = []
+    defaults = _flags(method).defaults
 
     def default(name: str, ours: object, reason: str, *, upstream: object = None) -> None:
-        theirs = _TRL_DEFAULTS[name] if upstream is None else upstream
+        theirs = defaults[name] if upstream is None else upstream
         if name not in given and ours != theirs:
             found.append(Difference(name=name, trl=theirs, ours=ours, reason=reason))
 
     lora = given.get("use_peft", True)
     default("use_peft", True, "LoRA; --use_peft false trains all weights")
     if lora:
-        default("learning_rate", LORA_LEARNING_RATE, "adapters start at zero and learn at about ten times the rate")
+        rate = float(f"{_LORA_FACTOR * defaults['learning_rate']:.6g}")
+        default("learning_rate", rate, "adapters start at zero and learn at about ten times the rate")
         if given.get("lora_target_parameters") is None:
             default("lora_target_modules", ["all-linear"], "every linear layer but the output head")
         default("lora_dropout", 0.0, "dropout makes a step slower and keeps more activations")
+        if method == "reward":
+            default("lora_task_type", "SEQ_CLS", "the head that gives the reward is new: it is trained and saved whole")
     if given.get("load_in_4bit"):
         default("use_bnb_nested_quant", True, "QLoRA: the quantisation constants are quantised too")
     # TRL resolves an unset bf16 to "not fp16", whatever the device can do.

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.settings import recipe as recipe_file
 
@@ -40,6 +41,7 @@ class Verb:
 
     config: str  # TRL's class of training settings
     what: str  # one sentence
+    script: tuple[str, str] = ("trl", "ScriptArguments")  # module and name of TRL's class of the other settings
     # defaults that the sources of TRL do not tell, by flag: ours that differ, and what one flag takes from another
     ours: Mapping[str, str] = field(default_factory=dict)
 
@@ -47,7 +49,12 @@ class Verb:
     def owners(self) -> tuple[tuple[str, str], ...]:
         """Module and name of the classes that the parser is built from, in its order."""
         ours = tuple(("hf_rocm_tune.settings.flags", name) for name in ("TuneArguments", "RanksArguments"))
-        return (*ours, *(("trl", name) for name in ("ScriptArguments", self.config, "ModelConfig", _MIXTURE)))
+        return (*ours, self.script, *(("trl", name) for name in (self.config, "ModelConfig", _MIXTURE)))
+
+    @property
+    def trainer(self) -> str:
+        """TRL's class of trainer."""
+        return self.config.replace("Config", "Trainer")
 
 
 _MIXTURE = "DatasetMixtureConfig"
@@ -57,16 +64,30 @@ _EVERY = {
     "lora_target_modules": "all-linear",
     "activation_checkpointing": "true",
 }
-VERBS = {
+_RATE = {**_EVERY, "learning_rate": "1e-05; 1e-06 without LoRA"}
+VERBS: dict[Method, Verb] = {
     "sft": Verb(
         config="SFTConfig",
         what="Fine-tune a language model; every byte that goes to the device is verified.",
         ours={**_EVERY, "learning_rate": "0.0002; 2e-05 without LoRA"},
-    )
+    ),
+    "dpo": Verb(config="DPOConfig", what="Train on pairs of a chosen and a rejected answer, verified.", ours=_RATE),
+    "kto": Verb(config="KTOConfig", what="Train on answers that are wanted or not, verified.", ours=_RATE),
+    "reward": Verb(
+        config="RewardConfig",
+        what="Train a reward model on chosen and rejected answers, verified.",
+        ours={**_EVERY, "learning_rate": "0.001; 0.0001 without LoRA"},
+    ),
+    "grpo": Verb(
+        config="GRPOConfig",
+        what="Train on rewards of the model's own answers, verified.",
+        script=("trl.scripts.grpo", "GRPOScriptArguments"),
+        ours=_RATE,
+    ),
 }
 
 
-def answered(verb: str, argv: Sequence[str]) -> bool:
+def answered(verb: Method, argv: Sequence[str]) -> bool:
     """Print the help where a command line asks for it, and say whether it did; else check the names of its flags.
 
     Call it before torch is imported.
@@ -79,7 +100,7 @@ def answered(verb: str, argv: Sequence[str]) -> bool:
         from hf_rocm_tune.settings.arguments import help_all
 
         prepare_process(os.environ)
-        print(help_all())
+        print(help_all(verb))
     elif _HELP & set(argv):
         print(screen(verb))
     else:
@@ -88,7 +109,7 @@ def answered(verb: str, argv: Sequence[str]) -> bool:
     return True
 
 
-def check(verb: str, argv: Sequence[str]) -> None:
+def check(verb: Method, argv: Sequence[str]) -> None:
     """Refuse flags, and keys of the recipe on the command line, that no class of the verb has.
 
     Raises:
@@ -225,7 +246,7 @@ _SECTIONS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
 )
 
 
-def screen(verb: str) -> str:
+def screen(verb: Method) -> str:
     """The usual flags of a verb with the defaults that a run of ours has, on one screen."""
     about, known = VERBS[verb], _flags_or_none(verb)
     typed = {full: alias for alias, full in ALIASES.items()}
@@ -251,7 +272,7 @@ def screen(verb: str) -> str:
     )
 
 
-def _flags_or_none(verb: str) -> dict[str, Flag] | None:
+def _flags_or_none(verb: Method) -> dict[str, Flag] | None:
     try:
         return flags(verb)
     except _Unreadable:
@@ -283,7 +304,7 @@ class _Unreadable(Exception):
 
 
 @functools.cache
-def flags(verb: str) -> dict[str, Flag]:
+def flags(verb: Method) -> dict[str, Flag]:
     """All flags of a verb by name.
 
     Raises:

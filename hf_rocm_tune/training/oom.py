@@ -15,8 +15,11 @@ loss of a mixture of experts), random draws (dropout), and TRL's logged entropy 
 
 Two kinds of batch can be cut. A padded one has one sequence a row and is cut between rows. A packed one (padding-free)
 has a single row in which the position starts again at 0 with each sequence; it is cut there, and what describes the
-sequences (``cu_seq_lens``, ``max_length``, ``seq_idx``) is made anew. Batches with tensors of unknown meaning
-(preference pairs, images) are not cut: for them one shortage is the end.
+sequences (``cu_seq_lens``, ``max_length``, ``seq_idx``) is made anew. Preference pairs (DPO, reward models) are cut as
+pairs, and KTO's rows with their mismatched ones; each part counts by its pairs or rows. Exact for losses that are means
+over them; not for those that look at a micro-batch as a whole (KTO's estimate of the KL divergence, DPO's ``aot`` and
+``sft``). Batches with tensors of unknown meaning (images), and those that a trainer generates, are not cut: for them
+one shortage is the end.
 
 Not covered, where the error ends the run: evaluation, clipping, the optimizer's own step; FSDP, DeepSpeed, tensor and
 context parallelism, static graphs; memory of the host; buffers of a model that change in ``forward``.
@@ -71,6 +74,15 @@ _BY_TOKEN = frozenset([
     "input_ids", "labels", "shift_labels", "position_ids", "seq_idx", "completion_mask", "assistant_masks",
 ])  # fmt: skip
 """Tensors of shape [1, tokens] of a packed batch."""
+_BY_PAIR = frozenset(
+    ["input_ids", "attention_mask", "completion_mask", "ref_chosen_logps", "ref_rejected_logps", "margin"]
+)
+"""Tensors of a batch of pairs: of shape [2 * pairs, ...], chosen before rejected, or [pairs]."""
+_UNPAIRED = frozenset([
+    "input_ids", "attention_mask", "completion_mask", "KL_input_ids", "KL_attention_mask", "KL_completion_mask",
+    "label", "ref_logps", "ref_KL_logps",
+])  # fmt: skip
+"""Tensors of shape [rows, ...] of KTO's batch."""
 _BOUNDARIES = frozenset(["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"])
 _IGNORED_LABEL = -100
 
@@ -80,12 +92,12 @@ class Layout:
     """How a batch may be cut.
 
     Attributes:
-        kind: ``rows``, ``packed``, or ``whole``: it must not be cut.
-        sizes: tokens of each unit in order, padding included: of the rows, of the sequences, or of all of it.
+        kind: ``rows``, ``pairs``, ``unpaired``, ``packed``, or ``whole``: it must not be cut.
+        sizes: tokens of each unit in order, padding included: of the rows, pairs or sequences, or of all of it.
         reason: why it must not be cut; None where it may.
     """
 
-    kind: Literal["rows", "packed", "whole"]
+    kind: Literal["rows", "pairs", "unpaired", "packed", "whole"]
     sizes: tuple[int, ...]
     reason: str | None = None
 
@@ -107,12 +119,21 @@ class Part:
     share: float
 
 
-def layout(batch: Mapping[str, Any]) -> Layout:
-    """How this batch of host tensors may be cut."""
+def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
+    """How this batch of host tensors may be cut; ``pairs``: its rows are those of pairs, chosen before rejected."""
     first = batch.get("input_ids", batch.get("labels"))
     if not isinstance(first, Tensor) or first.dim() == 0:
         return Layout(kind="whole", sizes=(1,), reason="it has no input_ids")
     tokens = first.numel()
+    unpaired = isinstance(batch.get("label"), Tensor) and "completion_mask" in batch
+    if pairs or unpaired:
+        units = len(first) // 2 if pairs else len(first)
+        known, lengths = (_BY_PAIR, (units, 2 * units)) if pairs else (_UNPAIRED, (units,))
+        for name, value in batch.items():
+            if isinstance(value, Tensor) and (name not in known or value.dim() == 0 or len(value) not in lengths):
+                return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to cut its {name}")
+        tokens += batch["KL_input_ids"].numel() if "KL_input_ids" in batch else 0
+        return Layout(kind="pairs" if pairs else "unpaired", sizes=(tokens // units,) * units)
     if not isinstance(batch.get("labels"), Tensor):
         return Layout(kind="whole", sizes=(tokens,), reason="it has no labels by which its parts could be weighed")
     positions = batch.get("position_ids")
@@ -192,7 +213,7 @@ def next_divisor(sizes: Sequence[int], divisor: int, units: range) -> int | None
     return divisor
 
 
-def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool) -> list[Part]:
+def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs: bool = False) -> list[Part]:
     """Cut a batch of host tensors into at most ``divisor`` parts, which are views of it where that is possible.
 
     Args:
@@ -200,32 +221,40 @@ def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool) -> li
         divisor: 1 or more.
         labels_shifted: whether the loss compares each token with the label after it (causal language models), so that
             the first label of a row counts for nothing.
+        pairs: as in `layout`.
 
     Returns:
         The parts in order; a batch that cannot be cut is the only one.
     """
-    found = layout(batch)
+    found = layout(batch, pairs=pairs)
     groups = group(found.sizes, divisor)
     if len(groups) == 1:
         return [Part(inputs=dict(batch), units=groups[0], tokens=sum(found.sizes), share=1.0)]
     tokens = [sum(found.sizes[number] for number in each) for each in groups]
-    if found.kind == "rows":
-        inputs = [
-            {
-                name: value[each.start : each.stop] if isinstance(value, Tensor) else value
-                for name, value in batch.items()
-            }
-            for each in groups
-        ]
+    if found.kind != "packed":
+        rows = len(found.sizes)
+        inputs = [{name: _rows(value, each, rows) for name, value in batch.items()} for each in groups]
     else:
         ends = itertools.accumulate(tokens)
         inputs = [_sequences(batch, end - size, end) for end, size in zip(ends, tokens, strict=True)]
-    counts = [_labels_that_count(one, shifted=labels_shifted) for one in inputs]
-    weights = counts if any(counts) else tokens
+    if found.kind in ("pairs", "unpaired"):
+        weights = [len(each) for each in groups]
+    else:
+        counts = [_labels_that_count(one, shifted=labels_shifted) for one in inputs]
+        weights = counts if any(counts) else tokens
     return [
         Part(inputs=one, units=each, tokens=size, share=weight / sum(weights))
         for one, each, size, weight in zip(inputs, groups, tokens, weights, strict=True)
     ]
+
+
+def _rows(value: Any, units: range, count: int) -> Any:
+    """Of a tensor of ``count`` units the rows of some; of one with twice as many rows those of both halves."""
+    if not isinstance(value, Tensor):
+        return value
+    if len(value) == count:
+        return value[units.start : units.stop]
+    return value.unflatten(0, (2, count))[:, units.start : units.stop].flatten(0, 1)
 
 
 def _labels_that_count(inputs: Mapping[str, Any], *, shifted: bool) -> int:
@@ -418,7 +447,7 @@ class OutOfMemoryRecovery:
     ) -> Tensor:
         """Gradients of one micro-batch, part by part; its loss."""
         trainer = self._trainer
-        parts = split(window.batches[number], self.divisor, labels_shifted=trainer._loss_shifts_labels)
+        parts = trainer.parts(window.batches[number], self.divisor)
         apart = self.divisor > 1 and trainer.args.world_size > 1
         before = window.tokens
         losses = []
@@ -463,8 +492,8 @@ class OutOfMemoryRecovery:
         if device_shortage(error) is None:
             raise error
         trainer, args = self._trainer, self._trainer.args
-        number, part = self._at or (len(window.batches) - 1, split(window.batches[-1], 1, labels_shifted=True)[0])
-        found = layout(window.batches[number])
+        number, part = self._at or (len(window.batches) - 1, trainer.parts(window.batches[-1], 1)[0])
+        found = layout(window.batches[number], pairs=trainer.has_pairs)
         alone = args.world_size == 1
         outside = not (isinstance(error, torch.OutOfMemoryError) or self._cache_was_given_back)
         self._cache_was_given_back |= outside
@@ -473,7 +502,7 @@ class OutOfMemoryRecovery:
             wanted *= 2  # every further shortage would cost another restart
         self._shortages += 1
         step, rank, said = trainer.state.global_step + 1, args.process_index, " ".join(str(error).split())
-        units = "sequence" if found.kind == "packed" else "row"
+        units = {"packed": "sequence", "pairs": "pair"}.get(found.kind, "row")
         evidence = _keep_evidence(
             Path(args.output_dir) / EVIDENCE_DIRECTORY,
             f"step-{step}-rank-{rank}-{self._shortages}",

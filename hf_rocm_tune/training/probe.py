@@ -31,7 +31,7 @@ from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.plan.candidates import Candidate, Trial, Way, with_slack
 from hf_rocm_tune.plan.estimate import Trained, optimizer
 from hf_rocm_tune.ranks.agree import highest
-from hf_rocm_tune.training.oom import Window, local_gathers, split
+from hf_rocm_tune.training.oom import Window, local_gathers
 
 if TYPE_CHECKING:
     from hf_rocm_tune.training.trainer import VerifiedTransferMixin
@@ -206,7 +206,7 @@ def _went_through(trainer: VerifiedTransferMixin, rows: list[dict[str, Any]], *,
         beside = _stand_in(trainer, "state")
         for _ in range(micro_steps):
             batch = trainer.data_collator(rows)
-            (part,) = split(batch, 1, labels_shifted=trainer._loss_shifts_labels)
+            (part,) = trainer.parts(batch, 1)
             with trainer.step_fault(trainer.model, part):
                 stock(trainer.model, batch)
             trainer.beat("start")

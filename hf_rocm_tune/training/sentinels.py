@@ -69,6 +69,7 @@ class SentinelCallback(TrainerCallback):
         compare_optimizer_every: steps between two comparisons of all of the optimizer's state over all ranks; 0 for
             never.
         excuse_writes: see `TrainedSentinel`.
+        references: models that are only evaluated: all their tensors are watched.
 
     Raises:
         MemoryFaultError: from the start, `settle` or save that told of a change.
@@ -82,12 +83,14 @@ class SentinelCallback(TrainerCallback):
         every: int,
         compare_optimizer_every: int = 0,
         excuse_writes: bool = False,
+        references: Sequence[nn.Module] = (),
     ) -> None:
         self._model = model
         self._mover, self._report = mover, mover.report
         self._every = every
         self._compare_optimizer_every = compare_optimizer_every
         self._excuse_writes = excuse_writes
+        self._references = references
         self._optimizer: Optimizer | None = None
         self._sentinel: FrozenSentinel | None = None
         self._trained: TrainedSentinel | None = None
@@ -202,7 +205,11 @@ class SentinelCallback(TrainerCallback):
     def _frozen(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
         counted = running_statistics(self._model)
         found = findable_tensors_of(self._model)
-        return (each for each in found if not each[1].requires_grad and each[0] not in counted)
+        yield from (each for each in found if not each[1].requires_grad and each[0] not in counted)
+        for number, model in enumerate(self._references):
+            yield from (
+                (f"reference {number}: {name}", tensor, find) for name, tensor, find in findable_tensors_of(model)
+            )
 
     def _trainable(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in tensors_of(self._model) if tensor.requires_grad)
@@ -226,7 +233,7 @@ class SentinelCallback(TrainerCallback):
             reason = self._mover.reason(tensor) or "came through the mover"
         elif any(each is tensor for each in self._trained_parameters()):
             reason = "was trained until now"
-        elif is_recomputed(self._model, name, tensor, self._mover):
+        elif is_recomputed(*self._owner(name), tensor, self._mover):
             reason = RECOMPUTED
         else:
             return None
@@ -235,6 +242,11 @@ class SentinelCallback(TrainerCallback):
             self._explained.add((name, reason))
             self._report.rebaselined(name, reason, self._mover.step)
         return reason
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """Whose a tensor is, and its name there."""
+        reference, _, inside = name.rpartition(": ")
+        return (self._references[int(reference.split()[1])], inside) if reference else (self._model, name)
 
     # ---- the verdict ----------------------------------------------------------------------------------------
 

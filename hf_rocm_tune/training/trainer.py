@@ -19,7 +19,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -207,6 +207,7 @@ class VerifiedTransferMixin(_Base):
             every=sentinel_every,
             compare_optimizer_every=compare_optimizer_every,
             excuse_writes=is_foreign(type(self)),
+            references=() if getattr(self.args, "sync_ref_model", False) else self._references,
         )
         for callback in (
             MovementCallback(self.model, self._guard.tell),
@@ -256,6 +257,8 @@ class VerifiedTransferMixin(_Base):
         evaluation_mode: bool = False,
     ) -> nn.Module:
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
+        if evaluation_mode:
+            device_placement = False  # GRPO asks for its reward models to be moved: they are below
         if evaluation_mode and not any(plain is known for known in (self.model, *self._references)):
             attest(model, self.mover)
             place(model, self.mover)
@@ -381,7 +384,7 @@ class VerifiedTransferMixin(_Base):
         elif self._recovery is not None:
             loss = self._recovery.run(stock, model, inputs, num_items_in_batch)
         else:
-            (part,) = split_batch(self.host_batch(inputs), 1, labels_shifted=self._loss_shifts_labels)
+            (part,) = self.parts(self.host_batch(inputs), 1)
             with self.step_fault(model, part):
                 loss = stock(model, inputs, num_items_in_batch)
         self.grad_sync.settle(step=self.state.global_step + 1, synced=self.accelerator.sync_gradients)
@@ -401,7 +404,10 @@ class VerifiedTransferMixin(_Base):
         if unknown:
             inputs = self.mover.begin(inputs)
             self.mover.settle(inputs)
-        return super()._prepare_inputs(inputs)
+        # Of prompts a trainer makes its batch by itself: generates, reads, scores and sends it, in this thread.
+        makes = not isinstance(inputs, Mapping)
+        with redirected(self.mover, stage="batches") if makes else nullcontext():
+            return super()._prepare_inputs(inputs)
 
     @override
     def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
@@ -551,6 +557,11 @@ class VerifiedTransferMixin(_Base):
         return tuple(card.device for card in cards.cards) if cards else (self.args.device,)
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether the rows of a batch are chosen answers, then as many rejected ones (TRL's DPO and reward models)."""
+        return type(self.data_collator).__name__ == "DataCollatorForPreference"
+
+    @property
     def is_sharded(self) -> bool:
         """Whether each rank holds its part of the model."""
         return bool(self.is_deepspeed_enabled or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers)
@@ -563,6 +574,10 @@ class VerifiedTransferMixin(_Base):
     def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The host tensors that a batch came from; what came from nowhere that is known here stays as it is."""
         return dict(map_tensors(inputs, lambda tensor: require_unchanged(self._source_of(tensor), self.mover)))
+
+    def parts(self, batch: Mapping[str, Any], divisor: int) -> list[Part]:
+        """A batch of host tensors, cut into at most ``divisor`` parts; see `oom.split`."""
+        return split_batch(batch, divisor, labels_shifted=self._loss_shifts_labels, pairs=self.has_pairs)
 
     def step_fault(self, model: nn.Module, part: Part) -> AbstractContextManager[None]:
         """Within it the step that is under way is harmed, where that was asked for."""

@@ -123,6 +123,12 @@ class _Redirect(TorchFunctionMode):
             value = self._up(value.detach().to(target.dtype), target.device)
         return func(target, index, value, **kwargs)
 
+    def _get_item(self, func: Any, args: Any, kwargs: Any) -> Any:
+        target, index = args
+        if self._is_here(target) and self._goes_there(index, target.device):  # torch would send it by itself
+            index = self._up(index, target.device)
+        return func(target, index, **kwargs)
+
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
         device = kwargs.get("device")
         device = None if device is None else torch.device(device)
@@ -140,6 +146,7 @@ _CROSSING: dict[Any, Callable[[_Redirect, Any, Any, Any], Any]] = {
     Tensor.cpu: _Redirect._cpu,
     Tensor.copy_: _Redirect._copy,
     Tensor.__setitem__: _Redirect._set_item,
+    Tensor.__getitem__: _Redirect._get_item,
     **dict.fromkeys(_MAKERS, _Redirect._make),
     **dict.fromkeys(_READERS, _Redirect._read),
 }

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import json
 import os
 import resource
@@ -68,8 +69,8 @@ def _child(request: dict[str, Any]) -> None:
     os.setpgid(0, 0)
     if "simcard" in sys.modules:
         sys.modules["simcard"].configure()
-    from hf_rocm_tune import sft
 
+    entry = importlib.import_module(f"hf_rocm_tune.{os.environ.get('METHOD', 'sft')}")
     code = 1
     try:
         if "PREFLIGHT_LIMIT" in os.environ:
@@ -102,7 +103,7 @@ def _child(request: dict[str, Any]) -> None:
 
             code = cli.main([os.environ["VERB"], *request["argv"]])
         else:
-            code = sft.main()
+            code = entry.main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
@@ -134,6 +135,7 @@ def main() -> None:
 
     import hf_rocm_tune.job.run
     import hf_rocm_tune.publish.plots
+    import hf_rocm_tune.training.methods
     import hf_rocm_tune.training.trainer  # noqa: F401
 
     gc.collect()

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DataCollatorWithFlattening
 from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+from trl.trainer.reward_trainer import DataCollatorForPreference as CollatorOfRewardModels
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_rocm_tune.training.oom import group, layout, next_divisor, split
@@ -169,3 +171,42 @@ def test_what_might_belong_together_is_never_cut(batch: dict[str, Any], reason: 
     (whole,) = split(batch, 4, labels_shifted=True)
     assert whole.inputs == batch and whole.share == 1 and len(whole.units) == 1
     assert next_divisor(layout(batch).sizes, 1, whole.units) is None
+
+
+PAIRS = [
+    {"prompt_ids": [1] * n, "chosen_ids": list(range(5, 5 + n)), "rejected_ids": list(range(50, 52 + n))}
+    for n in (2, 5, 3, 4, 1)
+]
+TOLD = {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2.5}
+
+
+@pytest.mark.parametrize("divisor", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["dpo", "dpo, precomputed", "reward", "kto"])
+def test_a_part_of_a_batch_of_pairs_holds_both_answers_of_each(kind: str, divisor: int) -> None:
+    rows: list[dict[str, Any]] = [{**row, **(TOLD if "precomputed" in kind else {})} for row in PAIRS]
+    collate: Any = DataCollatorForPreference(pad_token_id=0)
+    if kind == "reward":
+        rows = [{**row, "margin": float(number)} for number, row in enumerate(rows)]
+        collate = CollatorOfRewardModels(pad_token_id=0)
+    if kind == "kto":
+        collate = DataCollatorForUnpairedPreference(pad_token_id=0)
+        rows = [
+            {
+                **row,
+                "completion_ids": row["chosen_ids"],
+                "KL_completion_ids": row["rejected_ids"],
+                "label": number % 2 > 0,
+            }
+            for number, row in enumerate(rows)
+        ]
+    batch = collate(rows)
+    pairs = kind != "kto"
+    parts = split(batch, divisor, labels_shifted=True, pairs=pairs)
+    assert 1 < len(parts) <= divisor and sum(len(part.units) for part in parts) == len(PAIRS)
+    for part in parts:
+        alone = collate(rows[part.units.start : part.units.stop])
+        assert part.share == len(part.units) / len(PAIRS) and part.inputs.keys() == alone.keys()
+        for name, value in alone.items():
+            found = part.inputs[name]
+            assert torch.equal(found[:, : value.shape[1]] if value.dim() > 1 else found, value)
+    assert layout({**batch, "pixel_values": torch.zeros(3)}, pairs=pairs).kind == "whole"

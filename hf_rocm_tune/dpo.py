@@ -1,0 +1,13 @@
+"""Direct preference optimization: ``accelerate launch -m hf_rocm_tune.dpo`` (or ``hf-rocm-tune dpo``)."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from hf_rocm_tune import sft
+
+main = partial(sft.main, method="dpo")
+
+if __name__ == "__main__":
+    sys.exit(main())

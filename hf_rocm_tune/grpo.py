@@ -1,0 +1,13 @@
+"""Group relative policy optimization: ``accelerate launch -m hf_rocm_tune.grpo`` (or ``hf-rocm-tune grpo``)."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from hf_rocm_tune import sft
+
+main = partial(sft.main, method="grpo")
+
+if __name__ == "__main__":
+    sys.exit(main())

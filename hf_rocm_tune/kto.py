@@ -1,0 +1,13 @@
+"""Kahneman-Tversky optimization: ``accelerate launch -m hf_rocm_tune.kto`` (or ``hf-rocm-tune kto``)."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from hf_rocm_tune import sft
+
+main = partial(sft.main, method="kto")
+
+if __name__ == "__main__":
+    sys.exit(main())

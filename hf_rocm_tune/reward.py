@@ -1,0 +1,13 @@
+"""Training of a reward model: ``accelerate launch -m hf_rocm_tune.reward`` (or ``hf-rocm-tune reward``)."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from hf_rocm_tune import sft
+
+main = partial(sft.main, method="reward")
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""Preference, reward and GRPO training through the real commands: TRL's own numbers, and all that `sft` promises.
+
+Each command is compared with stock TRL, killed and started again, run with injected faults and with shortages of
+memory, and on the simulated card, whose driver says what crossed beside the engine. Two toys show that something is
+learned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from hf_rocm_tune.settings.flags import RanksArguments, TuneArguments
+from tests import tiny
+from tests.e2e.command import TIMEOUT, CommandServer, Result
+from tests.e2e.conftest import flags, losses_of, report_of, sampled
+from tests.e2e.test_card_runs import FROM_CARD, SAVED, SCALAR_BYTES, TO_CARD
+from tests.e2e.test_faults import assert_recovered
+from tests.simcard.log import Log
+
+ADAPTER = "adapter_model.safetensors"
+METHODS = ("dpo", "kto", "reward", "grpo")
+ROWS, STEPS = 24, 4
+GENERATION = {"num_generations": 2, "max_completion_length": 6, "reward_funcs": "./rewards.early"}
+REWARDS = """
+def early(completions, **_):
+    return [float(text.count("e") + text.count(" ")) for text in completions]
+"""
+
+
+def rows_of(method: str) -> list[dict[str, Any]]:
+    """Toy rows: the wanted answers are about other words than the others."""
+    rows = []
+    for number, (question, answer) in enumerate(tiny._pairs(ROWS, 3)):
+        good, bad = f" yes {answer[:40]}", f" no {answer[-40:]}"
+        wanted = bool(number % 2)
+        more: dict[str, dict[str, Any]] = {
+            "kto": {"completion": good if wanted else bad, "label": wanted},
+            "grpo": {},
+        }
+        rows.append({"prompt": question, **more.get(method, {"chosen": good, "rejected": bad})})
+    return rows
+
+
+@dataclass(kw_only=True)
+class Jobs:
+    """Commands of all methods that differ in little."""
+
+    server: CommandServer
+    model: Path
+    root: Path
+    _clean: dict[str, Path] = field(default_factory=dict)
+
+    def argv(self, method: str, output: Path, **changed: Any) -> list[str]:
+        """The command line."""
+        data = self.root / method / "train.jsonl"
+        data.parent.mkdir(exist_ok=True)
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows_of(method)), encoding="utf-8")
+        (self.root / "rewards.py").write_text(REWARDS)
+        settings = {
+            "model_name_or_path": self.model,
+            "dataset_name": data.parent,
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 0.01,
+            "lora_dropout": 0.0,
+            "logging_steps": 1,
+            "save_steps": 2,
+            "disable_tqdm": True,
+        }
+        settings |= GENERATION if method == "grpo" else {"max_length": 96}
+        return flags(**{**settings, **changed}, output_dir=output)
+
+    def run(
+        self,
+        method: str,
+        output: Path,
+        *more: str,
+        server: CommandServer | None = None,
+        env: dict[str, str] | None = None,
+        **changed: Any,
+    ) -> Result:
+        """Runs a command."""
+        argv = [*self.argv(method, output, **changed), *more]
+        return (server or self.server).run(*argv, env={"METHOD": method, **(env or {})}, cwd=self.root)
+
+    def clean(self, method: str) -> Path:
+        """The output of an undisturbed run, all bytes verified."""
+        if method not in self._clean:
+            output = self.root / f"clean-{method}"
+            done(self.run(method, output))
+            assert_covered(output)
+            self._clean[method] = output
+        return self._clean[method]
+
+
+@pytest.fixture(scope="module")
+def jobs(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Jobs:
+    """What all commands here share."""
+    root = scratch / "methods"
+    root.mkdir()
+    return Jobs(server=server, model=model_of("llama3"), root=root)
+
+
+def done(result: Result) -> Result:
+    assert result.code == 0, result.stderr[-3000:]
+    return result
+
+
+def assert_covered(output: Path) -> None:
+    covered = report_of(output)["coverage"]
+    assert covered["unverified"] == [] and covered["verified_bytes"] == covered["device_bytes"] > 0
+
+
+def logged(output: Path) -> list[dict[str, float]]:
+    """The rows of the newest checkpoint's log, without times and without ours."""
+    newest = max(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
+    own = ("integrity/", "speed/", "memory/", "step_time")
+    return [{name: value for name, value in row.items() if not name.startswith(own)} for row in history]
+
+
+def assert_same_adapter(output: Path, expected: Path) -> None:
+    assert (output / ADAPTER).read_bytes() == (expected / ADAPTER).read_bytes()
+    assert losses_of(output) == losses_of(expected)
+
+
+@pytest.mark.parametrize("method", sampled(METHODS, "dpo"))
+def test_the_run_is_that_of_stock_trl_bit_for_bit(jobs: Jobs, method: str, tmp_path: Path) -> None:
+    """A reward model without an adapter: TRL draws the adapter's start after the new head's, and here before it."""
+    changed = {"use_peft": False, "learning_rate": 1e-3} if method == "reward" else {}
+    printed = done(jobs.run(method, tmp_path / "ours", "--print_config", **changed))
+    settings = yaml.safe_load(printed.stdout)
+    for own in (*dataclasses.fields(TuneArguments), *dataclasses.fields(RanksArguments)):
+        settings.pop(own.name, None)
+    settings["output_dir"] = str(tmp_path / "trl")
+    if method == "grpo":
+        settings["reward_funcs"] = ["rewards.early"]  # TRL looks into the working directory
+    recipe = tmp_path / "trl.yaml"
+    recipe.write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", f"trl.scripts.{method}", "--config", str(recipe)]
+    stock = subprocess.run(command, capture_output=True, text=True, cwd=jobs.root, timeout=TIMEOUT, check=False)
+    assert stock.returncode == 0, stock.stderr[-3000:]
+    if changed:
+        done(jobs.run(method, tmp_path / "ours", **changed))
+    output = tmp_path / "ours" if changed else jobs.clean(method)
+    ours, theirs = logged(output), logged(tmp_path / "trl")
+    assert len(theirs) == STEPS and len({row["loss"] for row in theirs}) > 1
+    assert ours == theirs
+    file = "model.safetensors" if changed else ADAPTER
+    weights = load_file(output / file)
+    for name, tensor in load_file(tmp_path / "trl" / file).items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+@pytest.mark.parametrize("method", sampled(METHODS, "dpo"))
+def test_a_killed_run_goes_on_to_the_same_result(jobs: Jobs, method: str, tmp_path: Path) -> None:
+    killed = jobs.run(method, tmp_path / "out", env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"})
+    assert killed.code < 0 and (tmp_path / "out" / "checkpoint-2").is_dir()
+    again = done(jobs.run(method, tmp_path / "out"))
+    assert again.stdout.count("'loss'") == STEPS - 2
+    assert_same_adapter(tmp_path / "out", jobs.clean(method))
+
+
+@pytest.mark.parametrize("method", sampled(METHODS, "dpo"))
+def test_injected_faults_are_recovered_from(jobs: Jobs, method: str, tmp_path: Path) -> None:
+    done(jobs.run(method, tmp_path / "out", env={"HF_ROCM_TUNE_FAULT": "kind=flip,rate=0.2,seed=7"}))
+    assert_recovered(report_of(tmp_path / "out"), "flip")
+    assert_same_adapter(tmp_path / "out", jobs.clean(method))
+
+
+@pytest.mark.parametrize("method", sampled(("dpo", "reward", "kto"), "dpo"))
+def test_a_shortage_of_memory_cuts_between_pairs(jobs: Jobs, method: str, tmp_path: Path) -> None:
+    """KTO's loss without an estimate over the micro-batch, which has no parts."""
+    same = {"optim": "sgd", "learning_rate": 1.0, **({"loss_type": "apo_zero_unpaired"} if method == "kto" else {})}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    done(jobs.run(method, whole, **same))
+    done(jobs.run(method, cut, env={"HF_ROCM_TUNE_STEP_FAULT": "kind=oom,rows=1"}, **same))
+    assert report_of(cut)["memory"]["micro_batch_divisor"] == 4 and report_of(cut)["memory"]["shortages"] >= 2
+    for ours, theirs in zip(logged(cut), logged(whole), strict=True):
+        for name in ("loss", "grad_norm", "num_tokens"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6)
+    expected = load_file(whole / ADAPTER)
+    for name, tensor in load_file(cut / ADAPTER).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_reference_model_is_verified_and_changes_nothing(jobs: Jobs, method: str, tmp_path: Path) -> None:
+    done(jobs.run(method, tmp_path / "out", use_peft=False, learning_rate=1e-4))
+    report = report_of(tmp_path / "out")
+    assert_covered(tmp_path / "out")
+    weights = sum(tensor.nbytes for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
+    assert report["coverage"]["device_bytes"] >= 2 * weights  # both models
+    assert report["frozen"]["tensors"] > 0  # of the reference alone: all others are trained
+
+
+def test_what_does_not_go_together_is_one_line(jobs: Jobs, tmp_path: Path) -> None:
+    cases: dict[str, tuple[str, dict[str, Any], str]] = {
+        "columns": (
+            "dpo",
+            {"dataset_name": jobs.root / "kto"},
+            "fit no format of dpo: found 'prompt', 'completion'",
+        ),
+        "precomputed": ("kto", {"precompute_ref_log_probs": True}, "--precompute_ref_log_probs"),
+        "no reward": ("grpo", {"reward_funcs": "rewards.early"}, "begin with ./"),
+    }
+    jobs.argv("kto", tmp_path)
+    for method, changed, said in cases.values():
+        result = jobs.run(method, tmp_path / "out", **changed)
+        assert result.code == 2 and "Traceback" not in result.stderr, result.stderr[-2000:]
+        assert len(result.error_lines) == 1 and said in result.error_lines[0], result.error_lines
+
+
+# ---- something is learned -------------------------------------------------------------------------------------
+
+
+def test_a_reward_model_learns_which_answer_is_wanted(jobs: Jobs, tmp_path: Path) -> None:
+    done(jobs.run("reward", tmp_path / "out", max_steps=12, gradient_accumulation_steps=1, learning_rate=0.02))
+    history = [row["accuracy"] for row in logged(tmp_path / "out")]
+    assert sum(history[-3:]) / 3 > max(0.9, sum(history[:3]) / 3)
+
+
+def test_grpo_raises_its_reward(jobs: Jobs, tmp_path: Path) -> None:
+    """All weights are trained: an adapter hardly moves the head of so small a model."""
+    batch = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "num_generations": 8}
+    done(jobs.run("grpo", tmp_path / "out", use_peft=False, max_steps=16, save_steps=16, **batch))
+    history = [row["reward"] for row in logged(tmp_path / "out") if "reward" in row]
+    assert len(history) == 16 and sum(history[-4:]) > 1.5 * sum(history[:4])
+
+
+# ---- on the simulated card ------------------------------------------------------------------------------------
+
+SCALARS = {
+    "trainer/dpo_trainer.py:DPOTrainer._compute_loss": "rewards, entropy and tokens, to be logged",
+    "trainer/kto_trainer.py:KTOTrainer._compute_loss": "likewise",
+    "trainer/reward_trainer.py:RewardTrainer.compute_loss": "likewise",
+    "trainer/grpo_trainer.py:GRPOTrainer._compute_loss": "likewise",
+    "trainer/grpo_trainer.py:GRPOTrainer._compute_loss.<locals>.global_masked_mean": "likewise",
+}
+
+
+@pytest.mark.parametrize("method", sampled(METHODS, "dpo"))
+def test_on_the_card_nothing_of_a_batch_goes_round_the_engine(
+    jobs: Jobs, card_server: CommandServer, method: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "copies.log"
+    done(jobs.run(method, tmp_path / "out", server=card_server, env={"SIMCARD_LOG": str(log)}, max_steps=2))
+    assert_covered(tmp_path / "out")
+    allowed = {*TO_CARD, *FROM_CARD, *SCALARS}
+    strays = {
+        (event.kind, event.caller, event.nbytes)
+        for event in Log(log).events
+        if event.kind in ("to_card", "to_host") and not event.engine
+        if not (event.caller in allowed and event.nbytes <= SCALAR_BYTES) and event.caller not in SAVED
+    }
+    assert strays == set()
