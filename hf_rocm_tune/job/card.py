@@ -139,6 +139,7 @@ class Cards:
         name = repo_id.rpartition("/")[2] if repo_id else self._output_dir.absolute().name
         facts = card.CardFacts(
             name=name,
+            verb=self.arguments.method,
             base_model=model.model_name_or_path,
             base_model_id=self.arguments.tune.hub_base_model_id,
             revision=model.model_revision,

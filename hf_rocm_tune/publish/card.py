@@ -61,11 +61,13 @@ class CardFacts:
         report: the transfer report.
         picture: name of the picture of the loss beside the card; None for none.
         repo_id: where the adapter will be on the Hub, if that is known.
+        verb: of the training.
     """
 
     name: str
     base_model: str
     trained: Trained
+    verb: str = "sft"
     base_model_id: str | None = None
     revision: str | None = None
     datasets: Sequence[str] = ()
@@ -130,7 +132,7 @@ def _metadata(facts: CardFacts) -> str:
 
     Licence and language are left out: they are the base model's and the data's, which this program does not know.
     """
-    tags = ["transformers", "trl", "sft", "hf-rocm-tune", "generated_from_trainer"]
+    tags = ["transformers", "trl", facts.verb, "hf-rocm-tune", "generated_from_trainer"]
     more: dict[str, Any] = {}
     if facts.is_adapter:
         tags.append("lora")
@@ -143,7 +145,8 @@ def _metadata(facts: CardFacts) -> str:
     if facts.trained.model_class.endswith("ForCausalLM"):
         more["pipeline_tag"] = "text-generation"
     loss = last(facts.rows, "eval_loss")
-    if loss is not None and len(facts.datasets) == 1:  # the data is on the Hub and so has a name there
+    # The data is on the Hub and so has a name there; of other methods the loss is no property of text.
+    if loss is not None and len(facts.datasets) == 1 and facts.verb == "sft":
         result = EvalResult(
             task_type="text-generation",
             dataset_type=facts.datasets[0],
