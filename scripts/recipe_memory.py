@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 
 from hf_rocm_tune import recipes
 from hf_rocm_tune.machine import process
@@ -61,7 +62,8 @@ def planned(name: str, card: CardMemory) -> tuple[str, Case]:
     if "dtype" not in job.given:
         settings["dtype"] = "bfloat16"
     cards = 2 if "dual_rx7900xt" in recipes.path(name).read_text(encoding="utf-8") else 1
-    request = from_training(settings, cards=cards)
+    # a mix of recomputation would fill the card to the last of what is assumed: that is for --auto_fit to find
+    request = replace(from_training(settings, cards=cards), mixes=False)
     if settings["split_layers"]:
         return _planned_split(name, request, str(settings["split_layers"]), card)
     choice = plan_for(request, card=card, grid=False).choice

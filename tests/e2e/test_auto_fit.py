@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError, UsageError
 from hf_rocm_tune.job.fit import before_loading
+from hf_rocm_tune.plan import GIB, CardMemory, from_training, plan_for
 from hf_rocm_tune.settings.arguments import parse
 from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from tests import tiny
@@ -112,20 +113,27 @@ def test_the_plan_chooses_and_the_run_is_the_one_to_which_that_was_given(job: Jo
     assert_same(tmp_path / "out", job.given(tmp_path / "given", micro_batch, steps, checkpointing))
 
 
-MIXED: dict[str, Any] = {"auto_fit": "plan", "auto_fit_gib": 0.157, "effective_batch": 8}
+def _room_for_some(job: Job, output: Path) -> float:
+    """GiB with which 8 rows fit where some activations are recomputed, and do not where none are."""
+    settings = parse([*job.argv, *flags(output_dir=output, use_cpu=True)]).resolved()
+    request = replace(from_training(settings, platform="cpu"), effective_batch=8, micro_batch=8)
+    plan = plan_for(request, card=CardMemory(name="any", usable=1 << 40, desktop=0, context=0), grid=False)
+    off, on = (each.total for each in plan.grid)
+    return (on + 0.6 * (off - on)) / GIB
 
 
 def test_a_mix_of_recomputation_trains_as_without_any(job: Job, tmp_path: Path) -> None:
     """Dropout included: what is not computed again draws no random numbers."""
-    micro = {"per_device_train_batch_size": 8}
-    killed = job.run(tmp_path / "out", env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}, **MIXED, **micro)
+    asked = {"auto_fit": "plan", "effective_batch": 8, "per_device_train_batch_size": 8}
+    room = _room_for_some(job, tmp_path)
+    killed = job.run(tmp_path / "out", env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}, auto_fit_gib=room, **asked)
     assert killed.code == -9, killed.stderr[-3000:]
     chosen = json.loads((tmp_path / "out" / "run.json").read_text())["auto_fit"]
     whole, selective = chosen["recompute"]
     assert whole + selective > 0 and chosen["predicted_bytes"] < chosen["budget_bytes"]
     assert f"of {whole} layers whole and of {selective} but for products and attention" in killed.stdout
 
-    done = job.run(tmp_path / "out", **{**MIXED, "auto_fit_gib": PLENTY}, **micro)
+    done = job.run(tmp_path / "out", auto_fit_gib=PLENTY, **asked)
     assert done.code == 0, done.stderr[-3000:]
     assert "as this run has begun" in done.stdout
     assert report_of(tmp_path / "out")["auto_fit"] == chosen
