@@ -30,6 +30,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
 
 def _model(name: str) -> nn.Module:
     from peft import LoraConfig, get_peft_model
@@ -70,7 +72,6 @@ def _step(model: nn.Module, *, autocast: bool) -> tuple[Tensor, list[Tensor | No
     return loss.detach(), gradients, kept[0]
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize(("name", "autocast"), [("llama", False), ("llama", True), ("gpt2", False)])
 def test_gradients_are_those_of_a_step_that_keeps_all(name: str, autocast: bool) -> None:
     model = _model(name)
