@@ -543,6 +543,7 @@ class VerifiedTransferMixin(_Base):
             "memory": {
                 "steps_down": self._recovery is not None,
                 "micro_batch_divisor": 1 if self._recovery is None else self._recovery.divisor,
+                "recompute_layers": self.recompute_layers,
             },
             "crash_injection": self._crashes.text,
             "shard_seconds": 0.0 if self._shards is None else self._shards.seconds,

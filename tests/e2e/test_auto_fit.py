@@ -136,7 +136,8 @@ def test_a_mix_of_recomputation_trains_as_without_any(job: Job, tmp_path: Path) 
     done = job.run(tmp_path / "out", auto_fit_gib=PLENTY, **asked)
     assert done.code == 0, done.stderr[-3000:]
     assert "as this run has begun" in done.stdout
-    assert report_of(tmp_path / "out")["auto_fit"] == chosen
+    report = report_of(tmp_path / "out")
+    assert report["auto_fit"] == chosen and report["memory"]["recompute_layers"] == [whole, selective]
     mine, given = adapter_of(tmp_path / "out"), adapter_of(job.given(tmp_path / "given", 8, 1, False))
     assert all(torch.equal(tensor, given[name]) for name, tensor in mine.items())
 
@@ -162,6 +163,8 @@ def test_layers_that_are_recomputed_change_nothing(job: Job, tmp_path: Path, way
     rest = {name: value for name, value in way.items() if name != "recompute_layers"}
     done = job.run(tmp_path / "out", per_device_train_batch_size=4, gradient_accumulation_steps=2, **way)
     assert done.code == 0, done.stderr[-3000:]
+    told = report_of(tmp_path / "out")["memory"]["recompute_layers"]
+    assert ",".join(map(str, told)) == way["recompute_layers"]
     assert_same(tmp_path / "out", job.given(tmp_path / "given", 4, 2, False, **rest))
 
 

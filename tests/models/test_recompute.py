@@ -14,6 +14,9 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.recompute import contexts, layers_of, recompute
 from tests.small_models import SMALL
 
+# PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
 WIDE = {**SMALL, "hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**WIDE, "model_type": "llama"},

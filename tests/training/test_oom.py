@@ -316,7 +316,11 @@ def test_asked_to_stop_it_stops(make: Make, where: str) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     assert trainer.state.global_step == 1
-    assert trainer.describe()["memory"] == {"steps_down": False, "micro_batch_divisor": 1}
+    assert trainer.describe()["memory"] == {
+        "steps_down": False,
+        "micro_batch_divisor": 1,
+        "recompute_layers": None,
+    }
 
 
 def test_other_errors_are_not_taken_for_a_shortage(make: Make) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.recompute import layers_of
 from hf_rocm_tune.plan.candidates import Candidate, Way
 from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from hf_rocm_tune.training.probe import probe, set_checkpointing, set_way, try_on_all_ranks, worst_rows
@@ -165,10 +166,11 @@ def test_a_way_that_is_set_is_trained(build: Build) -> None:
     trainer.model.get_base_model().register_forward_pre_hook(
         lambda module, arguments, keywords: shapes.append(len(keywords["input_ids"])), with_kwargs=True
     )
-    set_way(trainer, Way(micro_batch=2, accumulation=3, checkpointing=True))
+    set_way(trainer, Way(micro_batch=2, accumulation=3, checkpointing=True, recompute=(0, 1)))
     trainer.train()
     assert shapes == [2, 2, 2]
-    assert any(getattr(one, "gradient_checkpointing", False) for one in trainer.model.modules())
+    assert [layer.gradient_checkpointing for layer in layers_of(trainer.model)] == [True, False]
+    assert "context_fn" in layers_of(trainer.model)[0]._gradient_checkpointing_func.keywords
 
 
 @pytest.mark.parametrize("built_with", [False, True])
