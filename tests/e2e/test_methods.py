@@ -250,6 +250,8 @@ SCALARS = {
     "trainer/reward_trainer.py:RewardTrainer.compute_loss": "likewise",
     "trainer/grpo_trainer.py:GRPOTrainer._compute_loss": "likewise",
     "trainer/grpo_trainer.py:GRPOTrainer._compute_loss.<locals>.global_masked_mean": "likewise",
+    "trainer/utils.py:nanmin": "how many ratios were clipped, to be logged",
+    "trainer/utils.py:nanmax": "likewise",
 }
 
 
