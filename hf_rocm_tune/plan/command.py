@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any
 import yaml
 
 from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError
-from hf_rocm_tune.plan.estimate import GIB, OPTIMIZERS, CardMemory, Case, Estimate, host
+from hf_rocm_tune.plan.estimate import GIB, OPTIMIZERS, TIGHT, CardMemory, Case, Estimate, host
 from hf_rocm_tune.plan.fit import Plan, SplitPlan, largest_models, memory_lines, plan_for, split_plan
+from hf_rocm_tune.plan.measure import measure
 from hf_rocm_tune.plan.request import (
     ALL_LINEAR,
     ATTENTIONS,
+    DEFAULT_OPTIMIZER,
     DTYPES,
     METHODS,
     PlanRequest,
@@ -52,7 +55,12 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
         _check_recipe(wanted.emit, replace=wanted.force)
     request = _request(wanted)
     prepare()
-    card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib)
+    measured, note = measure() if wanted.measure else (None, "")
+    card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib, measured=measured)
+    if measured and measured["card"] != card.name:
+        note += f"; planned for another, {card.name}, whose rates are {card.rates.source}"
+    if note:
+        print(f"{_PROGRAM}: {note}", file=sys.stderr)
     if wanted.largest:
         return _largest(request, card, as_json=wanted.json)
     return _plan(request, card, wanted) if wanted.split is None else _split(request, card, wanted)
@@ -61,9 +69,13 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
 def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -> int:
     with quiet():  # of kernels that would be faster, for example
         plan = plan_for(request, card=card, within_limit=wanted.length is None)
+        savings = _savings(plan) if wanted.savings else []
     request = plan.request
     line = command(request, plan.nearest, _passed_on(wanted))
-    print(json.dumps(as_values(plan, line)) if wanted.json else as_text(plan, line))
+    if wanted.json:
+        print(json.dumps(as_values(plan, line) | ({"savings": savings} if savings else {})))
+    else:
+        print(as_text(plan, line), *(["", *_savings_table(savings)] if savings else []), sep="\n")
     if plan.choice is None:
         missing = -plan.nearest.spare / GIB
         raise OutOfMemoryError(f"nothing fits: {missing:.1f} GiB are missing at the least. {_advice(plan)}")
@@ -119,7 +131,6 @@ def _largest(request: PlanRequest, card: CardMemory, *, as_json: bool) -> int:
 
 # ---- text and JSON ---------------------------------------------------------------------------------------------
 
-_ASSUMED = frozenset({"allocator slack", "context"})
 _WIDTH = 24
 _LEAST = 0.005 * GIB  # less would be shown as 0.00
 #: Sizes of host memory that are common, in GiB.
@@ -135,20 +146,16 @@ def as_text(plan: Plan, command: str) -> str:
         for name, value in settings_of(plan).items()
         if value not in (None, False, [])
     )
-    speed = found.speed
     lines = [
         _model(plan),
         f"{card.name}: {card.usable / GIB:.1f} GiB, of which others hold {card.desktop / GIB:.1f} "
-        f"({card.desktop_source}) and the driver's context {card.context / GIB:.1f} (assumed)",
+        f"({card.desktop_source}) and the driver's context {card.context / GIB:.1f} ({card.context_source})",
         "",
         _choice(plan, found, fits=plan.choice is not None, how=cards),
         f"  for {'; '.join(told)}",
     ]
     if plan.choice:
-        lines.append(
-            f"  fastest of what fits, by estimate, not by measurement: {100 * speed.products:.0f} % matrix products, "
-            f"{100 * speed.traffic:.0f} % memory traffic, {100 * speed.launches:.0f} % launches"
-        )
+        lines += _speed_lines(plan)
     lines += ["", *_parts(plan), "", _host_line(plan), "", *_grid(plan)]
     if plan.scales:
         longest = ", ".join(f"{method} {plan.longest(method) or 'none known'}" for method in plan.variants)
@@ -165,10 +172,12 @@ def as_values(plan: Plan, command: str) -> dict[str, Any]:
         "architecture": plan.architecture,
         "parameters": plan.parameters,
         "layers": plan.layers,
-        "card": vars(plan.card) | {"free": plan.card.free},
+        "card": vars(plan.card) | {"free": plan.card.free, "rates": vars(plan.card.rates)},
         "fits": plan.choice is not None,
         "choice": _values(plan.nearest),
+        "speed": _speed(plan),
         "settings": settings_of(plan),
+        "full_logits": plan.full_logits,
         "host": {"parts": parts, "total": sum(parts.values()), "fits_gib": fits},
         "longest": {method: plan.longest(method) for method in plan.variants},
         "grid": [_values(each) for each in plan.grid],
@@ -236,6 +245,74 @@ def split_as_values(found: SplitPlan, command: str) -> dict[str, Any]:
     }
 
 
+def _speed(plan: Plan) -> dict[str, Any]:
+    """Tokens a second of the nearest case and hours of the data set, with their bounds."""
+    found, rates = plan.nearest.speed, plan.card.rates
+    least, most = (share * found.tokens_per_second for share in (rates.least, rates.most))
+    tokens = plan.request.rows * plan.request.length
+    return {
+        "tokens_per_second": found.tokens_per_second,
+        "least": least,
+        "most": most,
+        "hours": [tokens / each / 3600 for each in (most, least)] if tokens else None,
+        "shares": dict(found.shares),
+        "rates": rates.source,
+    }
+
+
+def _speed_lines(plan: Plan) -> Iterator[str]:
+    found, request = _speed(plan), plan.request
+    shares = ", ".join(f"{100 * share:.0f} % {name}" for name, share in found["shares"].items() if share >= 0.005)
+    yield (
+        f"  fastest of what fits: about {found['tokens_per_second']:,.0f} tokens/s ({found['least']:,.0f} to "
+        f"{found['most']:,.0f}), by rates {found['rates']}: {shares}"
+    )
+    if found["hours"]:
+        low, high = found["hours"]
+        yield f"  {low:.1f} to {high:.1f} hours for {request.rows} rows of {request.length} tokens once, with padding"
+
+
+def _savings(plan: Plan) -> list[dict[str, Any]]:
+    """The choice of the same method after one change each, by what is changed; each is planned anew."""
+    request = replace(plan.request, methods=(plan.nearest.variant,))
+    changes: dict[str, dict[str, Any]] = {"as asked": {}}
+    if plan.nearest.variant != "full" and request.dropout:
+        changes["--dropout 0"] = {"dropout": 0.0}
+    if not request.packing:
+        changes["--packing"] = {"packing": True}
+    if request.optim == DEFAULT_OPTIMIZER:
+        changes["--optim adamw_8bit"] = {"optim": "adamw_8bit"}
+    if request.cards == 1 and request.effective_batch % 2 == 0:
+        changes["--cards 2"] = {"cards": 2}
+    rows = []
+    for name, change in changes.items():
+        other = plan_for(replace(request, **change), card=plan.card, grid=False)
+        rows.append((name, other.nearest, other.nearest.total, other.choice is not None))
+    if request.cards == 1:
+        split = split_plan(request, cards=[plan.card] * 2)
+        rows.append(("--split", split.option, max(each.total for each in split.estimates), split.fits))
+    return [
+        {
+            "change": name,
+            "micro_batch": found.case.micro_batch,
+            "checkpointing": found.case.checkpointing,
+            "total": total,
+            "fits": fits,
+            "tokens_per_second": found.speed.tokens_per_second,
+        }
+        for name, found, total, fits in rows
+    ]
+
+
+def _savings_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield "the fastest that fits after one change, on the fullest card; packing leaves no padding among the tokens"
+    yield f"{'change':<20} {'GiB':>6} {'tokens/s':>9}  way"
+    for row in rows:
+        way = f"micro-batch {row['micro_batch']}, {'with' if row['checkpointing'] else 'without'} checkpointing"
+        gib = f"{row['total'] / GIB:.1f}" if row["fits"] else f"[{row['total'] / GIB:.1f}]"
+        yield f"{row['change']:<20} {gib:>6} {row['tokens_per_second']:>9,.0f}  {way}"
+
+
 def _model(plan: Plan) -> str:
     name = plan.request.model or plan.architecture
     return f"{name}: {plan.architecture}, {plan.parameters / 1e9:.2f} billion parameters, {plan.layers} layers"
@@ -267,6 +344,7 @@ def _values(option: Estimate) -> dict[str, Any]:
         "method": option.variant,
         **vars(option.case),
         "fits": option.fits,
+        "tight": option.tight,
         "total": option.total,
         "spare": option.spare,
         "allocator_peak": option.allocated,
@@ -283,15 +361,18 @@ def _parts(plan: Plan) -> Iterator[str]:
     for name, nbytes in found.parts.items():
         if nbytes < _LEAST:
             continue
-        how = "assumed" if name in _ASSUMED else plan.card.desktop_source if name == "desktop" else "counted"
+        sources = {"allocator slack": "assumed", "context": plan.card.context_source}
+        how = (sources | {"desktop": plan.card.desktop_source}).get(name, "counted")
         if name == "working memory":
             how = f"counted: {found.moment}"
         yield f"{name:<{_WIDTH}} {nbytes / GIB:>6.2f}  {how}"
     rest = f"{found.spare / GIB:.2f} spare" if found.fits else f"{-found.spare / GIB:.2f} missing"
-    yield f"{'total':<{_WIDTH}} {found.total / GIB:>6.2f}  of {plan.card.usable / GIB:.2f}: {rest}"
+    tight = f", tight: what is assumed may be {TIGHT / GIB:.1f} GiB more" if found.tight else ""
+    yield f"{'total':<{_WIDTH}} {found.total / GIB:>6.2f}  of {plan.card.usable / GIB:.2f}: {rest}{tight}"
     yield ""
     levels = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in found.moments.items())
     yield f"allocated at most, by moment: {levels}"
+    yield f"TRL's fused loss is assumed; full logits would take {plan.full_logits / GIB:.1f} GiB more at the loss"
     for twin in plan.grid:
         others = replace(found.case, checkpointing=twin.case.checkpointing, recompute=twin.case.recompute)
         if (twin.variant, twin.case) == (found.variant, others) and twin is not found:
@@ -332,7 +413,7 @@ def _grid(plan: Plan) -> Iterator[str]:
     sizes = sorted({each.case.micro_batch for each in plan.grid})
     columns = "".join(f"{size:>9}" for size in sizes)
     best = plan.nearest.speed.tokens_per_second
-    yield "peak in GiB by micro-batch: [does not fit], *choice; speed: the best that fits, the choice is 1"
+    yield "peak in GiB by micro-batch: [does not fit], ~tight, *choice; speed: the best that fits, the choice is 1"
     yield f"{'length':>6}  {'method':<6} {'checkpointing':<13}{columns}    speed"
     rows: dict[tuple[int, str, str], list[Estimate]] = {}
     for each in sorted(plan.grid, key=lambda each: each.case.length):
@@ -341,7 +422,7 @@ def _grid(plan: Plan) -> Iterator[str]:
     for (length, method, checkpointing), row in rows.items():
         cells = {}
         for each in row:
-            value = f"{each.total / GIB:.1f}"
+            value = f"{'~' * each.tight}{each.total / GIB:.1f}"
             cells[each.case.micro_batch] = f"*{value}" if each is plan.choice else value if each.fits else f"[{value}]"
         fitting = [each.speed.tokens_per_second for each in row if each.fits]
         speed = f"{max(fitting) / best:.2f}" if fitting else "-"
@@ -396,11 +477,16 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens of a sequence (2048, or the model's limit)",
     )
     flag("--effective_batch", type=int, default=usual.effective_batch, help="sequences a step, all cards (16)")
-    names = ("--batch_size", "--per_device_train_batch_size")
+    names = ("--batch_size", "--micro_batch", "--per_device_train_batch_size")
     flag(*names, dest="micro_batch", type=int, help="sequences to one pass on a card (default: what is fastest)")
     flag("--cards", type=int, default=1, help="cards, each with the whole model unless --split (1)")
     over = "share out the layers of one model over the cards instead: evenly by memory, or as said (18 or 18,22)"
     flag("--split", nargs="?", const="auto", metavar="N,N", help=over)
+    flag("--measure", action="store_true", help="time this machine's card first, and keep that for later plans")
+    flag("--savings", action="store_true", help="what dropout 0, packing, 8-bit states, two cards or a split bring")
+    flag("--rows", type=int, default=0, help="rows of the data set, for hours; each counts as --seq tokens")
+    recompute = "only with, or only without (default: the faster that fits)"
+    flag("--checkpointing", action=argparse.BooleanOptionalAction, default=None, help=recompute)
     flag("--packing", action="store_true", help="several short sequences to a row")
     flag("--rank", "--lora_r", type=int, default=usual.rank, help="of the adapters (16)")
     flag("--alpha", "--lora_alpha", type=int, default=usual.alpha, help="of the adapters (32)")

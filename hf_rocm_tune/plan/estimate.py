@@ -35,17 +35,18 @@ GIB = 1 << 30
 CONTEXT_BYTES = GIB // 2
 #: Assumed: share of what comes and goes that the caching allocator cannot reuse, and a floor.
 SLACK_SHARE, SLACK_FLOOR = 0.05, GIB // 10
+#: A case that leaves less is called tight. Reserved minus allocated, with the context, was 0.5 to 1.8 GiB on T4s
+#: (fitcheck), the context alone 612 MiB on a B200 (unsloth#8669): up to that much more than is assumed here.
+TIGHT = 7 * GIB // 10
 #: Assumed where it cannot be read: a desktop session that draws on the card.
 DESKTOP_BYTES = GIB
 
-#: Assumed: half of the 103 TFLOPS that the data sheet gives a 7900 XT's matrix instructions in bfloat16.
-MATRIX_RATE = 50e12
-#: Assumed: share of the data sheet's bandwidth that a kernel reaches.
-BANDWIDTH_SHARE = 0.8
 #: An operation reads about twice what it writes.
 MOVED_PER_WRITTEN = 3.0
 #: Assumed: seconds a launch costs, Python's share included.
 LAUNCH = 10e-6
+#: Share of the data sheet's bandwidth that a kernel reaches, where it was not measured: assumed.
+BANDWIDTH_SHARE = 0.8
 #: Estimates of speed that differ by less are taken as equal.
 NEAR = 0.02
 
@@ -65,8 +66,12 @@ class Segment:
     role: str
     layer: int = -1  # position among the recorded layers; -1 for a stretch that belongs to none
     flops: int = 0  # floating point operations of its matrix multiplications
-    written: int = 0  # bytes of all tensors that came into being in it
+    # bytes of the tensors that came into being in it, but for those of matrix products and of unpacking, which have
+    # rates of their own, and of casts, which are read at once
+    written: int = 0
     launches: int = 0  # operations that wrote a tensor
+    products: int = 0  # of those, matrix products and attention
+    unpacked: int = 0  # elements of 4-bit weights that were made whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,22 +272,22 @@ class Trace:
         quadratic = self._growth.quadratic(sizes)[storages] @ (signs * times)
         return np.array([changes.sum(), highest, landed.sum(), quadratic])
 
-    def work(self, batch: int, length: int) -> tuple[float, float, float]:
+    def work(self, batch: int, length: int) -> tuple[float, float, float, float, float]:
         """What one step computes, over all layers, recomputation included.
 
         Operations grow with tokens and with their product with the length, bytes written with tokens.
 
         Returns:
-            Floating point operations of matrix products and attention, bytes of all tensors that are written, and
-            operations that write one.
+            Floating point operations of matrix products and attention, bytes that other operations write,
+            operations that write one, how many are such products, and elements of 4-bit weights that are unpacked.
         """
         outside = 0 if self.layers_only else 1
         times = np.array(
             [self._counts[each.layer] if _of_layer(each.role) else outside for each in self._tapes[0].segments]
         )
-        flops, written, launches = (
+        flops, written, launches, products, unpacked = (
             [float(times @ np.array([getattr(each, name) for each in tape.segments])) for tape in self._tapes]
-            for name in ("flops", "written", "launches")
+            for name in ("flops", "written", "launches", "products", "unpacked")
         )
         (tokens, more), (short, long) = [[getattr(t, name) for t in self._tapes] for name in ("tokens", "length")]
         square = (flops[1] / more - flops[0] / tokens) / (long - short) if long > short else 0.0
@@ -292,6 +297,8 @@ class Trace:
             max(0.0, batch * length * (slope + square * length)),
             max(0.0, written[0] + a_token * (batch * length - tokens)),
             launches[0],
+            products[0],
+            unpacked[0],
         )
 
 
@@ -324,10 +331,12 @@ class Mix:
         """As of a `Trace`."""
         return _peak(self.runs, batch, length, accumulating)
 
-    def work(self, batch: int, length: int) -> tuple[float, float, float]:
+    def work(self, batch: int, length: int) -> tuple[float, float, float, float, float]:
         """As of a `Trace`."""
-        flops, written, launches = map(sum, zip(*(run.work(batch, length) for run in self.runs), strict=True))
-        return flops, written, launches
+        flops, written, launches, products, unpacked = map(
+            sum, zip(*(run.work(batch, length) for run in self.runs), strict=True)
+        )
+        return flops, written, launches, products, unpacked
 
 
 Step: TypeAlias = "Trace | Mix"
@@ -517,6 +526,27 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast a card computes.
+
+    A matrix product of n operations takes ``n / products + each`` seconds, which is its rate by size. The defaults are
+    those of an RX 7900 XT, of others' measurements (shared facts): 77 TFLOPS in bfloat16 at best and 14 at 1024 cubed
+    (zzc0721/torch-performance-test-data, through ZLUDA). 4-bit weights: torchtune's Llama-3.1-8B on a 4090, 3,083
+    tokens a second with LoRA and 2,413 with QLoRA, taken as 4096 tokens a step and scaled by bandwidth.
+    """
+
+    products: float = 77e12  # floating point operations a second of a large product in bfloat16
+    each: float = 125e-6  # seconds that every product takes besides
+    unpacked: float = 45e9  # elements of 4-bit weights a second that are made bfloat16
+    bandwidth: float | None = None  # bytes a second; None: `BANDWIDTH_SHARE` of the data sheet's
+    source: str = "assumed, not measured on this card"
+    # The true speed is taken to lie between these shares of the estimate: our own bounds. With the rates of an XTX, the
+    # two published steps of Qwen2.5-3B on one were 1.13 and 1.16 times as fast (`benchmarks/plan_published.py`).
+    least: float = 0.5
+    most: float = 1.3
+
+
+@dataclass(frozen=True, kw_only=True)
 class CardMemory:
     """The memory of one card, in bytes."""
 
@@ -525,7 +555,9 @@ class CardMemory:
     desktop: int = DESKTOP_BYTES  # held by others
     desktop_source: str = "assumed"  # how that is known
     context: int = CONTEXT_BYTES  # held by the runtime
-    bandwidth: float = 800e9  # bytes a second, for the estimate of speed
+    context_source: str = "assumed"  # how that is known
+    bandwidth: float = 800e9  # bytes a second, by the data sheet
+    rates: Rates = Rates()  # how fast it computes
 
     @property
     def free(self) -> int:
@@ -575,10 +607,7 @@ class Speed:
     """How fast a case is estimated to be."""
 
     tokens_per_second: float  # on all cards, padding counted as tokens
-    # products, traffic, launches: shares of the time
-    products: float
-    traffic: float
-    launches: float
+    shares: Mapping[str, float]  # of the time, by what takes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -598,6 +627,11 @@ class Estimate:
     def fits(self) -> bool:
         """Whether nothing is missing."""
         return self.spare >= 0
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits with so little left over that what is assumed decides."""
+        return 0 <= self.spare < TIGHT
 
     @property
     def allocated(self) -> float:
@@ -663,20 +697,24 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
 
 
 def _speed(case: Case, trace: Step, weights: float, card: CardMemory) -> Speed:
-    """``seconds = operations / matrix rate + bytes moved / bandwidth + launches * cost of a launch``
+    """Matrix products, unpacking of 4-bit weights and memory traffic, each by its rate; or launches if longer.
 
     Frozen weights are read once in each direction and once more where a layer is recomputed whole.
     """
-    flops, written, launches = trace.work(*case.shape)
+    flops, written, launches, products, unpacked = trace.work(*case.shape)
+    rates = card.rates
     again = case.recompute[0] / len(trace.layer_of) if case.recompute else case.checkpointing
     moved = MOVED_PER_WRITTEN * written + (2 + again) * weights
-    seconds = flops / MATRIX_RATE, moved / (BANDWIDTH_SHARE * card.bandwidth), launches * LAUNCH
-    products, traffic, launched = (each / sum(seconds) for each in seconds)
+    seconds = {
+        "matrix products": flops / rates.products + products * rates.each,
+        "4-bit weights": unpacked / rates.unpacked,
+        "memory traffic": moved / (rates.bandwidth or BANDWIDTH_SHARE * card.bandwidth),
+    }
+    seconds["waiting for launches"] = max(0.0, launches * LAUNCH - sum(seconds.values()))
+    total = sum(seconds.values())
     return Speed(
-        tokens_per_second=case.cards * case.micro_batch * case.length / sum(seconds),
-        products=products,
-        traffic=traffic,
-        launches=launched,
+        tokens_per_second=case.cards * case.micro_batch * case.length / total,
+        shares={name: each / total for name, each in seconds.items()},
     )
 
 

@@ -265,6 +265,8 @@ class Recorder(TorchDispatchMode):
         if self._next is not None:
             self._segments.append(self._next)
             self._next = None
+        segment = self._segments[-1]
+        written = segment.written
         self._operations += 1
         if self._operations > MOST_OPERATIONS:
             raise TooManyOperations(f"its step takes more than {MOST_OPERATIONS} operations, as loops over tokens do")
@@ -272,9 +274,13 @@ class Recorder(TorchDispatchMode):
         workspace = self._new(own(*args, **kwargs)) if own is not None else None
         out, flops = remembered(self._kernels, func, args, kwargs)
         if self._enter(out) if isinstance(out, Tensor) else sum([self._enter(tensor) for tensor in _tensors_in(out)]):
-            segment = self._segments[-1]
             segment.launches += 1
             segment.flops += flops
+            segment.products += flops > 0
+            if func.namespace == "bitsandbytes":
+                segment.unpacked += _unpacked_elements(func.name(), args, out)
+            if flops or func is aten._to_copy.default or func.namespace == "bitsandbytes":
+                segment.written = written
         if workspace is not None:
             self._event(workspace, -1)
         return out
@@ -578,6 +584,13 @@ def _unpacked(x: Tensor, packed: Tensor, shape: tuple[int, ...], *rest: Any, **m
     elements = math.prod(shape)
     constants = 2 * 4 * (elements // 64) if more.get("absmax_8bit") is not None else 0
     return elements * x.element_size() + constants
+
+
+def _unpacked_elements(name: str, args: tuple[Any, ...], out: Any) -> int:
+    """Elements of a 4-bit weight that an operator makes whole."""
+    if name == "bitsandbytes::gemm_4bit":
+        return math.prod(args[2])
+    return int(out.numel()) if name == "bitsandbytes::dequantize_4bit" else 0
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

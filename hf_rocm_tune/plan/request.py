@@ -18,7 +18,8 @@ from typing import Any
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.cards import CARDS, Card
 from hf_rocm_tune.machine.survey import Gpu, Machine, survey
-from hf_rocm_tune.plan.estimate import DESKTOP_BYTES, GIB, CardMemory, optimizer
+from hf_rocm_tune.plan.estimate import CONTEXT_BYTES, DESKTOP_BYTES, GIB, CardMemory, Rates, optimizer
+from hf_rocm_tune.plan.measure import kept, rates_of
 
 METHODS = ("lora", "qlora", "full")
 PLATFORMS = ("hip", "cuda", "cpu")
@@ -61,6 +62,7 @@ class PlanRequest:
     optim: str = DEFAULT_OPTIMIZER  # optimizer, by transformers' name
     platform: str = "hip"  # whose kernels count
     workers: int = 0  # data loader workers, for the host's memory
+    rows: int = 0  # of the data set, for the hours that it takes; 0: not known
     micro_batch: int | None = None  # only this one, instead of all that reach the effective batch
     checkpointing: bool | None = None  # only with (True) or without (False)
     recompute: tuple[int, int] | None = None  # only with these; see `estimate.Case`
@@ -69,7 +71,7 @@ class PlanRequest:
     def __post_init__(self) -> None:
         least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1)}
         least |= {"cards": (self.cards, 1), "rank": (self.rank, 1), "alpha": (self.alpha, 1)}
-        least |= {"workers": (self.workers, 0)}
+        least |= {"workers": (self.workers, 0), "rows": (self.rows, 0)}
         faults = [f"--{name} must be {low} or more, got {value}" for name, (value, low) in least.items() if value < low]
         if not faults and self.effective_batch % self.cards:
             faults.append(f"--effective_batch {self.effective_batch} cannot be shared by {self.cards} cards evenly")
@@ -171,6 +173,7 @@ def card_memory(
     vram_gib: float | None = None,
     desktop_gib: float | None = None,
     machine: Machine | None = None,
+    measured: Mapping[str, Any] | None = None,
 ) -> CardMemory:
     """The memory to plan for.
 
@@ -179,6 +182,7 @@ def card_memory(
         vram_gib: nominal memory of a card that is not there.
         desktop_gib: held by others; read from the kernel, or assumed, where it is not given.
         machine: the machine; it is read unless given.
+        measured: by `plan.measure`, used where it is of the same card; what was kept of the card unless given.
 
     Returns:
         The named card; else one of that size; else the card in this machine; else a 7900 XT.
@@ -204,11 +208,19 @@ def card_memory(
         assert known is not None
         raise UsageError(f"the memory of {known.name} is not in the card table; give --vram in GiB")
     desktop, source = _desktop(desktop_gib, here, size)
+    card = known.name if known else f"a card of {size:g} GiB"
+    assumed = Rates(products=1e12 * known.bf16_tflops) if known and known.bf16_tflops else Rates()
+    if measured is None or measured["card"] != card:
+        measured = kept(card)
+    context = measured["context_bytes"] if measured else None
     return CardMemory(
-        name=known.name if known else f"a card of {size:g} GiB",
+        name=card,
         usable=int(size * _USABLE_SHARE * GIB),
         desktop=desktop,
         desktop_source=source,
+        context=context or CONTEXT_BYTES,
+        context_source="measured" if context else "assumed",
+        rates=rates_of(measured, assumed) if measured else assumed,
         bandwidth=1e9 * (known.bandwidth_gb_s if known and known.bandwidth_gb_s else _USUAL_BANDWIDTH),
     )
 
