@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -146,24 +147,33 @@ def _measure(
     )
     assert process.stdout is not None
     logged = [
-        {**ast.literal_eval(line), "at": time.perf_counter(), "cpu": _cpu_seconds(process.pid)}
+        {"loss": loss, "at": time.perf_counter(), "cpu": _cpu_seconds(process.pid)}
         for line in process.stdout
-        if line.startswith("{'loss'")
+        if (loss := _loss_in(line)) is not None
     ]
     if process.wait():
         raise SystemExit(f"{SIDES[side]} failed: run `{sys.executable} -m {SIDES[side]} {' '.join(flags)}` to see why")
     first, last = logged[0], logged[-1]
-    tokens = float(last["num_tokens"]) - float(first["num_tokens"])
+    a_step = TRL_MICRO_BATCH * wanted.tokens  # each row is cut at its limit
+    tokens = (len(logged) - 1) * a_step
     report = output / "transfer_report.json"
     chosen = json.loads(report.read_text())["auto_fit"] if report.exists() else None
     return {
         "tokens_per_second": tokens / (last["at"] - first["at"]),
         "tokens_per_cpu_second": tokens / (last["cpu"] - first["cpu"]),
-        "tokens": float(last["num_tokens"]),
-        "loss": float(last["loss"]),
-        "losses": [float(row["loss"]) for row in logged],
+        "tokens": len(logged) * a_step,
+        "loss": last["loss"],
+        "losses": [row["loss"] for row in logged],
         "chosen": chosen,
     }
+
+
+def _loss_in(line: str) -> float | None:
+    """The loss that a line logs: TRL prints a dictionary, we a row of step, epoch, loss and more."""
+    if line.startswith("{'loss'"):
+        return float(ast.literal_eval(line)["loss"])
+    found = re.match(r"\s*\d+/\d+\s+[\d.]+\s+([\d.]+)\s", line)
+    return float(found[1]) if found else None
 
 
 def _cpu_seconds(pid: int) -> float:
