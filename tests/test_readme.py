@@ -84,9 +84,9 @@ def test_readme_has_every_kind_of_block() -> None:
 def test_flag_exists(flag: str) -> None:
     from hf_rocm_tune.launch import is_launcher_flag
     from hf_rocm_tune.settings.arguments import build_parser
-    from hf_rocm_tune.settings.names import ALIASES
+    from hf_rocm_tune.settings.names import ALIASES, VERBS
 
-    known = {option for action in build_parser()._actions for option in action.option_strings}
+    known = {option for verb in VERBS for action in build_parser(verb)._actions for option in action.option_strings}
     known |= {f"--{alias}" for alias in ALIASES}
     assert f"--{flag}" in known or is_launcher_flag(flag) or flag in OTHERS
 
