@@ -132,8 +132,7 @@ class SentinelCallback(TrainerCallback):
         """Looks at the next slice, and compares the replicas and the optimizer's state when it is time."""
         step = state.global_step
         if self._sentinel is not None:
-            if is_sharded(self._model):
-                reshard(self._model)
+            self._drop_what_is_gathered()
             self._judge(self._sentinel.check_slice(), f"after step {step}", step)
             if step % self._every == 0 and not is_sharded(self._model):
                 self.check_replicas(self._trainable(), f"at step {step}")
@@ -172,9 +171,15 @@ class SentinelCallback(TrainerCallback):
                 if self._mover.provenance(tensor) is None:
                     self._explain(name, tensor, False)
             return
+        self._drop_what_is_gathered()
         when = f"before saving at step {step}"
         self._judge(self._sentinel.check_all(), when, step)
         self.check_trained(when, step)
+
+    def _drop_what_is_gathered(self) -> None:
+        """FSDP2 keeps the outermost parameters whole after an evaluation: another tensor than the rank's own part."""
+        if is_sharded(self._model):
+            reshard(self._model)
 
     def check_trained(self, when: str, step: int) -> None:
         """Checks the trained state alone.
