@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from typing import Any
@@ -18,6 +19,7 @@ def main() -> int:
     seconds = float(sys.argv[1])
 
     def slowed(stock: Any) -> Any:
+        @functools.wraps(stock)  # overrides are compared with what it says it takes
         def slow(*arguments: Any, **keywords: Any) -> Any:
             print("slow on purpose", flush=True)
             time.sleep(seconds)
