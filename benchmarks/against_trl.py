@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from typing import Any
 
 import yaml
 
+#: A line that logs a step: TRL prints a dictionary, we a row that begins with step and epoch.
+_STEP = re.compile(r"\{'loss'|\s*\d+/\d+\s+[\d.]+\s+[\d.]+\s")
 OURS = ("verify", "on_corruption", "consent_unverified", "sentinel_every", "overwrite_output_dir", "eval_split_size")
 OURS += ("early_stopping_patience", "early_stopping_threshold", "compare_optimizer_every", "prefetch_batches")
 
@@ -84,7 +87,7 @@ def _measure(side: str, recipe: dict[str, Any], output: Path) -> dict[str, float
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     assert process.stdout is not None
-    logged = [time.perf_counter() for line in process.stdout if line.startswith("{'loss'")]
+    logged = [time.perf_counter() for line in process.stdout if _STEP.match(line)]
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{module} failed: run `{sys.executable} -m {module} --config {file}` to see why")

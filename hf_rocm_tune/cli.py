@@ -9,6 +9,8 @@ import argparse
 import difflib
 import json
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,7 +27,22 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (``sys.argv`` unless given), and give the exit code (see ``errors``)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return run_guarded(lambda: _dispatch(arguments), argv=arguments, process_ends=argv is None)
+    return run_guarded(lambda: _until_read(arguments), argv=arguments, process_ends=argv is None)
+
+
+def _until_read(argv: Sequence[str]) -> int:
+    """`_dispatch`; where whoever reads the output (head, a pager) has seen enough, the code that SIGPIPE would give."""
+    try:
+        code = _dispatch(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in output.poll(0)):
+            raise  # another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        return 128 + signal.SIGPIPE
 
 
 def sft(argv: Sequence[str]) -> int:

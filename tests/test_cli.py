@@ -174,3 +174,10 @@ def test_help_all_has_every_flag_with_our_defaults(capsys: pytest.CaptureFixture
     words = " ".join(out.split())
     for flag, ours in (("use-peft", "True"), ("learning-rate", "0.0002"), ("lora-target-modules", "['all-linear']")):
         assert re.search(rf"--{flag} (?:(?!--).)*\(default: {re.escape(ours)}\)", words), flag
+
+
+@pytest.mark.parametrize("line", ["--help", "sft --help", "recipes ls"])
+def test_a_reader_that_has_seen_enough_is_no_error(line: str) -> None:
+    command = f"{sys.executable} -m hf_rocm_tune {line} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
