@@ -14,14 +14,14 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
 from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
-
-if TYPE_CHECKING:
-    from hf_rocm_tune.data.formats import Method
+from hf_rocm_tune.settings import names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,31 +43,6 @@ def _until_read(argv: Sequence[str]) -> int:
             raise  # another pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         return 128 + signal.SIGPIPE
-
-
-def sft(argv: Sequence[str]) -> int:
-    """fine-tune a model, verified; every flag of `trl sft`"""
-    return _train("sft", argv)
-
-
-def dpo(argv: Sequence[str]) -> int:
-    """train on pairs of a chosen and a rejected answer; every flag of `trl dpo`"""
-    return _train("dpo", argv)
-
-
-def kto(argv: Sequence[str]) -> int:
-    """train on answers that are wanted or not; every flag of `trl kto`"""
-    return _train("kto", argv)
-
-
-def reward(argv: Sequence[str]) -> int:
-    """train a reward model on chosen and rejected answers; every flag of `trl reward`"""
-    return _train("reward", argv)
-
-
-def grpo(argv: Sequence[str]) -> int:
-    """train on rewards of the model's own answers; every flag of `trl grpo`"""
-    return _train("grpo", argv)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -278,13 +253,20 @@ def evaluate(argv: Sequence[str]) -> int:
     return _with_model(evaluate_command.add_flags, evaluate_command.run, evaluate, argv, name="eval")
 
 
+@cache
+def _training(verb: Method) -> Callable[[Sequence[str]], int]:
+    def command(argv: Sequence[str]) -> int:
+        return _train(verb, argv)
+
+    what = names.VERBS[verb].what
+    command.__doc__ = f"{what[0].lower()}{what[1:].rstrip('.')}; every flag of `trl {verb}`"
+    return command
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
-    "sft": sft,
-    "train": sft,
-    "dpo": dpo,
-    "kto": kto,
-    "reward": reward,
-    "grpo": grpo,
+    "sft": _training("sft"),
+    "train": _training("sft"),
+    **{verb: _training(verb) for verb in names.VERBS if verb != "sft"},
     "run": run,
     "doctor": doctor,
     "plan": plan,
@@ -320,7 +302,6 @@ def _dispatch(argv: Sequence[str]) -> int:
 def _train(verb: Method, argv: Sequence[str]) -> int:
     """Launch a training verb; what its flags are named is checked before anything large is imported."""
     from hf_rocm_tune.launch import launch, split
-    from hf_rocm_tune.settings import names
 
     line = split(argv)
     if names.answered(verb, line.job):

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import trl
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from trl import get_peft_config, get_quantization_config
 
@@ -429,10 +430,9 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
 def _trainer_class(method: Method) -> type[VerifiedTransferMixin]:
     if method == "sft":
         return VerifiedSFTTrainer
-    from hf_rocm_tune.training import methods
-
-    found: type[VerifiedTransferMixin] = getattr(methods, f"Verified{names.VERBS[method].trainer}")
-    return found
+    name = names.VERBS[method].trainer
+    # GRPO makes its batches itself, from prompts; what it moves meanwhile passes the mover (`_prepare_inputs`).
+    return type(f"Verified{name}", (VerifiedTransferMixin, getattr(trl, name)), {})
 
 
 def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Splits:

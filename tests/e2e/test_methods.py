@@ -31,7 +31,7 @@ from tests.simcard.log import Log
 
 ADAPTER = "adapter_model.safetensors"
 METHODS = ("dpo", "kto", "reward", "grpo")
-ROWS, STEPS = 24, 4
+ROWS, STEPS = 32, 4  # an epoch: no batch is read ahead and never used, whose fault nobody would see
 GENERATION = {"num_generations": 2, "max_completion_length": 6, "reward_funcs": "./rewards.early"}
 REWARDS = """
 def early(completions, **_):
@@ -42,7 +42,7 @@ def early(completions, **_):
 def rows_of(method: str) -> list[dict[str, Any]]:
     """Toy rows: the wanted answers are about other words than the others."""
     rows = []
-    for number, (question, answer) in enumerate(tiny._pairs(ROWS, 3)):
+    for number, (question, answer) in enumerate(tiny._pairs(24 if method == "grpo" else ROWS, 3)):
         good, bad = f" yes {answer[:40]}", f" no {answer[-40:]}"
         wanted = bool(number % 2)
         more: dict[str, dict[str, Any]] = {
