@@ -175,10 +175,10 @@ def test_a_fault_that_cannot_be(bench: Bench, fault: str, says: str) -> None:
     [
         ("model_name_or_path", "/nowhere/model", "does not exist: give a model directory or a Hub id"),
         ("model_name_or_path", "nobody/nothing", "check the spelling, the network and HF_HUB_OFFLINE"),
-        ("model_name_or_path", None, "no model: give --model_name_or_path"),
+        ("model_name_or_path", None, "no model: give --model (--model_name_or_path)"),
         ("dataset_name", "/nowhere/rows.jsonl", "no such file or folder: '/nowhere/rows.jsonl'"),
         ("dataset_name", "nobody/nothing", "no dataset 'nobody/nothing'"),
-        ("dataset_name", None, "no data: give --dataset_name"),
+        ("dataset_name", None, "no data: give --dataset (--dataset_name)"),
     ],
 )
 def test_a_model_or_data_that_is_not_there(bench: Bench, flag: str, name: str | None, says: str) -> None:

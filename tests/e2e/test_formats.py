@@ -160,7 +160,7 @@ def test_streamed_rows_train_and_are_evaluated(source: str, train: Train, tmp_pa
         **evaluation,
     )
     assert len(losses(result)) == 2
-    assert result.stdout.count("'eval_loss'") >= 2
+    assert result.stdout.count("evaluation: loss") >= 2
 
 
 def test_only_the_tokens_that_were_asked_for_count(train: Train, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_an_evaluation_split_is_taken_off_the_training_rows(
     source = SOURCES["messages.jsonl"](tmp_path)
     result = train(dataset_name=source, eval_split_size=size, eval_strategy="steps", eval_steps=1)
     assert f"training on {ROWS - rows} rows, evaluation on {rows} rows" in result.stdout
-    assert result.stdout.count("'eval_loss'") >= 2
+    assert result.stdout.count("evaluation: loss") >= 2
 
 
 @pytest.mark.parametrize(("learning_rate", "steps"), [(0.0, 6), (0.01, 10)])

@@ -131,11 +131,14 @@ def main() -> None:
     import matplotlib.pyplot  # noqa: F401
     import peft.tuners.lora.bnb  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
+    import trl.trainer.dpo_trainer
+    import trl.trainer.grpo_trainer
+    import trl.trainer.kto_trainer
+    import trl.trainer.reward_trainer
     import trl.trainer.sft_trainer  # noqa: F401
 
     import hf_rocm_tune.job.run
     import hf_rocm_tune.publish.plots
-    import hf_rocm_tune.training.methods
     import hf_rocm_tune.training.trainer  # noqa: F401
 
     gc.collect()

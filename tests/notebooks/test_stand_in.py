@@ -12,6 +12,14 @@ import pytest
 
 from hf_rocm_tune.demo import stand_in
 
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
 
 def test_a_model_in_the_variable_wins(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(stand_in.VARIABLE, "org/other")
@@ -31,7 +39,7 @@ def test_without_a_gpu_or_on_request_the_small_one_stands_in(monkeypatch: pytest
 def test_with_a_gpu_and_a_model_that_is_there_nothing_stands_in(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(sys, "argv", ["stand_in", str(tmp_path), str(tmp_path / "folder")])
     assert stand_in.main() == 0

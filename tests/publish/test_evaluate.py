@@ -47,9 +47,9 @@ def rows_of(file: Path, tokenizer: Any) -> Iterator[tuple[list[int], int]]:
         if "text" in row:
             yield tokenizer(row["text"] + tokenizer.eos_token)["input_ids"], 1
         elif "messages" in row or "conversations" in row:
-            # TRL leaves the names of ShareGPT's roles as they are.
+            names = {"human": "user", "gpt": "assistant"}
             turns = row.get("messages") or [
-                {"role": turn["from"], "content": turn["value"]} for turn in row["conversations"]
+                {"role": names[turn["from"]], "content": turn["value"]} for turn in row["conversations"]
             ]
             yield tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"], 1
         elif isinstance(row["prompt"], str):
