@@ -132,7 +132,6 @@ def main() -> None:
     import peft.tuners.lora.bnb  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
     import trl.trainer.dpo_trainer
-    import trl.trainer.grpo_trainer
     import trl.trainer.kto_trainer
     import trl.trainer.reward_trainer
     import trl.trainer.sft_trainer  # noqa: F401
