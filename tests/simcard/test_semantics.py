@@ -16,7 +16,7 @@ from hf_rocm_tune.training import device_memory
 card = torch.device("cuda", 0)
 
 # work runs later than the call; a stream waits for what it is told to, and for nothing else
-simcard.delay(3000, 3001, 0, 0)
+simcard.delay(100000, 100001, 0, 0)
 value, other = torch.zeros(1000, device=card), torch.cuda.Stream()
 torch.cuda.synchronize()
 value.fill_(7)
@@ -38,7 +38,7 @@ address = block.data_ptr()
 del block
 block = torch.empty(1 << 20, dtype=torch.uint8, device=card)
 assert block.data_ptr() == address
-simcard.delay(0, 0, 20000, 20001)
+simcard.delay(0, 0, 200000, 200001)
 with torch.cuda.stream(other):
     block.fill_(1)
 block.record_stream(other)
@@ -48,7 +48,7 @@ simcard.delay()
 
 # a copy touches page-locked memory when it runs
 pinned, target = torch.ones(1000, pin_memory=True), torch.empty(1000, device=card)
-simcard.delay(20000, 20001, 0, 0)
+simcard.delay(200000, 200001, 0, 0)
 target.copy_(pinned, non_blocking=True)
 pinned.fill_(2)
 simcard.delay()
