@@ -195,6 +195,8 @@ class TerminalCallback(TrainerCallback):
                 print(f"{'step':>{first}}  {'  '.join(titles)}", flush=True)
             cells = (f"{self._cell(each):>{each.width}}" for each in self._columns)
             print(f"{step:>{first}}  {'  '.join(cells)}", flush=True)
+            if self._progress is not None:
+                self._refresh(state, self._figures())
         else:
             print(f"{step:>{first}}  {_sentence(logs)}", flush=True)
 
