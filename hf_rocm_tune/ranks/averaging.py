@@ -340,12 +340,19 @@ class _Lane:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=_work, args=(self._tasks, device), name=name, daemon=True).start()
-        weakref.finalize(self, self._tasks.put, None)
+        thread = threading.Thread(target=_work, args=(self._tasks, device), name=name, daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, self._tasks, thread)
 
     def put(self, task: Callable[[], None]) -> None:
         """Have it done after all others."""
         self._tasks.put(task)
+
+
+def _end(tasks: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    tasks.put(None)
+    if thread is not threading.current_thread():
+        thread.join(1.0)  # one that runs while the interpreter goes can abort the process; one that hangs is left
 
 
 def _work(tasks: SimpleQueue[Callable[[], None] | None], device: torch.device) -> None:

@@ -61,6 +61,7 @@ def main(model: str) -> None:
     averaging.check()
     seen["averaging"] = contexts()
     assert not wrong, wrong
+    dist.destroy_process_group()
     print(json.dumps(seen))
 
 
