@@ -211,7 +211,7 @@ def bench(argv: Sequence[str]) -> int:
 
 def push(argv: Sequence[str]) -> int:
     """upload a finished run to the Hugging Face Hub, and verify what the Hub then serves"""
-    from hf_rocm_tune.publish.hub import main as run_push
+    from hf_rocm_tune.publish.push import main as run_push
 
     return run_push(argv)
 

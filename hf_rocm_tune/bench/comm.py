@@ -388,7 +388,6 @@ def _side(
 
 
 def _turn(side: _Side, request: Mapping[str, Any], *, idle: bool) -> list[tuple[float, float]]:
-    """Seconds and processor seconds of each step."""
     taken: list[tuple[float, float]] = []
     dist.barrier()
     for _ in range(0 if idle else request["steps"]):

@@ -17,7 +17,6 @@ _CHOSEN = "(default: chosen for the device)"
 
 
 def main(argv: Sequence[str], *, trainer_class: Callable[[], Callable[..., Any]]) -> int:
-    """Run one benchmark."""
     wanted = _parser().parse_args(list(argv))
     wanted.command = shlex.join([*_PROGRAM.split(), *argv])
     _check_files(wanted.json_file, wanted.plot)

@@ -131,7 +131,6 @@ def _load(request: Mapping[str, Any]) -> Row:
 
 
 def _raise(side: str, done: child.Outcome) -> Row:
-    """What a child's end means here."""
     kinds = {kind.exit_code: kind for kind in (SeamError, UsageError, CorruptionError, StallError, OutOfMemoryError)}
     if done.status == "timeout":
         raise StallError(f"a load ({side}) {done.how} and was stopped")
@@ -144,7 +143,6 @@ def _raise(side: str, done: child.Outcome) -> Row:
 
 
 def _choose_scale(wanted: Namespace, device: torch.device, directory: Path) -> tuple[float, str]:
-    """The scale, and why."""
     if wanted.scale is not None:
         return wanted.scale, "scale as given"
     memory, disk = psutil.virtual_memory().available, shutil.disk_usage(directory).free
@@ -174,7 +172,6 @@ def _check_room(shape: Shape, directory: Path) -> None:
 
 
 def _rows(samples: Samples, shape: Shape) -> list[Row]:
-    """One row for each cache state and side."""
     rows = []
     for (cache, side), taken in samples.items():
         seconds = [one["seconds_to_forward"] for one in taken]
@@ -287,28 +284,23 @@ class Shape:
 
     @property
     def hidden(self) -> int:
-        """Width of the model."""
         return 4 * self.groups * self.head
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
         attention = self.hidden * self.hidden * 2 + 2 * self.hidden * self.groups * self.head
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return 2 * self.vocabulary * self.hidden + self.layers * layer + self.hidden
 
     @property
     def intermediate(self) -> int:
-        """Width inside the feed-forward block."""
         return self.hidden * 7 // 2
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights in bfloat16."""
         return 2 * self.parameters
 
     def config(self) -> LlamaConfig:
-        """The configuration that goes with it."""
         return LlamaConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -400,7 +392,6 @@ _READ_BYTES = 8 << 20
 
 
 def warm(files: Iterable[Path]) -> None:
-    """Read the files once, so that they are in the cache if they fit."""
     buffer = bytearray(_READ_BYTES)
     for file in files:
         with file.open("rb", buffering=0) as stream:
@@ -561,7 +552,6 @@ class PeakMemory:
 
     @property
     def peak(self) -> dict[str, int | None]:
-        """The peaks so far."""
         return {"anonymous": self._anonymous, "resident": _read("VmHWM")}
 
     def __enter__(self) -> PeakMemory:

@@ -115,7 +115,6 @@ class _Clock(TrainerCallback):
         self.ends: list[float] = []
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Notes the time."""
         if self._device.type == "cuda" and state.global_step in (1, state.max_steps):
             torch.cuda.synchronize(self._device)
         self.ends.append(time.perf_counter())
@@ -128,8 +127,6 @@ class _Clock(TrainerCallback):
 
 
 class _Side:
-    """One trainer and its clock."""
-
     def __init__(
         self, trainer_class: Trainer, wanted: Namespace, size: Size, device: torch.device, verify: str, base: Path
     ) -> None:

@@ -70,7 +70,6 @@ class Direction:
 
     @property
     def on_host(self) -> bool:
-        """Whether no accelerator takes part."""
         return self.source.type == self.target.type == "cpu"
 
 
@@ -135,7 +134,6 @@ def prepare(direction: Direction, source: Tensor, movers: Mapping[str, Mover]) -
 
 
 def _wait_for(direction: Direction) -> None:
-    """Wait until the devices of a direction have done what was queued."""
     for device in (direction.source, direction.target):
         if device.type == "cuda":
             torch.cuda.synchronize(device)

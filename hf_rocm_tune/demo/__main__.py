@@ -90,7 +90,6 @@ def job_command(made: assets.Assets, adapter: Path, *, steps: int) -> list[str]:
 
 
 def _quieten_libraries() -> None:
-    """No network is needed, and the bars of the small loads here would bury the lines of the demo."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers.utils import logging
 
@@ -100,7 +99,6 @@ def _quieten_libraries() -> None:
 
 
 def _sample_pairs(test_file: Path) -> list[tuple[str, str]]:
-    """Question and true answer of two rows that are not trained on: a third and two thirds into the file."""
     rows = [json.loads(line)["messages"] for line in test_file.read_text(encoding="utf-8").splitlines()]
     chosen = (rows[len(rows) // 3], rows[2 * len(rows) // 3])
     return [(question["content"], answer["content"]) for question, answer in chosen]

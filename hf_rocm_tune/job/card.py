@@ -20,7 +20,7 @@ from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
-from hf_rocm_tune.publish.plots import loss_panel, write_png
+from hf_rocm_tune.publish.page import loss_panel, write_png
 from hf_rocm_tune.redaction import Private, local_paths
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.run import deciding_settings

@@ -32,7 +32,7 @@ from hf_rocm_tune.models.adapter import check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split_mover import device_map
-from hf_rocm_tune.publish.publisher import Publisher
+from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.redaction import local_paths
 from hf_rocm_tune.settings import arguments as command_line
@@ -278,9 +278,7 @@ def _open_publisher(arguments: Arguments) -> Publisher | None:
     def repo_id() -> str:
         nonlocal publisher
         verify = arguments.tune.hub_verify
-        publisher = Publisher.of(
-            training, base_model_id=base, verify=verify, local=local, token=token, say=announce.say
-        )
+        publisher = Publisher(training, base_model_id=base, verify=verify, local=local, token=token, say=announce.say)
         publisher.open()
         return publisher.repo_id
 

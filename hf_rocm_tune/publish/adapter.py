@@ -53,24 +53,13 @@ _NOT_FOR_USERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """A checked adapter.
+    """An adapter whose files are those that its manifest recorded, where it has one."""
 
-    Attributes:
-        name: as the user gave it.
-        directory: where its files are.
-        config: PEFT's configuration.
-        attested: its files are those that its manifest recorded; False where it has no manifest.
-        run_id: of the run that trained it, and at which step; "" and 0 where no manifest says.
-        settings: of the run that trained it, from ``run.json`` beside it; empty where there is none.
-    """
-
-    name: str
+    name: str  # as the user gave it
     directory: Path
     config: PeftConfig
-    attested: bool
-    run_id: str
-    step: int
-    settings: Mapping[str, Any]
+    written: manifest.Manifest | None
+    settings: Mapping[str, Any]  # of the run that trained it, from ``run.json`` beside it; empty where there is none
 
     @property
     def trained_in_bits(self) -> int | None:
@@ -87,17 +76,17 @@ class Adapter:
     @property
     def described(self) -> str:
         """What it is and whether its files are the ones that were written, in one phrase."""
-        if not self.attested:
+        if (found := self.written) is None:
             return f"adapter {self.name} ({self.method}), not attested: it has no integrity.json"
-        return f"adapter {self.name} ({self.method}), equal to its manifest (run {self.run_id[:8]}, step {self.step})"
+        return f"adapter {self.name} ({self.method}), equal to its manifest (run {found.run_id[:8]}, step {found.step})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The model below an adapter: the name by which it goes, and its revision on the Hub (None: the main one)."""
+    """The model below an adapter."""
 
     name: str
-    revision: str | None
+    revision: str | None  # on the Hub; None for the main one
 
     @property
     def hub_id(self) -> str | None:
@@ -183,15 +172,8 @@ def open_adapter(name: str, revision: str | None = None) -> Adapter:
         raise UsageError(f"{name}: adapter_model.bin is a pickle, which is not read here: save it as safetensors")
     else:
         raise UsageError(f"{name} has {CONFIG_FILE}, but no {WEIGHTS_FILE}: copy it again, or take a checkpoint")
-    return Adapter(
-        name=name,
-        directory=directory,
-        config=config,
-        attested=written is not None,
-        run_id=written.run_id if written else "",
-        step=written.step if written else 0,
-        settings=_settings_of_run(directory),
-    )
+    settings = _settings_of_run(directory)
+    return Adapter(name=name, directory=directory, config=config, written=written, settings=settings)
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, str], Tensor]) -> PeftModel:
@@ -247,10 +229,7 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
 
 
 def _resize_vocabulary(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Give the model as many token embeddings as the adapter brings: training may have added or cut off tokens.
-
-    The new rows are replaced by the adapter's, which brings both embeddings whole.
-    """
+    """Give the model as many token embeddings as the adapter brings, whose values take the place of the new rows."""
     embedding = model.get_input_embeddings()
     path = next((name for name, module in model.named_modules() if module is embedding), None)
     rows, width = embedding.weight.shape

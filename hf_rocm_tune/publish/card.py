@@ -1,11 +1,10 @@
 """The model card, ``README.md``: what was trained, on what, how it is loaded, and how it was verified.
 
-The card is made of plain values, so that whoever trains need not be imported here; its text is the template
-``card.md.j2``. Values that this program did not choose (names of files, settings, texts of incidents) are redacted and
-written as text, never as Markdown. The card is valid for the Hub: ``base_model`` and ``datasets`` are ids of the Hub or
-not there. Its code loads what was trained with the arguments that give the logits of the training: TRL trains the
-adapters of quantised models in bfloat16, while PEFT loads every adapter as float32 unless it is told not to; and
-``device_map="auto"`` would split the base over two cards by copies between them.
+Its text is the template ``card.md.j2``. Values that this program did not choose (names of files, settings, texts of
+incidents) are redacted and written as text, never as Markdown. The card is valid for the Hub: ``base_model`` and
+``datasets`` are ids of the Hub or not there. Its code loads what was trained with the arguments that give the logits of
+the training: TRL trains the adapters of quantised models in bfloat16, while PEFT loads every adapter as float32 unless
+it is told not to; and ``device_map="auto"`` would split the base over two cards by copies between them.
 
 A card ends with the hash of its own text. One whose hash is still right is ours and is replaced by the next; any other
 ``README.md`` has been written or edited by a person and is kept.
@@ -22,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from huggingface_hub import EvalResult, ModelCardData
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
+from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.publish import history
 from hf_rocm_tune.publish.history import Row, Trained, count, items, last, number, plain, table, text
-from hf_rocm_tune.publish.staging import CARD_NAME, published_name
-from hf_rocm_tune.redaction import Private, scrub_json, scrub_text
+from hf_rocm_tune.redaction import Private, hub_id_of, scrub_json, scrub_text
 
-__all__ = ["CARD_NAME", "CardFacts", "build", "is_ours", "kept"]
-
+CARD_NAME = "README.md"
 _SIGNED = re.compile(
     r"\A(?P<text>.*)\n\n<!-- hf-rocm-tune wrote this card \((?P<sha256>[0-9a-f]{64})\)[^\n]*-->\s*\Z", re.S
 )
@@ -44,41 +45,23 @@ _DTYPES = frozenset({"float32", "float16", "bfloat16"})
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """Everything that a card says.
+    """Everything that a card says."""
 
-    Args:
-        name: title of the card.
-        base_model: name or path of the base model, as it was given.
-        base_model_id: its id on the Hub, where it was loaded from a directory and the user has said so.
-        revision: of the base model; None for the default.
-        datasets: names or paths, as they were given.
-        data: one line about the rows.
-        trained: see `Trained`.
-        settings: of the run, by name.
-        rows: the log history.
-        step: optimizer steps done.
-        final: False for a checkpoint in the middle of the run.
-        report: the transfer report.
-        picture: name of the picture of the loss beside the card; None for none.
-        repo_id: where the adapter will be on the Hub, if that is known.
-        verb: of the training.
-    """
-
-    name: str
-    base_model: str
+    name: str  # title of the card
+    base_model: str  # name or path, as it was given
     trained: Trained
     verb: str = "sft"
-    base_model_id: str | None = None
-    revision: str | None = None
-    datasets: Sequence[str] = ()
-    data: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    rows: Sequence[Row] = ()
-    step: int = 0
-    final: bool = True
-    report: Mapping[str, Any] = field(default_factory=dict)
-    picture: str | None = None
-    repo_id: str | None = None
+    base_model_id: str | None = None  # on the Hub, where it was loaded from a directory and the user has said so
+    revision: str | None = None  # of the base model
+    datasets: Sequence[str] = ()  # names or paths, as they were given
+    data: str = ""  # one line about the rows
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, by name
+    rows: Sequence[Row] = ()  # the log history
+    step: int = 0  # optimizer steps done
+    final: bool = True  # False for a checkpoint in the middle of the run
+    report: Mapping[str, Any] = field(default_factory=dict)  # the transfer report
+    picture: str | None = None  # name of the picture of the loss beside the card
+    repo_id: str | None = None  # where the adapter will be on the Hub, if that is known
 
     @property
     def is_adapter(self) -> bool:
@@ -128,10 +111,7 @@ def _digest(text: str) -> str:
 
 
 def _metadata(facts: CardFacts) -> str:
-    """The YAML block, without the ``---`` around it. Names in ``facts`` are those of the Hub, or only to be shown.
-
-    Licence and language are left out: they are the base model's and the data's, which this program does not know.
-    """
+    """The YAML block. Licence and language are left out: they are the base model's and the data's."""
     tags = ["transformers", "trl", facts.verb, "hf-rocm-tune", "generated_from_trainer"]
     more: dict[str, Any] = {}
     if facts.is_adapter:
@@ -183,7 +163,6 @@ def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _text(facts: CardFacts) -> str:
-    """The template, filled."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_rocm_tune.publish", ""),
         undefined=jinja2.StrictUndefined,
@@ -242,7 +221,6 @@ def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _arguments(facts: CardFacts) -> list[str]:
-    """Of ``from_pretrained`` of the base model."""
     trained, settings = facts.trained, facts.settings
     arguments = ["base_model" if facts.is_adapter else "trained"]
     if facts.is_adapter and facts.base_model_id and facts.revision not in (None, "main"):
@@ -270,3 +248,94 @@ def _dtype(name: str) -> str:
     """A dtype as code; one that is no dtype of weights is left to the model's own configuration."""
     bare = name.removeprefix("torch.")
     return f"torch.{bare}" if bare in _DTYPES else '"auto"'
+
+
+# ---- a card that a person may have edited, before it is published ----------------------------------------------------
+
+# The Hub's own, from huggingface_hub.repocard.
+_FRONT_MATTER = re.compile(r"^(\s*---(?:\r\n|\r|\n))([\S\s]*?)((?:\r\n|\r|\n)---[ \t]*(\r\n|\n|$))")
+
+
+def published_name(name: str, private: Private, base_model_id: str | None = None) -> str | None:
+    """The id of the Hub by which a model or dataset is named in public; None where there is none.
+
+    Args:
+        name: an id of the Hub, which stays, or a path of this machine.
+        base_model_id: the id that the user gave for it; without one, a path in the Hub's cache still tells its id.
+    """
+    if not private.is_local(name) and is_hub_id(name):
+        return name
+    return base_model_id or hub_id_of(name)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of an id on the Hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def clean_card(text: str, private: Private, *, base_model_id: str | None = None) -> tuple[str, list[str]]:
+    """A card that the Hub accepts and that gives nothing away.
+
+    The Hub answers 400 to a card whose ``base_model`` or ``datasets`` is no id of the Hub, so a local path there is
+    replaced by the id that the user gave, or taken out.
+
+    Returns:
+        The text, and what was changed, in words that give nothing away; the text is the same object if nothing was.
+
+    Raises:
+        UsageError: the metadata is no YAML mapping, or huggingface_hub cannot read it.
+    """
+    found = _FRONT_MATTER.match(text)
+    front, body = ("", text) if found is None else (found[0], text[found.end() :])
+    changes: list[str] = []
+    try:
+        if found is not None:
+            metadata = yaml.safe_load(found[2]) or {}
+            if not isinstance(metadata, dict):
+                raise ValueError("it is no YAML mapping")
+            cleaned = _clean_metadata(metadata, private, base_model_id, changes)
+            if cleaned != metadata:
+                front = f"---\n{yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True)}---\n"
+        cleaned_body = scrub_text(body, private, names=False)
+        if cleaned_body != body:
+            changes.append("local paths or secrets in its text were replaced")
+        result = front + cleaned_body if changes else text
+        ModelCard(result)  # huggingface_hub's own reading; the Hub's is asked for when the card is uploaded
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+        said = " ".join(str(error).split())
+        raise UsageError(
+            f"the metadata of README.md cannot be read ({said}): mend the lines between the --- marks"
+        ) from error
+    return result, changes
+
+
+def _clean_metadata(
+    metadata: dict[str, Any], private: Private, base_model_id: str | None, changes: list[str]
+) -> dict[str, Any]:
+    """The metadata with ids of the Hub only; appends what was changed."""
+    cleaned: dict[str, Any] = {}
+    for key, value in metadata.items():
+        if key in ("base_model", "datasets"):
+            given = base_model_id if key == "base_model" else None
+            names = value if isinstance(value, list) else [value]
+            found = (published_name(str(name), private, given) for name in names if name is not None)
+            ids = list(dict.fromkeys(filter(None, found)))
+            if ids:
+                cleaned[key] = ids if isinstance(value, list) else ids[0]
+            if ids != names:
+                changes.append(f"{key}: {', '.join(ids) or 'taken out, it was a local path'}")
+            continue
+        kept = value
+        if key == "tags" and isinstance(value, list):  # base_model:adapter:NAME; the Hub makes its own of `base_model`
+            kept = [tag for tag in value if ":" not in str(tag) or not private.is_local(str(tag).rpartition(":")[2])]
+        cleaned[key] = scrub_json(kept, private, names=False)
+        if cleaned[key] != value:
+            changes.append(f"{key}: without local paths")
+    if base_model_id and "base_model" not in cleaned:
+        cleaned["base_model"] = base_model_id
+        changes.append(f"base_model: {base_model_id}")
+    return cleaned

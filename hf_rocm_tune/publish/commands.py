@@ -97,7 +97,6 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``generate``."""
     add_chat_flags(parser)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--file", type=Path, help="a text that is one prompt, or a .jsonl of prompts or messages")
@@ -106,7 +105,6 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_merge_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``merge``."""
     parser.add_argument("adapter", help="directory or Hub id of an adapter")
     parser.add_argument("out", type=Path, help="directory to be made")
     parser.add_argument("--base", help="directory or Hub id of the base model (default: the one the adapter names)")
@@ -135,12 +133,6 @@ def chosen(kind: type[T], wanted: argparse.Namespace) -> T:
     return kind(**{one.name: getattr(wanted, one.name) for one in fields(kind)})  # type: ignore[arg-type]
 
 
-def _sampling(wanted: argparse.Namespace) -> Sampling:
-    from hf_rocm_tune.publish.generate import Sampling
-
-    return chosen(Sampling, wanted)
-
-
 def _check_sampling(wanted: argparse.Namespace) -> None:
     drawing = [name for name in ("top_p", "top_k", "min_p") if getattr(wanted, name) is not None]
     if wanted.temperature == 0 and drawing:
@@ -151,7 +143,6 @@ def _check_sampling(wanted: argparse.Namespace) -> None:
 
 
 def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
-    """Merge as the flags say, and push where they say so."""
     if wanted.private and not wanted.push:
         raise UsageError("--private is about the repository of --push: give that too, or leave it out")
     prepare()
@@ -169,7 +160,7 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     print(directory)
     if not wanted.push:
         return 0
-    from hf_rocm_tune.publish.hub import main as push
+    from hf_rocm_tune.publish.push import main as push
 
     more = [str(directory), wanted.push, *(["--private"] if wanted.private else [])]
     say(f"pushing it; if that fails, `hf-rocm-tune push {' '.join(more)}` continues it")
@@ -177,13 +168,12 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
 
 
 def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
-    """Answer every prompt."""
     _check_sampling(wanted)
     prompts = read_prompts(wanted.prompt, wanted.file, sys.stdin)
     prepare()
-    from hf_rocm_tune.publish.generate import LoadSettings, loaded_model, render
+    from hf_rocm_tune.publish.generate import LoadSettings, Sampling, loaded_model, render
 
-    sampling = _sampling(wanted)
+    sampling = chosen(Sampling, wanted)
     with reader_may_leave(), loaded_model(chosen(LoadSettings, wanted), say, compare=wanted.compare) as loaded:
         if not loaded.tokenizer.chat_template and not wanted.raw:
             say(f"the tokenizer of {loaded.name} has no chat template: prompts are taken as plain text")
@@ -220,7 +210,6 @@ def _show(text: str) -> None:
 def _speak(
     loaded: Loaded, ids: list[int], sampling: Sampling, show: Callable[[str], None], tell: Callable[[str], None]
 ) -> str:
-    """Show an answer while it is made."""
     from hf_rocm_tune.publish.generate import answer
 
     given = answer(loaded, ids, sampling, show)
@@ -322,12 +311,11 @@ HELP = (
 
 
 def chat(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
-    """Talk until the user ends it."""
     _check_sampling(wanted)
     prepare()
-    from hf_rocm_tune.publish.generate import LoadSettings, loaded_model
+    from hf_rocm_tune.publish.generate import LoadSettings, Sampling, loaded_model
 
-    sampling = _sampling(wanted)
+    sampling = chosen(Sampling, wanted)
     with reader_may_leave(), loaded_model(chosen(LoadSettings, wanted), say, compare=wanted.compare) as loaded:
         if not loaded.tokenizer.chat_template:
             raise UsageError(
@@ -362,23 +350,13 @@ def _lines(stdin: IO[str]) -> Iterator[str]:
 
 @dataclass(kw_only=True)
 class Chat:
-    """One conversation.
-
-    Attributes:
-        loaded: who answers.
-        sampling: how tokens are chosen.
-        show: prints text of answers as it is, without a line end.
-        tell: prints a line about the conversation, not of it.
-        compare: let the base answer too.
-        system: the system message.
-        messages: what was said.
-    """
+    """One conversation."""
 
     loaded: Loaded
     sampling: Sampling
-    show: Callable[[str], None]
-    tell: Callable[[str], None]
-    compare: bool = False
+    show: Callable[[str], None]  # prints text of answers as it is, without a line end
+    tell: Callable[[str], None]  # prints a line about the conversation, not of it
+    compare: bool = False  # let the base answer too
     system: str | None = None
     messages: Messages = field(default_factory=list)
 
@@ -397,7 +375,6 @@ class Chat:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *messages]
 
     def _turn(self, text: str) -> None:
-        """One turn of the user's, and the model's answer to it."""
         from hf_rocm_tune.publish.generate import apply_template
 
         asked = [*self.messages, {"role": "user", "content": text}]

@@ -47,7 +47,6 @@ _IGNORED = -100
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Define the flags."""
     add_model_flags(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file too")
     parser.add_argument("--batch_size", type=at_least(1), default=4, help="rows or requests at a time (default: 4)")
@@ -69,7 +68,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
-    """Measure as the flags say."""
     tasks = [name.strip() for name in wanted.tasks.split(",")] if wanted.tasks is not None else []
     if not all(tasks):
         raise UsageError("--tasks: give names, separated by commas")
@@ -268,7 +266,6 @@ def _padded(batch: Sequence[tuple[list[int], list[bool]]], padding: int) -> dict
 def _source(
     dataset: str, config: str | None, split: str, text_field: str, assistant_only: bool, loaded: Loaded
 ) -> Dataset | IterableDataset:
-    """The rows, loaded and checked."""
     from hf_rocm_tune.data.formats import as_trl, check_format
     from hf_rocm_tune.data.sources import load_source
 

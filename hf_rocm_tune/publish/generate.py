@@ -69,25 +69,15 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model that is ready.
+    """A model that is ready."""
 
-    Attributes:
-        name: as the user gave it.
-        model: in evaluation mode, a `PeftModel` where there is an adapter.
-        tokenizer: the adapter's where it has one, else the base's.
-        mover: brings inputs to the device.
-        adapter: None for a whole model.
-        base: name of the model below the adapter, or of the model.
-        verified: what `coverage` found and what the files are known to be, as plain values for a report.
-    """
-
-    name: str
-    model: Any
-    tokenizer: PreTrainedTokenizerBase
-    mover: Mover
-    adapter: Adapter | None
-    base: str
-    verified: dict[str, Any]
+    name: str  # as the user gave it
+    model: Any  # in evaluation mode, a `PeftModel` where there is an adapter
+    tokenizer: PreTrainedTokenizerBase  # the adapter's where it has one, else the base's
+    mover: Mover  # brings inputs to the device
+    adapter: Adapter | None  # None for a whole model
+    base: str  # name of the model below the adapter, or of the model
+    verified: dict[str, Any]  # what `coverage` found and what the files are known to be, for a report
 
     def without_adapter(self) -> AbstractContextManager[Any]:
         """Within the block the base answers alone."""
@@ -99,12 +89,6 @@ class Loaded:
         placed: dict[str, Tensor] = self.mover.begin(inputs)
         self.mover.settle(placed)
         return placed
-
-    @property
-    def context_length(self) -> int | None:
-        """Tokens that fit, as the configuration says; None where it does not."""
-        length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return length if isinstance(length, int) and length > 0 else None
 
 
 @contextmanager
@@ -159,7 +143,6 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
 
 @contextmanager
 def _quiet_unless_terminal() -> Iterator[None]:
-    """No progress bars in a log or a pipe."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -264,19 +247,12 @@ def _line(name: str, verified: dict[str, Any], seconds: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a model said.
+    """What a model said."""
 
-    Attributes:
-        text: without special tokens.
-        tokens: how many were made, the end token included.
-        complete: the model ended it itself; False when it ran into a limit.
-        seconds: from the prompt to the last token.
-    """
-
-    text: str
-    tokens: int
-    complete: bool
-    seconds: float
+    text: str  # without special tokens
+    tokens: int  # how many were made, the end token included
+    complete: bool  # the model ended it itself; False when it ran into a limit
+    seconds: float  # from the prompt to the last token
 
 
 def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
@@ -350,8 +326,8 @@ def answer(
 
 
 def _config(loaded: Loaded, sampling: Sampling, prompt_tokens: int) -> GenerationConfig:
-    length = loaded.context_length
-    room = sampling.max_new_tokens if length is None else min(sampling.max_new_tokens, length - prompt_tokens)
+    length = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    room = min(sampling.max_new_tokens, length - prompt_tokens) if length else sampling.max_new_tokens
     if room <= 0:
         raise UsageError(f"the prompt has {prompt_tokens} tokens, and {loaded.name} takes {length}: shorten it")
     config: GenerationConfig = deepcopy(loaded.model.generation_config)
@@ -385,7 +361,6 @@ class _Stream(TextStreamer):
         self._write = write
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Called by upstream with each piece."""
         del stream_end
         if text:
             self.pieces.append(text)

@@ -1,8 +1,7 @@
 """What a run left in its directory, read whatever state it is in; and what its transfer report comes to.
 
-`collect` never raises on what it finds in a directory: a file that is missing, torn, nested without end or of another
-form is told in words, and the rest is still read. A report is input like any other here: what is missing from it is
-said to be unknown, never taken for good.
+A file that is missing, torn, nested without end or of another form is told in words, and the rest is still read. What
+is missing from a report is said to be unknown, never taken for good.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,27 +30,16 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What was trained, without names and paths.
+    """What was trained, without names and paths."""
 
-    Args:
-        method: in a few words, such as "LORA, r=16, alpha=32".
-        model_class: of the base model, such as "LlamaForCausalLM".
-        trainable: parameters that were trained.
-        parameters: of the model with its adapter.
-        dtype: of the base model's weights, such as "bfloat16"; the compute dtype where they are quantised.
-        adapter_dtype: of the adapter while it was trained; None without an adapter.
-        quantization: arguments of ``BitsAndBytesConfig``; None for weights that are not quantised.
-        chat_template: whether the tokenizer has one.
-    """
-
-    method: str
-    model_class: str
-    trainable: int
-    parameters: int
-    dtype: str
-    adapter_dtype: str | None = None
-    quantization: Mapping[str, Any] | None = None
-    chat_template: bool = False
+    method: str  # in a few words, such as "LORA, r=16, alpha=32"
+    model_class: str  # of the base model, such as "LlamaForCausalLM"
+    trainable: int  # parameters that were trained
+    parameters: int  # of the model with its adapter
+    dtype: str  # of the base model's weights, such as "bfloat16"; the compute dtype where they are quantised
+    adapter_dtype: str | None = None  # of the adapter while it was trained; None without an adapter
+    quantization: Mapping[str, Any] | None = None  # arguments of ``BitsAndBytesConfig``
+    chat_template: bool = False  # whether the tokenizer has one
 
 
 def write_log(
@@ -61,23 +50,20 @@ def write_log(
     Raises:
         OSError: as the operating system gave it; an older file is still there.
     """
+
+    def storable(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
     content = {
         "schema": 1,
         "run_id": run_id,
         "step": step,
         "max_steps": max_steps,
         "trained": asdict(trained) if trained is not None else {},
-        "log": [
-            {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in row.items()
-            }
-            for row in rows
-        ],
+        "log": [{key: storable(value) for key, value in row.items()} for row in rows],
     }
-    target = directory / LOG_NAME
-    write_text_atomic(target, json.dumps(content, indent=1) + "\n")
-    return target
+    write_text_atomic(directory / LOG_NAME, json.dumps(content, indent=1) + "\n")
+    return directory / LOG_NAME
 
 
 def series(rows: Iterable[Row], key: str) -> list[tuple[float, float]]:
@@ -262,32 +248,19 @@ _TRACES = (LOG_NAME, REPORT_NAME, _STATE, "run.json", manifest.MANIFEST_NAME, "a
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """What is in a run's directory.
-
-    Attributes:
-        directory: the run's.
-        run_id: empty where nothing tells it.
-        rows: the log history, oldest first.
-        step, max_steps: optimizer steps done and wanted; None where unknown.
-        trained: `Trained` as plain values; empty where unknown.
-        report: the transfer report; empty without one.
-        settings: of the run; empty where unknown.
-        journal: entries of ``survival.jsonl`` of this run.
-        inspection: of the manifest.
-        missing: what is not there or could not be read, in words.
-    """
+    """What is in a run's directory; empty or None where nothing tells."""
 
     directory: Path
-    run_id: str = ""
-    rows: Sequence[Row] = ()
-    step: int | None = None
-    max_steps: int | None = None
-    trained: Mapping[str, Any] = field(default_factory=dict)
-    report: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    journal: Sequence[Row] = ()
     inspection: manifest.Inspection
-    missing: Sequence[str] = ()
+    run_id: str = ""
+    rows: Sequence[Row] = ()  # the log history, oldest first
+    step: int | None = None  # optimizer steps done
+    max_steps: int | None = None
+    trained: Mapping[str, Any] = field(default_factory=dict)  # `Trained` as plain values
+    report: Mapping[str, Any] = field(default_factory=dict)  # the transfer report
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    journal: Sequence[Row] = ()  # entries of ``survival.jsonl`` of this run
+    missing: Sequence[str] = ()  # what is not there or could not be read, in words
 
     @property
     def finished(self) -> bool:
@@ -348,7 +321,7 @@ def collect(directory: Path) -> Left:
 
 
 def _newest_log(directory: Path, log: dict[str, Any], found: list[Path], missing: list[str]) -> dict[str, Any]:
-    """The log that has come furthest, with the names of ours."""
+    """The log that has come furthest, with the keys of ours."""
     best = log
     for path in [directory / _STATE, *(path / _STATE for path in found[-1:])]:
         state = _read(path, missing) if path.is_file() else {}
@@ -429,8 +402,6 @@ def _journal(directory: Path, run_id: str) -> Sequence[Row]:
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 
 
-Level = Literal["good", "note", "bad", "unknown"]
-
 # Section: what it is called, the counter of what was looked at, and what one of those is.
 _STAGES = {
     "weights": ("model weights", "tensors", "tensors"),
@@ -448,20 +419,17 @@ _CHECKS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Verdict:
     """What is to be thought of a run.
 
-    Attributes:
-        level: "good": finished, all of it verified, nothing wrong was used; "note": something is to be known; "bad":
-            wrong bytes are in the result, or the result is not what was written; "unknown": nothing tells.
-        headline: one sentence.
-        notes: what else is to be known, one sentence each.
+    "good": finished, all of it verified, nothing wrong was used; "note": something is to be known; "bad": wrong bytes
+    are in the result, or the result is not what was written; "unknown": nothing tells.
     """
 
-    level: Level
-    headline: str
-    notes: tuple[str, ...] = ()
+    level: Literal["good", "note", "bad", "unknown"]
+    headline: str  # one sentence
+    notes: tuple[str, ...]  # what else is to be known, one sentence each
 
 
 class Counted(NamedTuple):
@@ -481,8 +449,7 @@ class Counted(NamedTuple):
 def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] = ()) -> Verdict:
     """The verdict on a run."""
 
-    def verdict(level: Level, headline: str) -> Verdict:
-        return Verdict(level=level, headline=headline, notes=_notes(report, finished=finished))
+    verdict = partial(Verdict, notes=_notes(report, finished=finished))
 
     if damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
@@ -557,16 +524,6 @@ def unverified(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(tensor, reason) of what the report names as not verified."""
     rows = items(report, "coverage", "unverified")
     return [(text(row, "tensor") or "?", text(row, "reason")) for row in rows]
-
-
-def injected(report: Mapping[str, Any]) -> list[str]:
-    """What was broken on request, one sentence each."""
-    asked = {
-        "Faults": find(report, "fault_injection"),
-        "Faults of steps": find(report, "step_fault_injection"),
-        "Crashes": find(report, "survival", "crash_injection"),
-    }
-    return [f"{what} were injected on request: {plain(value)}." for what, value in asked.items() if value]
 
 
 def incident(row: Any) -> dict[str, str]:
@@ -645,7 +602,12 @@ def explained(report: Mapping[str, Any]) -> str:
 
 def _notes(report: Mapping[str, Any], *, finished: bool) -> tuple[str, ...]:
     notes = [] if finished else ["The run has not come to its end: this is what is there so far."]
-    notes += injected(report)
+    asked = {
+        "Faults": find(report, "fault_injection"),
+        "Faults of steps": find(report, "step_fault_injection"),
+        "Crashes": find(report, "survival", "crash_injection"),
+    }
+    notes += [f"{what} were injected on request: {plain(value)}." for what, value in asked.items() if value]
     mode, share = text(report, "verify"), coverage(report)
     if mode == "sample":
         notes.append("Only a sample of the transfers was verified (--verify sample).")

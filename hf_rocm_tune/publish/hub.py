@@ -1,10 +1,9 @@
-"""``hf-rocm-tune push DIR REPO``: push a finished run to the Hugging Face Hub, and show that the Hub serves it.
+"""One repository of the Hugging Face Hub: what is brought to it in one commit, and the check that the Hub serves it.
 
-A directory that is not what its run wrote, and a run that ended with wrong bytes, are refused before anything is sent,
-and a copy without this machine's paths is prepared (`staging`). `huggingface_hub` uploads it in one commit, so a reader
-sees the old state or the new one; what is there with the same hash is not sent again. Where the Hub, the network or
-another commit came in between, the whole step is tried again from the state that the repository is in then; a commit
-names the one that it follows (``parent_commit``), so one whose answer was lost is not made twice.
+`huggingface_hub` uploads in one commit, so a reader sees the old state or the new one; what is there with the same hash
+is not sent again. Where the Hub, the network or another commit came in between, the whole step is tried again from the
+state that the repository is in then; a commit names the one that it follows (``parent_commit``), so one whose answer
+was lost is not made twice.
 
 The check after the commit, of exactly that commit: the hash of every file as the Hub states it (SHA-256 for files in
 large file storage, Git's SHA-1 for others), then, unless only hashes are asked for, every byte, downloaded over plain
@@ -14,32 +13,22 @@ sent it, so only the download shows what the storage holds. Not covered: what th
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import logging
-import os
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import httpx2
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    RepoFile,
-    get_token,
-    hf_hub_url,
-    set_client_factory,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoFile, hf_hub_url, set_client_factory
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -50,21 +39,16 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import _http as upstream_http
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
-from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
+from hf_rocm_tune.errors import CorruptionError, TuneError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, FileEntry, Manifest
-from hf_rocm_tune.publish import say
-from hf_rocm_tune.publish.history import checkpoints
-from hf_rocm_tune.publish.staging import Staged, check_directory, is_hub_id, stage
 from hf_rocm_tune.redaction import Private, redact, remember, scrub_text
 from hf_rocm_tune.version import __version__
 
 T = TypeVar("T")
-Checkpoints = Literal["none", "last", "all"]
 Verify = Literal["download", "hashes"]
 Say = Callable[[str], None]
 
-LAST_CHECKPOINT = "last-checkpoint/"
 _LIBRARY = {"library_name": "hf-rocm-tune", "library_version": __version__}
 _ROUNDS = 2  # a second push of what arrived wrong; more would hide a broken storage
 _LARGEST_MANIFEST_BYTES = 64 << 20
@@ -80,59 +64,15 @@ class HubError(TuneError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushSettings:
-    """How to push.
-
-    Args:
-        private: of the repository: True refuses one that is public, False makes a new one public; None makes a new
-            one private and takes one that is there as it is.
-        revision: branch; it is made where it is not there.
-        tags: tags for the commit.
-        message: first line of the commit.
-        base_model_id: the base model's id on the Hub, where it was loaded from a directory.
-        verify: "download" checks every byte that the Hub serves afterwards, "hashes" only what it states of the files.
-        checkpoints: what to push beside the result: nothing, the newest one as ``last-checkpoint``, or all.
-    """
-
-    private: bool | None = None
-    revision: str = "main"
-    tags: tuple[str, ...] = ()
-    message: str = "Upload with hf-rocm-tune"
-    base_model_id: str | None = None
-    verify: Verify = "download"
-    checkpoints: Checkpoints = "none"
-
-    def __post_init__(self) -> None:
-        if self.base_model_id is not None and not is_hub_id(self.base_model_id):
-            raise ValueError(f"base_model_id must be an id on the Hub such as ORG/NAME, got {self.base_model_id!r}")
-        for name, allowed in (("verify", get_args(Verify)), ("checkpoints", get_args(Checkpoints))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if not self.message.strip() or not self.revision:
-            raise ValueError("message and revision must not be empty")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """A push that was checked.
+    """A push that was checked."""
 
-    Attributes:
-        repo_id: ``USER/NAME``.
-        url: where people see it.
-        commit: the commit that was checked.
-        files, bytes: how many files were to be there, and their size.
-        sent: how many of them the Hub did not have.
-        deleted: files of an earlier push of ours that this one does not have.
-        verify: how the check was made.
-    """
-
-    repo_id: str
-    url: str
-    commit: str
-    files: int
-    bytes: int
-    sent: int
-    deleted: int
+    url: str  # where people see it
+    commit: str  # the one that was checked
+    files: int  # that were to be there
+    bytes: int  # of them
+    sent: int  # files that the Hub did not have
+    deleted: int  # files of an earlier push of ours that this one does not have
     verify: Verify
 
     @property
@@ -147,94 +87,34 @@ class Pushed:
         )
 
 
-def push(
-    directory: str | Path,
-    repo_id: str,
-    *,
-    settings: PushSettings | None = None,
-    token: str | None = None,
-    say: Say = print,
-) -> Pushed:
-    """Push a finished run, a checkpoint or a merged model. The local directory is only read.
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A directory that is ready to be uploaded."""
 
-    Args:
-        directory: with the ``integrity.json`` of ours.
-        repo_id: ``USER/NAME``, or ``NAME`` for one of the token's owner.
-        settings: see `PushSettings`.
-        token: with write access; None for HF_TOKEN or the one of `hf auth login`. It is never shown or stored.
-        say: takes lines for the user.
+    root: Path  # where its files are
+    prefix: str  # the folder on the Hub, with a "/" at its end; "" for the top
+    manifest: Manifest  # the one that is uploaded
+    changed: Mapping[str, str]  # what was rewritten, by file
+    not_listed: tuple[str, ...]  # files of the directory that stay here because no manifest lists them
 
-    Returns:
-        What is now on the Hub, checked.
+    @property
+    def files(self) -> dict[str, tuple[Path, FileEntry]]:
+        """Where the bytes are, their number and their SHA-256, by path on the Hub; the manifest is one of them."""
+        entries = {**self.manifest.files, MANIFEST_NAME: manifest.entry_of(self.root / MANIFEST_NAME)}
+        return {self.prefix + name: (self.root / name, entry) for name, entry in entries.items()}
 
-    Raises:
-        UsageError: the directory, the name, the token or the card is wrong.
-        CorruptionError: the run ended with wrong bytes, or the Hub serves others than were sent.
-        HubError: the Hub does not take it now.
-    """
-    settings, directory = settings or PushSettings(), Path(directory)
-    base = settings.base_model_id
-    check_directory(directory)
-    private = private_here(directory, repo_id=repo_id, base_model_id=base, token=token)
-    repository = Repository(repo_id, private, say, token=token, revision=settings.revision)
-    with TemporaryDirectory(prefix="hf-rocm-tune-push-") as scratch:
-        staged = []
-        for prefix, source in [("", directory), *_checkpoints(directory, settings.checkpoints)]:
-            folder = Path(scratch, prefix or "top")
-            folder.mkdir()
-            written = check_directory(source)
-            staged.append(stage(source, written, folder, private=private, prefix=prefix, base_model_id=base))
-        amount = sum(entry.bytes for each in staged for _, entry in each.files.values())
-        say(f"push to {repo_id}, branch {settings.revision}: {amount / 1e6:.3g} MB")
-        for each in staged:
-            for line in each.described():
-                say(line)
-        repository.open(private=settings.private)
-        done = repository.bring(staged, message=settings.message, verify=settings.verify)
-    for tag in settings.tags:
-        repository.tag(tag, done.commit)
-    return done
+    def described(self) -> list[str]:
+        """What the user should know, in lines."""
+        where = f" in {self.prefix}" if self.prefix else ""
+        lines = [f"to be uploaded{where}: {', '.join((*self.manifest.files, MANIFEST_NAME))}"]
+        lines += [f"{name}{where} is published without what is local: {what}" for name, what in self.changed.items()]
+        if self.not_listed:
+            lines.append(f"not uploaded, no manifest lists them: {', '.join(self.not_listed)}")
+        return lines
 
-
-def private_here(
-    directory: Path,
-    *,
-    repo_id: str,
-    base_model_id: str | None,
-    token: str | None,
-    others: Mapping[str, str] | None = None,
-) -> Private:
-    """What is private of a run: this machine's own, and the paths that the run was given, by what stands for them in
-    public ("" for their last name); ``repo_id`` stands for the directory, ``base_model_id`` for the base model's.
-    """
-    paths = dict(others or {})
-    for place in (directory, directory.parent):
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            settings = json.loads((place / "run.json").read_text(encoding="utf-8"))["settings"]
-            for key, value in settings.items():
-                if isinstance(value, str) and os.path.isabs(value):
-                    paths.setdefault(value, (base_model_id or "") if key == "model_name_or_path" else "")
-    with suppress(OSError, ValueError, AttributeError):
-        config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
-        base = config.get("base_model_name_or_path")
-        if isinstance(base, str) and os.path.isabs(base):
-            paths[base] = base_model_id or ""
-    paths[str(directory.absolute())] = repo_id
-    logged_in = get_token() if token is None else None
-    return Private.of_this_machine(os.environ, paths=paths, secrets=[token, logged_in])
-
-
-def _checkpoints(directory: Path, which: Checkpoints) -> list[tuple[str, Path]]:
-    """Folder on the Hub and directory here of each checkpoint to push."""
-    if which == "none":
-        return []
-    paths = checkpoints(directory)
-    if not paths:
-        raise UsageError(f"--checkpoints {which}: there is no checkpoint-N in {directory}; leave the flag away")
-    return [(LAST_CHECKPOINT, paths[-1])] if which == "last" else [(f"{path.name}/", path) for path in paths]
-
-
-# ---- the repository on the Hub ----------------------------------------------------------------------------------
+    def drop(self) -> None:
+        """Delete the copy."""
+        shutil.rmtree(self.root, ignore_errors=True)
 
 
 class Repository:
@@ -244,7 +124,7 @@ class Repository:
         repo_id: ``USER/NAME``, or ``NAME`` for one of the token's owner; `open` completes it.
         private: what must not be in a message.
         say: takes a line for the user.
-        token: None for the one that the user has logged in with, or HF_TOKEN.
+        token: None for HF_TOKEN or the one of `hf auth login`.
         revision: branch to work on.
     """
 
@@ -338,7 +218,6 @@ class Repository:
             wrong = self._retry("the check", partial(self._check, wanted, done, download=verify == "download"))
             if not wrong:
                 return Pushed(
-                    repo_id=self.repo_id,
                     url=self.url,
                     commit=done,
                     files=len(wanted),
@@ -353,11 +232,7 @@ class Repository:
         )
 
     def tag(self, name: str, commit: str) -> None:
-        """Give a commit a tag; one that it has already is kept.
-
-        Raises:
-            UsageError: another commit has it.
-        """
+        """Give a commit a tag. A tag that another commit has is a `UsageError`."""
         refs = self._retry("the tags", lambda: self._api.list_repo_refs(self.repo_id))
         target = next((one.target_commit for one in refs.tags if one.name == name), None)
         if target is None:
@@ -499,12 +374,11 @@ _PASSING = (408, 409, 412, 425)  # busy, or another commit came in between
 _STATUS_OF_XET = re.compile(r"HTTP status (?:client|server) error \((\d{3})\b")
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error and what it was raised from; huggingface_hub wraps the errors of uploads in a RuntimeError."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _answer(error: BaseException) -> HfHubHTTPError | None:
@@ -563,62 +437,3 @@ def _of_status(status: int, message: str | None, repo_id: str) -> UsageError | H
         "exists and you are in it",
     }
     return UsageError(lines.get(status, f"the Hub refuses it {said}: change what it names"))
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-_AGAIN = "The same command goes on where it stopped"
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run ``hf-rocm-tune push``."""
-    wanted = vars(_parser().parse_args(list(argv)))
-    directory, repo_id = wanted.pop("directory"), wanted.pop("repo_id")
-    try:
-        settings = PushSettings(**{**wanted, "tags": tuple(wanted["tags"])})
-    except ValueError as error:
-        raise UsageError(f"--{error}") from error
-    try:
-        done = push(directory, repo_id, settings=settings, say=say)
-    except HubError as error:
-        raise HubError(f"{error}. {_AGAIN}") from error
-    except KeyboardInterrupt as stop:
-        raise Interrupted(f"the push was stopped. {_AGAIN}") from stop
-    print(done.summary)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="hf-rocm-tune push",
-        description="Upload a finished run to the Hugging Face Hub, without this machine's paths, and verify that the "
-        "Hub serves what was trained. The token is the one of `hf auth login` or HF_TOKEN.",
-    )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a finished run, a checkpoint or a merged model")
-    parser.add_argument("repo_id", metavar="REPO", help="USER/NAME, or NAME for one of your own")
-    visibility = parser.add_mutually_exclusive_group()
-    visibility.add_argument("--private", action="store_true", default=None, help="refuse a repository that is public")
-    visibility.add_argument(
-        "--public", action="store_false", dest="private", default=None, help="make a new repository public, not private"
-    )
-    parser.add_argument("--revision", default="main", metavar="BRANCH", help="made where it is not there")
-    parser.add_argument(
-        "--tag", dest="tags", action="append", default=[], metavar="TAG", help="tag the commit; may be repeated"
-    )
-    parser.add_argument("--message", default=PushSettings.message, help="first line of the commit")
-    parser.add_argument(
-        "--base_model_id", metavar="ORG/NAME", help="the base model on the Hub, where it was loaded from a directory"
-    )
-    parser.add_argument(
-        "--checkpoints",
-        choices=get_args(Checkpoints),
-        default="none",
-        help="push checkpoints too: the newest as last-checkpoint, or all (default: none)",
-    )
-    parser.add_argument(
-        "--verify",
-        choices=get_args(Verify),
-        default="download",
-        help="afterwards compare every byte, downloaded, or only the hashes that the Hub states (default: download)",
-    )
-    return parser

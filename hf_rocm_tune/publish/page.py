@@ -1,29 +1,42 @@
-"""``hf-rocm-tune report DIR``: plots of a run as PNG files, and its report as one HTML page.
+"""``hf-rocm-tune report DIR``: plots of a run as PNG files, and its report as one HTML page; and the picture on a card.
 
 The page is the template ``page.html.j2``: no script, no request to anywhere, light and dark, readable on a phone.
 Everything foreign is escaped, and should that fail, the page's own policy lets no script run and nothing be fetched.
 Local paths, names of users and hosts and secrets are taken out, so that the page may be shown to others.
+
+A panel of curves is drawn with matplotlib, which is imported by the first picture: as PNG (light ground, readable on a
+page of either theme) or as SVG for the page, where the page's own colours take the place of the ones here. No text of
+the user's goes into a picture. Values that are not finite are gaps. Long logs are drawn thin, with their running mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
 from hf_rocm_tune.errors import CommandParser, UsageError
-from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.integrity.atomic import create_staging, write_text_atomic
 from hf_rocm_tune.publish import history, say
-from hf_rocm_tune.publish.history import Left, count, figure, figures, items, number, plain, text
-from hf_rocm_tune.publish.plots import Panel, panels, svg, write_png
+from hf_rocm_tune.publish.history import Left, Row, count, figure, figures, items, number, plain, series, text
 from hf_rocm_tune.redaction import Private, scrub_json, scrub_text
 from hf_rocm_tune.version import __version__
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MOST_ROWS = 500
 _LEVELS = {"good": "Verified", "note": "Verified, but", "bad": "Wrong bytes", "unknown": "Not known"}
@@ -35,7 +48,7 @@ _WORST_FIRST = ("fail", "warn", "unknown", "info", "ok", "skipped")
 
 
 def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -> int:
-    """Run the command."""
+    """Run the command; ``link_of`` gives the address of a source that a finding names."""
     wanted = _parser().parse_args(list(argv))
     left = history.collect(wanted.directory)
     target: Path = wanted.out or wanted.directory / "report.html"
@@ -50,31 +63,24 @@ def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -
     )
     title = scrub_text(wanted.directory.absolute().name, private) or "run"
     content = build(_clean(left, private), drawn, title=title, link_of=link_of)
+    folder = target.with_name(f"{target.stem}_plots")
+    pictures = [folder / f"{panel.name}.png" for panel in shown]
     try:
-        pictures = _write_pictures(shown, target.with_name(f"{target.stem}_plots"))
+        if shown:
+            folder.mkdir(exist_ok=True)
+        for panel, path in zip(shown, pictures, strict=True):
+            write_png(panel, path)
         write_text_atomic(target, content)
     except OSError as error:
         raise UsageError(
             f"{target} cannot be written: {error.strerror or error}; name another file with --out"
         ) from error
     verdict = history.judge(left.report, finished=left.finished, damaged=left.damaged)
-    for line in (
-        f"{verdict.level}: {verdict.headline}",
-        *verdict.notes,
-        *(f"missing: {line}" for line in left.missing),
-    ):
+    missing = (f"missing: {line}" for line in left.missing)
+    for line in (f"{verdict.level}: {verdict.headline}", *verdict.notes, *missing):
         say(line)
     print(*[target, *pictures], sep="\n")
     return 0
-
-
-def _write_pictures(shown: Sequence[Panel], folder: Path) -> list[Path]:
-    if shown:
-        folder.mkdir(exist_ok=True)
-    written = [folder / f"{panel.name}.png" for panel in shown]
-    for panel, path in zip(shown, written, strict=True):
-        write_png(panel, path)
-    return written
 
 
 def _paths(value: Any) -> list[str]:
@@ -86,7 +92,6 @@ def _paths(value: Any) -> list[str]:
 
 
 def _clean(left: Left, private: Private) -> Left:
-    """What is left of a run without what is private on this machine."""
     return replace(
         left,
         trained=scrub_json(left.trained, private),
@@ -229,3 +234,263 @@ def _details(entry: Mapping[str, Any]) -> str:
     """The rest of an entry of the supervisor's journal."""
     shown = ("time", "event", "run_id")
     return "; ".join(f"{key}: {plain(value)}" for key, value in entry.items() if key not in shown)
+
+
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+_EVAL_LOSS = re.compile(r"eval(?:_(?P<name>.+))?_loss")
+_LOG_SCALE_FROM = 200.0
+_MEAN_FROM = 100
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One line of a panel."""
+
+    label: str
+    points: Sequence[Point]  # (step, value) in the order of the steps
+    marked: bool = False  # few enough values that each is worth a mark
+    exact: bool = False  # what was set, not measured, so its mean says nothing
+
+    @property
+    def last(self) -> float | None:
+        """The newest finite value."""
+        values = [value for _, value in self.points if not math.isnan(value)]
+        return values[-1] if values else None
+
+    def running_mean(self) -> list[Point]:
+        """The mean over about a fiftieth of the curve around each point; empty for a short or exact curve."""
+        if self.exact or len(self.points) < _MEAN_FROM:
+            return []
+        steps, values = np.array(self.points).T
+        window = np.ones(2 * max(2, len(values) // 100) + 1)
+        gaps = np.isnan(values)
+        sums = np.convolve(np.where(gaps, 0.0, values), window, "same")
+        counts = np.convolve(~gaps, window, "same")
+        means = np.where(counts > 0.5, sums / np.maximum(counts, 1), np.nan)
+        return list(zip(steps.tolist(), means.tolist(), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One picture."""
+
+    name: str  # of its file, without ending
+    title: str
+    unit: str  # on the vertical axis
+    curves: Sequence[Curve]  # at least one, none of them empty
+    from_zero: bool = False  # an amount, whose axis begins at 0 so that small changes look small
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)  # what happened, and at which steps
+
+    @property
+    def logarithmic(self) -> bool:
+        """Whether measured values spread so far that a linear axis would show only the greatest."""
+        measured = [] if self.from_zero else [curve for curve in self.curves if not curve.exact]
+        values = sorted(v for curve in measured for _, v in curve.points if not math.isnan(v))
+        return bool(values) and values[0] > 0 and values[-1] / values[0] >= _LOG_SCALE_FROM
+
+    def in_words(self) -> str:
+        """For those who do not see the picture."""
+        newest = [f"{one.label} {one.last:.4g}" for one in self.curves if one.last is not None]
+        first, final = self.curves[0].points[0][0], self.curves[0].points[-1][0]
+        return f"{self.title} ({self.unit}) from step {first:g} to {final:g}; newest: {', '.join(newest)}"
+
+
+# Name, title, unit, and the curves by metric.
+_PANELS: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
+    ("learning_rate", "Learning rate", "learning rate", {"learning_rate": "learning rate"}),
+    ("gradient_norm", "Gradient norm", "norm before clipping", {"grad_norm": "gradient norm"}),
+    ("tokens_per_second", "Throughput", "tokens a second", {"speed/tokens_per_second": "tokens a second"}),
+    ("step_time", "Time of a step", "seconds", {"speed/seconds_per_step": "seconds a step"}),
+    ("memory", "Memory of the card", "GiB", {"gpu/vram_used_gib": "used on the card"}
+     | {f"gpu/torch_{what}_gib": f"{what} by torch" for what in ("reserved", "allocated")}),
+    ("temperature", "Temperature", "degrees Celsius", {f"gpu/{at}_c": at for at in ("hotspot", "memory", "edge")}),
+    ("power", "Power of the card", "watts", {"gpu/power_w": "power"}),
+)  # fmt: skip
+_FROM_ZERO = frozenset({"tokens_per_second", "step_time", "memory", "power"})
+
+
+def panels(rows: Sequence[Row], report: Mapping[str, Any] | None = None) -> list[Panel]:
+    """Every panel for which there is something to draw, the loss first."""
+    found = [loss] if (loss := loss_panel(rows, report)) is not None else []
+    for name, title, unit, metrics in _PANELS:
+        exact = name == "learning_rate"
+        curves = [
+            Curve(label=label, points=points, exact=exact)
+            for key, label in metrics.items()
+            if (points := _drawn(rows, key))
+        ]
+        if curves:
+            found.append(Panel(name=name, title=title, unit=unit, curves=curves, from_zero=name in _FROM_ZERO))
+    return found
+
+
+def loss_panel(rows: Sequence[Row], report: Mapping[str, Any] | None = None) -> Panel | None:
+    """Loss of training and of each evaluation; None where none was logged."""
+    curves = [Curve(label="training", points=points)] if (points := _drawn(rows, "loss")) else []
+    keys = dict.fromkeys(key for row in rows for key in row)
+    named = {key: match["name"] for key in keys if (match := _EVAL_LOSS.fullmatch(key))}
+    for at, key in enumerate(named, start=1):
+        label = "evaluation" if len(named) == 1 else f"evaluation {at}"
+        if points := _drawn(rows, key):
+            curves.append(Curve(label=label, points=points, marked=True))
+    if not curves:
+        return None
+    return Panel(name="loss", title="Loss", unit="loss", curves=curves, marks=_incident_steps(report or {}))
+
+
+def _drawn(rows: Sequence[Row], key: str) -> list[Point]:
+    """The points of a metric; none unless one of them is finite."""
+    points = series(rows, key)
+    return points if any(not math.isnan(value) for _, value in points) else []
+
+
+def _incident_steps(report: Mapping[str, Any]) -> dict[str, list[float]]:
+    steps: dict[str, list[float]] = {}
+    for row in items(report, "incidents"):
+        step = number(row, "step")
+        if step is not None:
+            ended = "recovered" if text(row, "outcome") == "recovered" else "not recovered"
+            steps.setdefault(f"incident, {ended}", []).append(step)
+    return steps
+
+
+# Told apart by people with any kind of colour vision (Wong, Nature Methods 8, 441, 2011), darkened for a white ground.
+SERIES = ("#2166ac", "#c75b12", "#1b7f5f", "#8e4585", "#6b6b00")
+INK, MUTED, GRID, GROUND, ALARM = "#1f2328", "#59636e", "#d8dee4", "#ffffff", "#b3261e"
+
+_VARIABLES = {
+    **{f"series-{at}": colour for at, colour in enumerate(SERIES, start=1)},
+    "ink": INK,
+    "muted": MUTED,
+    "grid": GRID,
+    "alarm": ALARM,
+}
+
+
+def write_png(panel: Panel, path: Path) -> None:
+    """Draw a panel into a PNG file, 936 by 520 pixels; a reader sees the old file or the new one.
+
+    Raises:
+        UsageError: matplotlib is not there or does not start.
+        OSError: the file cannot be written.
+    """
+    drawn = io.BytesIO()
+    with _our_style(**{"font.size": 10.5}):
+        picture = _figure(panel, (7.2, 4.0), legend_columns=3)
+        # No version and no date: the same curves give the same bytes.
+        picture.savefig(drawn, format="png", dpi=130, metadata={"Software": None})
+    staging = create_staging(path)  # whose name the next start of a run knows and removes, should this one be killed
+    try:
+        (staging / path.name).write_bytes(drawn.getvalue())
+        os.replace(staging / path.name, path)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def svg(panel: Panel) -> str:
+    """A panel as an ``<svg>`` element, whose colours are variables of the page (``--series-1``, ``--ink`` ...).
+
+    Raises:
+        UsageError: matplotlib is not there or does not start.
+    """
+    drawn = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    # Text stays text: it takes the page's typeface, and can be searched. The salt keeps the panels' ids apart.
+    with _our_style(**{"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": panel.name}):
+        picture = _figure(panel, (4.8, 3.0), legend_columns=2)
+        picture.savefig(drawn, format="svg", metadata=nothing, transparent=True)
+    return _for_the_page(drawn.getvalue())
+
+
+def _for_the_page(text: str) -> str:
+    """matplotlib's file as an element: no declarations, no fixed size, colours from the page."""
+    element = text[text.index("<svg") :]
+    element = re.sub(r"<(metadata|style)\b.*?</\1>", "", element, flags=re.DOTALL)
+    element = re.sub(r'<g id="[^"]*"', "<g", element)  # the same in every picture of the page
+    element = re.sub(r"font-family: [^;\"]*;? ?", "", element)
+    head, bracket, rest = element.partition(">")
+    head = re.sub(r'\s(?:width|height|id|version|xmlns(?::\w+)?)="[^"]*"', "", head) + ' aria-hidden="true"'
+    rest = rest.replace("xlink:href", "href")
+    for name, colour in _VARIABLES.items():
+        rest = re.sub(re.escape(colour), f"var(--{name})", rest, flags=re.IGNORECASE)
+    return head + bracket + rest
+
+
+@contextmanager
+def _our_style(**changed: Any) -> Iterator[None]:
+    """Whatever the user's matplotlibrc says, pictures are drawn and written as here."""
+    try:
+        import matplotlib
+        import matplotlib.figure
+    except ImportError as error:
+        raise UsageError(f"plots need matplotlib ({error}): `pip install matplotlib`") from error
+    except ValueError as error:  # it reads its settings when it is imported
+        raise UsageError(f"matplotlib does not start: {error}; mend MPLBACKEND or matplotlibrc") from error
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **changed}):
+        yield
+
+
+def _figure(panel: Panel, inches: tuple[float, float], *, legend_columns: int) -> Figure:
+    from matplotlib.figure import Figure  # not pyplot: it would look for a display
+
+    picture = Figure(figsize=inches, layout="constrained", facecolor=GROUND)
+    axes = picture.subplots()
+    for at, curve in enumerate(panel.curves):
+        _draw(axes, curve, SERIES[at % len(SERIES)], named=len(panel.curves) > 1)
+    style: dict[str, Any] = {"linestyle": "none", "marker": "^", "markersize": 5, "clip_on": False, "zorder": 4}
+    for ending, steps in panel.marks.items():  # small triangles on the horizontal axis
+        places, style["color"] = sorted(set(steps)), ALARM if "not" in ending else SERIES[3]
+        style |= {"transform": axes.get_xaxis_transform(), "label": f"{ending} ({len(steps)})"}
+        axes.plot(places, [0.015] * len(places), **style)
+    _dress(axes, panel)
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        # Below the axes: inside, it would lie on a curve sooner or later.
+        place: dict[str, Any] = {"loc": "outside lower left", "ncols": legend_columns, "columnspacing": 1.2}
+        picture.legend(handles, labels, **place, handlelength=1.5, frameon=False, labelcolor=INK, fontsize="small")
+    return picture
+
+
+def _draw(axes: Axes, curve: Curve, colour: str, *, named: bool) -> None:
+    label = f"{curve.label}, {curve.last:.4g} at the end" if named and curve.last is not None else None
+    mean = curve.running_mean()
+    style: dict[str, Any] = {"color": colour, "solid_capstyle": "round"}
+    if curve.marked or len(curve.points) == 1:
+        style |= {"marker": "o", "markersize": 4 if len(curve.points) <= 40 else 2.5}
+    if mean:
+        axes.plot(*zip(*curve.points, strict=True), linewidth=0.7, alpha=0.35, **style)
+    axes.plot(*zip(*(mean or curve.points), strict=True), linewidth=1.6, label=label, zorder=3, **style)
+
+
+def _dress(axes: Axes, panel: Panel) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.set_title(panel.title, loc="left", color=INK, fontweight="bold", fontsize="large")
+    axes.set_xlabel("optimizer step", color=MUTED)
+    axes.set_ylabel(panel.unit, color=MUTED)
+    if panel.logarithmic:
+        axes.set_yscale("log")
+    else:
+        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+    if panel.from_zero:
+        axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", colors=MUTED, length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(GRID)
+    axes.margins(x=0.02)
+
+
+def _tick(value: float, place: int | None = None) -> str:
+    """How a value stands on an axis: "0.25", "1500", "2e-4"."""
+    del place
+    if value and abs(value) < 1e-3:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:g}"

@@ -11,7 +11,7 @@ when that is wrong too, every rank stops.
 Cost: memory of one copy of the trainable gradients from backward to the verdict (of a LoRA's: tens of megabytes),
 unless they are averaged through the host and DistributedDataParallel keeps gradients beside its buckets (its default);
 over gloo, each rank tells the others 2.4 bytes per 1,000 bytes of float32 gradients, 78 per 1,000 bytes of those that
-travel in 16 bits; one wait for the device a step. ``benchmarks/gradient_check.py`` measures the time.
+travel in 16 bits; one wait for the device a step. ``hf-rocm-tune bench comm`` measures the time.
 
 Covered: the all-reduce on any back end, and the way of its result into ``parameter.grad``. With a cast to 16 bits,
 what travels is judged, in the rounding of those 16 bits; the cast, which each rank computes by itself, is not.

@@ -467,7 +467,7 @@ class Checkpoints:
     def _require_publisher(self) -> None:
         if not broadcast_object_list([self._publisher is not None])[0]:
             raise UsageError(
-                "push_to_hub needs a publisher: give the trainer publisher=hf_rocm_tune.publish.publisher.Publisher("
+                "push_to_hub needs a publisher: give the trainer publisher=hf_rocm_tune.publish.push.Publisher("
                 "...), or train without it and run `hf-rocm-tune push` on the result"
             )
 

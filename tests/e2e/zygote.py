@@ -137,7 +137,7 @@ def main() -> None:
     import trl.trainer.sft_trainer  # noqa: F401
 
     import hf_rocm_tune.job.run
-    import hf_rocm_tune.publish.plots
+    import hf_rocm_tune.publish.page
     import hf_rocm_tune.training.trainer  # noqa: F401
 
     gc.collect()

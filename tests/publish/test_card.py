@@ -18,9 +18,8 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 from huggingface_hub.utils import validate_repo_id
 
 from hf_rocm_tune.publish import card, history
-from hf_rocm_tune.publish.card import CardFacts, build, is_ours, kept
+from hf_rocm_tune.publish.card import CardFacts, build, clean_card, is_ours, kept
 from hf_rocm_tune.publish.history import Trained, counted, coverage, judge, shown_settings
-from hf_rocm_tune.publish.staging import clean_card
 from hf_rocm_tune.redaction import Private
 from tests.publish.card_runs import SETTINGS, TRAINED, incident, report, rows, stage
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +17,14 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from hf_rocm_tune.cli import main
 from hf_rocm_tune.errors import CorruptionError, TuneError, UsageError
+from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish import hub as publishing
-from hf_rocm_tune.publish.hub import HubError, Pushed, PushSettings, push
+from hf_rocm_tune.publish.hub import HubError, Pushed
+from hf_rocm_tune.publish.push import PushSettings, push
 from tests.publish.hub_fixtures import ATTEMPTS, bytes_of, on_hub, write_run
-from tests.publish.hub_server import TOKEN, USER, LoopbackHub
+from tests.publish.hub_server import TOKEN, USER, LoopbackHub, loopback_hub
 
 # huggingface_hub 2.4 passes files as httpx2 no longer likes them (lfs.py, _upload_single_part).
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -54,50 +63,33 @@ ENDPOINTS = {
 }
 
 
-REST = [
-    pytest.param(name, marks=pytest.mark.long)
-    for name in ("head", "tree", "card", "preupload", "batch", "verify", "storage")
-]
+REST = ("head", "tree", "card", "preupload", "batch", "verify", "storage")
 
 
-@pytest.mark.parametrize("endpoint", [*("create", "upload", "commit", "resolve"), *REST])
-def test_a_500_is_survived(hub: LoopbackHub, tmp_path: Path, endpoint: str) -> None:
-    out = write_run(tmp_path / "out")
-    fault = hub.fault(ENDPOINTS[endpoint], status=500)
-    pushed(out)
-    assert fault.hits >= 1
-    check(hub, out)
-
-
-@pytest.mark.parametrize("endpoint", ["commit"])
-def test_a_load_balancers_page_is_survived(hub: LoopbackHub, tmp_path: Path, endpoint: str) -> None:
-    out = write_run(tmp_path / "out")
-    hub.fault(ENDPOINTS[endpoint], status=502, body=b"<html>Bad gateway</html>", times=2)
-    pushed(out)
-    check(hub, out)
-
-
-@pytest.mark.parametrize(("endpoint", "drop"), [("upload", "middle"), ("commit", "before"), ("commit", "after")])
-def test_a_connection_that_breaks_is_survived(
-    hub: LoopbackHub,
-    tmp_path: Path,
-    endpoint: str,
-    drop: str,
+@pytest.mark.parametrize(
+    ("endpoint", "fault"),
+    [
+        *((name, {"status": 500}) for name in ("create", "upload", "commit", "resolve")),
+        *(pytest.param(name, {"status": 500}, marks=pytest.mark.long) for name in REST),
+        ("commit", {"status": 502, "body": b"<html>Bad gateway</html>", "times": 2}),  # a load balancer's page
+        ("commit", {"status": 429, "headers": {"Retry-After": "1"}}),
+        ("upload", {"drop": "middle"}),
+        ("commit", {"drop": "before"}),
+        ("commit", {"drop": "after"}),
+        ("storage", {"status": 200, "body": b"wrong bytes"}),  # once: no corruption
+        ("upload", {"hold": True}),  # never answers
+        ("storage", {"hold": True}),
+    ],
+)
+def test_what_goes_wrong_once_is_survived(
+    hub: LoopbackHub, tmp_path: Path, endpoint: str, fault: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "hold" in fault:
+        monkeypatch.setattr(publishing, "_ANSWER_S", 0.5)
     out = write_run(tmp_path / "out")
-    hub.fault(ENDPOINTS[endpoint], drop=drop)
+    injected = hub.fault(ENDPOINTS[endpoint], **fault)
     pushed(out)
-    check(hub, out)
-
-
-@pytest.mark.parametrize("endpoint", ["upload", "storage"])
-def test_a_hub_that_never_answers_is_survived(
-    hub: LoopbackHub, tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publishing, "_ANSWER_S", 0.5)
-    out = write_run(tmp_path / "out")
-    hub.fault(ENDPOINTS[endpoint], hold=True)
-    pushed(out)
+    assert injected.hits >= 1
     check(hub, out)
 
 
@@ -112,14 +104,6 @@ def test_a_commit_of_somebody_else_in_between_stays(hub: LoopbackHub, tmp_path: 
     pushed(out)
     assert "theirs.txt" in on_hub(hub, REPO) and commits(hub).count("theirs") == 2
     assert commits(hub)[-1] == PushSettings().message and len(commits(hub)) == 3
-
-
-def test_too_many_requests_are_answered_with_patience(hub: LoopbackHub, tmp_path: Path) -> None:
-    out = write_run(tmp_path / "out")
-    fault = hub.fault(COMMIT, status=429, headers={"Retry-After": "1"})
-    pushed(out)
-    assert fault.hits == 1
-    check(hub, out)
 
 
 def test_waits_grow_to_a_limit_and_the_hubs_own_word_counts(
@@ -247,13 +231,6 @@ def _corruption(out: Path, **settings: Any) -> CorruptionError:
     return caught.value
 
 
-def test_a_download_that_goes_wrong_once_is_no_corruption(hub: LoopbackHub, tmp_path: Path) -> None:
-    out = write_run(tmp_path / "out")
-    hub.fault(ENDPOINTS["storage"], status=200, body=b"wrong bytes")
-    pushed(out)
-    check(hub, out)
-
-
 def test_what_upstream_logs_holds_no_secret_and_no_signature(
     hub: LoopbackHub,
     tmp_path: Path,
@@ -287,3 +264,101 @@ def test_errors_of_the_xet_client_are_explained_in_one_line(
     monkeypatch.setattr("huggingface_hub.HfApi.create_commit", refuse)
     found = failure(write_run(tmp_path / "out"))
     assert type(found) is error and says in str(found), str(found)
+
+
+# ---- the command as a process: exit codes, one line, kills in the middle ------------------------------------
+
+
+REPO = f"{USER}/adapter"
+
+
+@pytest.fixture
+def server() -> Iterator[LoopbackHub]:
+    with loopback_hub() as server:
+        yield server
+
+
+def start(server: LoopbackHub, scratch: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": server.url,
+        "HF_TOKEN": TOKEN,
+        "HF_HOME": str(scratch / "hf"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "TMPDIR": str(scratch),
+        "HF_ROCM_TUNE_QUIET": "1",
+    }
+    command = [sys.executable, "-m", "hf_rocm_tune", "push", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(done: object, what: str) -> None:
+    for _ in range(600):
+        if done():  # type: ignore[operator]
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"never came: {what}")
+
+
+def test_a_push_that_is_killed_goes_on_where_it_was(server: LoopbackHub, tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out", checkpoints=(4,))
+    adapter = hashlib.sha256((out / "adapter_model.safetensors").read_bytes()).hexdigest()
+    server.fault(f"PUT /upload/{adapter}", hold=True)
+    first = start(server, tmp_path, str(out), REPO, "--checkpoints", "all")
+    try:
+        # Four other objects of the checkpoint have arrived, this one is half sent.
+        wait_for(lambda: server.held.is_set() and len(server.store.objects) == 4, "the other objects")
+    finally:
+        first.kill()
+        first.communicate()
+    assert first.returncode == -signal.SIGKILL
+    assert on_hub(server, REPO) == {}, "what is half pushed is not seen"
+    assert manifest.verify(out) == []
+    server.release.set()
+    before = len(server.requests)
+    second = start(server, tmp_path, str(out), REPO, "--checkpoints", "all")
+    printed, said = second.communicate()
+    assert second.returncode == 0, said
+    sent = [one.line for one in server.requests[before:] if one.method == "PUT"]
+    assert len(sent) == 1 and adapter in sent[0], "what had arrived was sent again"
+    assert on_hub(server, REPO)["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
+    assert "the Hub serves what was trained" in printed and TOKEN not in printed + said
+
+
+def test_ctrl_c_ends_it_with_130_and_says_how_to_go_on(server: LoopbackHub, tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out")
+    server.fault("PUT /upload/", hold=True)
+    running = start(server, tmp_path, str(out), REPO)
+    try:
+        wait_for(server.held.is_set, "the upload")
+        running.send_signal(signal.SIGINT)
+        printed, said = running.communicate(timeout=30)
+    finally:
+        running.kill()
+    assert running.returncode == 130
+    assert "interrupted: the push was stopped. The same command goes on" in said and "Traceback" not in said
+    assert printed == "" and [path.name for path in tmp_path.glob("hf-rocm-tune-push-*")] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere", REPO], "nowhere is no directory"),
+        ([".", REPO, "--tags", "x"], "unrecognized arguments: --tags"),
+        (["."], "the following arguments are required: REPO"),
+        ([".", REPO, "--base_model_id", "/x/y"], "--base_model_id must be an id on the Hub"),
+        ([".", REPO, "--verify", "never"], "invalid choice"),
+    ],
+)
+def test_wrong_input_to_a_push_is_one_line_and_2(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+def test_the_command_imports_no_torch() -> None:
+    look = "import sys, hf_rocm_tune.publish.push; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", look], env={**os.environ, "HF_ROCM_TUNE_QUIET": "1"}).returncode == 0

@@ -15,8 +15,8 @@ from transformers.trainer_utils import HubStrategy
 from hf_rocm_tune.errors import CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import clean_leftovers
-from hf_rocm_tune.publish.hub import HubError, PushSettings
-from hf_rocm_tune.publish.publisher import Publisher
+from hf_rocm_tune.publish.hub import HubError
+from hf_rocm_tune.publish.push import Publisher
 from tests.publish.hub_fixtures import ATTEMPTS, on_hub, write_checkpoint, write_run
 from tests.publish.hub_server import TOKEN, USER, LoopbackHub
 
@@ -38,10 +38,12 @@ def publisher(hub: LoopbackHub, tmp_path: Path, said: list[str]) -> Iterator[Mak
     """Makes publishers that are closed at the end."""
     made: list[Publisher] = []
 
-    def make(strategy: Any = "every_save", **settings: Any) -> Publisher:
-        out = tmp_path / "out"
-        out.mkdir(exist_ok=True)
-        made.append(Publisher(out, REPO, strategy=strategy, say=said.append, **settings))
+    def make(strategy: Any = "every_save", *, base_model_id: str | None = None, **hub: Any) -> Publisher:
+        usual = {"model_id": REPO, "private_repo": None, "revision": None, "always_push": False, "strategy": strategy}
+        args = {f"hub_{name}": value for name, value in {**usual, **hub}.items()}
+        (tmp_path / "out").mkdir(exist_ok=True)
+        args["output_dir"] = str(tmp_path / "out")
+        made.append(Publisher(SimpleNamespace(**args), base_model_id=base_model_id, say=said.append))
         return made[-1]
 
     yield make
@@ -126,8 +128,8 @@ def test_the_training_does_not_wait_and_the_newest_model_counts(
 def test_always_push_makes_the_training_wait_and_shows_life(
     publisher: Make, hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_rocm_tune.publish.publisher._HEARTBEAT_S", 0.02)
-    one, out = publisher("every_save", wait_for_each=True), tmp_path / "out"
+    monkeypatch.setattr("hf_rocm_tune.publish.push._HEARTBEAT_S", 0.02)
+    one, out = publisher(HubStrategy.EVERY_SAVE, always_push=True), tmp_path / "out"
     beats = threading.Event()
     one.alive = beats.set
     one.open()
@@ -156,7 +158,7 @@ def test_a_damaged_checkpoint_is_said_and_not_pushed(
 def test_a_result_that_cannot_be_brought_is_an_error_that_says_how_to_finish(
     publisher: Make, hub: LoopbackHub, tmp_path: Path, status: int, error: type[TuneError]
 ) -> None:
-    one = publisher("checkpoint", settings=PushSettings(private=True, revision="trial", base_model_id="org/tiny"))
+    one = publisher("checkpoint", private_repo=True, revision="trial", base_model_id="org/tiny")
     out = write_run(tmp_path / "out", checkpoints=(4,))
     one.open()
     hub.fault(COMMIT, status=status, times=None)
@@ -231,22 +233,15 @@ def test_a_run_that_ends_early_says_what_is_missing_and_leaves_nothing(
     assert clean_leftovers(out) == []
 
 
-def test_the_settings_of_transformers_are_kept(hub: LoopbackHub, tmp_path: Path) -> None:
-    args = SimpleNamespace(
-        output_dir=str(tmp_path / "my-run"),
-        hub_model_id=None,
-        hub_strategy=HubStrategy.ALL_CHECKPOINTS,
-        hub_private_repo=True,
-        hub_revision=None,
-        hub_always_push=True,
-    )
-    one, out = Publisher.of(args, base_model_id="org/tiny", say=lambda _: None), tmp_path / "my-run"
+def test_the_settings_of_transformers_are_kept(publisher: Make, hub: LoopbackHub, tmp_path: Path) -> None:
+    named = {"model_id": None, "private_repo": True, "always_push": True}
+    one, out = publisher(HubStrategy.ALL_CHECKPOINTS, base_model_id="org/tiny", **named), tmp_path / "out"
     one.open()
     one.checkpoint(write_checkpoint(out, 2))  # waits
-    repo = hub.store.repos[f"{USER}/my-run"]
-    there = on_hub(hub, f"{USER}/my-run")
+    repo = hub.store.repos[f"{USER}/out"]
+    there = on_hub(hub, f"{USER}/out")
     assert repo.private and "checkpoint-2/optimizer.pt" in there and b"org/tiny" in there["adapter_config.json"]
     one.result(write_run(out))
     assert list(repo.messages.values())[-1] == "End of training"
     with pytest.raises(UsageError, match="--base_model_id must be an id"):
-        Publisher.of(args, base_model_id="./here")
+        publisher(base_model_id="./here")

@@ -1,0 +1,625 @@
+"""``hf-rocm-tune push DIR REPO``, and the pushes of a run while it trains.
+
+A directory that is not what its run wrote, and a run that ended with wrong bytes, are refused before anything is sent.
+A copy is prepared: files that hold this machine's paths and are of no use elsewhere are left out, as is everything that
+the run's manifest does not list; JSON and the model card are rewritten where they name local paths. The copy's own
+manifest (``extra.published``) says which files differ from the local ones, and what was left out. All other files are
+links to the originals, whose bytes are compared with the local manifest on the way. The local directory is only read.
+
+While a run trains, a checkpoint is linked (or copied) beside the output directory when it is in place, and uploaded by
+a thread; a rotation that deletes it meanwhile takes nothing from the upload. A push that fails is said at once and ends
+nothing: what it was to bring is brought with the next one, and the last one, of the result, must succeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
+
+from huggingface_hub import get_token
+
+from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.integrity.atomic import create_staging, read_plain
+from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, FileEntry, Manifest
+from hf_rocm_tune.publish import say
+from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
+from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, unrecovered
+from hf_rocm_tune.publish.hub import HubError, Pushed, Repository, Say, Staged, Verify
+from hf_rocm_tune.redaction import Private, find_in_file, scrub_json
+
+Checkpoints = Literal["none", "last", "all"]
+LAST_CHECKPOINT = "last-checkpoint/"
+# A pickle executes what it holds when it is loaded.
+_LEFT_OUT = {"training_args.bin": "a pickle of this machine's settings", "run.json": "this machine's settings"}
+_RESUME_ONLY = ("optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json", "rng_state")  # names begin so
+_BASE_KEYS = ("base_model_name_or_path", "_name_or_path", "name_or_path")
+# They may hold any text, a path by chance too, and are never rewritten.
+_VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushSettings:
+    """How to push."""
+
+    private: bool | None = None  # True refuses a public repository, False makes a new one public, None a private one
+    revision: str = "main"  # branch; it is made where it is not there
+    tags: tuple[str, ...] = ()  # for the commit
+    message: str = "Upload with hf-rocm-tune"  # first line of the commit
+    base_model_id: str | None = None  # the base model's id on the Hub, where it was loaded from a directory
+    verify: Verify = "download"  # every byte that the Hub serves afterwards, or only the "hashes" that it states
+    checkpoints: Checkpoints = "none"  # beside the result: the "last" one as ``last-checkpoint``, or "all"
+
+    def __post_init__(self) -> None:
+        if self.base_model_id is not None and not is_hub_id(self.base_model_id):
+            raise ValueError(f"base_model_id must be an id on the Hub such as ORG/NAME, got {self.base_model_id!r}")
+        for name, allowed in (("verify", get_args(Verify)), ("checkpoints", get_args(Checkpoints))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if not self.message.strip() or not self.revision:
+            raise ValueError("message and revision must not be empty")
+
+
+def push(
+    directory: str | Path,
+    repo_id: str,
+    *,
+    settings: PushSettings | None = None,
+    token: str | None = None,
+    say: Say = print,
+) -> Pushed:
+    """Push a finished run, a checkpoint or a merged model. The local directory is only read.
+
+    Args:
+        directory: with the ``integrity.json`` of ours.
+        repo_id: ``USER/NAME``, or ``NAME`` for one of the token's owner.
+        settings: see `PushSettings`.
+        token: with write access; None for HF_TOKEN or the one of `hf auth login`. It is never shown or stored.
+        say: takes lines for the user.
+
+    Raises:
+        UsageError: the directory, the name, the token or the card is wrong.
+        CorruptionError: the run ended with wrong bytes, or the Hub serves others than were sent.
+        HubError: the Hub does not take it now.
+    """
+    settings, directory = settings or PushSettings(), Path(directory)
+    base = settings.base_model_id
+    check_directory(directory)
+    private = private_here(directory, repo_id=repo_id, base_model_id=base, token=token)
+    repository = Repository(repo_id, private, say, token=token, revision=settings.revision)
+    with TemporaryDirectory(prefix="hf-rocm-tune-push-") as scratch:
+        staged = []
+        for prefix, source in [("", directory), *_checkpoints(directory, settings.checkpoints)]:
+            folder = Path(scratch, prefix or "top")
+            folder.mkdir()
+            written = check_directory(source)
+            staged.append(stage(source, written, folder, private=private, prefix=prefix, base_model_id=base))
+        amount = sum(entry.bytes for each in staged for _, entry in each.files.values())
+        say(f"push to {repo_id}, branch {settings.revision}: {amount / 1e6:.3g} MB")
+        for each in staged:
+            for line in each.described():
+                say(line)
+        repository.open(private=settings.private)
+        done = repository.bring(staged, message=settings.message, verify=settings.verify)
+    for tag in settings.tags:
+        repository.tag(tag, done.commit)
+    return done
+
+
+def private_here(
+    directory: Path,
+    *,
+    repo_id: str,
+    base_model_id: str | None,
+    token: str | None,
+    others: Mapping[str, str] | None = None,
+) -> Private:
+    """What is private of a run: this machine's own, and the paths that the run was given, by what stands for them in
+    public ("" for their last name); ``repo_id`` stands for the directory, ``base_model_id`` for the base model's.
+    """
+    paths = dict(others or {})
+    for place in (directory, directory.parent):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            settings = json.loads((place / "run.json").read_text(encoding="utf-8"))["settings"]
+            for key, value in settings.items():
+                if isinstance(value, str) and os.path.isabs(value):
+                    paths.setdefault(value, (base_model_id or "") if key == "model_name_or_path" else "")
+    with suppress(OSError, ValueError, AttributeError):
+        config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+        base = config.get("base_model_name_or_path")
+        if isinstance(base, str) and os.path.isabs(base):
+            paths[base] = base_model_id or ""
+    paths[str(directory.absolute())] = repo_id
+    logged_in = get_token() if token is None else None
+    return Private.of_this_machine(os.environ, paths=paths, secrets=[token, logged_in])
+
+
+def _checkpoints(directory: Path, which: Checkpoints) -> list[tuple[str, Path]]:
+    """Folder on the Hub and directory here of each checkpoint to push."""
+    if which == "none":
+        return []
+    paths = checkpoints(directory)
+    if not paths:
+        raise UsageError(f"--checkpoints {which}: there is no checkpoint-N in {directory}; leave the flag away")
+    return [(LAST_CHECKPOINT, paths[-1])] if which == "last" else [(f"{path.name}/", path) for path in paths]
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def check_directory(directory: Path) -> Manifest:
+    """The manifest of a directory whose files are those that the run wrote. A model card may have been edited since.
+
+    Raises:
+        UsageError: there is no such directory, it was never completed, or a file is not what was written.
+        CorruptionError: the run's report tells of wrong bytes that were not recovered.
+    """
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is no directory: name the --output_dir of a run, or one of its checkpoints")
+    found = manifest.inspect(directory)
+    if found.manifest is None:
+        problem = found.problems[0]
+        why = "no run has completed it" if problem.kind == "missing" else str(problem)
+        raise UsageError(
+            f"{directory} holds no {MANIFEST_NAME} that can be trusted ({why}), so it is unknown whether its "
+            "files are what was trained: let the run end, or name a checkpoint-N of it"
+        )
+    lost = [
+        one
+        for one in found.problems
+        if not one.file.endswith(".md") and not (one.kind == "missing" and one.file in _LEFT_OUT)
+    ]
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise UsageError(f"{directory}: {lost[0]}{more}: it is not what was trained, so it is not uploaded")
+    file = directory / REPORT_NAME
+    try:
+        wrong = unrecovered(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:  # a checkpoint
+        wrong = []
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(f"{file} cannot be understood ({error!r}), so the run is not uploaded") from error
+    if wrong:
+        raise CorruptionError(
+            f"{file} tells of corruption that was not recovered ({'; '.join(wrong[:3])}): this run is not uploaded. "
+            "Train again, or push a checkpoint from before it"
+        )
+    return found.manifest
+
+
+# ---- the copy -------------------------------------------------------------------------------------------------------
+
+
+def stage(
+    directory: Path,
+    written: Manifest,
+    root: Path,
+    *,
+    private: Private,
+    prefix: str = "",
+    base_model_id: str | None = None,
+    durable: bool = False,
+) -> Staged:
+    """Prepare the upload of a directory.
+
+    Args:
+        directory: a finished run or a checkpoint.
+        written: its manifest, verified.
+        root: an empty directory to prepare it in.
+        private: what must not be in it.
+        prefix: folder on the Hub, see `Staged`; only into one goes what a run needs to go on.
+        base_model_id: see `PushSettings`.
+        durable: the copy must outlive the originals, which a rotation may delete meanwhile.
+
+    Raises:
+        UsageError: a file cannot be read or is not what the manifest says, the card is not valid, or a file that cannot
+            be rewritten holds something private.
+    """
+    left_out = {name: why for name, why in _LEFT_OUT.items() if (directory / name).exists()}
+    left_out |= {} if prefix else {n: "for resuming only" for n in written.files if n.startswith(_RESUME_ONLY)}
+    # A card that was deleted since is not missed.
+    there = {name for name in written.files if name != CARD_NAME or (directory / name).exists()}
+    names = sorted(there - {*_LEFT_OUT, *left_out, MANIFEST_NAME})
+    changed: dict[str, str] = {}
+    for name in names:
+        try:
+            text = _rewritten(directory / name, name, written.files[name], private, base_model_id, changed)
+            _put(directory / name, root / name, text, durable=durable)
+        except OSError as error:
+            raise UsageError(f"{directory / name} cannot be read: {error.strerror or error}") from error
+    new = manifest.write(
+        root,
+        run_id=written.run_id,
+        step=written.step,
+        status=written.status,
+        files=names,
+        tensors=written.tensors,
+        extra={**written.extra, "published": {"changed": changed, "left_out": left_out}},
+    )
+    for name, entry in new.files.items():
+        if name not in changed and name != CARD_NAME and entry != written.files[name]:
+            raise _not_as_written(directory / name)
+    top = sorted(path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", ".")))
+    return Staged(
+        root=root,
+        prefix=prefix,
+        manifest=new,
+        changed=changed,
+        not_listed=tuple(name for name in top if name not in {*names, *left_out, MANIFEST_NAME}),
+    )
+
+
+def _rewritten(
+    source: Path, name: str, entry: FileEntry, private: Private, base_model_id: str | None, changed: dict[str, str]
+) -> str | None:
+    """The text to upload in place of a file's own; None to upload the file as it is. Records what was changed."""
+    if name == CARD_NAME:
+        if source.is_symlink():  # the one file whose bytes may differ from the manifest's
+            raise UsageError(f"{source} is a link, so it is unknown what it would publish: put the file itself there")
+        before = _text_of(source, None)
+        after, changes = clean_card(before, private, base_model_id=base_model_id)
+        if after != before:
+            changed[name] = "; ".join(changes)
+        return after
+    if name.endswith(".json") and name not in _VOCABULARIES:
+        try:
+            content = json.loads(_text_of(source, entry))
+        except ValueError as error:
+            raise UsageError(f"{source} is no JSON: {error}") from error
+        public = dict(content) if isinstance(content, dict) else content
+        for key in _BASE_KEYS if isinstance(content, dict) else ():
+            base = content.get(key)
+            if isinstance(base, str) and base and private.is_local(base):
+                # Its id, else the last part of its path: a copy of the base beside loads it.
+                public[key] = published_name(base, private, base_model_id) or Path(base).name
+        public = scrub_json(public, private, names=name == REPORT_NAME)
+        if public != content:
+            changed[name] = _difference(content, public)
+            return json.dumps(public, indent=2, ensure_ascii=False) + "\n"
+        return None
+    if what := find_in_file(source, private):
+        raise UsageError(
+            f"{source} holds {what}, and a file of this kind cannot be rewritten: take it out before you publish it"
+        )
+    return None
+
+
+def _text_of(source: Path, entry: FileEntry | None) -> str:
+    """The text of a file, whose bytes are those that the manifest lists; without an entry they may be others."""
+    content = read_plain(source)
+    if entry is not None and hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise _not_as_written(source)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source} is no UTF-8 text: {error}") from error
+
+
+def _not_as_written(source: Path) -> UsageError:
+    return UsageError(f"{source} is not what {MANIFEST_NAME} says: it is damaged, or being written")
+
+
+def _difference(before: Any, after: Any) -> str:
+    """The settings that differ, by name; what they were is private."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return "local paths were replaced"
+    names = [key for key in before if before[key] != after.get(key)]
+    base = next((f"{key} is {after[key]!r}" for key in _BASE_KEYS if key in names), "")
+    others = [key for key in names if key not in _BASE_KEYS]
+    rest = f"local paths and names in {', '.join(others)} were replaced" if others else ""
+    return "; ".join(filter(None, (base, rest)))
+
+
+def _put(source: Path, target: Path, text: str | None, *, durable: bool) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if text is not None:
+        target.write_text(text, encoding="utf-8", newline="")
+        return
+    real = source.resolve(strict=True)
+    try:
+        os.link(real, target)
+    except OSError:  # another file system, or one without links
+        if durable:
+            shutil.copyfile(real, target)
+        else:
+            target.symlink_to(real)
+
+
+# ---- while a run trains ----------------------------------------------------------------------------------------------
+
+_EARLY_ATTEMPTS = 2
+_HEARTBEAT_S = 5.0
+_LAST_SECONDS = 10.0
+
+
+class Publisher:
+    """Pushes one run. Only the first rank of a job has one.
+
+    ``hub_strategy`` as transformers has it: "end" pushes only the result; "every_save" the model of each checkpoint;
+    "checkpoint" also the whole of the newest one, as ``last-checkpoint``; "all_checkpoints" the whole of each.
+    Checkpoints that come faster than they can be uploaded are pushed together, in one commit, and of several models the
+    newest counts; ``hub_always_push`` makes the training wait for each. Checkpoints are checked by the hashes that the
+    Hub states, the result as ``verify`` says.
+
+    Args:
+        args: ``TrainingArguments``, of which ``output_dir`` and the ``hub_*`` settings are read.
+        base_model_id, verify: of the result, see `PushSettings`.
+        local: paths that the run was given, by what stands for them in public ("" for their last name).
+        token: None for HF_TOKEN or the one of `hf auth login`.
+        say: takes lines for the user, from any thread.
+
+    Attributes:
+        alive: called every few seconds while the training waits for a push.
+
+    Raises:
+        UsageError: a setting cannot be.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        *,
+        base_model_id: str | None = None,
+        verify: Verify = "download",
+        local: Mapping[str, str] | None = None,
+        token: str | None = None,
+        say: Say = print,
+    ) -> None:
+        private, revision = args.hub_private_repo, args.hub_revision or "main"
+        try:
+            self._settings = PushSettings(
+                private=private,
+                revision=revision,
+                message="End of training",
+                base_model_id=base_model_id,
+                verify=verify,
+            )
+        except ValueError as error:
+            raise UsageError(f"--{error}") from error
+        self._output_dir, self._wait_for_each, self._say = Path(args.output_dir), bool(args.hub_always_push), say
+        self._strategy: str = getattr(args.hub_strategy, "value", args.hub_strategy)
+        repo_id = args.hub_model_id or self._output_dir.absolute().name
+        self.alive: Callable[[], None] | None = None
+        self._private = private_here(
+            self._output_dir, repo_id=repo_id, base_model_id=base_model_id, token=token, others=local
+        )
+        self._repository = Repository(repo_id, self._private, say, token=token, revision=revision)
+        self._opened = self._finishing = self._closed = False
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Staged] = {}  # by prefix
+        self._thread: threading.Thread | None = None  # while it uploads
+        self._told: set[str] = set()
+
+    @property
+    def repo_id(self) -> str:
+        """Complete once the repository has been opened."""
+        return self._repository.repo_id
+
+    def open(self) -> None:
+        """Make the repository, before anything else takes time. A Hub that does not answer is said, and asked later.
+
+        Raises:
+            UsageError: token, name or settings are wrong.
+        """
+        try:
+            self._repository.open(private=self._settings.private, attempts=_EARLY_ATTEMPTS)
+            self._opened = True
+        except HubError as error:
+            self._say(f"{error}. Training starts nevertheless, and the push is tried at each save and at the end")
+
+    def checkpoint(self, directory: Path) -> None:
+        """Push a checkpoint that is in place, or what the strategy wants of it. The Hub's failures are said."""
+        folders = {"checkpoint": [LAST_CHECKPOINT], "all_checkpoints": [f"{directory.name}/"]}.get(self._strategy, [])
+        if self._strategy == "end":
+            return
+        try:
+            written = manifest.read(directory)
+            if not isinstance(written, Manifest):
+                raise UsageError(str(written))
+            for prefix in ("", *folders):
+                self._prepare(directory, written, prefix)
+        except (TuneError, OSError) as error:
+            self._say(f"{directory.name} could not be prepared for its push: {error}. Training goes on")
+            return
+        with self._lock:
+            if self._thread is None:
+                # A daemon: an upload that hangs must not keep the process from ending.
+                self._thread = threading.Thread(target=self._push_waiting, name="push", daemon=True)
+                self._thread.start()
+        if self._wait_for_each:
+            self.wait()
+
+    def result(self, directory: Path) -> Pushed:
+        """Push the finished run, and what earlier pushes could not bring; returns when all of it was checked.
+
+        Raises:
+            TuneError: it could not be brought; the message says where the result is and how to finish.
+        """
+        try:
+            self._finishing = True  # the result takes the place of a model that waits
+            self.wait()
+            self._prepare(directory, check_directory(directory), "")
+            rest = self._take()
+            result = {"": rest.pop("")}
+            self._waiting = rest
+            done = self._bring(result, message=self._settings.message, verify=self._settings.verify)
+            if self._waiting:
+                self._bring(self._take(), message="Checkpoints", verify="hashes")
+        except KeyboardInterrupt as stop:
+            raise Interrupted(f"the push was stopped. {self._how_to_finish(directory)}") from stop
+        except (UsageError, HubError, CorruptionError) as error:
+            raise type(error)(f"the push failed: {error}. {self._how_to_finish(directory)}") from error
+        finally:
+            self._end()
+        self._say(done.summary)
+        return done
+
+    def wait(self) -> None:
+        """Until nothing is uploaded any more; what could not be brought still waits for the next push."""
+        while (thread := self._thread) is not None:
+            thread.join(_HEARTBEAT_S)
+            if self.alive is not None:
+                self.alive()
+
+    def close(self) -> None:
+        """End, and say what was not brought. May be called more than once."""
+        if self._end():
+            self._say("the newest checkpoint is not on the Hub; the run, when it goes on, pushes the next one")
+
+    def _end(self) -> bool:
+        """Whether something is left undone. An upload that is under way gets some seconds more."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            thread = self._thread
+        if thread is not None:
+            thread.join(_LAST_SECONDS)
+        left = self._take()
+        for each in left.values():
+            each.drop()
+        return first and (bool(left) or (thread is not None and thread.is_alive()))
+
+    def _push_waiting(self) -> None:
+        """The thread: pushes what waits until nothing does, or it fails."""
+        while True:
+            with self._lock:
+                if self._finishing or self._closed or not self._waiting:
+                    self._thread = None
+                    return
+                taken, self._waiting = self._waiting, {}
+            step = max(each.manifest.step for each in taken.values())
+            try:
+                self._bring(taken, message=f"Training in progress, step {step}", verify="hashes")
+                self._say(f"step {step} is on the Hub: {self._repository.url}")
+            except TuneError as error:
+                self._say(f"the push of step {step} failed: {error}. Training goes on; the next save tries again")
+                with self._lock:
+                    if all(taken.get(prefix) is each for prefix, each in self._waiting.items()):  # nothing newer came
+                        self._thread = None
+                        return
+            except BaseException:
+                self._thread = None
+                raise
+
+    def _take(self) -> dict[str, Staged]:
+        with self._lock:
+            taken, self._waiting = self._waiting, {}
+        return taken
+
+    def _bring(self, taken: dict[str, Staged], *, message: str, verify: Verify) -> Pushed:
+        """Push prepared copies; those that could not be brought wait for the next push, unless a newer one is there."""
+        try:
+            if not self._opened:
+                self._repository.open(private=self._settings.private)
+                self._opened = True
+            done = self._repository.bring(list(taken.values()), message=message, verify=verify)
+        except BaseException:
+            with self._lock:
+                for prefix, each in taken.items():
+                    if self._closed or self._waiting.setdefault(prefix, each) is not each:
+                        each.drop()
+            raise
+        for each in taken.values():
+            each.drop()
+        return done
+
+    def _prepare(self, directory: Path, written: Manifest, prefix: str) -> None:
+        """Add a copy to those that wait, in the place of an older one of its folder."""
+        root = create_staging(self._output_dir / "push")
+        base = self._settings.base_model_id
+        try:
+            prepared = stage(
+                directory, written, root, private=self._private, prefix=prefix, base_model_id=base, durable=True
+            )
+        except BaseException:
+            shutil.rmtree(root, ignore_errors=True)
+            raise
+        for line in replace(prepared, prefix="").described():  # what holds for one folder holds for all
+            if line not in self._told:
+                self._told.add(line)
+                self._say(line)
+        with self._lock:
+            older = self._waiting.pop(prefix, None)
+            self._waiting[prefix] = prepared
+        if older is not None:
+            older.drop()
+
+    def _how_to_finish(self, directory: Path) -> str:
+        settings = self._settings
+        words = ["hf-rocm-tune", "push", str(directory), self.repo_id]
+        words += [] if settings.private is None else ["--private"] if settings.private else ["--public"]
+        words += ["--revision", settings.revision] if settings.revision != "main" else []
+        words += ["--base_model_id", settings.base_model_id] if settings.base_model_id else []
+        checkpoints: dict[str, Checkpoints] = {"checkpoint": "last", "all_checkpoints": "all"}
+        if self._strategy in checkpoints:
+            words += ["--checkpoints", checkpoints[self._strategy]]
+        return (
+            f"The result is complete in {directory} and nothing of it is lost: `{shlex.join(words)}` finishes the push"
+        )
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``hf-rocm-tune push``."""
+    wanted = vars(_parser().parse_args(list(argv)))
+    directory, repo_id = wanted.pop("directory"), wanted.pop("repo_id")
+    try:
+        settings = PushSettings(**{**wanted, "tags": tuple(wanted["tags"])})
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    try:
+        done = push(directory, repo_id, settings=settings, say=say)
+    except HubError as error:
+        raise HubError(f"{error}. The same command goes on where it stopped") from error
+    except KeyboardInterrupt as stop:
+        raise Interrupted("the push was stopped. The same command goes on where it stopped") from stop
+    print(done.summary)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="hf-rocm-tune push",
+        description="Upload a finished run to the Hugging Face Hub, without this machine's paths, and verify that the "
+        "Hub serves what was trained. The token is the one of `hf auth login` or HF_TOKEN.",
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path, help="a finished run, a checkpoint or a merged model")
+    parser.add_argument("repo_id", metavar="REPO", help="USER/NAME, or NAME for one of your own")
+    visibility = parser.add_mutually_exclusive_group()
+    visibility.add_argument("--private", action="store_true", default=None, help="refuse a repository that is public")
+    visibility.add_argument(
+        "--public", action="store_false", dest="private", default=None, help="make a new repository public, not private"
+    )
+    parser.add_argument("--revision", default="main", metavar="BRANCH", help="made where it is not there")
+    parser.add_argument(
+        "--tag", dest="tags", action="append", default=[], metavar="TAG", help="tag the commit; may be repeated"
+    )
+    parser.add_argument("--message", default=PushSettings.message, help="first line of the commit")
+    parser.add_argument(
+        "--base_model_id", metavar="ORG/NAME", help="the base model on the Hub, where it was loaded from a directory"
+    )
+    parser.add_argument(
+        "--checkpoints",
+        choices=get_args(Checkpoints),
+        default="none",
+        help="push checkpoints too: the newest as last-checkpoint, or all (default: none)",
+    )
+    parser.add_argument(
+        "--verify",
+        choices=get_args(Verify),
+        default="download",
+        help="afterwards compare every byte, downloaded, or only the hashes that the Hub states (default: download)",
+    )
+    return parser
