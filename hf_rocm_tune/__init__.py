@@ -1,7 +1,7 @@
 """Fine-tune Hugging Face models on ROCm cards, with every byte verified on its way to the device.
 
 Importing this package prepares the process before torch is imported: it chooses which cards are seen
-(``machine.visible``: one by a process on its own, all discrete ones by each of several ranks) and applies the variable
+(``machine.process``: one by a process on its own, all discrete ones by each of several ranks) and applies the variable
 policy (``machine.variables``). Both keep what the user has set and neither ends the import; ``variables.DECISIONS``
 holds what was decided. If torch is there first, nothing is changed, and that is said. It imports no torch itself: the
 public names below are loaded when they are first used.
@@ -20,7 +20,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hf_rocm_tune.machine import gpus, variables, visible
+from hf_rocm_tune.machine import gpus, process, variables
 from hf_rocm_tune.machine.variables import Action
 from hf_rocm_tune.version import __version__
 
@@ -52,27 +52,27 @@ def __dir__() -> list[str]:
 
 def _choose_card(topology: gpus.Topology, rocm: bool | None, torch_loaded: bool) -> list[variables.Decision]:
     """Choose the cards that this process sees and write them to the environment, unless torch is there already."""
-    choice = visible.choose(
+    choice = process.choose(
         # A torch that is known to be no ROCm build sees none of these GPUs, and its own filter is not ours to narrow.
         () if rocm is False else topology.nodes,
         os.environ,
         complete=topology.complete,
-        processes=visible.local_processes(os.environ),
+        processes=process.local_processes(os.environ),
         split=os.environ.get("HF_ROCM_TUNE_SPLIT", "").strip() == "1",
     )
-    kept = [name for name in visible.FILTERS if name in visible.users_environ(os.environ)]
+    kept = [name for name in process.FILTERS if name in process.users_environ(os.environ)]
     made = [_decision(name, "keep", os.environ[name], choice) for name in kept]
     made += [_decision(name, "set", value, choice) for name, value in choice.variables.items()]
     if choice.troubled:
-        made.append(_decision(visible.OURS, "warn", None, choice))
+        made.append(_decision(process.OURS, "warn", None, choice))
     if not torch_loaded:
-        visible.enact(choice, os.environ)
+        process.enact(choice, os.environ)
         return made
     late = {name for name, value in choice.variables.items() if os.environ.get(name) != value}
     return [variables.too_late(one) if one.action == "set" and one.variable in late else one for one in made]
 
 
-def _decision(variable: str, action: Action, value: str | None, choice: visible.Choice) -> variables.Decision:
+def _decision(variable: str, action: Action, value: str | None, choice: process.CardChoice) -> variables.Decision:
     return variables.Decision(
         variable=variable, action=action, value=value, reason=choice.reason, source=_CHOICE_SOURCE
     )
@@ -92,7 +92,7 @@ def _prepare_process() -> None:
     topology = gpus.read_topology()
     facts = variables.read_facts(archs=())
     chosen = _choose_card(topology, facts.is_rocm, torch_loaded)
-    seen = visible.visible_nodes(topology.nodes, os.environ) if topology.complete else None
+    seen = process.visible_nodes(topology.nodes, os.environ) if topology.complete else None
     if seen is not None:
         facts = replace(facts, archs=tuple(node.arch for node in seen))
     else:

@@ -218,7 +218,7 @@ def push(argv: Sequence[str]) -> int:
 
 def report(argv: Sequence[str]) -> int:
     """plots of a run, and what it verified and met with as one HTML page"""
-    from hf_rocm_tune.doctor.findings import link_of
+    from hf_rocm_tune.machine.variables import link_of
     from hf_rocm_tune.publish.page import main as run_report
 
     return run_report(argv, link_of=link_of)

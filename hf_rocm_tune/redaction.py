@@ -100,7 +100,7 @@ def redact(text: str, *, also: Iterable[str] = ()) -> str:
 
 def redact_json(value: Any) -> Any:
     """Every string of a JSON value, keys included; the rest stays."""
-    return _map_strings(value, redact, redact)
+    return map_strings(value, redact, redact)
 
 
 def one_line(text: str) -> str:
@@ -131,14 +131,14 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, word
 
 
-def _map_strings(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
+def map_strings(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
     """A JSON value with every string changed; tuples become lists."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change_key(str(key)): _map_strings(each, change, change_key) for key, each in value.items()}
+        return {change_key(str(key)): map_strings(each, change, change_key) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_map_strings(each, change, change_key) for each in value]
+        return [map_strings(each, change, change_key) for each in value]
     return value
 
 
@@ -256,7 +256,7 @@ def scrub_text(text: str, private: Private, *, names: bool = True) -> str:
 
 def scrub_json(value: Any, private: Private, *, names: bool = True) -> Any:
     """Every string of a JSON value, keys included (but names in keys stay). See `scrub_text`."""
-    return _map_strings(
+    return map_strings(
         value,
         lambda text: scrub_text(text, private, names=names),
         lambda key: scrub_text(key, private, names=False),

@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_rocm_tune.doctor.findings import Finding, from_row, knowledge_data, skipped
-from hf_rocm_tune.machine.cards import Card, identify
 from hf_rocm_tune.machine.child import device_of, step
+from hf_rocm_tune.machine.survey import Card, identify
 from hf_rocm_tune.transfer import Mover
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,8 +1,24 @@
-"""``hf-rocm-tune doctor``: a table for a terminal, Markdown for an issue report, JSON for a program."""
+"""``hf-rocm-tune doctor``: a table for a terminal, Markdown for an issue report, JSON for a program; and a machine as a
+file, written here without names and secrets and diagnosed elsewhere.
+
+The file is the recording of the machine (``machine.sysfs`` says its form) with the doctor's own sections::
+
+    {"schema": 1, "source": "hf-rocm-tune 0.1.0", ..., "software": {...}, "environ": {"HIP_VISIBLE_DEVICES": "0"}}
+
+``software`` is ``Software.to_dict()``; ``environ`` holds variables of the policy only. Where one is missing, what hangs
+on it is unknown. Only what was read is in a recording at all; what is left is text that may still hold a home directory
+or a name, and is looked through string by string, keys included, as are the reports of ``--json`` and ``--markdown``.
+
+Secrets are the matter of ``hf_rocm_tune.redaction``. Not covered: directories that are no home directories, but for
+names in them; and, outside of a home directory, a name that is also a word of what the doctor itself says ("torch",
+"card"): alone it tells nobody anything, and without it the text would be spoilt.
+"""
 
 from __future__ import annotations
 
 import argparse
+import base64
+import fnmatch
 import json
 import os
 import re
@@ -12,7 +28,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,10 +36,16 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from hf_rocm_tune.doctor import capture
 from hf_rocm_tune.doctor.diagnose import VARIABLE, Diagnosis, DoctorFault, all_checks, diagnose, listing, select
-from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, Status, link_of, read_here
+from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, Status, all_rows, read_here
 from hf_rocm_tune.errors import CommandParser, UsageError
+from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.machine.process import FILTERS
+from hf_rocm_tune.machine.software import PACKAGES, Software, TorchDevice
+from hf_rocm_tune.machine.survey import CARDS, ENGINES, PACKED_CONFIG, survey
+from hf_rocm_tune.machine.sysfs import RecordedTree, Recording
+from hf_rocm_tune.machine.variables import POLICY, link_of
+from hf_rocm_tune.redaction import Private, map_strings, redact
 from hf_rocm_tune.version import __version__
 
 PROGRAM = "hf-rocm-tune doctor"
@@ -67,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         return _capture(wanted.capture)
     report = _examine(checks, full=wanted.full, recording=wanted.recording)
     if wanted.json or wanted.markdown:  # these are made to be given to others; the table is for who sits here
-        report = without_names(report, capture.Identity.of_this_machine(os.environ))
+        report = without_names(report, Owner.of_this_machine(os.environ))
     if wanted.json:
         _show(json.dumps(report.to_dict(), indent=2))
     elif wanted.markdown:
@@ -85,7 +107,7 @@ def _examine(checks: Sequence[Check], *, full: bool, recording: Path | None) -> 
     began = time.monotonic()
     fault = None if recording else DoctorFault.from_environment(os.environ)
     if recording:
-        evidence, source = capture.read(recording)
+        evidence, source = read_capture(recording)
     else:
         _say("reading the machine, and asking torch")
         evidence, source = read_here()[0], ""
@@ -104,7 +126,7 @@ def _capture(file: Path) -> int:
     if file.is_dir() or not file.parent.is_dir():
         raise UsageError(f"--capture {file} is not a file in a directory that exists; choose another")
     evidence, recording = read_here()
-    things = capture.write(file, evidence, recording)
+    things = write_capture(file, evidence, recording)
     _show(
         f"{file}: {things} things that were read of this machine, without names, secrets and serial numbers. Look "
         f"through it before you send it; `{PROGRAM} --from {file}` diagnoses it anywhere."
@@ -225,11 +247,11 @@ def _groups() -> dict[str, str]:
     return {check.name: check.group for check in all_checks()}
 
 
-def without_names(report: Report, identity: capture.Identity) -> Report:
+def without_names(report: Report, owner: Owner) -> Report:
     """A report to be given to others."""
 
     def cleaned(finding: Finding) -> Finding:
-        clean = identity.out_of_variable if finding.check == "variables" else identity.out_of
+        clean = owner.out_of_variable if finding.check == "variables" else owner.out_of
         return replace(
             finding,
             title=clean(finding.title),
@@ -242,9 +264,9 @@ def without_names(report: Report, identity: capture.Identity) -> Report:
     return replace(
         report,
         diagnosis=replace(report.diagnosis, findings=tuple(map(cleaned, report.diagnosis.findings))),
-        about=identity.out_of(report.about),
-        source=identity.out_of(report.source),
-        fault=identity.out_of_variable(report.fault),
+        about=owner.out_of(report.about),
+        source=owner.out_of(report.source),
+        fault=owner.out_of_variable(report.fault),
     )
 
 
@@ -376,3 +398,176 @@ def _code(text: str) -> str:
 def _linked(source: str) -> str:
     link = link_of(source)
     return f"[{_escaped(source)}]({link})" if link else _escaped(source)
+
+
+# ---- a machine as a file ----------------------------------------------------------------------------------------
+
+MAX_BYTES = 32 << 20
+_NO_TEXT = base64.b64encode(b"\0\0\0\0").decode()
+_WHAT = "is it a file of `doctor --capture`?"
+# Names that say nothing about anybody, beside those of `redaction` and the words of the doctor.
+_PUBLIC = frozenset(
+    {"system", "slice", "amdgpu", "kfd", "render", "video", "card", "pci", "usb", "proc", "sys", "dev", "lib", "boot"}
+    | {"podman", "lxc", "container"}
+)
+_CONTROL_GROUPS, _GROUP_MOUNTS = "proc/self/cgroup", "sys/fs/cgroup/"
+_FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"(?<![\w.-])(/home|/Users|/var/home|[A-Za-z]:[\\/]Users)([\\/])[^\\/\s:;,'\"`()<>]+"), r"\1\2user"),
+    (re.compile(r"\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b"), "00:00:00:00:00:00"),
+    (re.compile(r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"), "00000000-0000-0000-0000-000000000000"),
+    (re.compile(r"\bGPU-[0-9a-fA-F]{8,32}\b"), "GPU-0000000000000000"),
+    # Ids of containers and digests; nothing that a check reads is as long.
+    (re.compile(r"\b[0-9a-fA-F]{32,}\b"), "0" * 32),
+    (re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"), "user@host"),
+    (re.compile(r"(?m)^((?:unique_id|serial_number|serial)\b\s*:?\s*)\S+"), r"\g<1>0"),
+)
+_IP_ADDRESS = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![\w.])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The names that must not get out of this machine: logins, this machine's own, home directories in odd places."""
+
+    users: tuple[str, ...]
+    hosts: tuple[str, ...]
+    homes: tuple[str, ...]
+
+    @classmethod
+    def of_this_machine(cls, environ: Mapping[str, str]) -> Owner:
+        """Whatever the system and the variables call the user and the machine, but for words of the doctor."""
+        private, public = Private.of_this_machine(environ), _PUBLIC | _own_words()
+        users, hosts = (
+            tuple(name for name in names if name.lower() not in public) for names in (private.users, private.hosts)
+        )
+        return cls(users=users, hosts=hosts, homes=tuple(private.paths))
+
+    def out_of(self, text: str) -> str:
+        """One text without names, secrets and serial numbers."""
+        for home in self.homes:
+            if home not in ("/", "/root", "/tmp"):
+                text = re.sub(rf"{re.escape(home)}(?=/|\b|$)", "/home/user", text)
+        text = redact(text)
+        for form, instead in _FORMS:
+            text = form.sub(instead, text)
+        for names, instead in ((self.users, "user"), (self.hosts, "host")):
+            for name in names:
+                text = re.sub(rf"(?i)(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", instead, text)
+        return text
+
+    def out_of_variable(self, value: str) -> str:
+        """The value of a variable; network addresses go too, which elsewhere would be versions."""
+        return _IP_ADDRESS.sub("0.0.0.0", self.out_of(value))
+
+
+@cache
+def _own_words() -> frozenset[str]:
+    """The words of what is said here whoever owns the machine, and of the form of a recording."""
+    texts = [text for row in all_rows().values() for text in (row.title, row.says, row.cure, *row.sources)]
+    texts += [text for row in POLICY for text in (*row.variables, row.reason, row.cure, row.source, row.value or "")]
+    texts += [f"{card.name} {card.arch} {card.matrix}" for card in CARDS]
+    texts += [*GROUPS, *GROUPS.values(), *PACKAGES, "schema source binary value reason usable group"]
+    texts += [field.name for form in (Software, TorchDevice, Recording) for field in fields(form)]
+    return frozenset(word.lower() for text in texts for word in re.split("[^A-Za-z0-9]+", text))
+
+
+def _without_groups(recording: Mapping[str, Any]) -> dict[str, Any]:
+    """A recording whose control groups have numbers for names: users and services name theirs as they like.
+
+    What tells a container engine stays, and every path keeps its depth, so that limits are found as before.
+    """
+    group_file = recording.get("files", {}).get(_CONTROL_GROUPS, "")
+    # Lines of ``hierarchy:controllers:path``, and a path may hold colons.
+    parts = [part for line in group_file.splitlines() for part in line.split(":", 2)[-1].split("/")]
+    named = [part for part in dict.fromkeys(parts) if part not in ("", ".", "..", "memory", "unified")]
+    engines = {part: next((word for word in ENGINES if word in part), "") for part in named}
+    numbers = {part: engines[part] or f"group{number}" for number, part in enumerate(named)}
+
+    def renamed(path: str) -> str:
+        return "/".join(numbers.get(part, part) for part in path.split("/"))
+
+    changed = dict(recording)
+    for section in ("files", "binary", "links", "names", "errors", "nodes"):
+        entries = recording.get(section, {})
+        changed[section] = {renamed(k) if k.startswith(_GROUP_MOUNTS) else k: v for k, v in entries.items()}
+    if group_file:
+        changed["files"][_CONTROL_GROUPS] = "\n".join(map(renamed, group_file.splitlines()))
+    return changed
+
+
+def of_policy(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those variables that the policy says something about, and the filters of visible devices."""
+    patterns = {*FILTERS, *(pattern for row in POLICY for pattern in row.variables)}
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def pack(evidence: Evidence, recording: Mapping[str, Any], owner: Owner) -> dict[str, Any]:
+    """What goes into the file, of this machine's evidence and the recording of what was read for it."""
+    software = evidence.software.to_dict() if evidence.software else {}
+    packed: dict[str, Any] = map_strings(
+        {**_without_groups(recording), "software": software, "binary": {}}, owner.out_of, owner.out_of
+    )
+    packed["source"] = f"hf-rocm-tune {__version__}, doctor --capture"
+    # Only of the files that are binary by nature is the content kept; of others, that it is no text.
+    packed["binary"] = {
+        owner.out_of(path): text if path == PACKED_CONFIG or path.endswith("/gpu_metrics") else _NO_TEXT
+        for path, text in recording["binary"].items()
+    }
+    if evidence.environ is not None:
+        mine = of_policy(evidence.environ)
+        packed["environ"] = {name: owner.out_of_variable(value) for name, value in mine.items()}
+    return packed
+
+
+def write_capture(file: Path, evidence: Evidence, recording: Mapping[str, Any]) -> int:
+    """Write the file; the number of things that were read and are in it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    packed = pack(evidence, recording, Owner.of_this_machine(os.environ))
+    try:
+        write_text_atomic(file, json.dumps(packed, indent=1, sort_keys=True) + "\n")
+    except OSError as error:
+        raise UsageError(f"--capture {file} cannot be written: {error.strerror}; choose another file") from error
+    return sum(len(packed[section]) for section in ("files", "binary", "links", "names", "nodes"))
+
+
+def read_capture(file: Path) -> tuple[Evidence, str]:
+    """The evidence in a file that `write_capture` has written or that was built by hand, and where it comes from.
+
+    Raises:
+        UsageError: it is no such file; says what is wrong.
+    """
+    packed = _load(file)
+    tree = RecordedTree(packed)
+    environ = packed.get("environ")
+    known = isinstance(environ, dict) and all(isinstance(value, str) for value in environ.values())
+    if environ is not None and not known:
+        raise UsageError(f"--from {file}: 'environ' must map names to texts; {_WHAT}")
+    try:
+        software = Software.from_dict(packed["software"]) if packed.get("software") else None
+    except ValueError as error:
+        raise UsageError(f"--from {file}: {error}; {_WHAT}") from error
+    evidence = Evidence(machine=survey(tree), software=software, environ=environ, recorded=True)
+    return evidence, str(packed.get("source") or "a recording that does not say where it comes from")
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as handle:
+            raw = handle.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"--from {file} cannot be read: {error.strerror}") from error
+    if len(raw) > MAX_BYTES:
+        raise UsageError(f"--from {file} is larger than {MAX_BYTES >> 20} MiB: {_WHAT}")
+    try:
+        packed = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--from {file} is no JSON text ({error}): {_WHAT}") from error
+    if not isinstance(packed, dict):
+        raise UsageError(f"--from {file} holds no JSON object: {_WHAT}")
+    return packed

@@ -1,12 +1,11 @@
 """All checks, the choice among them, and running them: none stops another, and what was not run is said with why.
 
-A check that measures is a table ``[checks.NAME]`` in ``knowledge/`` and the function that it names. The function is
-called in a child process with a deadline, which imports its module and with it torch; this process never does.
-``request["device"]`` is ``cuda:0`` ... or ``cpu``; ``request["fault"]``, where it is there, is ``{"kind": ...,
-"where": ...}``, one of the check's own ``faults``. Faults of the process itself (hang, kill, garbage ...) are made by
-``machine.child``. The function calls ``child.step("copying 64 MiB")`` before each part, so that a hang can be told by
-name. One of two cards is called in this process with ``request["devices"]``, because the preflight that it shares its
-trials with has children of its own; any other has one child for each card.
+A check that measures is a table ``[checks.NAME]`` in ``knowledge/`` and the function that it names, which is called in
+a child process with a deadline; this process never imports torch. ``request["device"]`` is ``cuda:0`` ... or ``cpu``;
+``request["fault"]``, where it is there, is ``{"kind": ..., "where": ...}``, one of the check's own ``faults``; those of
+the process itself (hang, kill, garbage ...) are made by ``machine.child``. The function calls ``child.step("copying 64
+MiB")`` before each part, so that a hang can be told by name. One of two cards is called in this process with
+``request["devices"]``, because its trials have children of their own; any other has one child for each card.
 
 To try one by hand: ``echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.diagnose NAME``.
 """
@@ -23,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from hf_rocm_tune.doctor import access, host, links, software
+from hf_rocm_tune.doctor import links, software, system
 from hf_rocm_tune.doctor.findings import (
     GROUPS,
     KNOWLEDGE,
@@ -35,7 +34,6 @@ from hf_rocm_tune.doctor.findings import (
     failure,
     from_row,
     knowledge_data,
-    read_here,
     skipped,
     with_evidence,
 )
@@ -47,10 +45,6 @@ from hf_rocm_tune.machine.variables import evaluate, read_pairs
 VARIABLE = "HF_ROCM_TUNE_DOCTOR_FAULT"
 MODULE = "hf_rocm_tune.doctor.diagnose"
 NOTHING_THERE = "there is nothing of the kind on this machine"
-MEASURE_SECONDS = 10.0
-"""What the measured checks of `quick` may take together, by their own estimates."""
-ASK_SECONDS = 20.0
-"""After which `quick` no longer waits for torch; it answers within a few seconds as a rule."""
 _HUNG = ("measurement_hung", "pair_hung")
 _ENOUGH_HANGS = 2
 
@@ -85,7 +79,7 @@ class Diagnosis:
 
 def all_checks() -> list[Check]:
     """Every check, in the order in which they run."""
-    return in_order([*access.CHECKS, *software.CHECKS, *host.CHECKS, *links.CHECKS, *MEASURED.values()])
+    return in_order([*system.CHECKS, *software.CHECKS, *links.CHECKS, *MEASURED.values()])
 
 
 def in_order(checks: Iterable[Check]) -> list[Check]:
@@ -155,31 +149,6 @@ def diagnose(
     return Diagnosis(findings=tuple(findings), seconds=seconds)
 
 
-def quick(evidence: Evidence | None = None, *, measure_seconds: float = MEASURE_SECONDS) -> list[Finding]:
-    """Find out in a few seconds whether this machine is fit to train. Never raises for what it finds.
-
-    Call it in one process of a job, before that process fills the card: what is measured is measured in children, for
-    about `measure_seconds`. Findings on checks that were not run are left out.
-    """
-    known = read_here(deadline_s=ASK_SECONDS)[0] if evidence is None else evidence
-    done = diagnose(known, affordable(all_checks(), known, measure_seconds))
-    return [finding for finding in done.findings if finding.status != "skipped"]
-
-
-def affordable(checks: list[Check], evidence: Evidence, measure_seconds: float) -> list[Check]:
-    """All checks that read, and the quickest of those that measure, as long as they fit in the time given."""
-    chosen = [check for check in checks if not check.measured]
-    left = measure_seconds
-    short = [check for check in checks if check.measured and not check.full]
-    for check in sorted(short, key=lambda one: one.seconds):
-        # A check of single cards takes its time on each of them.
-        seconds = check.seconds * (1 if check.needs_cards > 1 else max(evidence.card_count, 1))
-        if check.needs_cards <= evidence.card_count and seconds <= left:
-            left -= seconds
-            chosen.append(check)
-    return chosen
-
-
 def _run(check: Check, evidence: Evidence) -> list[Finding]:
     found: list[Finding] = []
     try:
@@ -224,7 +193,7 @@ def _variables_for(evidence: Evidence, findings: Iterable[Finding]) -> list[Find
     new = [one for one in evaluate(evidence.variables, evidence.facts(frozenset(names))) if one not in before]
     # Two cards that want different values of one variable: there is no line to print, and each finding says its own.
     values = {name: {one.value for one in new if one.variable == name} for name in {one.variable for one in new}}
-    return [access.of_decision(one, found=True) for one in new if len(values[one.variable]) == 1]
+    return [system.of_decision(one, found=True) for one in new if len(values[one.variable]) == 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +236,7 @@ class DoctorFault:
 def _measure(check: Check, evidence: Evidence) -> list[Finding]:
     """A measured check on this machine's devices, with the fault that the environment asks for."""
     fault = DoctorFault.from_environment(os.environ)
-    common = {"hip": evidence.software is not None and evidence.software.build == "rocm"}
+    common = {"hip": evidence.build == "rocm"}
     if check.needs_cards:
         requests = [{**common, "devices": list(map(_device, evidence.seen_cards))}]
     else:

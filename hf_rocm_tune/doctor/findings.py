@@ -13,10 +13,9 @@ A row is one table in a file of ``knowledge/`` that is not one of ``DATA_FILES``
     tested_here = true              # false: the text adds that this project has not tested it
     environ = ["peer_copy_failed"]  # names of findings that the policy of variables is told
 
-Only a row of status ``ok`` may lack a cure, and every row has a source: tests/doctor/test_rows.py holds the rules.
-
-A new check that reads is a function and a `Check` in ``CHECKS`` of its module, and its rows. One that measures is a
-function, its rows, and a table ``[checks.NAME]`` in front of them, which names the function.
+Only a row of status ``ok`` may lack a cure, and every row has a source: tests/doctor/test_rows.py holds the rules. A
+new check that reads is a function, a `Check` in ``CHECKS`` of its module, and rows. One that measures is a function,
+rows, and a table ``[checks.NAME]`` in front of them, which names the function.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from typing import Any, Literal
 
 from hf_rocm_tune.machine.child import Outcome
 from hf_rocm_tune.machine.gpus import GpuNode
-from hf_rocm_tune.machine.software import DEADLINE_S, Software, TorchDevice, read_software
+from hf_rocm_tune.machine.process import choose, users_environ, visible_nodes
+from hf_rocm_tune.machine.software import Software, TorchDevice, read_software
 from hf_rocm_tune.machine.survey import Gpu, JoinedDevice, Machine, join, record
-from hf_rocm_tune.machine.variables import MARK_SET, MachineFacts, issue_link, links_of
-from hf_rocm_tune.machine.visible import choose, users_environ, visible_nodes
+from hf_rocm_tune.machine.variables import MARK_SET, MachineFacts
 from hf_rocm_tune.ranks.trials import DEVICE_ERRORS
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
 #: Tables that checks look things up in (`knowledge_data`); all other files hold rows.
-DATA_FILES = ("kernels.toml", "versions.toml", "thresholds.toml", "addresses.toml")
+DATA_FILES = ("kernels.toml", "versions.toml", "thresholds.toml")
 NOT_TESTED_HERE = "not tested by this project"
 
 NO_VARIABLES = "the recording holds no variables"
@@ -114,29 +113,19 @@ def knowledge_data(file: str) -> dict[str, Any]:
     return tomllib.loads((KNOWLEDGE / file).read_text(encoding="utf-8"))
 
 
-def link_of(source: str) -> str:
-    """The address of one source; empty where none is certain."""
-    known = knowledge_data("addresses.toml")
-    own = issue_link(source, known["repositories"]) or known["pages"].get(source, "")
-    return own or next(iter(links_of(source)), "")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One line of the diagnosis.
 
     Attributes:
-        check: name of the check that says it; filled in by whoever runs the check.
+        check: filled in by whoever runs the check.
         row: name of the row that its words are from; ``environ:VARIABLE`` for the policy of variables; empty for
             ``unknown`` and ``skipped``, whose text is the reason and no statement about the machine.
         status: ``unknown`` is what could not be read or measured, ``skipped`` what nobody tried.
-        title: in a few words.
-        text: one or two sentences.
         evidence: what was read or measured, one line each.
         cure: what to do; empty where there is nothing to do.
         sources: on whose word.
         subject: what it is about where there are several of a kind: a PCI address, a variable, a pair ``0->1``.
-        confidence: of the row; empty without one.
         needs_cards: with fewer discrete cards it is not shown.
     """
 
@@ -168,8 +157,6 @@ def from_row(
     """A finding with the words of a row.
 
     Args:
-        row_name: name of the row.
-        check, subject, evidence: see `Finding`.
         values: exactly the placeholders of the row; ``address`` and ``device`` are the subject unless given.
 
     Raises:
@@ -214,11 +201,10 @@ def skipped(reason: str, *, check: str = "", subject: str = "") -> Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All that read checks look at. Measured checks look at the machine itself and need it only to choose devices.
+    """All that read checks look at; measured checks need it only to choose devices.
 
     Attributes:
-        machine: what the kernel tells.
-        software: what is installed; None in a recording that holds no software.
+        software: None in a recording that holds no software.
         environ: the user's variables, without what this package has set itself; None in a recording that holds none.
         recorded: it comes from a file, so nothing can be measured.
     """
@@ -238,6 +224,11 @@ class Evidence:
         """What could be trained on: the discrete AMD cards, and integrated GPUs only where there is no card."""
         discrete = tuple(gpu for gpu in self.machine.amd if gpu.integrated is not True)
         return tuple(gpu for gpu in discrete if gpu.driver.value != GIVEN_AWAY) or discrete or self.machine.amd
+
+    @property
+    def build(self) -> str | None:
+        """What torch was built for; None where that is not known."""
+        return self.software.build if self.software else None
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -306,14 +297,13 @@ def own_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in users_environ(environ).items() if name not in ours and name != MARK_SET}
 
 
-def read_here(*, deadline_s: float = DEADLINE_S) -> tuple[Evidence, dict[str, Any]]:
-    """What this machine is, and the recording of what was read of it; torch has `deadline_s` seconds to answer."""
+def read_here() -> tuple[Evidence, dict[str, Any]]:
+    """What this machine is, and the recording of what was read of it."""
     machine, recording = record()
-    software = read_software(deadline_s=deadline_s)
-    return Evidence(machine=machine, software=software, environ=own_environ(os.environ)), recording
+    return Evidence(machine=machine, software=read_software(), environ=own_environ(os.environ)), recording
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One check: one that reads gives findings by ``run``, one that measures by ``function``, see `diagnose`.
 
@@ -326,8 +316,7 @@ class Check:
         full: it takes long, and only ``--full`` runs it.
         needs_cards: with fewer discrete cards it does not exist.
         seconds: how long it takes as a rule.
-        function: ``module.function`` in this package, ``function(request) -> list[Finding] | Again``; several checks
-            may share one.
+        function: ``module.function`` in this package, ``function(request) -> list[Finding] | Again``.
         deadline_s: seconds after which a child is killed; generous, since a healthy one never waits for it.
         faults: kinds that it can be given as ``request["fault"]["kind"]``, beside those of every child.
         options: goes into the request.

@@ -94,14 +94,16 @@ def narrowest(path: Sequence[Link]) -> LinkRate | None:
 def _links(evidence: Evidence) -> Iterator[Finding]:
     known: dict[str, LinkRate] = {}
     for gpu in evidence.cards:
-        slowest = narrowest(gpu.path)
+        slowest = narrowest(gpu.upward.links)
         if slowest is None:
-            seen = [reading.reason for link in gpu.path for reading in (link.width, link.speed) if reading.reason]
+            seen = [
+                reading.reason for link in gpu.upward.links for reading in (link.width, link.speed) if reading.reason
+            ]
             yield unknown("; ".join(seen) or "its way to the processor could not be read", subject=gpu.address)
             continue
         known[gpu.address] = slowest
         yield _link(gpu, slowest)
-        for link in gpu.path:
+        for link in gpu.upward.links:
             now, able = link.speed.value, reachable_speed(link)
             if now is not None and able is not None and now < able:
                 speeds = {"now": f"{now:g}", "speed": f"{able:g}"}
@@ -122,7 +124,7 @@ def _link(gpu: Gpu, slowest: LinkRate) -> Finding:
     values: dict[str, Any] = {"expect": bounds["expected"].get(speed, {}).get(f"x{width}", "")}
     values |= {"width": width, "speed": speed, "rate": rate}
     values |= {"where": slowest.where} if row != "link_full" else {}
-    return from_row(row, subject=gpu.address, evidence=map(_describe, gpu.path), **values)
+    return from_row(row, subject=gpu.address, evidence=map(_describe, gpu.upward.links), **values)
 
 
 def _describe(link: Link) -> str:
@@ -137,12 +139,14 @@ def _describe(link: Link) -> str:
 def _slot(evidence: Evidence) -> Iterator[Finding]:
     on_chipset = "slot_of_chipset" if evidence.card_count < 2 else "slot_of_chipset_pair"
     for gpu in evidence.cards:
-        path = " > ".join(filter(None, [*(link.device for link in gpu.path), gpu.root_port]))
-        if gpu.behind_chipset is None:
+        path = " > ".join(filter(None, [*(link.device for link in gpu.upward.links), gpu.upward.root_port]))
+        if gpu.upward.behind_chipset is None:
             why = "which of the bridges above it belong to the processor is not known for this board"
             yield unknown(why, subject=gpu.address, evidence=[path] if path else [])
         else:
-            yield from_row(on_chipset if gpu.behind_chipset else "slot_of_processor", subject=gpu.address, path=path)
+            yield from_row(
+                on_chipset if gpu.upward.behind_chipset else "slot_of_processor", subject=gpu.address, path=path
+            )
 
 
 def _atomics(evidence: Evidence) -> Iterator[Finding]:
@@ -349,17 +353,16 @@ def grad_sync(request: Mapping[str, Any]) -> list[Finding]:
 
 
 CHECKS = (
-    Check(name="link_width", group="links", about="width and speed of every link up to the processor", run=_links),
-    Check(name="slot", group="links", about="whether the card hangs from the chipset", run=_slot),
-    Check(name="atomics", group="links", about="PCIe atomics between card and processor", run=_atomics),
-    Check(name="bar", group="links", about="resizable BAR", run=_bar),
-    Check(name="link_errors", group="links", about="PCIe error counters since boot", run=_errors),
+    Check("link_width", "links", "width and speed of every link up to the processor", _links),
+    Check("slot", "links", "whether the card hangs from the chipset", _slot),
+    Check("atomics", "links", "PCIe atomics between card and processor", _atomics),
+    Check("bar", "links", "resizable BAR", _bar),
+    Check("link_errors", "links", "PCIe error counters since boot", _errors),
     Check(
-        name="link_errors_after",
-        group="after",
-        about="PCIe error counters again, after everything that was measured",
-        run=_errors_since,
+        "link_errors_after",
+        "after",
+        "PCIe error counters again, after everything that was measured",
+        _errors_since,
         measured=True,
-        seconds=0.1,
     ),
 )

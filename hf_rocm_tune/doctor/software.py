@@ -17,9 +17,9 @@ from hf_rocm_tune.doctor.findings import (
     skipped,
     unknown,
 )
+from hf_rocm_tune.machine.process import FILTERS
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.variables import version_numbers, within
-from hf_rocm_tune.machine.visible import FILTERS
 
 NO_ROCM_BUILD = "torch is no ROCm build"
 _BUILDS = {"cpu": "processors", "cuda": "NVIDIA cards"}
@@ -284,10 +284,10 @@ def _versions(table: str) -> Any:
 
 
 CHECKS = (
-    Check(name="torch", group="software", about="torch's build, and the devices that it sees", run=_torch),
-    Check(name="arch", group="software", about="whether torch holds code for every card", run=_architectures),
-    Check(name="rocm", group="software", about="the version of ROCm inside torch", run=_rocm),
-    Check(name="allocator", group="software", about="the settings of torch's allocator in force", run=_allocator),
-    Check(name="bitsandbytes", group="software", about="a library of bitsandbytes for this ROCm", run=_bitsandbytes),
-    Check(name="versions", group="software", about="the libraries against the tested versions", run=_tested),
+    Check("torch", "software", "torch's build, and the devices that it sees", _torch),
+    Check("arch", "software", "whether torch holds code for every card", _architectures),
+    Check("rocm", "software", "the version of ROCm inside torch", _rocm),
+    Check("allocator", "software", "the settings of torch's allocator in force", _allocator),
+    Check("bitsandbytes", "software", "a library of bitsandbytes for this ROCm", _bitsandbytes),
+    Check("versions", "software", "the libraries against the tested versions", _tested),
 )

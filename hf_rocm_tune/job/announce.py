@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hf_rocm_tune.doctor.access import of_decision
-from hf_rocm_tune.doctor.diagnose import quick
+from hf_rocm_tune.doctor.diagnose import all_checks, diagnose
 from hf_rocm_tune.doctor.findings import Evidence, Finding, from_row, own_environ, unknown
+from hf_rocm_tune.doctor.system import of_decision
 from hf_rocm_tune.machine import variables
 from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
@@ -158,7 +158,8 @@ def _within(deadline_s: float, software: Software, variables: Mapping[str, str])
     def read() -> None:
         try:
             evidence = Evidence(machine=survey(), software=software, environ=variables)
-            found.extend(quick(evidence, measure_seconds=0.0))
+            done = diagnose(evidence, [check for check in all_checks() if not check.measured])
+            found.extend(finding for finding in done.findings if finding.status != "skipped")
         except Exception as error:  # a bug of ours; it is reported as such, and is no reason to refuse a run
             what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             found.append(from_row("check_crashed", check="machine", name="machine", error=what))

@@ -35,8 +35,8 @@ from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hf_rocm_tune.errors import TuneError, UsageError
+from hf_rocm_tune.machine.process import MARK
 from hf_rocm_tune.machine.variables import MARK_SET
-from hf_rocm_tune.machine.visible import MARK
 
 if TYPE_CHECKING:
     import torch

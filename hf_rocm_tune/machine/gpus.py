@@ -32,6 +32,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from hf_rocm_tune.machine.sysfs import (
     LiveTree,
@@ -52,6 +53,7 @@ from hf_rocm_tune.machine.sysfs import (
 )
 
 NODES = "sys/class/kfd/kfd/topology/nodes"
+_NO_DRIVER = "no driver"
 # hsakmttypes.h HSA_HEAPTYPE: frame buffer that the CPU can map (1) and that it cannot (2). Small BAR splits VRAM so.
 _FRAME_BUFFER_HEAPS = (1, 2)
 _NO_ATOMICS = 1 << 2 | 1 << 3  # 32-bit and 64-bit
@@ -87,7 +89,7 @@ _CPU = frozenset(
 # PCIe knows these widths; 0 means no link, 63 and 255 are what a sleeping device and an unknown capability read as.
 _WIDTHS = frozenset({1, 2, 4, 8, 12, 16, 32})
 
-_Ids = tuple[int | None, int | None]
+_NO_PORT = "no bridge above the device is known"
 
 _HEADER = struct.Struct("<HBB")
 _STATUS_OFFSET, _STATUS = 112, struct.Struct("<Q")
@@ -109,7 +111,7 @@ class GpuNode:
         index: place among the GPU nodes, from 0.
         node: number of the topology node (CPUs are nodes too).
         arch: ``gfx_target_version`` as LLVM spells it, for example ``gfx1100``.
-        vram_bytes: sum of the frame-buffer banks in bytes; None where no bank could be read.
+        vram_bytes: sum of the frame-buffer banks; None where no bank could be read.
         pci_address: ``domain:bus:device.function``; None where the kernel gives no location.
         name: the kernel's name of the chip, often only a code name; may be empty.
         has_cpu: the node holds CPU cores as well, as an APU's node may.
@@ -126,12 +128,9 @@ class GpuNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """All GPU nodes, and why some or all are missing.
+    """All GPU nodes in KFD's order, and a line for each thing that could not be read (one says that there is no GPU).
 
-    Attributes:
-        nodes: in KFD's order.
-        reasons: one line for each thing that could not be read; on a machine without an AMD GPU one line says so.
-        complete: False where a node could not be read, so that indices after it are not certain.
+    Not complete: a node could not be read, so that indices after it are not certain.
     """
 
     nodes: tuple[GpuNode, ...]
@@ -156,7 +155,8 @@ def read_topology(tree: Tree | None = None) -> Topology:
     if numbers.value is None:
         reason = f"no AMD GPU is listed by the kernel ({numbers.reason})"
         # A missing directory is an answer (no driver, no GPU); one that may not be read is not.
-        return Topology(nodes=(), reasons=(reason,), complete=_has_no_driver(tree))
+        no_driver = list_names(tree, "sys/class/kfd", absent=_NO_DRIVER).reason == _NO_DRIVER
+        return Topology(nodes=(), reasons=(reason,), complete=no_driver)
     nodes: list[GpuNode] = []
     reasons: list[str] = []
     complete = True
@@ -176,14 +176,6 @@ def read_topology(tree: Tree | None = None) -> Topology:
     if not nodes and complete:
         reasons.append("KFD lists no GPU node")
     return Topology(nodes=tuple(nodes), reasons=tuple(reasons), complete=complete)
-
-
-def _has_no_driver(tree: Tree) -> bool:
-    try:
-        tree.names("sys/class/kfd")
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
-    return False
 
 
 def _read_vram_bytes(tree: Tree, node: int) -> Reading[int]:
@@ -257,9 +249,8 @@ def _read_links(tree: Tree, node: GpuNode, kinds: tuple[str, ...]) -> Reading[li
     return Reading(value=found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DisplayDevice:
-    """One display or compute device: its address, its ids, and its revision where that could be read."""
+class DisplayDevice(NamedTuple):
+    """One display or compute device: its PCI address and ids."""
 
     address: str
     vendor_id: int
@@ -297,7 +288,7 @@ class Upward:
         chain: addresses from the root port down to the device itself, which is always there.
         links: outside of the card, the one at the card's connector first.
         root_port: None where the device hangs from no bridge, or the path could not be followed.
-        behind_chipset: None where a bridge of the path is not known here.
+        behind_chipset: a bridge of the path is the chipset's and not the CPU's; None where one is not known here.
     """
 
     chain: tuple[str, ...]
@@ -336,9 +327,7 @@ def list_display_devices(tree: Tree) -> tuple[tuple[DisplayDevice, ...], tuple[s
                 reasons.append(vendor.reason or device.reason)
             else:
                 revision = _read_hex(tree, address, "revision").value
-                found.append(
-                    DisplayDevice(address=address, vendor_id=vendor.value, device_id=device.value, revision=revision)
-                )
+                found.append(DisplayDevice(address, vendor.value, device.value, revision))
     return tuple(found), tuple(reasons)
 
 
@@ -431,40 +420,41 @@ def _read_chain(tree: Tree, address: str) -> tuple[str, ...]:
     return chain if whole else (address,)
 
 
-def _is_behind_chipset(bridges: list[_Ids]) -> bool | None:
+def _is_behind_chipset(bridges: list[tuple[int | None, int | None]]) -> bool | None:
     if any(vendor == 0x1022 and device in _CHIPSET for vendor, device in bridges):
         return True
     return False if bridges and all(vendor == 0x1022 and device in _CPU for vendor, device in bridges) else None
 
 
 def _read_link(tree: Tree, lower: str, upper: str | None) -> Link:
-    no_port = "no bridge above the device is known"
+    def speed(address: str | None, which: str = "max") -> Reading[float]:
+        path = f"{DEVICES}/{address}/{which}_link_speed"
+        return read_parsed(tree, path, _parse_speed, "no speed") if address else unknown(_NO_PORT)
+
+    def width(address: str | None, which: str = "max") -> Reading[int]:
+        path = f"{DEVICES}/{address}/{which}_link_width"
+        return read_parsed(tree, path, _parse_width, "no width of a link") if address else unknown(_NO_PORT)
+
     return Link(
         device=lower,
-        speed=_read_speed(tree, lower, "current_link_speed"),
-        width=_read_width(tree, lower, "current_link_width"),
-        max_speed=_read_speed(tree, lower, "max_link_speed"),
-        max_width=_read_width(tree, lower, "max_link_width"),
-        port_max_speed=_read_speed(tree, upper, "max_link_speed") if upper else unknown(no_port),
-        port_max_width=_read_width(tree, upper, "max_link_width") if upper else unknown(no_port),
+        speed=speed(lower, "current"),
+        width=width(lower, "current"),
+        max_speed=speed(lower),
+        max_width=width(lower),
+        port_max_speed=speed(upper),
+        port_max_width=width(upper),
     )
 
 
-def _read_speed(tree: Tree, address: str, file: str) -> Reading[float]:
-    def parse(text: str) -> float | None:
-        # "16.0 GT/s PCIe", "8 GT/s" before kernel 5.7, "Unknown" of a sleeping device.
-        found = re.match(r"([0-9]{1,3}(?:\.[0-9])?) GT/s", text, re.ASCII)
-        return float(found[1]) if found else None
-
-    return read_parsed(tree, f"{DEVICES}/{address}/{file}", parse, "no speed")
+def _parse_speed(text: str) -> float | None:
+    # "16.0 GT/s PCIe", "8 GT/s" before kernel 5.7, "Unknown" of a sleeping device.
+    found = re.match(r"([0-9]{1,3}(?:\.[0-9])?) GT/s", text, re.ASCII)
+    return float(found[1]) if found else None
 
 
-def _read_width(tree: Tree, address: str, file: str) -> Reading[int]:
-    def parse(text: str) -> int | None:
-        width = parse_int(text)
-        return width if width in _WIDTHS else None
-
-    return read_parsed(tree, f"{DEVICES}/{address}/{file}", parse, "no width of a link")
+def _parse_width(text: str) -> int | None:
+    width = parse_int(text)
+    return width if width in _WIDTHS else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -499,12 +489,13 @@ def read_sensors(tree: Tree, address: str) -> Sensors:
     channels = ("temp1", "temp2", "temp3") if hwmon.value else ()
     labels = {read_text(tree, f"{hwmon.value}/{channel}_label").value or "": channel for channel in channels}
     busy = f"{device}/gpu_busy_percent"
+    average, momentary = (_read_watts(tree, hwmon, f"power1_{kind}") for kind in ("average", "input"))
     metrics = read_bytes(tree, f"{device}/gpu_metrics")
     return Sensors(
         edge_c=_read_temperature(tree, hwmon, labels, "edge"),
         hotspot_c=_read_temperature(tree, hwmon, labels, "junction"),
         memory_c=_read_temperature(tree, hwmon, labels, "mem"),
-        power_w=_read_power(tree, hwmon),
+        power_w=momentary if average.value is None and momentary.value is not None else average,
         power_cap_w=_read_watts(tree, hwmon, "power1_cap"),
         utilisation=derived(read_int(tree, busy), lambda n: n / 100 if n <= 100 else None, f"/{busy}: more than 100 %"),
         vram_used_bytes=read_int(tree, f"{device}/mem_info_vram_used"),
@@ -536,12 +527,6 @@ def _read_temperature(tree: Tree, hwmon: Reading[str], labels: dict[str, str], l
     if label not in labels:
         return unknown(f"/{hwmon.value}: no temperature is labelled {label!r}")
     return read_parsed(tree, f"{hwmon.value}/{labels[label]}_input", parse, "no temperature")
-
-
-def _read_power(tree: Tree, hwmon: Reading[str]) -> Reading[float]:
-    average = _read_watts(tree, hwmon, "power1_average")
-    momentary = average if average.value is not None else _read_watts(tree, hwmon, "power1_input")
-    return average if momentary.value is None else momentary
 
 
 def _read_watts(tree: Tree, hwmon: Reading[str], file: str) -> Reading[float]:

@@ -1,9 +1,9 @@
 """The kernel's small text files: of the live machine, below a directory, or from a recording of another machine.
 
 A `Tree` answers as the system does, with ``OSError`` where it would; a path has no leading slash (``sys/class/kfd``).
-Replaying a recording gives the same bytes and the same errors. The readers below it never raise: what cannot be read
-is a `Reading` without a value and with the reason. Covered: missing, forbidden, empty, binary and oversized files. Not
-covered: a file that is well formed and wrong, and a driver that hangs inside a read.
+Replaying a recording gives the same bytes and the same errors. The readers never raise: what cannot be read (missing,
+forbidden, empty, binary or oversized) is a `Reading` without a value and with the reason. Not covered: a file that is
+well formed and wrong, and a driver that hangs inside a read.
 
 A recording may come from a stranger's issue report, so its form is checked::
 
@@ -24,6 +24,7 @@ import os
 import platform
 import stat
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -44,12 +45,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Generic[T]):
-    """A value that was read, or None and the reason why it could not be.
-
-    Attributes:
-        value: what was read; None where nothing usable was there.
-        reason: one line; empty exactly where ``value`` is not None.
-    """
+    """A value that was read, or None and one line with the reason why it could not be."""
 
     value: T | None
     reason: str = ""
@@ -75,11 +71,9 @@ def derived(reading: Reading[T], convert: Callable[[T], U | None], complaint: st
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceNode:
-    """What the permissions of a device node say. A container's device filter may still refuse what they allow.
+    """Whether the permissions of a device node let this process read and write it, and its group's name or number.
 
-    Attributes:
-        usable: whether this process may read and write it (None: not known).
-        group: name of its group, its number where it has no name; None where unknown.
+    None means: not known. A container's device filter may still refuse what they allow.
     """
 
     usable: bool | None = None
@@ -93,7 +87,7 @@ class Process:
     Attributes:
         platform: ``linux``, ``windows`` or ``darwin``.
         release: of the kernel, as ``uname -r`` has it.
-        groups: names of the groups that this process is in, numbers where they have no name.
+        groups: names of this process's groups, numbers where they have no name.
         shm_bytes: size of ``/dev/shm``.
         cpu: its name, where the system tells it otherwise than by a file.
     """
@@ -215,15 +209,7 @@ class Recording:
     process: Process = Process()
 
 
-_KINDS: Mapping[Any, str] = {
-    str: "text",
-    int: "a number from 0",
-    bool: "true or false",
-    tuple: "a list",
-    Reading: "a value or a reason",
-}
-
-
+_KINDS = {str: "text", int: "a number from 0", bool: "true or false", tuple: "a list", Reading: "a value or a reason"}
 _hints = functools.cache(get_type_hints)
 
 
@@ -444,6 +430,12 @@ def read_parsed(tree: Tree, path: str, parse: Callable[[str], T | None], complai
     return derived(text, parse, f"/{path}: {complaint}: {(text.value or '')[:40]!r}")
 
 
+def table_rows(file: Path, name: str) -> list[dict[str, Any]]:
+    """The tables of an array in a TOML file, lists as tuples."""
+    tables = tomllib.loads(file.read_text(encoding="utf-8"))[name]
+    return [{key: tuple(v) if isinstance(v, list) else v for key, v in table.items()} for table in tables]
+
+
 def parse_int(text: str) -> int | None:
     """A plain ASCII decimal number of at most 64 bits, or None. ``int()`` alone takes ``1_0``, ``+1`` and more."""
     plain = text.isascii() and text.isdigit() and len(text) <= 20
@@ -466,12 +458,12 @@ def read_properties(tree: Tree, path: str) -> Reading[dict[str, int]]:
     return derived(read_text(tree, path), parse, f"/{path}: no line of the form 'name number'")
 
 
-def list_names(tree: Tree, path: str) -> Reading[list[str]]:
-    """The names in a directory, sorted; an empty directory is read, with nothing in it."""
+def list_names(tree: Tree, path: str, absent: str = "") -> Reading[list[str]]:
+    """The names in a directory, sorted; ``absent`` is the reason to give where there is no such directory."""
     try:
         return Reading(value=tree.names(path))
     except OSError as error:
-        return unknown(_refused(path, error))
+        return unknown(absent if absent and error.errno == errno.ENOENT else _refused(path, error))
 
 
 def list_numbered(tree: Tree, path: str) -> Reading[list[int]]:
@@ -481,10 +473,7 @@ def list_numbered(tree: Tree, path: str) -> Reading[list[int]]:
 
 
 def read_link_name(tree: Tree, path: str, absent: str = "") -> Reading[str]:
-    """The last part of what a symbolic link points at, which is how sysfs names drivers and groups.
-
-    ``absent`` is the reason to give where there is no such link, where that has a meaning of its own.
-    """
+    """The last part of what a symbolic link points at, as sysfs names drivers and groups; ``absent`` as above."""
     try:
         target = tree.link(path)
     except OSError as error:

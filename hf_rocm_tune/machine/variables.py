@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.sysfs import Reading
-from hf_rocm_tune.machine.visible import FILTERS
+from hf_rocm_tune.machine.process import FILTERS
+from hf_rocm_tune.machine.sysfs import Reading, table_rows
 
 Action = Literal["set", "keep", "info", "warn", "error"]
 
@@ -105,7 +105,7 @@ _TOGETHER: Mapping[str, Callable[[Mapping[str, str]], bool]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class VariableRule:
     """One row of the policy.
 
     Attributes:
@@ -157,33 +157,25 @@ class Row:
         return any(fnmatchcase(variable, pattern.replace("*", "?*")) for pattern in self.variables)
 
 
-def _row(table: Mapping[str, Any]) -> Row:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-    return Row(**values)
+POLICY = tuple(VariableRule(**row) for row in table_rows(Path(__file__).with_suffix(".toml"), "row"))
 
 
-_KNOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-POLICY: tuple[Row, ...] = tuple(map(_row, _KNOWN["row"]))
+_ADDRESSES = tomllib.loads(Path(__file__).with_name("addresses.toml").read_text(encoding="utf-8"))
+
+
+def link_of(source: str) -> str:
+    """The address of an issue such as ``rccl#1129``, or of a document; empty where none is certain."""
+    repository, _, number = source.partition("#")
+    if number.isdecimal() and repository in _ADDRESSES["repositories"]:
+        # GitHub leads from an issue's address to a pull request of that number.
+        return f"https://github.com/{_ADDRESSES['repositories'][repository]}/issues/{number}"
+    found: str = _ADDRESSES["pages"].get(source, "")
+    return found
 
 
 def links_of(source: str) -> tuple[str, ...]:
-    """The addresses for a row's ``source``, which names issues (``rccl#1129``) and documents with semicolons between.
-
-    A source without a certain address has none.
-    """
-    names = [name.strip() for name in source.split(";")]
-    found = (issue_link(name, _KNOWN["repositories"]) or _KNOWN["pages"].get(name, "") for name in names)
-    return tuple(dict.fromkeys(link for link in found if link))
-
-
-def issue_link(name: str, repositories: Mapping[str, str]) -> str:
-    """The address of an issue such as ``rccl#1129``, whose repository is known by what stands before the ``#``; else
-    empty."""
-    issue = re.fullmatch(r"([A-Za-z0-9./-]+)#([0-9]+)", name)
-    if issue is None or issue[1] not in repositories:
-        return ""
-    # GitHub leads from an issue's address to a pull request of that number.
-    return f"https://github.com/{repositories[issue[1]]}/issues/{issue[2]}"
+    """The addresses of several sources with semicolons between, as far as there are any."""
+    return tuple(dict.fromkeys(filter(None, (link_of(name.strip()) for name in source.split(";")))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,12 +183,10 @@ class MachineFacts:
     """What rows may depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name.
 
     Attributes:
-        torch_version: for example ``2.13.0+cpu``.
         hip_version: of torch's build, for example ``7.2.26015``; None without a reason means: not a ROCm build.
         archs: visible GPUs' architectures in order, one entry a GPU.
         flash_attn_version: None without a reason means: not installed.
         findings: what checks on this machine have found, for example ``peer_copy_failed``.
-        reasons: field name to one line that says why it is unknown.
     """
 
     torch_version: str | None
@@ -273,9 +263,8 @@ class Decision:
 
     Attributes:
         variable: its name; several, with commas, where the row is about their combination.
-        action: ``set``, ``keep``, ``info``, ``warn`` or ``error``. In all but ``set`` the user's value stands.
+        action: in all but ``set`` the user's value stands.
         value: the value that holds now; None where the variable is unset.
-        reason: one line: what is the case.
         source: issues and documents that say so, with semicolons.
         cure: one line: what to do; empty where there is nothing to do.
     """
@@ -316,7 +305,7 @@ def within(version: str, low: str | None, high: str | None) -> bool:
     return value is not None and (first is None or value >= first) and (end is None or value < end)
 
 
-def _conditions(row: Row, facts: MachineFacts) -> Iterator[tuple[bool | None, str]]:
+def _conditions(row: VariableRule, facts: MachineFacts) -> Iterator[tuple[bool | None, str]]:
     """Each condition of a row: whether it holds (None: not known), and the field of the facts that it depends on."""
     if not row.any_build:
         yield facts.is_rocm, "hip_version"
@@ -342,7 +331,7 @@ def _conditions(row: Row, facts: MachineFacts) -> Iterator[tuple[bool | None, st
         yield row.finding in facts.findings, "findings"
 
 
-def _verdict(row: Row, facts: MachineFacts) -> tuple[bool | None, str]:
+def _verdict(row: VariableRule, facts: MachineFacts) -> tuple[bool | None, str]:
     """Whether all conditions hold; None with the reason where that depends on something unknown."""
     results = list(_conditions(row, facts))
     if any(holds is False for holds, _ in results):
@@ -351,7 +340,7 @@ def _verdict(row: Row, facts: MachineFacts) -> tuple[bool | None, str]:
     return (None, "; ".join(dict.fromkeys(unknown.values()))) if unknown else (True, "")
 
 
-def _matches(row: Row, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _matches(row: VariableRule, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Variable and value for each thing in ``environ`` that a row is about."""
     if row.together:
         present = {name: environ[name] for name in row.variables if name in environ}

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.cards import CARDS, Card
-from hf_rocm_tune.machine.survey import Gpu, Machine, survey
+from hf_rocm_tune.machine.survey import CARDS, Card, Gpu, Machine, survey
 from hf_rocm_tune.plan.estimate import CONTEXT_BYTES, DESKTOP_BYTES, GIB, CardMemory, Rates, optimizer
 from hf_rocm_tune.plan.measure import kept, rates_of
 

@@ -18,7 +18,7 @@ import yaml
 
 from hf_rocm_tune import recipes
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine import gpus, variables, visible
+from hf_rocm_tune.machine import gpus, process, variables
 from hf_rocm_tune.redaction import one_line, remember
 
 FLAG = "--config"
@@ -191,14 +191,14 @@ def show_all_cards(
     environ[_SPLIT_VARIABLE] = "1"  # for processes that this one starts
     found = gpus.read_topology() if topology is None else topology
     rocm = variables.read_facts(archs=()).is_rocm
-    choice = visible.choose(
+    choice = process.choose(
         () if rocm is False else found.nodes,
         environ,
         complete=found.complete,
-        processes=visible.local_processes(environ),
+        processes=process.local_processes(environ),
         split=True,
     )
-    visible.enact(choice, environ)
+    process.enact(choice, environ)
     made = [
         variables.Decision(variable=name, action="set", value=value, reason=choice.reason, source="--split_layers")
         for name, value in choice.variables.items()

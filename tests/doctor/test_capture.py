@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.doctor import capture
-from hf_rocm_tune.doctor.capture import Identity, of_policy, pack, read, write
+from hf_rocm_tune.doctor import command
+from hf_rocm_tune.doctor.command import Owner, of_policy, pack, read_capture, write_capture
 from hf_rocm_tune.doctor.diagnose import all_checks, diagnose
 from hf_rocm_tune.doctor.findings import Evidence, own_environ
 from hf_rocm_tune.errors import UsageError
@@ -21,9 +21,7 @@ from tests.machine.parts import RAPHAEL, XT, Slot
 from tests.machine.trees import NODES, Built
 from tests.machines.installs import stack
 
-OWNER = Identity(
-    users=("marguerite", "mag"), hosts=("thunderbird.example.org", "thunderbird"), homes=("/srv/mag-home",)
-)
+OWNER = Owner(users=("marguerite", "mag"), hosts=("thunderbird.example.org", "thunderbird"), homes=("/srv/mag-home",))
 # What must not be in the file, and where it stands in what is read.
 SECRETS = (
     "marguerite",
@@ -94,7 +92,7 @@ def test_what_is_hidden_changes_nothing_that_is_diagnosed(tmp_path: Path) -> Non
     evidence, recorded = evidence_of(owned(), of_policy(ENVIRON))
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(pack(evidence, recorded, OWNER)), encoding="utf-8")
-    there, source = read(file)
+    there, source = read_capture(file)
     assert "doctor --capture" in source
     here = diagnose(Evidence(**(vars(evidence) | {"recorded": True})), all_checks())
     assert [(one.row, one.status, one.subject) for one in here.findings] == [
@@ -125,14 +123,14 @@ def test_the_users_variables_are_told_from_ours() -> None:
 
 
 def test_the_names_of_this_machine_are_found_and_public_ones_left_alone() -> None:
-    found = Identity.of_this_machine(
+    found = Owner.of_this_machine(
         {"USER": "render", "LOGNAME": "marguerite", "HOSTNAME": "thunderbird.lan", "HOME": "/srv/mag-home"}
     )
     assert "render" not in found.users
     assert {"marguerite", "mag-home"} <= set(found.users)
     assert {"thunderbird.lan", "thunderbird"} <= set(found.hosts)
     assert "/srv/mag-home" in found.homes
-    assert Identity.of_this_machine({"USER": "ab", "LOGNAME": "12345"}).users == Identity.of_this_machine({}).users
+    assert Owner.of_this_machine({"USER": "ab", "LOGNAME": "12345"}).users == Owner.of_this_machine({}).users
 
 
 @pytest.mark.parametrize(
@@ -165,10 +163,10 @@ def test_binary_files_that_no_check_reads_are_left_out() -> None:
 
 def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     evidence, recorded = evidence_of(owned(), {})
-    assert write(tmp_path / "a.json", evidence, recorded) > 100
-    assert read(tmp_path / "a.json")[0].cards == evidence.cards
+    assert write_capture(tmp_path / "a.json", evidence, recorded) > 100
+    assert read_capture(tmp_path / "a.json")[0].cards == evidence.cards
     with pytest.raises(UsageError, match="cannot be written"):
-        write(tmp_path / "no" / "a.json", evidence, recorded)
+        write_capture(tmp_path / "no" / "a.json", evidence, recorded)
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
@@ -221,7 +219,7 @@ def test_a_damaged_file_is_refused_in_one_line(name: str, tmp_path: Path) -> Non
     file = tmp_path / "machine.json"
     file.write_bytes(damaged()[name])
     with pytest.raises(UsageError) as refused:
-        read(file)
+        read_capture(file)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
 
@@ -229,7 +227,7 @@ def test_a_damaged_file_is_refused_in_one_line(name: str, tmp_path: Path) -> Non
 def test_what_is_missing_in_a_file_is_unknown_and_no_error(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text('{"schema": 1}', encoding="utf-8")
-    evidence, source = read(file)
+    evidence, source = read_capture(file)
     done = diagnose(evidence, all_checks())
     assert "does not say" in source
     assert done.exit_code == 0
@@ -238,10 +236,10 @@ def test_what_is_missing_in_a_file_is_unknown_and_no_error(tmp_path: Path) -> No
 
 def test_a_missing_a_large_and_a_forbidden_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="No such file"):
-        read(tmp_path / "nowhere.json")
+        read_capture(tmp_path / "nowhere.json")
     with pytest.raises(UsageError, match="directory"):
-        read(tmp_path)
-    monkeypatch.setattr(capture, "MAX_BYTES", 10)
+        read_capture(tmp_path)
+    monkeypatch.setattr(command, "MAX_BYTES", 10)
     (tmp_path / "large").write_text(" " * 11)
     with pytest.raises(UsageError, match="larger"):
-        read(tmp_path / "large")
+        read_capture(tmp_path / "large")

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_rocm_tune.doctor import quick
-from hf_rocm_tune.doctor.diagnose import NOTHING_THERE, affordable, all_checks, diagnose, in_order
+from hf_rocm_tune.doctor.diagnose import NOTHING_THERE, all_checks, diagnose, in_order
 from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, all_rows, from_row
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import survey
@@ -157,26 +156,6 @@ def test_what_was_found_is_told_to_the_policy_of_variables(monkeypatch: pytest.M
     kept = diagnose(evidence(2, environ={"NCCL_P2P_DISABLE": "0"}), [pair]).findings
     assert "the user's value is kept" in kept[-1].text
     assert not [one for one in diagnose(evidence(1), [pair]).findings if one.check == "variables"]
-
-
-def test_the_quick_subset_reads_everything_and_measures_little() -> None:
-    known = evidence(2)
-    every = all_checks()
-    chosen = affordable(every, known, 8.0)
-    assert {one.name for one in every if not one.measured} <= {one.name for one in chosen}
-    measured = [one for one in chosen if one.measured]
-    assert sum(one.seconds for one in measured) <= 8.0
-    assert not any(one.full for one in measured)
-    assert not [one for one in affordable(every, known, 0.0) if one.measured]
-    assert [one for one in affordable(every, evidence(), 10.0) if one.measured and one.seconds > 1]
-
-
-@pytest.mark.usefixtures("asked_before")
-def test_quick_never_raises_and_gives_findings() -> None:
-    found = quick(evidence(recorded=True), measure_seconds=0)
-    assert {one.check for one in found} >= {"driver", "torch", "link_width", "variables"}
-    assert all(one.status != "skipped" for one in found)
-    assert all(one.to_dict()["check"] for one in quick(measure_seconds=0))
 
 
 def test_cards_that_want_different_values_get_no_line() -> None:

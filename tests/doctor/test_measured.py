@@ -23,8 +23,8 @@ from hf_rocm_tune.doctor.findings import Finding, failure
 from hf_rocm_tune.doctor.links import LinkRate, judge_bandwidth
 from hf_rocm_tune.doctor.transfers import CAST_WAYS
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.cards import CARDS
 from hf_rocm_tune.machine.child import ENDINGS, Outcome
+from hf_rocm_tune.machine.survey import CARDS
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.raw_copies import FAULTS
 from tests.doctor.together import together

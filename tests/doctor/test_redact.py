@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.doctor.capture import Identity, pack, read
+from hf_rocm_tune.doctor.command import Owner, pack, read_capture
 from hf_rocm_tune.doctor.diagnose import all_checks, diagnose
 from hf_rocm_tune.doctor.findings import all_rows
 from hf_rocm_tune.machine.survey import record
@@ -103,7 +103,7 @@ def test_so_it_is_with_the_machine_that_is_here(
 
 
 def test_what_the_doctor_itself_says_is_not_taken_for_a_name() -> None:
-    nobody = Identity(users=(), hosts=(), homes=())
+    nobody = Owner(users=(), hosts=(), homes=())
     words = [text for row in all_rows().values() for text in (row.title, row.says, row.cure, *row.sources)]
     words += [text for row in POLICY for text in (row.reason, row.cure, row.source)]
     assert [text for text in words if nobody.out_of(text) != text] == []
@@ -115,10 +115,10 @@ def test_a_name_that_is_a_word_of_the_doctor_spoils_no_capture(name: str, tmp_pa
     recording = machine.having(software=stack(), environ={"HIP_VISIBLE_DEVICES": "0"}).recording()
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(recording), encoding="utf-8")
-    evidence, _ = read(file)
-    named = Identity.of_this_machine({"USER": name, "HOSTNAME": f"{name}.lan", "HOME": f"/home/{name}"})
+    evidence, _ = read_capture(file)
+    named = Owner.of_this_machine({"USER": name, "HOSTNAME": f"{name}.lan", "HOME": f"/home/{name}"})
     packed = pack(evidence, record(RecordedTree(recording))[1], named)
     file.write_text(json.dumps(packed), encoding="utf-8")
-    again, _ = read(file)
+    again, _ = read_capture(file)
     assert diagnose(again, all_checks()).findings == diagnose(evidence, all_checks()).findings
     assert named.out_of(f"/home/{name}/x") == "/home/user/x"

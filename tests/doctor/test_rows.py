@@ -16,12 +16,11 @@ from hf_rocm_tune.doctor.findings import (
     all_rows,
     from_row,
     knowledge_data,
-    link_of,
     skipped,
     unknown,
 )
-from hf_rocm_tune.machine.cards import CARDS
-from hf_rocm_tune.machine.variables import POLICY, links_of
+from hf_rocm_tune.machine.survey import CARDS
+from hf_rocm_tune.machine.variables import POLICY, link_of
 from hf_rocm_tune.transfer import AcceleratorBackend, TransferSettings
 
 SOURCES = [ast.parse(file.read_text("utf-8")) for file in sorted(KNOWLEDGE.parent.rglob("*.py"))]
@@ -175,14 +174,14 @@ def test_the_ring_is_as_large_as_the_engine_makes_it() -> None:
     assert knowledge_data("thresholds.toml")["host_memory"]["ring_mib"] == ring >> 20
 
 
-def test_links_are_whole_and_agree_with_those_of_the_policy() -> None:
+def test_addresses_are_whole_and_each_is_that_of_a_source() -> None:
     sources = {source for row in all_rows().values() for source in row.sources}
     links = {source: link_of(source) for source in sources}
     assert sum(bool(link) for link in links.values()) > len(links) / 2
     for source, link in links.items():
         assert link == "" or re.fullmatch(r"https://[a-z0-9.]+/\S*", link), source
-        assert not links_of(source) or links_of(source)[0] == link, source
-    known = knowledge_data("addresses.toml")
+    sources |= {name.strip() for row in POLICY for name in row.source.split(";")}
+    known = tomllib.loads((KNOWLEDGE.parents[1] / "machine/addresses.toml").read_text("utf-8"))
     assert not [name for name in known["pages"] if name not in sources]
     named = {source.partition("#")[0] for source in sources if "#" in source}
     assert not [name for name in known["repositories"] if name not in named]

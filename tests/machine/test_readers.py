@@ -15,10 +15,19 @@ from pathlib import Path
 import pytest
 
 from hf_rocm_tune.machine import gpus
-from hf_rocm_tune.machine.cards import CARDS, GIB, identify
 from hf_rocm_tune.machine.gpus import Sensors, core_dumps, parse_throttle, read_sensors, read_upward, throttle_causes
-from hf_rocm_tune.machine.host import Host, parse_cmdline, parse_config, read_host, read_kernel
-from hf_rocm_tune.machine.survey import Gpu, survey
+from hf_rocm_tune.machine.survey import (
+    CARDS,
+    GIB,
+    Gpu,
+    Host,
+    identify,
+    parse_cmdline,
+    parse_config,
+    read_host,
+    read_kernel,
+    survey,
+)
 from hf_rocm_tune.machine.sysfs import LiveTree, RecordedTree
 from tests.machine.parts import (
     STRIX_HALO,

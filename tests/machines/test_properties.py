@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.doctor.capture import Identity, pack, read
-from hf_rocm_tune.doctor.findings import NOT_TESTED_HERE, Finding, all_rows, link_of
+from hf_rocm_tune.doctor.command import Owner, pack, read_capture
+from hf_rocm_tune.doctor.findings import NOT_TESTED_HERE, Finding, all_rows
 from hf_rocm_tune.machine.survey import record
 from hf_rocm_tune.machine.sysfs import RecordedTree
-from hf_rocm_tune.machine.variables import POLICY
+from hf_rocm_tune.machine.variables import POLICY, link_of
 from tests.machines.catalogue import MACHINES
 from tests.machines.conftest import COLUMNS
 from tests.machines.replay import Replay, command, written
@@ -24,7 +24,7 @@ Found = dict[str, Any]
 ONE_CARD = [name for name, case in MACHINES.items() if case.cards < 2]
 SEVERITY = {"fail": 2, "warn": 1}
 # Nobody: no name of a user, a host or a session may get from a recording into the output.
-OWNER = Identity(users=("marguerite",), hosts=("thunderbird",), homes=("/home/marguerite",))
+OWNER = Owner(users=("marguerite",), hosts=("thunderbird",), homes=("/home/marguerite",))
 
 
 def shape(template: str) -> re.Pattern[str]:
@@ -166,7 +166,7 @@ def test_the_table_keeps_to_the_terminal(replays: dict[str, Replay]) -> None:
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_a_captured_machine_is_diagnosed_as_it_was(every: int, replays: dict[str, Replay], tmp_path: Path) -> None:
     for name, case in list(MACHINES.items())[::every]:
-        evidence, _ = read(written(case.recording, tmp_path / "built.json"))
+        evidence, _ = read_capture(written(case.recording, tmp_path / "built.json"))
         _, recorded = record(RecordedTree(case.recording))
         packed = pack(evidence, recorded, OWNER)
         code, out, _ = command("--from", str(written(packed, tmp_path / "captured.json")), "--json")
@@ -186,7 +186,7 @@ def test_no_name_of_a_user_gets_into_the_output(tmp_path: Path) -> None:
         "HCCL_X": "marguerite",
     }
     built = recording | {"files": files, "process": process, "environ": environ}
-    evidence, _ = read(written(built, tmp_path / "built.json"))
+    evidence, _ = read_capture(written(built, tmp_path / "built.json"))
     packed = written(pack(evidence, record(RecordedTree(built))[1], OWNER), tmp_path / "captured.json")
     for flags in ((), ("--json",), ("--markdown",)):
         _, out, _ = command("--from", str(packed), *flags)

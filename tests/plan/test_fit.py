@@ -350,8 +350,8 @@ def test_what_a_desktop_holds_is_read_where_the_card_is_there(nothing_there: Mac
 def _machine_with_a_card(machine: Machine, *, used: int, total: int) -> Machine:
     from unittest.mock import Mock
 
-    from hf_rocm_tune.machine.cards import identify
     from hf_rocm_tune.machine.gpus import no_sensors
+    from hf_rocm_tune.machine.survey import identify
     from hf_rocm_tune.machine.sysfs import Reading
 
     sensors = replace(no_sensors("x"), vram_used_bytes=Reading(value=used), vram_total_bytes=Reading(value=total))

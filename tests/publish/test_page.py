@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.doctor.findings import link_of
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.machine.variables import link_of
 from hf_rocm_tune.publish import page
 from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, Left, collect, last, series, training_seconds
 from hf_rocm_tune.publish.page import Curve, loss_panel, panels, svg, write_png

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.machine import visible
+from hf_rocm_tune.machine import process
 from hf_rocm_tune.machine.gpus import GpuNode, decode_arch
 
 HIP = "HIP_VISIBLE_DEVICES"
@@ -54,7 +54,7 @@ IGPU = (100306, 512)
 def test_integrated_gpus_are_hidden_and_a_process_on_its_own_sees_one_card(
     gpus: tuple[tuple[int, int], ...], options: dict[str, Any], shown: str | None
 ) -> None:
-    choice = visible.choose(nodes_of(*gpus), {}, **options)
+    choice = process.choose(nodes_of(*gpus), {}, **options)
     assert choice.variables == ({} if shown is None else {HIP: shown})
     assert choice.reason and not choice.troubled
 
@@ -63,42 +63,42 @@ def test_integrated_gpus_are_hidden_and_a_process_on_its_own_sees_one_card(
 def test_too_few_cards_and_indices_that_are_not_certain_set_nothing_and_say_so(
     gpus: tuple[tuple[int, int], ...], options: dict[str, Any]
 ) -> None:
-    choice = visible.choose(nodes_of(*gpus), {}, **options)
+    choice = process.choose(nodes_of(*gpus), {}, **options)
     assert choice.variables == {} and choice.troubled
 
 
 def test_a_node_with_cpu_cores_is_integrated_whatever_its_architecture() -> None:
     nodes = nodes_of((119900, 32 << 10), XT, has_cpu=True)
-    assert visible.choose(nodes, {}).variables == {HIP: "1"}
+    assert process.choose(nodes, {}).variables == {HIP: "1"}
 
 
-@pytest.mark.parametrize("name", visible.FILTERS)
+@pytest.mark.parametrize("name", process.FILTERS)
 @pytest.mark.parametrize("value", ["0", "1,0", "", "-1", "GPU-abc,GPU-def"])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_user_s_filter_is_kept(name: str, value: str, processes: int) -> None:
     nodes = nodes_of(XT, XT)
     environ = {name: value}
-    visible.enact(visible.choose(nodes, environ, processes=processes), environ)
+    process.enact(process.choose(nodes, environ, processes=processes), environ)
     assert environ == {name: value}
 
 
 def test_a_user_s_filter_with_too_few_cards_is_warned_about() -> None:
     nodes = nodes_of(XT, XT, XT)
-    assert visible.choose(nodes, {HIP: "0,1"}, processes=3).troubled
-    assert not visible.choose(nodes, {HIP: "0,1"}, processes=2).troubled
+    assert process.choose(nodes, {HIP: "0,1"}, processes=3).troubled
+    assert not process.choose(nodes, {HIP: "0,1"}, processes=2).troubled
     nested = {HIP: "0,1", "ROCR_VISIBLE_DEVICES": "1"}
-    assert visible.choose(nodes, nested, processes=2).troubled
-    assert not visible.choose(nodes, {"ROCR_VISIBLE_DEVICES": "GPU-abc"}, processes=2).troubled  # cannot be known
+    assert process.choose(nodes, nested, processes=2).troubled
+    assert not process.choose(nodes, {"ROCR_VISIBLE_DEVICES": "GPU-abc"}, processes=2).troubled  # cannot be known
 
 
 def test_a_rank_does_not_take_its_parent_s_choice_for_the_user_s() -> None:
     """A launcher that imports the package sees one card; its ranks inherit that variable and must see both."""
     nodes = nodes_of(XT, XT)
     parent: dict[str, str] = {}
-    visible.enact(visible.choose(nodes, parent), parent)
+    process.enact(process.choose(nodes, parent), parent)
     assert parent[HIP] == "0"
     rank = dict(parent)
-    visible.enact(visible.choose(nodes, rank, processes=2), rank)
+    process.enact(process.choose(nodes, rank, processes=2), rank)
     assert rank == {}
 
 
@@ -106,10 +106,10 @@ def test_a_loader_s_worker_comes_to_the_choice_of_its_rank() -> None:
     nodes = nodes_of(XT, IGPU, XT)
     rank: dict[str, str] = {}
     for _ in range(3):
-        visible.enact(visible.choose(nodes, rank, processes=2), rank)
+        process.enact(process.choose(nodes, rank, processes=2), rank)
         assert rank[HIP] == "0,2"
     rank[HIP] = "0"  # changed by the user below us: no longer ours
-    visible.enact(visible.choose(nodes, rank, processes=2), rank)
+    process.enact(process.choose(nodes, rank, processes=2), rank)
     assert rank == {HIP: "0"}
 
 
@@ -130,12 +130,12 @@ def test_a_loader_s_worker_comes_to_the_choice_of_its_rank() -> None:
     ],
 )
 def test_what_the_filters_leave_visible(environ: dict[str, str], seen: list[int] | None) -> None:
-    left = visible.visible_nodes(nodes_of(XT, IGPU, XTX), environ)
+    left = process.visible_nodes(nodes_of(XT, IGPU, XTX), environ)
     assert (None if left is None else [node.index for node in left]) == seen
 
 
 @pytest.mark.parametrize("text", ["", "-1", "0", "x", "1.0", "\u0661", "9" * 30])
 def test_nonsense_from_a_launcher_means_one_process(text: str) -> None:
-    assert visible.local_processes({"LOCAL_WORLD_SIZE": text}) == 1
-    assert visible.local_processes({}) == 1
-    assert visible.local_processes({"LOCAL_WORLD_SIZE": " 3 "}) == 3
+    assert process.local_processes({"LOCAL_WORLD_SIZE": text}) == 1
+    assert process.local_processes({}) == 1
+    assert process.local_processes({"LOCAL_WORLD_SIZE": " 3 "}) == 3
