@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -128,14 +128,7 @@ class InjectedFaults:
 
     def total(self) -> Tally:
         """The sum of all tallies."""
-        names = vars(Tally())
-        return Tally(**{name: sum(getattr(tally, name) for tally in self.tallies.values()) for name in names})
-
-    @property
-    def unrecovered(self) -> int:
-        """Faults that hit only once and were not recovered from, though they could have been."""
-        once = (tally for (kind, persist), tally in self.tallies.items() if not persist and kind != "after")
-        return sum(tally.detected - tally.recovered for tally in once)
+        return Tally(**{name: sum(getattr(one, name) for one in self.tallies.values()) for name in vars(Tally())})
 
 
 @dataclass(kw_only=True)
@@ -169,12 +162,14 @@ class Drill:
 
     def failures(self) -> list[str]:
         """What went wrong, a few words each; empty when everything is as it should be."""
-        total = self.injected.total()
+        total, clean = self.injected.total(), self.clean
+        # Faults that hit only once could have been recovered from, but for those in memory at rest.
+        once = [one for (kind, persist), one in self.injected.tallies.items() if not persist and kind != "after"]
         counts = {
-            "faults missed": total.missed + self.clean.missed,
-            "faults that hit once not recovered": self.injected.unrecovered,
-            "false alarms": total.false_alarms + self.clean.false_alarms,
-            f"transfers corrupted by this machine itself (the first: {self.clean.example})": self.clean.corrupted,
+            "faults missed": total.missed + clean.missed,
+            "faults that hit once not recovered": sum(one.detected - one.recovered for one in once),
+            "false alarms": total.false_alarms + clean.false_alarms,
+            f"transfers corrupted by this machine itself (the first: {clean.example})": clean.corrupted,
         }
         return [f"{count:,} {what}" for what, count in counts.items() if count]
 
@@ -201,54 +196,45 @@ class Drill:
 def run(settings: DrillSettings) -> Drill:
     """Drill a device. Shows a bar on a terminal; writes nothing."""
     device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    began = time.perf_counter()
-    with _bar("faults", settings.faults) as advance:
-        injected = inject(device, faults=settings.faults, seed=settings.seed, on_fault=advance)
-    with _bar("clean transfers", settings.clean) as advance:
-        clean = send_clean(device, transfers=settings.clean, seed=settings.seed, on_transfer=advance)
     name = f"cpu ({platform.processor() or platform.machine()})"
     if device.type == "cuda":
         name = f"{'hip' if torch.version.hip else 'cuda'} ({torch.cuda.get_device_name(device)})"
+    began = time.perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        advance = partial(bar.advance, bar.add_task("faults", total=settings.faults))
+        injected = inject(device, faults=settings.faults, seed=settings.seed, on_fault=advance)
+        advance = partial(bar.advance, bar.add_task("clean transfers", total=settings.clean))
+        clean = send_clean(device, transfers=settings.clean, seed=settings.seed, on_transfer=advance)
     seconds = time.perf_counter() - began
     return Drill(settings=settings, device=name, injected=injected, clean=clean, seconds=seconds)
 
 
-@contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[], object]]:
-    """A bar on a terminal's stderr that is wiped at the end; nothing where there is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield partial(progress.advance, progress.add_task(what, total=total))
-
-
 def table(drill: Drill) -> str:
     """The table of faults, and a line each for what they were spread over, clean transfers and the verdict."""
-    lines = [f"drill on {drill.device}, seed {drill.settings.seed}, {drill.seconds:.0f} s", ""]
-    lines.append(f"{'fault':<11} {'hits':<6} " + " ".join(f"{column:>{max(len(column), 9)}}" for column in _COLUMNS))
-    for (kind, persist), tally in drill.injected.tallies.items():
-        lines.append(_row(kind, "always" if persist else "once", tally))
-    clean, sizes = drill.clean, drill.injected.sizes
+
+    def row(kind: str, hits: str, tally: Tally) -> str:
+        counts = [f"{getattr(tally, column.replace(' ', '_')):>{max(len(column), 9)},}" for column in _COLUMNS]
+        if kind == "after":
+            counts[2:4] = [f"{'-':>9}"] * 2  # what happens next is the sentinels' matter
+        return f"{kind:<11} {hits:<6} " + " ".join(counts)
+
+    injected, clean = drill.injected, drill.clean
+    sizes = f"{min(injected.sizes, default=0):,} to {max(injected.sizes, default=0):,}"
     return "\n".join(
         [
-            *lines,
-            _row("all", "", drill.injected.total()),
-            "",
-            f"spread over  {len(drill.injected.stages)} stages, {len(drill.injected.dtypes)} dtypes, "
-            f"{min(sizes, default=0):,} to {max(sizes, default=0):,} bytes; 'after' harms memory after the verdict, "
-            "and is found by digesting it again",
+            f"drill on {drill.device}, seed {drill.settings.seed}, {drill.seconds:.0f} s\n",
+            f"{'fault':<11} {'hits':<6} " + " ".join(f"{column:>{max(len(column), 9)}}" for column in _COLUMNS),
+            *(row(kind, "always" if persist else "once", one) for (kind, persist), one in injected.tallies.items()),
+            row("all", "", injected.total()) + "\n",
+            f"spread over  {len(injected.stages)} stages, {len(injected.dtypes)} dtypes, {sizes} bytes; 'after' harms "
+            "memory after the verdict, and is found by digesting it again",
             f"clean        {clean.transfers:,} transfers: {clean.false_alarms} false alarms, {clean.corrupted} "
             f"corrupted, {clean.missed} missed",
             f"verdict      {'; '.join(drill.failures()) or 'every fault was found, and nothing else'}",
         ]
     )
-
-
-def _row(kind: str, hits: str, tally: Tally) -> str:
-    counts = [f"{getattr(tally, column.replace(' ', '_')):>{max(len(column), 9)},}" for column in _COLUMNS]
-    if kind == "after":
-        counts[2:4] = [f"{'-':>9}"] * 2  # what happens next is the sentinels' matter
-    return f"{kind:<11} {hits:<6} " + " ".join(counts)
 
 
 class Samples:
@@ -290,7 +276,7 @@ class Samples:
             yield from self._rng.sample(values, len(values))
 
 
-class Listener(TransferReport):
+class IncidentLog(TransferReport):
     """A report that hands over the incidents of one transfer at a time instead of keeping those of all."""
 
     def __init__(self) -> None:
@@ -307,24 +293,19 @@ class Listener(TransferReport):
         return heard
 
 
-class _PoisonedHost(HostBackend):
-    def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
-        buffer = super().allocate(nbytes, long_lived=long_lived)
-        self.fill(buffer, POISON)
-        return buffer
-
-
-class _PoisonedAccelerator(AcceleratorBackend):
-    def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
-        buffer = super().allocate(nbytes, long_lived=long_lived)
-        self.fill(buffer, POISON)  # on the copy stream, before any copy
-        return buffer
-
-
 def _mover(device: torch.device, faults: FaultSpec | None = None) -> Mover:
-    backend: Backend = _PoisonedAccelerator(device) if device.type == "cuda" else _PoisonedHost()
+    """A mover on a device whose memory is poisoned before any copy to it."""
+    backend: Backend = AcceleratorBackend(device) if device.type == "cuda" else HostBackend()
+    allocate = backend.allocate
+
+    def poisoned(nbytes: int, *, long_lived: bool) -> Tensor:
+        buffer = allocate(nbytes, long_lived=long_lived)
+        backend.fill(buffer, POISON)  # an accelerator's on the copy stream
+        return buffer
+
+    backend.allocate = poisoned  # type: ignore[method-assign]
     settings = TransferSettings(slot_bytes=SLOT_BYTES, slots=3)
-    return Mover(device, settings=settings, report=Listener(), faults=faults, backend=backend)
+    return Mover(device, settings=settings, report=IncidentLog(), faults=faults, backend=backend)
 
 
 def _send(mover: Mover, stage: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], CorruptionError | None]:
@@ -342,10 +323,9 @@ def _send(mover: Mover, stage: str, tensors: dict[str, Tensor]) -> tuple[dict[st
 
 
 def same_bytes(arrived: Tensor, source: Tensor) -> bool:
-    """Whether a tensor on the device, read back, has the bytes of its host source."""
+    """Whether a tensor on the device, read back, has the bytes of its host source, NaN as bytes like all else."""
     right = torch.empty(byte_count(source), dtype=torch.uint8)
-    # Gathered through an aligned view, as packing does; NaN are compared as bytes like everything else.
-    gather(source, 0, right.numel(), right)
+    gather(source, 0, right.numel(), right)  # through an aligned view, as packing does
     return arrived.shape == source.shape and torch.equal(as_bytes(arrived.cpu()), right)
 
 
@@ -386,7 +366,7 @@ def _injected(mover: Mover) -> int:
 
 
 def _heard(mover: Mover) -> list[dict[str, Any]]:
-    assert isinstance(mover.report, Listener)
+    assert isinstance(mover.report, IncidentLog)
     return mover.report.take()
 
 
@@ -423,7 +403,7 @@ def send_clean(
 ) -> CleanTransfers:
     """Send tensors of every dtype and size, through all stages in turn, and compare what arrived byte by byte.
 
-    A mover that is given sends instead of a new one; its report must be a `Listener`.
+    A mover that is given sends instead of a new one; its report must be a `IncidentLog`.
     """
     found, samples, rng = CleanTransfers(), Samples(seed + 1), random.Random(seed)
     with mover or _mover(device) as sender:

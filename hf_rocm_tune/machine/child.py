@@ -1,12 +1,8 @@
 """Measurements in child processes: what hangs, is killed or prints nonsense takes only the child along.
 
-A driver that hangs and a GPU fault that ends the process are normal outcomes of a measurement, so each is made by
-``python -m MODULE`` in a session of its own, with a deadline, after which its whole process group is killed. The
-request goes in as JSON on stdin, the result comes back as one JSON object in a file of its own: what native libraries
-print on stdout and stderr is kept as evidence, and cannot damage it.
-
-The module that is run ends in ``sys.exit(answer(measure))``. Started by hand it reads the request from stdin all the
-same and prints the result::
+Each is made by ``python -m MODULE`` in a session of its own, with a deadline, after which its whole process group is
+killed. The request goes in as JSON on stdin, the result comes back as one JSON object in a file of its own: what native
+libraries print is kept as evidence, and cannot damage it. The module ends in ``sys.exit(answer(measure))``. By hand::
 
     echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.diagnose round_trip
 
@@ -62,14 +58,10 @@ Status = Literal["done", "timeout", "died", "garbage"]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One child to start.
+    """One child to start: ``python -m module`` with a request of plain JSON values.
 
-    Attributes:
-        module: run with ``python -m``; it ends in `answer`.
-        arguments: of its command line.
-        request: plain JSON values.
-        environ: variables beside those of this process; None as a value removes one. What is read once, when HIP
-            starts, can only be set here.
+    Environ: variables beside those of this process; None as a value removes one. What is read once, when HIP starts,
+    can only be set here.
     """
 
     module: str
@@ -83,15 +75,14 @@ class Outcome:
     """How a child ended.
 
     Attributes:
-        status: ``done``: there is a result; ``timeout``: it had not ended when it had to and was killed; ``died``: it
-            ended by a signal, by an exception or without a result; ``garbage``: what it left is no JSON object.
-        result: what it measured; None unless ``done``.
+        status: ``done``: there is a result; ``timeout``: it was late and was killed; ``died``: it ended by a signal, by
+            an exception or without a result; ``garbage``: what it left is no JSON object.
         error: type and message of the exception that ended it; empty without one.
         code: its exit code, below 0 the signal that ended it; None where it could not be killed.
         seconds: from its start to its end, the imports included.
         step: the last that it told of with `step`.
         state: of a child that had to be killed, the kernel's state before: ``S (sleeping)``, and so on.
-        tail: the end of what it printed on stdout and stderr, with the Python stacks of one that was late.
+        tail: the end of what it printed, with the Python stacks of one that was late.
     """
 
     status: Status
@@ -144,10 +135,9 @@ def run_groups(groups: Sequence[Sequence[Task]], *, deadline_s: float, grace_s: 
     """Run several groups of children that wait for each other; what ends one group early does not touch the others.
 
     Args:
-        groups: the tasks of each group.
         deadline_s: seconds that all of them have.
-        grace_s: seconds that the others of a group have when one has died or left garbage: what they wait for does
-            not come.
+        grace_s: seconds that the others of a group have when one has died or left garbage: what they wait for does not
+            come.
 
     Returns:
         The outcomes in the order of the tasks. No child runs any more, but for what the kernel does not let die. Where
@@ -155,7 +145,7 @@ def run_groups(groups: Sequence[Sequence[Task]], *, deadline_s: float, grace_s: 
     """
     with contextlib.ExitStack() as stack:
         try:
-            running = [_Group([stack.enter_context(_Child(task)) for task in group]) for group in groups]
+            running = [_Waiting([stack.enter_context(_Child(task)) for task in group]) for group in groups]
         except OSError as error:
             why = f"{type(error).__name__}: it could not be started: {error.strerror or error}"
             return [[Outcome(status="died", error=why) for _ in group] for group in groups]
@@ -167,7 +157,7 @@ def run_groups(groups: Sequence[Sequence[Task]], *, deadline_s: float, grace_s: 
         return [[child.outcome(late=child in group.late) for child in group.children] for group in running]
 
 
-class _Group:
+class _Waiting:
     """Children that wait for each other."""
 
     def __init__(self, children: list[_Child]) -> None:
@@ -212,11 +202,7 @@ def _kill_all(children: Sequence[_Child]) -> None:
 
 
 class _Child:
-    """A running child, with the directory in which it leaves its result; it starts at once.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """A running child, with the directory in which it leaves its result; it starts at once, or raises OSError."""
 
     def __init__(self, task: Task) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hf-rocm-tune-child-", ignore_cleanup_errors=True)
@@ -273,7 +259,6 @@ class _Child:
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def send(self, number: int) -> None:
-        """Send a signal to its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if hasattr(os, "killpg"):
                 os.killpg(self.process.pid, number)
@@ -281,7 +266,6 @@ class _Child:
                 self.process.kill()
 
     def failed(self) -> bool:
-        """Whether it has ended and no result is there to be read."""
         return not self.runs() and self._result()[0] != "done"
 
     def ask_where(self) -> None:
@@ -321,9 +305,8 @@ class _Child:
         if self.process.returncode != 0:
             error = str(found.get(_FAILED, "")) if isinstance(found, dict) else ""
             return "died", None, " ".join(error.split())
-        if not isinstance(found, dict) or len(raw) > _RESULT_BYTES:
-            return "garbage", None, ""
-        return "done", found, ""
+        sound = isinstance(found, dict) and len(raw) <= _RESULT_BYTES
+        return ("done", found, "") if sound else ("garbage", None, "")
 
     def _step(self) -> str:
         try:
@@ -360,11 +343,11 @@ _fault: Mapping[str, str] | None = None  # the ending that the request injects, 
 
 
 def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
-    """Read the request, measure, and leave the result, which must be plain JSON values.
+    """Read the request, measure, and leave the result, which must be plain JSON values; ends the process.
 
     Returns:
-        The exit code, and only where it was started by hand; otherwise it ends the process with it. 0; that of a
-        ``TuneError``, with its message on stderr; 1 for any other exception, with its traceback on stderr.
+        Only where it was started by hand, the exit code: 0; that of a ``TuneError``, with its message on stderr; 1 for
+        any other exception, with its traceback on stderr.
     """
     global _fault
     _follow_parent()
@@ -393,8 +376,7 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
 
 
 def step(what: str) -> None:
-    """Note what is done next ("copying 64 MiB to cuda:0"), for the parent to tell when this is the last that it
-    hears."""
+    """Note what is done next ("copying 64 MiB to cuda:0"), for the parent to tell when it hears nothing more."""
     directory = os.environ.get(DIRECTORY)
     if directory:
         Path(directory, _STEP).write_text(what, encoding="utf-8")
@@ -406,8 +388,8 @@ def device_of(wanted: Mapping[str, Any]) -> torch.device:
     """Start a device and make it the current one. Imports torch.
 
     Args:
-        wanted: ``device`` is ``cpu`` or ``cuda:N``; ``address``, where it is there, is its PCI address, which counts
-            more than N: filters of visible devices may differ between two processes.
+        wanted: ``device`` is ``cpu`` or ``cuda:N``; ``address``, its PCI address where it is there, counts more than N:
+            filters of visible devices may differ between two processes.
 
     Raises:
         RuntimeError: there is no such device here, or it does not start.

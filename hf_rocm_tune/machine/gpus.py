@@ -1,29 +1,28 @@
 """What the kernel states of GPUs: the compute driver's list (KFD), PCI devices and the path to the processor, sensors.
 
-KFD: ``gfx_target_version`` is written by the kernel, so HSA_OVERRIDE_GFX_VERSION does not reach it: it is the card's
-true architecture even where a user has it spoofed (unsloth install.sh, comment). ``p2p_links`` of a node are direct
-links over PCI Express, which the kernel lists only if CONFIG_HSA_AMD_P2P and ``pcie_p2p`` are on, all memory is in the
-BAR and the bridges allow it (``kfd_dev_create_p2p_links``; ``amdgpu_device_is_peer_accessible``); ``io_links`` lead to
-the processor and over XGMI. Fields: kernel ``kfd_topology.c``, ``kfd_crat.h`` (CRAT_IOLINK_FLAGS_*), ``hsakmttypes.h``.
+KFD: ``gfx_target_version`` is written by the kernel, so HSA_OVERRIDE_GFX_VERSION does not reach it (unsloth install.sh,
+comment). ``p2p_links`` of a node are direct links over PCI Express, which the kernel lists only if CONFIG_HSA_AMD_P2P
+and ``pcie_p2p`` are on, all memory is in the BAR and the bridges allow it (``kfd_dev_create_p2p_links``;
+``amdgpu_device_is_peer_accessible``); ``io_links`` lead to the processor and over XGMI. Fields: kernel
+``kfd_topology.c``, ``kfd_crat.h`` (CRAT_IOLINK_FLAGS_*), ``hsakmttypes.h``.
 
 PCI: a Radeon card since Vega 20 carries a switch of its own: the GPU hangs from a downstream port (1002:1479) of an
 upstream port (1002:1478) that sits on the card's connector. The GPU's own link is the one inside the card and always
 reads as full speed and width; the slot shows at the upstream port. amdgpu skips these bridges by their vendor id in the
-same way (``amdgpu_device_partner_bandwidth``). An example of the whole chain on AM5 is in freebsd/drm-kmod#426. Forms:
-kernel ``Documentation/ABI/testing/sysfs-bus-pci``, ``sysfs-bus-pci-devices-aer``, ``sysfs-kernel-iommu_groups``.
+same way (``amdgpu_device_partner_bandwidth``). The whole chain on AM5 is in freebsd/drm-kmod#426. Forms: kernel
+``Documentation/ABI/testing/sysfs-bus-pci``, ``sysfs-bus-pci-devices-aer``, ``sysfs-kernel-iommu_groups``.
 
-Sensors: kernel documentation ``gpu/amdgpu/thermal`` (hwmon: millidegrees, microwatts; ``gpu_busy_percent``;
-``gpu_metrics``) and ``gpu/amdgpu/driver-misc`` (``mem_info_vram_*``: bytes). Which of ``temp1`` to ``temp3`` is which
-is read from their labels, because not every card has all three. Reading wakes a card that sleeps. ``gpu_metrics`` is a
-structure behind a header of its size and of two revision numbers: kernel ``kgd_pp_interface.h``, ``struct
-metrics_table_header`` and ``gpu_metrics_v1_3``, which a 7900 XT gives (``smu_v13_0_0_ppt.c``); its
-``indep_throttle_status`` has one meaning on all chips: ``amdgpu_smu.h``, ``SMU_THROTTLER_*_BIT``. The hotspot bit is
-left out: the firmware of Navi 31 and 48 sets it nearly always, even on an idle card at 40 C (libdrm-amdgpu-sys-rs#7,
-drm/amd#3251, rocm-systems#11781). The hotspot's temperature is in hwmon.
+Sensors: kernel documentation ``gpu/amdgpu/thermal`` (hwmon: millidegrees, microwatts; ``gpu_metrics``) and
+``gpu/amdgpu/driver-misc`` (``mem_info_vram_*``). Which of ``temp1`` to ``temp3`` is which is read from their labels.
+Reading wakes a card that sleeps. ``gpu_metrics`` is a structure behind a header of its size and of two revision
+numbers: kernel ``kgd_pp_interface.h``, ``struct metrics_table_header`` and ``gpu_metrics_v1_3``, which a 7900 XT gives
+(``smu_v13_0_0_ppt.c``); its ``indep_throttle_status`` has one meaning on all chips: ``amdgpu_smu.h``,
+``SMU_THROTTLER_*_BIT``. The hotspot bit is left out: the firmware of Navi 31 and 48 sets it nearly always, even on an
+idle card at 40 C (libdrm-amdgpu-sys-rs#7, drm/amd#3251, rocm-systems#11781). The hotspot's temperature is in hwmon.
 
 Not covered: NVIDIA and Intel GPUs but for their PCI ids; on which side of an Intel, ARM or server board a root port
-sits, which is unknown, not "the CPU"; whether direct copies are right, which only a measurement tells; the throttle
-status of older revisions and of Instinct cards and integrated GPUs, which differs from chip to chip.
+sits, which is unknown, not "the CPU"; whether direct copies are right; the throttle status of older revisions and of
+Instinct cards and integrated GPUs, which differs from chip to chip.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class GpuNode:
         arch: ``gfx_target_version`` as LLVM spells it, for example ``gfx1100``.
         vram_bytes: sum of the frame-buffer banks; None where no bank could be read.
         pci_address: ``domain:bus:device.function``; None where the kernel gives no location.
-        name: the kernel's name of the chip, often only a code name; may be empty.
+        name: often only a code name; may be empty.
         has_cpu: the node holds CPU cores as well, as an APU's node may.
     """
 
@@ -239,13 +238,12 @@ def _read_links(tree: Tree, node: GpuNode, kinds: tuple[str, ...]) -> Reading[li
     for kind in kinds:
         where = f"{NODES}/{node.node}/{kind}"
         numbers = list_numbered(tree, where)
+        for read in [read_properties(tree, f"{where}/{number}/properties") for number in numbers.value or ()]:
+            if read.value is None:
+                return unknown(read.reason)
+            found.append(read.value)
         if numbers.value is None:
             return unknown(numbers.reason)
-        for number in numbers.value:
-            properties = read_properties(tree, f"{where}/{number}/properties")
-            if properties.value is None:
-                return unknown(properties.reason)
-            found.append(properties.value)
     return Reading(value=found)
 
 
@@ -266,8 +264,7 @@ class Link:
         device: PCI address of the device at the lower end.
         speed: in 10^9 transfers a second and lane (16.0 is PCIe 4.0). The link may be slower when idle.
         width: lanes in use.
-        max_speed: what the device can, same unit.
-        max_width: what the device can.
+        max_speed, max_width: what the device can.
         port_max_speed, port_max_width: what the port at the upper end can; a slot with fewer lanes shows here.
     """
 
@@ -298,7 +295,6 @@ class Upward:
 
 
 def _parse_hex(text: str) -> int | None:
-    """``0x744c`` and the like, of at most 64 bits, or None."""
     return int(text, 16) if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", text) else None
 
 
@@ -366,8 +362,8 @@ def read_iommu_type(tree: Tree, address: str) -> Reading[str]:
 def read_aer(tree: Tree, addresses: Iterable[str]) -> dict[str, Reading[int]]:
     """Totals of the error counters since boot, summed over a card and the bridges above it.
 
-    Both ends of a link count: the end that sees an error may not be the one that causes it, says the kernel's page. A
-    device that has no counters or whose counters cannot be read adds nothing, so a sum is a lower bound.
+    Both ends of a link count: the end that sees an error may not be the one that causes it, says the kernel's page.
+    What cannot be read adds nothing, so a sum is a lower bound.
     """
 
     def total(address: str, file: str, name: str) -> Reading[int]:
@@ -462,9 +458,8 @@ class Sensors:
     """amdgpu's hwmon and load files of one card at one moment.
 
     Attributes:
-        edge_c, hotspot_c, memory_c: temperatures in degrees Celsius.
-        power_w: board power (average or momentary, as the driver has it) in watts.
-        power_cap_w: limit in force in watts.
+        power_w: average or momentary, as the driver has it.
+        power_cap_w: limit in force.
         utilisation: busy share of the card, 0 to 1.
         vram_used_bytes, vram_total_bytes: as the driver counts them, of all processes.
         throttle: bits of what limits the clocks at this moment, in the chip-independent form of ``gpu_metrics``;
@@ -551,10 +546,7 @@ def parse_throttle(metrics: bytes) -> Reading[int]:
 
 
 def throttle_causes(status: int) -> tuple[str, ...]:
-    """``power``, ``current``, ``temperature``, ``other``: the kinds of limits that a throttle status names.
-
-    Bits without a name count as ``other``.
-    """
+    """``power``, ``current``, ``temperature``, ``other`` (bits without a name too): the limits that a status names."""
     named = tuple(name for bits, name in _CAUSES if any(status >> bit & 1 for bit in bits))
     return named or (("other",) if status else ())
 
@@ -562,10 +554,10 @@ def throttle_causes(status: int) -> tuple[str, ...]:
 def core_dumps(tree: Tree | None = None) -> frozenset[str]:
     """The core dumps of amdgpu that are listed now, as "devcd1 of 0000:03:00.0"; empty where nothing can be read.
 
-    They tell that the driver saw the GPU fail, and need no root, which the kernel's log mostly does. The kernel lists a
-    dump as ``/sys/class/devcoredump/devcdN`` with a link to the device that failed and drops it after five minutes
-    (Linux ``drivers/base/devcoredump.c``); amdgpu writes one when it resets a GPU, where the kernel has
-    CONFIG_DEV_COREDUMP (``amdgpu_dev_coredump.c``). Nothing listed means nothing: not every fault leaves a dump.
+    They tell that the driver saw the GPU fail, and need no root. The kernel lists a dump as
+    ``/sys/class/devcoredump/devcdN`` with a link to the device that failed and drops it after five minutes (Linux
+    ``drivers/base/devcoredump.c``); amdgpu writes one when it resets a GPU, where the kernel has CONFIG_DEV_COREDUMP
+    (``amdgpu_dev_coredump.c``). Nothing listed means nothing: not every fault leaves a dump.
     """
     tree, where = tree or LiveTree(), "sys/class/devcoredump"
     found = set()

@@ -8,9 +8,8 @@ A ROCm build of torch brings its own user space (inside the wheel, or as the ``r
 system's one may be of another version, or missing, without harm; what builds or loads from ``/opt/rocm`` uses that.
 
 Sources: rocm-core writes ``/opt/rocm/.info/version`` (``7.2.4``, or ``6.4.0-47`` with a build number); the packages of
-the TheRock stream have it as ``/opt/rocm/core/.info/version`` (reported by owners of 7.14 and 10.0). Wheels: TheRock,
-docs/packaging/python_packaging.md. ``hipconfig --version`` is not asked: it gives HIP's version, and ROCm 10.0 comes
-with HIP 7.15 (reported: torch 2.13.0+rocm10.0.0 has ``torch.version.hip`` 7.15.26333).
+the TheRock stream ``/opt/rocm/core/.info/version`` (reported by owners of 7.14 and 10.0). Wheels: TheRock,
+docs/packaging/python_packaging.md. ``hipconfig --version`` is not asked: it gives HIP's version.
 
 Not covered: whether a kernel runs. A multi-architecture wheel without the kernels of this card lists its devices all
 the same and fails at the first kernel; only a measured check shows that.
@@ -27,19 +26,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune.machine.child import answer, run, step
-from hf_rocm_tune.machine.child import pci_address as pci_address
+from hf_rocm_tune.machine.child import answer, pci_address, run, step
 from hf_rocm_tune.machine.sysfs import LiveTree, Reading, read_text, unknown, unpack
 from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "torch": ("torch",),
-    "transformers": ("transformers",),
-    "accelerate": ("accelerate",),
-    "peft": ("peft",),
-    "trl": ("trl",),
-    "datasets": ("datasets",),
-    "bitsandbytes": ("bitsandbytes",),
+    **{name: (name,) for name in ("torch", "transformers", "accelerate", "peft", "trl", "datasets", "bitsandbytes")},
     "huggingface_hub": ("huggingface_hub",),
     "triton": ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton"),
     "flash_attn": ("flash-attn",),
@@ -59,9 +51,7 @@ class TorchDevice:
 
     Attributes:
         index: of ``cuda:index``, after all filters.
-        name: as the runtime gives it.
         arch: ``gfx1100`` (``gcnArchName`` without features, after any override variable), or ``sm_90``.
-        total_bytes: memory of the device.
         pci_address: ``domain:bus:device.function`` in lower case, as the kernel writes it; None where torch is too old.
     """
 
@@ -77,11 +67,10 @@ class Software:
     """What is installed. What could not be found out is a ``Reading`` without a value and with the reason.
 
     Attributes:
-        python: version of the interpreter.
         torch_version: with its local part (``2.13.0+rocm7.2``).
         hip_version: ``torch.version.hip``; None where torch is no ROCm build or its version could not be read. This,
-            not ROCm's version, is what bitsandbytes chooses its library by (its cextension.py), and from ROCm 10 on it
-            is another number: ROCm 10.1 comes with HIP 7.16 (pytorch#194256), 10.0 with 7.15 (reported).
+            not ROCm's version, is what bitsandbytes chooses its library by (its cextension.py); from ROCm 10 on it is
+            another number: ROCm 10.1 comes with HIP 7.16 (pytorch#194256), 10.0 with 7.15 (reported).
         torch_rocm_version: ``torch.version.rocm``, which builds before it was added do not have; None like the above.
         cuda_version: ``torch.version.cuda``; None like the above.
         arch_list: what torch's kernels are built for; empty for a CPU build.
@@ -146,7 +135,7 @@ def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_
     Args:
         root: what stands for ``/`` when looking for the system's ROCm.
         deadline_s: seconds that torch may take to answer.
-        in_process: ask torch here and not in a child, with no deadline: for a process that trains with it anyway.
+        in_process: ask torch here, with no deadline: for a process that trains with it anyway.
     """
     packages, problems = _read_packages()
     said, reason = (_probe({}), "") if in_process else _ask_torch(deadline_s)
@@ -207,10 +196,9 @@ def _one_line(text: str) -> str:
 
 
 def _read_packages() -> tuple[dict[str, str | None], dict[str, str]]:
-    versions: dict[str, str | None] = {}
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     problems: dict[str, str] = {}
     for package, distributions in PACKAGES.items():
-        versions[package] = None
         for distribution in distributions:
             try:
                 version = metadata.version(distribution)

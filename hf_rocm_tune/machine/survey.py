@@ -80,14 +80,12 @@ class Card:
         key: the part of the name that tells it from its siblings, in lower case.
         arch: LLVM's name of the architecture.
         pci: ``device`` or ``device:revision`` of AMD's PCI vendor id, in lower-case hexadecimal digits.
-        vram_gib: memory in GiB of one device as the runtime lists it.
+        vram_gib: of one device as the runtime lists it.
         bandwidth_gb_s: memory bandwidth in 10^9 bytes a second, by data sheet.
         bf16_tflops: the lowest of the rates that were measured for large bf16 products, 10^12 operations a second.
-        power_w: board power in watts.
+        power_w: board power.
         pcie: generation and width of the card's own connector.
-        matrix: instruction family of the matrix units.
-        bf16: matrix instructions take bf16.
-        fp8: matrix instructions take FP8.
+        matrix: instruction family of the matrix units; whether they take ``bf16`` and ``fp8``.
         integrated: shares the CPU's memory.
         source: where the figures come from.
     """
@@ -130,10 +128,9 @@ def identify(
 
     Args:
         arch: ``gfx1100`` and the like; feature suffixes (``:sramecc+``) are ignored.
-        vram_bytes: total memory in bytes.
+        vram_bytes: total memory.
         name: any name that the kernel or the runtime gives; may be empty or a code name.
-        device_id: PCI device id under AMD's vendor id (0x1002).
-        revision: PCI revision id.
+        device_id, revision: PCI ids under AMD's vendor id (0x1002).
 
     Returns:
         A card only where exactly one row fits and nothing that was read contradicts it.
@@ -223,8 +220,7 @@ class Kernel:
 
     Attributes:
         release: ``uname -r``.
-        cmdline: boot parameters by name, only those that concern this project (iommu, amdgpu, pci, pcie); a
-            parameter without a value has "".
+        cmdline: boot parameters by name, those that concern this project; one without a value has "".
         config: ``/boot/config-*`` or ``/proc/config.gz``: the CONFIG_ names that concern this project.
         amdgpu_version: of an out-of-tree driver; in-tree drivers have none.
         amdgpu_parameters: ``/sys/module/amdgpu/parameters`` by name, those that concern this project.
@@ -394,7 +390,6 @@ def _read_node(tree: Tree, path: str) -> Node:
 
 
 def _engine(tree: Tree) -> str | None:
-    """What runs the container that this process is in."""
     # systemd's own note comes first: it names the engine, whichever it is.
     noted = read_text(tree, "run/systemd/container").value
     if noted and re.fullmatch("[a-z-]{1,32}", noted):
@@ -498,17 +493,14 @@ class Gpu:
 
     Attributes:
         address: PCI address, ``domain:bus:device.function``.
-        vendor: by PCI vendor id.
-        vendor_id, device_id: PCI ids.
         driver: name of the bound kernel driver.
         node: its KFD node, which holds the true architecture; None where KFD does not list it.
         identity: the row of the card table, or why there is none.
         integrated: shares the CPU's memory (None: not known).
         upward: its path to the processor.
-        bar_bytes: size of the largest memory BAR in bytes; as large as the VRAM where ReBAR is on.
+        bar_bytes: of the largest memory BAR; as large as the VRAM where ReBAR is on.
         iommu_type: of its IOMMU group: ``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating).
-        aer: error counters by name (``correctable``, ``nonfatal``, ``fatal``): totals since boot of the card and of the
-            bridges above it, because either end of a link may be the one that counts.
+        aer: error counters by name (``correctable``, ``nonfatal``, ``fatal``), see `read_aer`.
         peers: PCI addresses of the GPUs to which the kernel lists a direct link. Whether copies are right is another
             question.
         atomics: whether PCIe atomics pass between it and the processor, as the compute driver says.
@@ -640,13 +632,7 @@ def _integrated(node: GpuNode | None, identity: CardIdentity) -> bool | None:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedDevice:
-    """A device of torch and the card that it is.
-
-    Attributes:
-        device: as torch sees it.
-        gpu: as the kernel sees it; None where it could not be told.
-        reason: how it was told, or why it could not be.
-    """
+    """A device of torch, the card that it is (None where it could not be told), and how that was told."""
 
     device: TorchDevice
     gpu: Gpu | None

@@ -217,7 +217,6 @@ def unpack(form: Any, value: Any, name: str, *, extra: bool = True) -> Any:
     """A JSON value as an annotation wants it: records, mappings, lists (as tuples), readings, texts, numbers.
 
     Args:
-        form: the annotation.
         value: anything. Of a record, an entry that has a default may be missing or null.
         name: of the entry, for the message.
         extra: a record may have other entries, which are left alone.

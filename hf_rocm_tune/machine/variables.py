@@ -111,8 +111,8 @@ class VariableRule:
     Attributes:
         variables: names; a ``*`` stands for any rest of a name that is not empty.
         action: ``set`` where the user has not; ``keep`` without a message; or report as ``info``, ``warn``, ``error``.
-        reason, cure: one line each: what is the case, what to do; ``{instead}`` is replaced by `instead`. Rows that
-            set or keep have no cure.
+        reason, cure: one line each: what is the case, what to do; ``{instead}`` is replaced by `instead`. Rows that set
+            or keep have no cure.
         source: issue, document or source file, several with semicolons.
         topic: rows of one topic exclude each other for one variable; empty for a topic of its own.
         value: what to set, for action ``set``.
@@ -510,22 +510,19 @@ def explain(decisions: Sequence[Decision], facts: MachineFacts | None = None) ->
 
     The facts that it rests on are shown above it, with the reason for each thing that is not known.
     """
-    lines = [] if facts is None else [_ground(facts)]
+    lines = []
+    if facts is not None:
+        build = {True: f"a ROCm {facts.hip_version} build", False: "not a ROCm build", None: "build not known"}
+        seen = "not known" if facts.archs is None else ", ".join(facts.archs) or "none"
+        unknown = "; ".join(dict.fromkeys(facts.reasons.values()))
+        why = f"not known: {unknown}; what depends on it is marked as not certain, and nothing is set by it\n"
+        torch = f"torch {facts.torch_version or 'not known'}, {build[facts.is_rocm]}"
+        lines = [f"{torch}; visible AMD GPUs: {seen}\n{why if unknown else ''}"]
     for one in sorted(decisions, key=lambda one: _ORDER.index(one.action)):
         fix = [f"fix: {one.cure}"] if one.cure else []
         entry = [f"{one.action:<6}{_assignment(one)}", one.reason, *fix, f"source: {one.source}", *one.links]
         lines.append("\n      ".join(entry))
     return "\n".join(lines if decisions else [*lines, "No variable was set, and none that is present needs a change."])
-
-
-def _ground(facts: MachineFacts) -> str:
-    """What the decisions rest on, in one line for torch and one for the GPUs."""
-    build = {True: f"a ROCm {facts.hip_version} build", False: "not a ROCm build", None: "build not known"}
-    torch = f"torch {facts.torch_version or 'not known'}, {build[facts.is_rocm]}"
-    seen = "not known" if facts.archs is None else ", ".join(facts.archs) or "none"
-    unknown = "; ".join(dict.fromkeys(facts.reasons.values()))
-    why = f"not known: {unknown}; what depends on it is marked as not certain, and nothing is set by it\n"
-    return f"{torch}; visible AMD GPUs: {seen}\n{why if unknown else ''}"
 
 
 def to_json(decisions: Sequence[Decision]) -> str:
@@ -535,11 +532,8 @@ def to_json(decisions: Sequence[Decision]) -> str:
 
 def exports(decisions: Iterable[Decision]) -> str:
     """Shell lines that set what the policy sets, for use before a launcher."""
-    return "".join(
-        f"export {decision.variable}={shlex.quote(decision.value)}\n"
-        for decision in decisions
-        if decision.action == "set" and decision.value is not None
-    )
+    made = [(one.variable, one.value) for one in decisions if one.action == "set" and one.value is not None]
+    return "".join(f"export {variable}={shlex.quote(value)}\n" for variable, value in made)
 
 
 # ---- variables of our own ---------------------------------------------------------------------------------------

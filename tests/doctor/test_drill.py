@@ -21,8 +21,8 @@ from hf_rocm_tune.doctor.drill import (
     CleanTransfers,
     Drill,
     DrillSettings,
+    IncidentLog,
     InjectedFaults,
-    Listener,
     Samples,
     inject,
     send_clean,
@@ -140,7 +140,7 @@ class HarmsLater(HostBackend):
 def test_clean_transfers_tell_false_alarms_from_a_bad_machine(
     backend: type[HostBackend], counts: tuple[int, int, int]
 ) -> None:
-    mover = Mover(CPU, backend=backend(), report=Listener())
+    mover = Mover(CPU, backend=backend(), report=IncidentLog())
     found = send_clean(CPU, transfers=20, seed=0, on_transfer=nothing, mover=mover)
     assert (found.false_alarms, found.corrupted) == counts[:2]
     assert (found.missed >= counts[2]) if counts[2] else not found.missed
