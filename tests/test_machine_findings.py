@@ -9,9 +9,8 @@ import pytest
 from hf_rocm_tune.job import announce as machine_findings
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import survey
-from tests.machine.parts import RAPHAEL
-from tests.machine.trees import Built
-from tests.machines.installs import cpu_stack, device, stack
+from tests.machine.trees import RAPHAEL, Built
+from tests.machines.case import cpu_stack, device, stack
 
 
 def looked(built: Built, software: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, str]]:

@@ -1,4 +1,5 @@
-"""A captured machine holds what was read and nothing about who owns it, and is diagnosed elsewhere as it was here."""
+"""A captured machine holds what was read and nothing about who owns it, and is diagnosed elsewhere as it was here; what
+is made to be given away (``--json``, ``--markdown``) holds no names and secrets, and is not spoilt by that."""
 
 from __future__ import annotations
 
@@ -9,41 +10,59 @@ from typing import Any
 
 import pytest
 
+from hf_rocm_tune import cli
 from hf_rocm_tune.doctor import command
 from hf_rocm_tune.doctor.command import Owner, of_policy, pack, read_capture, write_capture
 from hf_rocm_tune.doctor.diagnose import all_checks, diagnose
-from hf_rocm_tune.doctor.findings import Evidence, own_environ
+from hf_rocm_tune.doctor.findings import Evidence, all_rows, own_environ
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import record
 from hf_rocm_tune.machine.sysfs import RecordedTree
-from tests.machine.parts import RAPHAEL, XT, Slot
-from tests.machine.trees import NODES, Built
-from tests.machines.installs import stack
+from hf_rocm_tune.machine.variables import POLICY
+from tests.machine.trees import NODES, RAPHAEL, XT, Built, Slot
+from tests.machines.case import stack
 
 OWNER = Owner(users=("marguerite", "mag"), hosts=("thunderbird.example.org", "thunderbird"), homes=("/srv/mag-home",))
-# What must not be in the file, and where it stands in what is read.
+TOKEN = "hf_abcdefghijklmnopqrstuvwx"
+# What must not be in a file or a report that is given away, and where it stands in what is read.
+IN_REPORT = ("marguerite", "thunderbird", "mag-home", TOKEN, "s3cr3t-p4ss", "192.168.17.23", "9c:6b:00:12:34:56")
 SECRETS = (
-    "marguerite",
-    "Marguerite",
-    "thunderbird",
-    "/home/marguerite",
-    "/srv/mag-home",
-    "hf_abcdefghijklmnopqrstuvwx",
-    "s3cr3t-p4ss",
-    "18446744073709551557",
-    "9c:6b:00:12:34:56",
-    "4cb2f3a0-1111-2222-3333-444455556666",
-    "8a1c4ed1b6c33101",
-    "192.168.17.23",
-    "a" * 64,
-    "sync_to_marguerites_nas",
+    *IN_REPORT,
+    *("Marguerite", "18446744073709551557", "4cb2f3a0-1111-2222-3333-444455556666", "8a1c4ed1b6c33101", "a" * 64),
+    *("sync_to_marguerites_nas", "printeradmins", "HF_TOKEN", "WANDB", '"USER"', "HOSTNAME"),
 )
+ENVIRON = {
+    "HF_TOKEN": TOKEN,
+    "WANDB_API_KEY": "s3cr3t-p4ss",
+    "USER": "marguerite",
+    "HOSTNAME": "thunderbird",
+    "HIP_VISIBLE_DEVICES": "0",
+    "ROCR_VISIBLE_DEVICES": "GPU-8a1c4ed1b6c33101",
+    "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:8,x:marguerite",
+    "MIOPEN_USER_DB_PATH": "/tmp/marguerite/miopen",
+    "MIOPEN_CUSTOM_CACHE_DIR": "/srv/mag-home/miopen (/home/marguerite)",
+    "RCCL_SOCKET_IFNAME": "192.168.17.23,eth0,thunderbird",
+    "HCCL_TOKEN": f"token=s3cr3t-p4ss {TOKEN} https://marguerite:s3cr3t-p4ss@example.org",
+}
+BROKEN = {
+    "devices": {"reason": f"ImportError: /home/marguerite/venv/lib/libc10.so: {TOKEN}"},
+    "bitsandbytes_libraries": {"reason": "/srv/mag-home/bitsandbytes: Permission denied"},
+}
+# Of each section, what has another form than it should.
+FORMLESS: dict[str, tuple[Any, ...]] = {
+    "process": ({"groups": "all"}, {"groups": [None]}, {"shm_bytes": True}, {"release": 6}, [1]),
+    "names": ({"a": "b"}, {"a": [1]}),
+    "errors": ({"a": 13},),
+    "nodes": ({"a": True}, {"a": {"usable": "yes"}}),
+    "binary": ({"a": "\u00e4"},),
+}
 
 
 def owned() -> dict[str, Any]:
     """A machine whose files hold everything that a capture must not."""
-    built = Built("planted").card(XT).card(slot=Slot(width=4)).igpu(RAPHAEL)
+    built = Built("marguerite's machine at 9c:6b:00:12:34:56").kernel("6.14.0-thunderbird")
+    built.card(XT).card(slot=Slot(width=4)).igpu(RAPHAEL)
     built.files["proc/cmdline"] = (
         "BOOT_IMAGE=/vmlinuz root=UUID=4cb2f3a0-1111-2222-3333-444455556666 ip=192.168.17.23 "
         "rd.luks.name=marguerite systemd.hostname=thunderbird netdev.mac=9c:6b:00:12:34:56 "
@@ -57,42 +76,29 @@ def owned() -> dict[str, Any]:
         built.files[f"{NODES}/{node}/properties"] += "unique_id 18446744073709551557\n"
     built.process |= {"groups": ["marguerite", "render", "printeradmins"], "cpu": "AMD Ryzen 7 7800X3D"}
     built.nodes["dev/dri/renderD128"]["group"] = "marguerite"
+    built.nodes["dev/kfd"] |= {"group": "marguerite", "usable": False}
     return built.recording()
+
+
+def saved(file: Path, packed: dict[str, Any]) -> Path:
+    file.write_text(json.dumps(packed), encoding="utf-8")
+    return file
 
 
 def evidence_of(recording: dict[str, Any], environ: dict[str, str]) -> tuple[Evidence, dict[str, Any]]:
     machine, recorded = record(RecordedTree(recording))
-    software = stack() | {"bitsandbytes_libraries": {"reason": "/home/marguerite/venv/bitsandbytes: Permission denied"}}
-    return Evidence(machine=machine, software=Software.from_dict(software), environ=environ), recorded
-
-
-ENVIRON = {
-    "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwx",
-    "WANDB_API_KEY": "s3cr3t-p4ss",
-    "USER": "marguerite",
-    "HOSTNAME": "thunderbird",
-    "HIP_VISIBLE_DEVICES": "0",
-    "ROCR_VISIBLE_DEVICES": "GPU-8a1c4ed1b6c33101",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    "MIOPEN_USER_DB_PATH": "/home/marguerite/.cache/miopen",
-    "MIOPEN_CUSTOM_CACHE_DIR": "/srv/mag-home/miopen",
-    "RCCL_SOCKET_IFNAME": "192.168.17.23,eth0,thunderbird",
-    "HCCL_TOKEN": "token=s3cr3t-p4ss hf_abcdefghijklmnopqrstuvwx https://marguerite:s3cr3t-p4ss@example.org",
-}
+    return Evidence(machine=machine, software=Software.from_dict(stack() | BROKEN), environ=environ), recorded
 
 
 def test_planted_names_secrets_and_numbers_are_not_in_the_file() -> None:
     text = json.dumps(pack(*evidence_of(owned(), ENVIRON), OWNER))
     assert not [secret for secret in SECRETS if secret in text]
-    assert "printeradmins" not in text
-    assert not [name for name in ("HF_TOKEN", "WANDB", '"USER"', "HOSTNAME") if name in text]
 
 
 def test_what_is_hidden_changes_nothing_that_is_diagnosed(tmp_path: Path) -> None:
-    evidence, recorded = evidence_of(owned(), of_policy(ENVIRON))
-    file = tmp_path / "machine.json"
-    file.write_text(json.dumps(pack(evidence, recorded, OWNER)), encoding="utf-8")
-    there, source = read_capture(file)
+    environ = of_policy(ENVIRON) | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    evidence, recorded = evidence_of(owned(), environ)
+    there, source = read_capture(saved(tmp_path / "machine.json", pack(evidence, recorded, OWNER)))
     assert "doctor --capture" in source
     here = diagnose(Evidence(**(vars(evidence) | {"recorded": True})), all_checks())
     assert [(one.row, one.status, one.subject) for one in here.findings] == [
@@ -103,14 +109,10 @@ def test_what_is_hidden_changes_nothing_that_is_diagnosed(tmp_path: Path) -> Non
     assert there.machine.gpus == evidence.machine.gpus
 
 
-def test_only_variables_of_the_policy_are_taken() -> None:
+def test_only_variables_of_the_policy_are_taken_and_the_users_are_told_from_ours() -> None:
     kept = of_policy({**ENVIRON, "HSA_OVERRIDE_GFX_VERSION_1": "11.0.0", "NCCL_THING": "x"})
-    assert kept.keys() == ENVIRON.keys() - {"HF_TOKEN", "WANDB_API_KEY", "USER", "HOSTNAME"} | {
-        "HSA_OVERRIDE_GFX_VERSION_1"
-    }
-
-
-def test_the_users_variables_are_told_from_ours() -> None:
+    others = {"HF_TOKEN", "WANDB_API_KEY", "USER", "HOSTNAME"}
+    assert kept.keys() == ENVIRON.keys() - others | {"HSA_OVERRIDE_GFX_VERSION_1"}
     environ = {
         "HIP_VISIBLE_DEVICES": "0",
         "HF_ROCM_TUNE_VISIBLE_SET": "HIP_VISIBLE_DEVICES=0",
@@ -133,22 +135,73 @@ def test_the_names_of_this_machine_are_found_and_public_ones_left_alone() -> Non
     assert Owner.of_this_machine({"USER": "ab", "LOGNAME": "12345"}).users == Owner.of_this_machine({}).users
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "0x000000f800000000 0x000000ffffffffff 0x000000000014220c",
-        "../../../devices/pci0000:00/0000:00:01.1/0000:01:00.0",
-        "libbitsandbytes_rocm72.so",
-        "7.2.26015",
-        "AMD Ryzen 7 7800X3D 8-Core Processor",
-        "expandable_segments:True,max_split_size_mb:128",
-        "gfx_target_version 110000\nlocation_id 768\n",
-        "6.14.0-37-generic",
-        "CONFIG_HSA_AMD_P2P=y",
-    ],
-)
-def test_what_says_nothing_about_anybody_stays_as_it_is(text: str) -> None:
-    assert OWNER.out_of(text) == text == OWNER.out_of_variable(text)
+def test_what_says_nothing_about_anybody_stays_as_it_is() -> None:
+    """Forms that files have, and all that the doctor itself says."""
+    forms = (
+        *("0x000000f800000000 0x000000ffffffffff 0x000000000014220c", "libbitsandbytes_rocm72.so", "7.2.26015"),
+        *("../../../devices/pci0000:00/0000:00:01.1/0000:01:00.0", "AMD Ryzen 7 7800X3D 8-Core Processor"),
+        *("expandable_segments:True,max_split_size_mb:128", "gfx_target_version 110000\nlocation_id 768\n"),
+        *("6.14.0-37-generic", "CONFIG_HSA_AMD_P2P=y"),
+    )
+    assert [text for text in forms if not OWNER.out_of(text) == text == OWNER.out_of_variable(text)] == []
+    nobody = Owner(users=(), hosts=(), homes=())
+    words = [text for row in all_rows().values() for text in (row.title, row.says, row.cure, *row.sources)]
+    words += [text for row in POLICY for text in (row.reason, row.cure, row.source)]
+    assert [text for text in words if nobody.out_of(text) != text] == []
+
+
+@pytest.mark.parametrize("name", ["torch", "Radeon", "version", "value", "files", "names", "transfers", "gfx1100"])
+def test_a_name_that_is_a_word_of_the_doctor_spoils_no_capture(name: str, tmp_path: Path) -> None:
+    machine = Built("a machine").card(XT).card(slot=Slot(width=4)).igpu(RAPHAEL)
+    recording = machine.having(software=stack(), environ={"HIP_VISIBLE_DEVICES": "0"}).recording()
+    evidence, _ = read_capture(saved(tmp_path / "machine.json", recording))
+    named = Owner.of_this_machine({"USER": name, "HOSTNAME": f"{name}.lan", "HOME": f"/home/{name}"})
+    packed = pack(evidence, record(RecordedTree(recording))[1], named)
+    again, _ = read_capture(saved(tmp_path / "machine.json", packed))
+    assert diagnose(again, all_checks()).findings == diagnose(evidence, all_checks()).findings
+    assert named.out_of(f"/home/{name}/x") == "/home/user/x"
+
+
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sits at this machine."""
+    for name, value in (("USER", "marguerite"), ("HOSTNAME", "thunderbird.example.org"), ("HOME", "/srv/mag-home")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    cli.main(["doctor", *argv])
+    return capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("owner")
+def test_a_report_to_be_given_away_names_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recording = owned() | {"software": stack() | BROKEN, "environ": of_policy(ENVIRON)}
+    machine = str(saved(tmp_path / "machine.json", recording))
+    table = printed(capsys, "--from", machine)
+    assert [word for word in IN_REPORT if word not in table] == [], "who sits here sees what was read"
+    for form in ("--json", "--markdown"):
+        report = printed(capsys, "--from", machine, form)
+        assert [word for word in (*IN_REPORT, "8a1c4ed1") if word in report.lower()] == [], form
+        # What is of use is still there.
+        kept = ("/tmp/user/miopen", "/home/user/venv/lib/libc10.so", "6.14.0-host", "max_split_size_mb:8", "7900 XT")
+        assert [word for word in kept if word not in report.replace("\\", "")] == [], form
+
+
+@pytest.mark.usefixtures("owner", "asked_before")
+def test_so_it_is_with_the_machine_that_is_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in of_policy(ENVIRON).items():
+        # What needs a word would be all that is shown; the others are evidence that none does.
+        if "VISIBLE" not in name and "ALLOC" not in name:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_ROCM_TUNE_DOCTOR_FAULT", "check=gemm,kind=wrong,where=marguerite")
+    for form in ("--json", "--markdown"):
+        report = printed(capsys, "--only", "variables", "host", form)
+        assert "MIOPEN" in report
+        assert [word for word in IN_REPORT if word in report.lower()] == [], form
 
 
 def test_binary_files_that_no_check_reads_are_left_out() -> None:
@@ -197,19 +250,8 @@ def damaged() -> dict[str, bytes]:
         "devices": json.dumps(parsed | {"software": stack() | {"devices": {"value": [{"index": -1}]}}}).encode(),
         **{
             f"{section} {value}": json.dumps(parsed | {section: value}).encode()
-            for section, value in (
-                ("process", {"groups": "all"}),
-                ("process", {"groups": [None]}),
-                ("process", {"shm_bytes": True}),
-                ("process", {"release": 6}),
-                ("process", [1]),
-                ("names", {"a": "b"}),
-                ("names", {"a": [1]}),
-                ("errors", {"a": 13}),
-                ("nodes", {"a": True}),
-                ("nodes", {"a": {"usable": "yes"}}),
-                ("binary", {"a": "\u00e4"}),
-            )
+            for section, values in FORMLESS.items()
+            for value in values
         },
     }
 

@@ -12,9 +12,8 @@ from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, all_r
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import survey
 from hf_rocm_tune.machine.sysfs import Reading
-from tests.machine.parts import XT, Slot
-from tests.machine.trees import Built
-from tests.machines.installs import cpu_stack, device, stack
+from tests.machine.trees import XT, Built, Slot
+from tests.machines.case import cpu_stack, device, stack
 
 
 def evidence(

@@ -29,15 +29,17 @@ from hf_rocm_tune.machine.survey import (
     survey,
 )
 from hf_rocm_tune.machine.sysfs import LiveTree, RecordedTree
-from tests.machine.parts import (
+from tests.machine.trees import (
+    DEVICES,
+    NODES,
     STRIX_HALO,
     XT,
+    Built,
     Readings,
     Slot,
     metrics_v1_3,
     metrics_v2_1,
 )
-from tests.machine.trees import DEVICES, NODES, Built
 
 CARD = "0000:03:00.0"
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from hf_rocm_tune.machine.software import TorchDevice
 from hf_rocm_tune.machine.survey import JoinedDevice, Machine, join, record, survey
 from hf_rocm_tune.machine.sysfs import LiveTree, Reading, RecordedTree
-from tests.machine.parts import RAPHAEL, STRIX_HALO, XT, XTX, Slot
-from tests.machine.trees import Built
+from tests.machine.trees import RAPHAEL, STRIX_HALO, XT, XTX, Built, Slot
 
 NONSENSE = (
     "",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.machine.parts import GIB, GRE, MIB, RAPHAEL, XT_9070, XTX, Readings, Slot
-from tests.machine.trees import Built
-from tests.machines.case import Case, case
-from tests.machines.installs import device, pair, stack
+from tests.machine.trees import GIB, GRE, MIB, RAPHAEL, XT_9070, XTX, Built, Readings, Slot
+from tests.machines.case import Case, case, device, pair, stack
 
 HALF = Slot(width=8)
 FIRST, SECOND, BEHIND_CHIPSET = "0000:03:00.0", "0000:06:00.0", "0000:08:00.0"

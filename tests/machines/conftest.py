@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machines.catalogue import MACHINES
-from tests.machines.replay import Replay, replay
-
-COLUMNS = 80
+from tests.machines.replay import COLUMNS, MACHINES, Replay, replay
 
 
 @pytest.fixture(scope="session")

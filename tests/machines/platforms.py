@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.machine.parts import RAPHAEL, STRIX_HALO, XT, Slot
-from tests.machine.trees import Built
-from tests.machines.case import Case, case
-from tests.machines.installs import (
+from tests.machine.trees import RAPHAEL, STRIX_HALO, XT, Built, Slot
+from tests.machines.case import (
     BNB_WINDOWS,
     NO_SYSTEM_ROCM,
     ROCM72,
+    Case,
+    case,
     cpu_stack,
     cuda_stack,
     device,

@@ -1,4 +1,4 @@
-"""Runs the real command on a recording."""
+"""All machines of this directory, and the real command on a recording."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.cli import main
+from tests.machines.cards import CARDS
+from tests.machines.case import Case
+from tests.machines.platforms import PLATFORMS
+from tests.machines.software import SOFTWARE
+from tests.machines.variables import VARIABLES
 
+MACHINES: dict[str, Case] = {**CARDS, **SOFTWARE, **VARIABLES, **PLATFORMS}
+assert len(MACHINES) == len(CARDS) + len(SOFTWARE) + len(VARIABLES) + len(PLATFORMS), "a name is given twice"
+COLUMNS = 80
 FORMS = {"table": (), "json": ("--json",), "markdown": ("--markdown",)}
 
 

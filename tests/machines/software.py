@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.machine.parts import GIB, XT_9070
-from tests.machine.trees import Built
-from tests.machines.case import Case, case
-from tests.machines.installs import (
+from tests.machine.trees import GIB, XT_9070, Built
+from tests.machines.case import (
     BNB,
     ROCM72,
+    Case,
+    case,
     cpu_stack,
     cuda_stack,
     device,

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.machine.parts import RAPHAEL, XTX, Slot
-from tests.machine.trees import Built
-from tests.machines.installs import cpu_stack, pair, stack
+from tests.machine.trees import RAPHAEL, XTX, Built, Slot
+from tests.machines.case import cpu_stack, pair, stack
 from tests.machines.replay import replay
 
 SECTIONS = ("files", "binary", "links", "names", "nodes")

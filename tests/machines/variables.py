@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from tests.machine.parts import RAPHAEL, XTX, Slot
-from tests.machine.trees import Built
-from tests.machines.case import Case, case
-from tests.machines.installs import cuda_stack, device, rocm_stack, stack
+from tests.machine.trees import RAPHAEL, XTX, Built, Slot
+from tests.machines.case import Case, case, cuda_stack, device, rocm_stack, stack
 
 HALF = Slot(width=8)
 SPLIT = "expandable_segments:True,max_split_size_mb:512,garbage_collection_threshold:0.8"
