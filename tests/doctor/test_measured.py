@@ -106,9 +106,7 @@ def test_a_child_that_gives_no_result_is_a_finding(
     assert {"hang": "had not ended", "kill": "SIGKILL", "garbage": "cannot be read"}[kind] in said
 
 
-def test_a_fault_is_found_in_a_child_under_the_name_of_the_check(
-    ended: dict[tuple[str, str], list[Finding]],
-) -> None:
+def test_a_fault_is_found_in_a_child_under_the_name_of_the_check(ended: dict[tuple[str, str], list[Finding]]) -> None:
     finding = ended["gemm_repeat_long", "wrong"][1]
     assert (finding.check, finding.status) == ("gemm_repeat_long", "fail") and finding.cure
 

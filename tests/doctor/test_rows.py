@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune.doctor.findings import (
-    DATA_FILES,
-    KNOWLEDGE,
-    all_rows,
-    from_row,
-    knowledge_data,
-    skipped,
-    unknown,
-)
+from hf_rocm_tune.doctor.findings import DATA_FILES, KNOWLEDGE, all_rows, from_row, knowledge_data, skipped, unknown
 from hf_rocm_tune.machine.survey import CARDS
 from hf_rocm_tune.machine.variables import POLICY, link_of
 from hf_rocm_tune.transfer import AcceleratorBackend, TransferSettings

@@ -29,17 +29,7 @@ from hf_rocm_tune.machine.survey import (
     survey,
 )
 from hf_rocm_tune.machine.sysfs import LiveTree, RecordedTree
-from tests.machine.trees import (
-    DEVICES,
-    NODES,
-    STRIX_HALO,
-    XT,
-    Built,
-    Readings,
-    Slot,
-    metrics_v1_3,
-    metrics_v2_1,
-)
+from tests.machine.trees import DEVICES, NODES, STRIX_HALO, XT, Built, Readings, Slot, metrics_v1_3, metrics_v2_1
 
 CARD = "0000:03:00.0"
 
@@ -142,25 +132,25 @@ def test_a_kernel_without_links_to_peers_and_a_card_that_is_not_listed_say_nothi
 def test_cards_of_the_chipset_share_its_uplink() -> None:
     slot = Slot(width=4, chipset=True)
     cpu, one, two = survey(Built("invented").card().card(slot=slot).card(slot=slot).tree()).gpus
-    assert (cpu.behind_chipset, one.behind_chipset) == (False, True)
-    assert [link.device for link in one.path] == ["0000:06:00.0", "0000:04:00.0"]
-    assert (cpu.root_port, one.root_port) == ("0000:00:01.1", "0000:00:02.1")
-    assert one.path[-1] == two.path[-1] and one.path[0] != two.path[0]
+    assert (cpu.upward.behind_chipset, one.upward.behind_chipset) == (False, True)
+    assert [link.device for link in one.upward.links] == ["0000:06:00.0", "0000:04:00.0"]
+    assert (cpu.upward.root_port, one.upward.root_port) == ("0000:00:01.1", "0000:00:02.1")
+    assert one.upward.links[-1] == two.upward.links[-1] and one.upward.links[0] != two.upward.links[0]
 
 
 def test_a_bridge_that_is_not_known_leaves_the_chipset_unknown() -> None:
     built = Built("invented").card()
     built.files[f"{DEVICES}/0000:00:01.1/vendor"] = "0x8086\n"
-    assert first(built).behind_chipset is None
+    assert first(built).upward.behind_chipset is None
     built = Built("invented").card(slot=Slot(chipset=True))
     built.files[f"{DEVICES}/0000:00:02.1/vendor"] = "0x8086\n"
-    assert first(built).behind_chipset is True
+    assert first(built).upward.behind_chipset is True
 
 
 def test_a_card_without_a_switch_of_its_own_is_its_own_connector() -> None:
     gpu = first(Built("invented").nvidia(slot=Slot(width=8)))
     assert (gpu.vendor, gpu.driver.value, gpu.integrated) == ("nvidia", "nvidia", None)
-    assert [(link.device, link.width.value) for link in gpu.path] == [(gpu.address, 8)]
+    assert [(link.device, link.width.value) for link in gpu.upward.links] == [(gpu.address, 8)]
     assert gpu.sensors.edge_c.reason == f"{gpu.address}: its driver is nvidia, not amdgpu"
     assert gpu.identity.card is None
 
@@ -170,8 +160,13 @@ def test_a_device_on_the_root_bus_has_no_port_above() -> None:
     built = Built("invented").card()
     built.links[f"{DEVICES}/{CARD}"] = f"../../../devices/pci0000:00/{CARD}"
     gpu = first(built)
-    (link,) = gpu.path
-    assert (gpu.root_port, gpu.behind_chipset, link.width.value, link.port_max_width.value) == (None, None, 16, None)
+    (link,) = gpu.upward.links
+    assert (gpu.upward.root_port, gpu.upward.behind_chipset, link.width.value, link.port_max_width.value) == (
+        None,
+        None,
+        16,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +200,7 @@ def test_a_path_that_makes_no_sense_ends_at_the_device(target: str, chain: tuple
 def test_links_are_read_in_every_form_of_the_kernel(file: str, text: str, value: float | None) -> None:
     built = Built("invented").card()
     built.files[f"{DEVICES}/0000:01:00.0/current_link_{file}"] = f"{text}\n"
-    reading = getattr(first(built).path[0], file)
+    reading = getattr(first(built).upward.links[0], file)
     assert reading.value == value
     assert bool(reading.reason) == (value is None)
 

@@ -50,8 +50,39 @@ def found(facts: MachineFacts, *findings: str) -> MachineFacts:
     return replace(facts, findings=frozenset(findings))
 
 
-# variable(s), value, facts, action; one line for each row of the policy and each of its conditions
+# On an RX 7900 XT with the tested torch: what each row of the policy does about a value.
+ON_XT = {
+    "error": """
+        PYTORCH_HIP_ALLOC_CONF=backend:cudaMallocAsync HSA_OVERRIDE_GFX_VERSION=9.4.2 HSA_OVERRIDE_GFX_VERSION=11.5.1
+        PYTORCH_ALLOC_CONF=backend:cudaMallocAsync PYTORCH_ALLOC_CONF=backend:hipMallocAsync
+    """,
+    "warn": """
+        PYTORCH_NO_HIP_MEMORY_CACHING=1 AMD_SERIALIZE_KERNEL=3 AMD_SERIALIZE_COPY=3 HIP_LAUNCH_BLOCKING=1
+        HSA_ENABLE_IPC_MODE_LEGACY=1 MIOPEN_DISABLE_CACHE=1 PYTORCH_ALLOC_CONF=expandable_segments:True
+    """,
+    "info": """
+        HSA_OVERRIDE_GFX_VERSION=11.0.0 PYTORCH_ALLOC_CONF=garbage_collection_threshold:0.95 HSA_ENABLE_SDMA=0
+        HSA_ENABLE_PEER_SDMA=0 HIP_FORCE_DEV_KERNARG=1 HSA_FORCE_FINE_GRAIN_PCIE=1 HSA_NO_SCRATCH_RECLAIM=1
+        MIOPEN_USER_DB_PATH=/tmp/miopen MIOPEN_CUSTOM_CACHE_DIR=/tmp PYTORCH_TUNABLEOP_ENABLED=1 BNB_ROCM_VERSION=715
+        RCCL_DEBUG=INFO RCCL_P2P_DISABLE=1 RCCL_BUFFSIZE=1 RCCL_SOCKET_IFNAME=eth0 RCCL_IB_DISABLE=1
+        RCCL_NET_GDR_LEVEL=3 RCCL_MAX_NCHANNELS=8 RCCL_NCHANNELS=8 RCCL_TREE_THRESHOLD=0 NCCL_RING_THRESHOLD=0
+        HCCL_DEBUG=INFO HIP_DISABLE_IPC=1 PYTORCH_ROCM_DEVICE=0 HSA_UNALIGNED_ACCESS_MODE=1 RCCL_RING_THRESHOLD=0
+        NCCL_TREE_THRESHOLD=0
+    """,
+    "keep": """
+        PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512 NCCL_P2P_DISABLE=1 NCCL_SOCKET_IFNAME=^lo RCCL_MSCCL_ENABLE=0
+        PAL_HIP_IPC_FLAG=1 TORCH_BLAS_PREFER_HIPBLASLT=1 TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1
+        FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE MIOPEN_USER_DB_PATH=/home/me/miopen MIOPEN_LOG_LEVEL=4
+        KMP_AFFINITY=compact NCCL_DEBUG=INFO MIOPEN_CUSTOM_CACHE_DIR=/var/lib/miopen OMP_NUM_THREADS=8
+        RCCL_P2P_NET_DISABLE=1 RCCL_LL128_FORCE_ENABLE=1 RCCL_LOG_LEVEL=1 NCCL_IB_DISABLE=1 NCCL_BUFFSIZE=1
+        NCCL_MAX_NCHANNELS=8 NCCL_ALGO=Ring PYTORCH_ALLOC_CONF=max_split_size_mb:32
+        PYTORCH_ALLOC_CONF=garbage_collection_threshold:0.8 PYTORCH_ALLOC_CONF=roundup_power2_divisions:32
+        MIOPEN_ENABLE_LOGGING=1
+    """,
+}
+# Variable(s), value, facts, action: with the above, a line for each row of the policy and each of its conditions.
 FIRES = [
+    *((*pair.split("=", 1), XT, action) for action, pairs in ON_XT.items() for pair in pairs.split()),
     ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, OLD, "set"),
     ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, replace(OLD, torch_version="2.5.1"), "set"),
     ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "0", OLD, "keep"),
@@ -70,83 +101,28 @@ FIRES = [
     ("PYTORCH_ALLOC_CONF", PAIR, OLD, "info"),
     ("PYTORCH_ALLOC_CONF", ALONE, replace(XT, torch_version="2.11.0"), "info"),
     ("PYTORCH_ALLOC_CONF", ALONE, replace(XT, hip_version="6.4.1"), "info"),
-    ("PYTORCH_HIP_ALLOC_CONF", "backend:cudaMallocAsync", XT, "error"),
     ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,backend:hipMallocAsync", OLD, "error"),
-    ("PYTORCH_NO_HIP_MEMORY_CACHING", "1", XT, "warn"),
     ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", CPU, "warn"),
-    ("HSA_OVERRIDE_GFX_VERSION", "11.0.0", XT, "info"),
     ("HSA_OVERRIDE_GFX_VERSION", "11.0.0", replace(XT, archs=("gfx1100", "gfx1100")), "info"),
     ("HSA_OVERRIDE_GFX_VERSION", "11.0.0", MIXED, "error"),
-    ("HSA_OVERRIDE_GFX_VERSION", "9.4.2", XT, "error"),
     ("HSA_OVERRIDE_GFX_VERSION_1", "11.0.0", MIXED, "error"),
     ("HSA_OVERRIDE_GFX_VERSION", "11.5.1", HALO, "info"),
-    ("HSA_OVERRIDE_GFX_VERSION", "11.5.1", XT, "error"),
     ("HSA_OVERRIDE_GFX_VERSION", "11.0.0", HALO, "error"),
     ("PYTORCH_ALLOC_CONF", "max_split_size_mb:19", CPU, "warn"),
-    ("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.95", XT, "info"),
     ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512", OLD, "keep"),
-    ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512", XT, "keep"),
-    ("AMD_SERIALIZE_KERNEL", "3", XT, "warn"),
-    ("AMD_SERIALIZE_COPY", "3", XT, "warn"),
-    ("HIP_LAUNCH_BLOCKING", "1", XT, "warn"),
-    ("HSA_ENABLE_SDMA", "0", XT, "info"),
-    ("HSA_ENABLE_PEER_SDMA", "0", XT, "info"),
-    ("HIP_FORCE_DEV_KERNARG", "1", XT, "info"),
-    ("HSA_FORCE_FINE_GRAIN_PCIE", "1", XT, "info"),
-    ("HSA_ENABLE_IPC_MODE_LEGACY", "1", XT, "warn"),
-    ("HSA_NO_SCRATCH_RECLAIM", "1", XT, "info"),
-    ("MIOPEN_DISABLE_CACHE", "1", XT, "warn"),
-    ("MIOPEN_USER_DB_PATH", "/tmp/miopen", XT, "info"),
-    ("MIOPEN_CUSTOM_CACHE_DIR", "/tmp", XT, "info"),
-    ("PYTORCH_TUNABLEOP_ENABLED", "1", XT, "info"),
     ("TORCH_CUDA_SANITIZER", "1", CPU, "info"),
-    ("BNB_ROCM_VERSION", "715", XT, "info"),
-    ("RCCL_DEBUG", "INFO", XT, "info"),
-    ("RCCL_P2P_DISABLE", "1", XT, "info"),
-    ("RCCL_BUFFSIZE", "1", XT, "info"),
-    ("RCCL_SOCKET_IFNAME", "eth0", XT, "info"),
-    ("RCCL_IB_DISABLE", "1", XT, "info"),
-    ("RCCL_NET_GDR_LEVEL", "3", XT, "info"),
-    ("RCCL_MAX_NCHANNELS", "8", XT, "info"),
-    ("RCCL_NCHANNELS", "8", XT, "info"),
-    ("RCCL_TREE_THRESHOLD", "0", XT, "info"),
-    ("NCCL_RING_THRESHOLD", "0", XT, "info"),
-    ("HCCL_DEBUG", "INFO", XT, "info"),
-    ("HIP_DISABLE_IPC", "1", XT, "info"),
-    ("PYTORCH_ROCM_DEVICE", "0", XT, "info"),
-    ("HSA_UNALIGNED_ACCESS_MODE", "1", XT, "info"),
-    ("NCCL_P2P_DISABLE", "1", XT, "keep"),
-    ("NCCL_SOCKET_IFNAME", "^lo", XT, "keep"),
-    ("RCCL_MSCCL_ENABLE", "0", XT, "keep"),
-    ("PAL_HIP_IPC_FLAG", "1", XT, "keep"),
-    ("TORCH_BLAS_PREFER_HIPBLASLT", "1", XT, "keep"),
-    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "1", XT, "keep"),
-    ("FLASH_ATTENTION_TRITON_AMD_ENABLE", "TRUE", XT, "keep"),
-    ("MIOPEN_USER_DB_PATH", "/home/me/miopen", XT, "keep"),
-    ("MIOPEN_LOG_LEVEL", "4", XT, "keep"),
-    ("KMP_AFFINITY", "compact", XT, "keep"),
-    ("NCCL_DEBUG", "INFO", XT, "keep"),
-    ("MIOPEN_CUSTOM_CACHE_DIR", "/var/lib/miopen", XT, "keep"),
-    ("OMP_NUM_THREADS", "8", XT, "keep"),
-    ("PYTORCH_ALLOC_CONF", "expandable_segments:True", XT, "warn"),
-    ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", XT, "error"),
-    ("PYTORCH_ALLOC_CONF", "backend:hipMallocAsync", XT, "error"),
-    ("RCCL_RING_THRESHOLD", "0", XT, "info"),
-    ("NCCL_TREE_THRESHOLD", "0", XT, "info"),
-    ("RCCL_P2P_NET_DISABLE", "1", XT, "keep"),
-    ("RCCL_LL128_FORCE_ENABLE", "1", XT, "keep"),
-    ("RCCL_LOG_LEVEL", "1", XT, "keep"),
-    ("NCCL_IB_DISABLE", "1", XT, "keep"),
-    ("NCCL_BUFFSIZE", "1", XT, "keep"),
-    ("NCCL_MAX_NCHANNELS", "8", XT, "keep"),
-    ("NCCL_ALGO", "Ring", XT, "keep"),
-    ("PYTORCH_ALLOC_CONF", "max_split_size_mb:32", XT, "keep"),
-    ("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8", XT, "keep"),
-    ("PYTORCH_ALLOC_CONF", "roundup_power2_divisions:32", XT, "keep"),
-    ("MIOPEN_ENABLE_LOGGING", "1", XT, "keep"),
 ]
 
+SILENT_ON_XT = """
+    NCCL_P2P_DISABLE=1 PYTORCH_ALLOC_CONF=max_split_size_mb:512
+    PYTORCH_ALLOC_CONF=expandable_segments:False,max_split_size_mb:512 PYTORCH_ALLOC_CONF=backend:native
+    PYTORCH_ALLOC_CONF=,,::: AMD_SERIALIZE_KERNEL=0 HIP_LAUNCH_BLOCKING= HSA_ENABLE_SDMA=1 HIP_FORCE_DEV_KERNARG=0
+    HSA_ENABLE_IPC_MODE_LEGACY=0 MIOPEN_DISABLE_CACHE=0 MIOPEN_USER_DB_PATH=/home/me/tmp/miopen
+    PYTORCH_TUNABLEOP_ENABLED=0 TORCH_CUDA_SANITIZER=0 RCCL_MSCCL_ENABLE=0 RCCL_SOCKET_=x NCCL_DEBUG=INFO
+    HIP_VISIBLE_DEVICES=0
+"""
 QUIET = [
+    *((*pair.split("=", 1), XT) for pair in SILENT_ON_XT.split()),
     ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, XT),
     ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, replace(OLD, archs=("gfx1201",))),
     ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, replace(OLD, hip_version=None)),
@@ -154,24 +130,6 @@ QUIET = [
     ("FLASH_ATTENTION_TRITON_AMD_ENABLE", None, replace(FLASH, flash_attn_version="2.9.0")),
     ("FLASH_ATTENTION_TRITON_AMD_ENABLE", None, replace(FLASH, archs=("gfx942",))),
     ("NCCL_P2P_DISABLE", None, XT),
-    ("NCCL_P2P_DISABLE", "1", XT),
-    ("PYTORCH_ALLOC_CONF", "max_split_size_mb:512", XT),
-    ("PYTORCH_ALLOC_CONF", "expandable_segments:False,max_split_size_mb:512", XT),
-    ("PYTORCH_ALLOC_CONF", "backend:native", XT),
-    ("PYTORCH_ALLOC_CONF", ",,:::", XT),
-    ("AMD_SERIALIZE_KERNEL", "0", XT),
-    ("HIP_LAUNCH_BLOCKING", "", XT),
-    ("HSA_ENABLE_SDMA", "1", XT),
-    ("HIP_FORCE_DEV_KERNARG", "0", XT),
-    ("HSA_ENABLE_IPC_MODE_LEGACY", "0", XT),
-    ("MIOPEN_DISABLE_CACHE", "0", XT),
-    ("MIOPEN_USER_DB_PATH", "/home/me/tmp/miopen", XT),
-    ("PYTORCH_TUNABLEOP_ENABLED", "0", XT),
-    ("TORCH_CUDA_SANITIZER", "0", XT),
-    ("RCCL_MSCCL_ENABLE", "0", XT),
-    ("RCCL_SOCKET_", "x", XT),
-    ("NCCL_DEBUG", "INFO", XT),
-    ("HIP_VISIBLE_DEVICES", "0", XT),
 ]
 
 
@@ -251,8 +209,7 @@ def test_several_allocator_names_are_a_matter_only_where_they_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "nested"),
-    [("HIP CUDA", False), ("HIP ROCR", True), ("CUDA ROCR", True), ("HIP CUDA ROCR", True)],
+    ("names", "nested"), [("HIP CUDA", False), ("HIP ROCR", True), ("CUDA ROCR", True), ("HIP CUDA ROCR", True)]
 )
 def test_filters_nest_only_under_that_of_the_runtime(names: str, nested: bool) -> None:
     present = {f"{name}_VISIBLE_DEVICES": "0" for name in names.split()}

@@ -94,14 +94,9 @@ CARDS: dict[str, Case] = {
         Built("ROCm/ROCm#2429: HIP errors with two 7900 XTX, one of them on four lanes of the chipset")
         .card(XTX)
         .card(XTX, slot=Slot(width=4, chipset=True)),
-        software=stack(
-            devices=pair(BEHIND_CHIPSET, name="AMD Radeon RX 7900 XTX", gib=23.98),
-        ),
+        software=stack(devices=pair(BEHIND_CHIPSET, name="AMD Radeon RX 7900 XTX", gib=23.98)),
         warn=(f"link_narrow {BEHIND_CHIPSET}", "links_unequal", f"slot_of_chipset_pair {BEHIND_CHIPSET}"),
-        note=(
-            "iommu_state",
-            "rccl_faults",
-        ),
+        note=("iommu_state", "rccl_faults"),
         fine=("link_full", "slot_of_processor"),
         says=("x4 link: 7.9 GB/s at most", "6.5 to 7 are to be expected", "0000:03:00.0: x16, 0000:08:00.0: x4"),
     ),

@@ -6,17 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.machine.trees import RAPHAEL, STRIX_HALO, XT, Built, Slot
-from tests.machines.case import (
-    BNB_WINDOWS,
-    NO_SYSTEM_ROCM,
-    ROCM72,
-    Case,
-    case,
-    cpu_stack,
-    cuda_stack,
-    device,
-    stack,
-)
+from tests.machines.case import BNB_WINDOWS, NO_SYSTEM_ROCM, ROCM72, Case, case, cpu_stack, cuda_stack, device, stack
 
 NVIDIA = device("0000:01:00.0", name="NVIDIA GeForce RTX 4090", arch="sm_89", gib=23.5)
 STRIX = device("0000:01:00.0", name="AMD Radeon Graphics", arch="gfx1151", gib=96.0)

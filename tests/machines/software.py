@@ -41,12 +41,7 @@ SOFTWARE: dict[str, Case] = {
         fail=("torch_cuda_build",),
         says=("built for CUDA 13.0", ROCM_INDEX),
     ),
-    "no_torch": case(
-        one("a fresh environment"),
-        software=no_torch(),
-        fail=("torch_missing",),
-        says=(ROCM_INDEX,),
-    ),
+    "no_torch": case(one("a fresh environment"), software=no_torch(), fail=("torch_missing",), says=(ROCM_INDEX,)),
     "torch_hangs": case(
         one("ROCm/ROCm#2429: a driver that hangs when it is asked"),
         software=stack(devices="asked for 60 seconds and given up"),
@@ -196,9 +191,7 @@ SOFTWARE: dict[str, Case] = {
     "rocm_6_4_on_another_card": case(
         Built("bitsandbytes#2089: what is wrong was tried on gfx1100 only").card(XT_9070),
         software=rocm_stack(
-            "2.9.1+rocm6.4",
-            "6.4.43484",
-            devices=[device(name="AMD Radeon RX 9070 XT", arch="gfx1201", gib=15.92)],
+            "2.9.1+rocm6.4", "6.4.43484", devices=[device(name="AMD Radeon RX 9070 XT", arch="gfx1201", gib=15.92)]
         ),
         warn=("version_older torch",),
         fine=("bnb_library",),
@@ -254,10 +247,9 @@ SOFTWARE: dict[str, Case] = {
         says=("no swap", "128 MiB of page-locked memory"),
     ),
     "host_of_32_gb": case(
-        Built("a host of 32 GB, of which there are many").memory(31.2, swap_gib=2).card(),
-        note=("host_memory_small",),
+        Built("a host of 32 GB, of which there are many").memory(31.2, swap_gib=2).card(), note=("host_memory_small",)
     ),
     "limit_above_the_host": case(
-        Built("kernel documentation, cgroup v2: a limit that limits nothing").card().memory_limit(256 * GIB),
+        Built("kernel documentation, cgroup v2: a limit that limits nothing").card().memory_limit(256 * GIB)
     ),
 }

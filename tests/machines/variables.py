@@ -11,27 +11,13 @@ ALL_NAMES = "environ:PYTORCH_CUDA_ALLOC_CONF, PYTORCH_HIP_ALLOC_CONF, PYTORCH_AL
 OVERRIDE = "environ:HSA_OVERRIDE_GFX_VERSION"
 
 # What guides of the years before told owners to set.
-OLD_GUIDE = {
-    "HSA_OVERRIDE_GFX_VERSION": "11.0.0",
-    "PYTORCH_ROCM_DEVICE": "0",
-    "HIP_VISIBLE_DEVICES": "0",
-    "CUDA_VISIBLE_DEVICES": "0",
-    "HIP_DISABLE_IPC": "1",
-    "HIP_FORCE_DEV_KERNARG": "1",
-    "HCCL_DEBUG": "INFO",
-    "RCCL_BUFFSIZE": "2097152",
-    "RCCL_NCHANNELS": "8",
-    "RCCL_TREE_THRESHOLD": "0",
-    "HSA_UNALIGNED_ACCESS_MODE": "1",
-    "AMD_SERIALIZE_KERNEL": "3",
-    "AMD_SERIALIZE_COPY": "3",
-    "PYTORCH_NO_HIP_MEMORY_CACHING": "1",
-    "MIOPEN_DISABLE_CACHE": "1",
-    "MIOPEN_USER_DB_PATH": "/tmp/miopen",
-    "HSA_ENABLE_SDMA": "0",
-    "NCCL_DEBUG": "INFO",
-    "NCCL_P2P_DISABLE": "1",
-}
+OLD_GUIDE = """
+    HSA_OVERRIDE_GFX_VERSION=11.0.0 PYTORCH_ROCM_DEVICE=0 HIP_VISIBLE_DEVICES=0 CUDA_VISIBLE_DEVICES=0
+    HIP_DISABLE_IPC=1 HIP_FORCE_DEV_KERNARG=1 HCCL_DEBUG=INFO RCCL_BUFFSIZE=2097152 RCCL_NCHANNELS=8
+    RCCL_TREE_THRESHOLD=0 HSA_UNALIGNED_ACCESS_MODE=1 AMD_SERIALIZE_KERNEL=3 AMD_SERIALIZE_COPY=3
+    PYTORCH_NO_HIP_MEMORY_CACHING=1 MIOPEN_DISABLE_CACHE=1 MIOPEN_USER_DB_PATH=/tmp/miopen HSA_ENABLE_SDMA=0
+    NCCL_DEBUG=INFO NCCL_P2P_DISABLE=1
+"""
 
 
 def one(source: str) -> Built:
@@ -39,12 +25,6 @@ def one(source: str) -> Built:
 
 
 VARIABLES: dict[str, Case] = {
-    "override_alone": case(
-        one("A1111#14763, libhsakmt topology.c: gfx1100 is 11.0.0"),
-        environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
-        note=(OVERRIDE,),
-        says=("no effect here",),
-    ),
     "override_with_an_igpu": case(
         Built("libhsakmt topology.c: it relabels a Ryzen's GPU (gfx1036) as gfx1100").card().igpu(RAPHAEL),
         environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
@@ -75,11 +55,6 @@ VARIABLES: dict[str, Case] = {
         warn=("kernel_mmap_stall", "kernel_sdma_faults", "version_older torch"),
         says=("unset both", "live tensors that turned to zeros"),
     ),
-    "expandable_segments_on_the_tested_stack": case(
-        one("ROCm/ROCm#6603: the pair, under the newest of the names"),
-        environ={"PYTORCH_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True"},
-        fail=("environ:PYTORCH_ALLOC_CONF",),
-    ),
     "expandable_segments_alone": case(
         one("ROCm/ROCm#6603: whether it is safe alone on gfx1100 is not settled"),
         environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
@@ -96,11 +71,6 @@ VARIABLES: dict[str, Case] = {
         warn=("bnb_rocm64", "version_older torch"),
         note=("environ:PYTORCH_CUDA_ALLOC_CONF",),
         says=("ignored",),
-    ),
-    "asynchronous_backend": case(
-        one("ROCm/ROCm#6178, rocm-systems#10943: hipMallocAsync"),
-        environ={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
-        fail=("environ:PYTORCH_CUDA_ALLOC_CONF",),
     ),
     "all_allocator_names_at_once": case(
         one("torch CUDAAllocatorConfig.h: CUDA, HIP, ALLOC, the first wins; pytorch#167659"),
@@ -135,10 +105,7 @@ VARIABLES: dict[str, Case] = {
         Built("TheRock#5543: the filter leaves both").card().igpu(RAPHAEL),
         environ={"HIP_VISIBLE_DEVICES": "0,1"},
         software=stack(
-            devices=[
-                device(),
-                device("0000:04:00.0", index=1, name="AMD Radeon Graphics", arch="gfx1036", gib=15.4),
-            ]
+            devices=[device(), device("0000:04:00.0", index=1, name="AMD Radeon Graphics", arch="gfx1036", gib=15.4)]
         ),
         warn=("igpu_visible",),
         says=("`export HIP_VISIBLE_DEVICES=0`",),
@@ -168,34 +135,19 @@ VARIABLES: dict[str, Case] = {
     ),
     "an_old_guide": case(
         one("an old guide: all of its variables at once"),
-        environ=OLD_GUIDE,
+        environ=dict(pair.split("=") for pair in OLD_GUIDE.split()),
         warn=(
-            "environ:AMD_SERIALIZE_COPY",
-            "environ:AMD_SERIALIZE_KERNEL",
-            "environ:HIP_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES",
-            "environ:MIOPEN_DISABLE_CACHE",
-            "environ:PYTORCH_NO_HIP_MEMORY_CACHING",
+            *("environ:AMD_SERIALIZE_COPY", "environ:AMD_SERIALIZE_KERNEL", "environ:MIOPEN_DISABLE_CACHE"),
+            *("environ:HIP_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES", "environ:PYTORCH_NO_HIP_MEMORY_CACHING"),
         ),
         note=(
-            "environ:HCCL_DEBUG",
-            "environ:HIP_DISABLE_IPC",
-            "environ:HIP_FORCE_DEV_KERNARG",
-            "environ:HSA_ENABLE_SDMA",
-            "environ:HSA_UNALIGNED_ACCESS_MODE",
-            "environ:MIOPEN_USER_DB_PATH",
-            "environ:PYTORCH_ROCM_DEVICE",
-            "environ:RCCL_BUFFSIZE",
-            "environ:RCCL_NCHANNELS",
-            "environ:RCCL_TREE_THRESHOLD",
-            OVERRIDE,
+            *("environ:HCCL_DEBUG", "environ:HIP_DISABLE_IPC", "environ:HIP_FORCE_DEV_KERNARG"),
+            *("environ:HSA_ENABLE_SDMA", "environ:HSA_UNALIGNED_ACCESS_MODE", "environ:MIOPEN_USER_DB_PATH"),
+            *("environ:PYTORCH_ROCM_DEVICE", "environ:RCCL_BUFFSIZE", "environ:RCCL_NCHANNELS"),
+            *("environ:RCCL_TREE_THRESHOLD", OVERRIDE),
         ),
         says=("NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS", "NCCL_ALGO", "both filters have the same effect in HIP"),
         never=("ROCR_VISIBLE_DEVICES",),
-    ),
-    "allocator_value_that_torch_refuses": case(
-        one("torch AllocatorConfig.h: max_split_size_mb must be 20 or more"),
-        environ={"PYTORCH_ALLOC_CONF": "max_split_size_mb:8"},
-        warn=("environ:PYTORCH_ALLOC_CONF",),
     ),
     "cuda_machine_with_expandable_segments": case(
         Built("pytorch hip.rst: what is harmful on ROCm is none of a CUDA machine's concern").nvidia(),
