@@ -151,7 +151,7 @@ def allowance(right: Tensor, rounded: Tensor) -> Tensor:
     return FACTOR * ((rounded.double() - right).abs().max() + info.eps / 2 * right.abs()) + info.tiny
 
 
-class Problem(NamedTuple):
+class WrongResult(NamedTuple):
     """A wrong result, or one that the device refused to compute, in one line."""
 
     case: str
@@ -183,7 +183,7 @@ class Bench:
         self._kind, self._where = fault.get("kind", ""), fault.get("where", "")
         self.cases = self.elements = self.wrong = 0
         self.worst = 0.0
-        self.problems: list[Problem] = []
+        self.problems: list[WrongResult] = []
         self._mover = Mover(self.device)
 
     def __enter__(self) -> Bench:
@@ -227,7 +227,7 @@ class Bench:
         again = result.cpu()
         same = torch.equal(*(read.reshape(-1).view(torch.uint8) for read in (found, again)))
         line = _line(case, found, right, bound, wrong) + ("" if same else "; read back again, it was different")
-        self._keep(Problem(case=case, line=line, reads_agree=same))
+        self._keep(WrongResult(case=case, line=line, reads_agree=same))
         return False
 
     def attempt(self, case: str, compute: Callable[[], Result]) -> Result | None:
@@ -279,7 +279,7 @@ class Bench:
         """Note that a case raised instead of giving a result."""
         self.cases += 1
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        self._keep(Problem(case=case, line=f"{case}: refused with {said}", refused=True))
+        self._keep(WrongResult(case=case, line=f"{case}: refused with {said}", refused=True))
 
     def verdict(self, right: str, wrong: str, evidence: Iterable[str] = ()) -> Finding:
         """The finding on all results by the rows for all right and for something wrong; both take ``cases``, the latter
@@ -305,7 +305,7 @@ class Bench:
         left = self.wrong - len(lines)
         return [*lines, f"and {left:,} more results"] if left > 0 else lines
 
-    def _keep(self, problem: Problem) -> None:
+    def _keep(self, problem: WrongResult) -> None:
         self.wrong += 1
         if len(self.problems) < _KEPT_PROBLEMS:
             self.problems.append(problem)

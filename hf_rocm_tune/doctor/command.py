@@ -137,12 +137,7 @@ def _capture(file: Path) -> int:
 def _show(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     # A name in a stranger's file may hold what the stream here has no letter for.
-    shown = text.encode(encoding, "backslashreplace").decode(encoding)
-    try:
-        print(shown, flush=True)
-    except BrokenPipeError:
-        # Who reads it (head, a pager) has seen enough; Python would complain again when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def _announce(check: Check) -> None:

@@ -82,7 +82,7 @@ _SAME_SCALE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class AttentionCase:
     """One call of attention.
 
     Attributes:
@@ -121,16 +121,16 @@ class Case:
 
 CASES = (
     # Wrong where V is not contiguous (ROCm/pytorch#3230), and with a mask (pytorch#147460).
-    Case(name="causal, length 62, heads last", sizes=(2, 3, 3, 62, 128), causal=True, heads_last=True),
-    Case(name="padded, length 77", sizes=(2, 2, 2, 77, 64), padding=13),
-    Case(name="causal, grouped heads", sizes=(1, 4, 2, 64, 64), causal=True),
+    AttentionCase(name="causal, length 62, heads last", sizes=(2, 3, 3, 62, 128), causal=True, heads_last=True),
+    AttentionCase(name="padded, length 77", sizes=(2, 2, 2, 77, 64), padding=13),
+    AttentionCase(name="causal, grouped heads", sizes=(1, 4, 2, 64, 64), causal=True),
 )
 FULL_CASES = (
-    Case(name="causal, length 1024", sizes=(1, 2, 2, 1024, 128), causal=True, heads_last=True),
-    Case(name="causal, length 333, dim 80", sizes=(1, 2, 2, 333, 80), causal=True),
-    Case(name="length 512, dim 256", sizes=(1, 1, 1, 512, 256)),
+    AttentionCase(name="causal, length 1024", sizes=(1, 2, 2, 1024, 128), causal=True, heads_last=True),
+    AttentionCase(name="causal, length 333, dim 80", sizes=(1, 2, 2, 333, 80), causal=True),
+    AttentionCase(name="length 512, dim 256", sizes=(1, 1, 1, 512, 256)),
 )
-PLAIN = Case(name="causal", sizes=(1, 2, 2, 128, 64), causal=True, heads_last=True)
+PLAIN = AttentionCase(name="causal", sizes=(1, 2, 2, 128, 64), causal=True, heads_last=True)
 """What training runs, for finding out which backend takes it."""
 
 
@@ -223,7 +223,9 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(bench: Bench, case: Case, tensors: Sequence[Tensor], wish: str) -> tuple[list[Tensor], dict[str, str]]:
+def _run(
+    bench: Bench, case: AttentionCase, tensors: Sequence[Tensor], wish: str
+) -> tuple[list[Tensor], dict[str, str]]:
     """Output and gradients, and which backend ran each way."""
     *inputs, upstream = [_place(bench, tensor, case.heads_last) for tensor in tensors]
     inputs = [tensor.requires_grad_() for tensor in inputs]
@@ -260,7 +262,7 @@ def _backends(bench: Bench, dtype: torch.dtype) -> dict[str, dict[str, str]]:
     return found
 
 
-def _compare(bench: Bench, dtype: torch.dtype, case: Case, ways: Mapping[str, Mapping[str, str]]) -> None:
+def _compare(bench: Bench, dtype: torch.dtype, case: AttentionCase, ways: Mapping[str, Mapping[str, str]]) -> None:
     """One case by every backend that runs at all."""
     tensors, hidden = case.inputs(dtype, bench.generator), case.hidden()
     *inputs, upstream = tensors

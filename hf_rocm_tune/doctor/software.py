@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hf_rocm_tune.doctor.findings import (
@@ -45,6 +45,13 @@ def torch_rocm(software: Software) -> str | None:
         return None
     named = re.search(r"\+rocm([0-9]+(?:\.[0-9]+)*)", software.torch_version.value or "")
     return software.torch_rocm_version or (named[1] if named else software.hip_version)
+
+
+def _of_software(
+    look: Callable[[Evidence, Software], Iterator[Finding]],
+) -> Callable[[Evidence], Iterable[Finding]]:
+    """A check that has nothing to look at where nothing is known of the software; `_torch` says so."""
+    return lambda evidence: look(evidence, evidence.software) if evidence.software else ()
 
 
 def _torch(evidence: Evidence) -> Iterator[Finding]:
@@ -92,9 +99,9 @@ def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterato
         yield from_row("torch_sees_fewer", seen=len(cards), count=count, why=why)
 
 
-def _architectures(evidence: Evidence) -> Iterator[Finding]:
-    software = evidence.software
-    if software is None or not evidence.candidates:
+@_of_software
+def _architectures(evidence: Evidence, software: Software) -> Iterator[Finding]:
+    if not evidence.candidates:
         return
     if software.build != "rocm":
         yield skipped(NO_ROCM_BUILD)
@@ -134,10 +141,8 @@ def _device_wheels(software: Software, archs: list[str]) -> Iterator[Finding]:
             yield from_row("device_wheel_missing", evidence=seen, arch=arch, rocm=rocm)
 
 
-def _rocm(evidence: Evidence) -> Iterator[Finding]:
-    software = evidence.software
-    if software is None:
-        return
+@_of_software
+def _rocm(evidence: Evidence, software: Software) -> Iterator[Finding]:
     rocm = torch_rocm(software)
     if rocm is None:
         yield skipped(NO_ROCM_BUILD)
@@ -167,9 +172,9 @@ def _rocm(evidence: Evidence) -> Iterator[Finding]:
         yield from_row("hipblaslt_yes" if within(rocm, known["hipblaslt_gfx1100"], None) else "hipblaslt_no", rocm=rocm)
 
 
-def _allocator(evidence: Evidence) -> Iterator[Finding]:
-    software = evidence.software
-    if software is None or software.torch_version.value is None or software.build == "cpu":
+@_of_software
+def _allocator(evidence: Evidence, software: Software) -> Iterator[Finding]:
+    if software.torch_version.value is None or software.build == "cpu":
         return
     settings = software.allocator_settings
     if settings.value is None:
@@ -178,26 +183,8 @@ def _allocator(evidence: Evidence) -> Iterator[Finding]:
         yield from_row("allocator", settings=settings.value or "the defaults")
 
 
-def rocm_libraries(files: tuple[str, ...]) -> dict[tuple[int, int], str]:
-    """Version of HIP to file, for the ROCm libraries of bitsandbytes; ``rocm715`` is 7.15 (its cextension.py)."""
-    found = {(int(match[1]), int(match[2])): name for name in files if (match := _LIBRARY.fullmatch(name))}
-    return dict(sorted(found.items()))
-
-
-def chosen_library(available: Mapping[tuple[int, int], str], hip: tuple[int, int]) -> tuple[int, int] | None:
-    """Which library the loader of bitsandbytes 0.50 takes: the exact one, the nearest older, the nearest newer.
-
-    Never one of another major version.
-    """
-    same = sorted(version for version in available if version[0] == hip[0])
-    older, newer = [one for one in same if one <= hip], [one for one in same if one > hip]
-    return older[-1] if older else newer[0] if newer else None
-
-
-def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
-    software = evidence.software
-    if software is None:
-        return
+@_of_software
+def _bitsandbytes(evidence: Evidence, software: Software) -> Iterator[Finding]:
     least, version = _versions("bitsandbytes")["least"], software.packages.get("bitsandbytes")
     files, forced = software.bitsandbytes_libraries, evidence.variables.get(_FORCING)
     if version is None:
@@ -214,7 +201,10 @@ def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
     elif files.value is None:
         yield from_row("bnb_unread", reason=files.reason, least=least)
     else:
-        yield from _library(evidence, software, version, rocm_libraries(files.value))
+        # Version of HIP to file; ``rocm715`` is 7.15 (its cextension.py).
+        found = {(int(match[1]), int(match[2])): name for name in files.value if (match := _LIBRARY.fullmatch(name))}
+        available = dict(sorted(found.items()))
+        yield from _library(evidence, software, version, available)
 
 
 def _library(
@@ -225,29 +215,29 @@ def _library(
     if wanted is None:
         yield unknown(f"torch's version of HIP is {hip!r}, which is no version")
         return
-    taken = chosen_library(available, (wanted[0], wanted[1]))
+    # The loader of bitsandbytes 0.50: the exact one, the nearest older, the nearest newer, never of another major.
+    same = [one for one in available if one[0] == wanted[0]]
+    older, newer = [one for one in same if one <= wanted[:2]], [one for one in same if one > wanted[:2]]
+    taken = older[-1] if older else newer[0] if newer else None
     listed = ", ".join(f"{major}.{small}" for major, small in available) or "no ROCm at all"
     seen = [f"torch.version.hip: {hip}", f"ROCm libraries: {', '.join(available.values()) or 'none'}"]
     values = {"version": version, "hip": minor(hip)}
     if taken is None:
         yield from_row("bnb_no_library", evidence=seen, available=listed, **values)
         return
-    library = available[taken]
+    library, known = available[taken], _versions("bitsandbytes")
     if taken == wanted[:2]:
         yield from_row("bnb_library", evidence=seen, library=library, **values)
     else:
         yield from_row("bnb_nearest", evidence=seen, library=library, available=listed, **values)
-    known = _versions("bitsandbytes")
     # Its kernel came with the version that is the least.
     wrong = [*taken] == known["wrong_on_gfx1100"] and not within(version, None, known["least"])
     if wrong and any(gpu.arch == "gfx1100" for gpu in evidence.candidates):
         yield from_row("bnb_rocm64", version=version, library=library)
 
 
-def _tested(evidence: Evidence) -> Iterator[Finding]:
-    software = evidence.software
-    if software is None:
-        return
+@_of_software
+def _tested(evidence: Evidence, software: Software) -> Iterator[Finding]:
     found = [_version(evidence, software, *one) for one in _versions("tested").items()]
     yield from (finding for finding in found if finding is not None)
     if not any(found):

@@ -72,7 +72,7 @@ _HARMED_CYCLE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class CopyCase:
     """One way of sending some bytes.
 
     Attributes:
@@ -150,27 +150,27 @@ def round_trip(request: Mapping[str, Any]) -> list[Finding] | Again:
     return Again(findings=findings, environ={"HSA_ENABLE_SDMA": "0"}, words="with HSA_ENABLE_SDMA=0")
 
 
-def _cases(largest: int, repeats: int) -> Iterator[Case]:
+def _cases(largest: int, repeats: int) -> Iterator[CopyCase]:
     sizes = [size for size in SIZES if size <= largest]
     # First of all, so that it is the first copy of this process.
-    yield Case(nbytes=sizes[-1], label="cold:")
+    yield CopyCase(nbytes=sizes[-1], label="cold:")
     for size in sizes:
         for pinned in (False, True):
             for non_blocking in (False, True):
-                yield Case(nbytes=size, pinned=pinned, non_blocking=non_blocking)
+                yield CopyCase(nbytes=size, pinned=pinned, non_blocking=non_blocking)
     for dtype in DTYPES:
-        yield Case(nbytes=_DTYPE_BYTES, dtype=dtype)
-        yield Case(nbytes=_DTYPE_BYTES, dtype=dtype, pinned=True, non_blocking=True)
+        yield CopyCase(nbytes=_DTYPE_BYTES, dtype=dtype)
+        yield CopyCase(nbytes=_DTYPE_BYTES, dtype=dtype, pinned=True, non_blocking=True)
     nbytes = min(_REPEATED_BYTES, largest)
     for dtype in (torch.int16, torch.int32):
         for non_blocking in (False, True):
-            yield Case(nbytes=nbytes, dtype=dtype, non_blocking=non_blocking, strided=True)
+            yield CopyCase(nbytes=nbytes, dtype=dtype, non_blocking=non_blocking, strided=True)
     for skew in (1, 3, 4):
         for pinned in (False, True):
-            yield Case(nbytes=nbytes - 5, pinned=pinned, non_blocking=pinned, skew=skew)
+            yield CopyCase(nbytes=nbytes - 5, pinned=pinned, non_blocking=pinned, skew=skew)
     for number in range(repeats):
         label = f"repeat {number + 1}:"
-        yield Case(nbytes=nbytes, non_blocking=number % 2 == 1, reused=number % 4 > 1, label=label)
+        yield CopyCase(nbytes=nbytes, non_blocking=number % 2 == 1, reused=number % 4 > 1, label=label)
 
 
 class _RoundTrip:
@@ -185,7 +185,7 @@ class _RoundTrip:
         self._destination = torch.empty(0, dtype=torch.uint8)
         self._earlier: Tensor | None = None
 
-    def problem(self, case: Case, number: int) -> dict[str, Any] | None:
+    def problem(self, case: CopyCase, number: int) -> dict[str, Any] | None:
         """None when all is right, else the case, the verdict, and where what differs."""
         source = self._host(case.nbytes, pinned=case.pinned and not case.skew)
         fill_with_pattern(source, number, keep=case.keep)
@@ -207,7 +207,9 @@ class _RoundTrip:
         damage = None if shown is None else {**asdict(shown), "kind": shown.kind}
         return {"case": str(case), "verdict": verdict, "damage": damage}
 
-    def _verdict(self, case: Case, source: Tensor, destination: Tensor, on_device: int, shown: Damage | None) -> str:
+    def _verdict(
+        self, case: CopyCase, source: Tensor, destination: Tensor, on_device: int, shown: Damage | None
+    ) -> str:
         """What is wrong, where the source is right and both reads agree.
 
         ``not_written``: what was there before is there still; ``device_only``: it reads back right, and the device sees
@@ -223,7 +225,7 @@ class _RoundTrip:
         self._send(case, source, destination.fill_(POISON))
         return "sending" if examine(self._read(case, destination, pinned=False), source) is None else "memory"
 
-    def _send(self, case: Case, source: Tensor, destination: Tensor) -> None:
+    def _send(self, case: CopyCase, source: Tensor, destination: Tensor) -> None:
         sent = source
         if case.skew:
             sent = self._host(case.nbytes + case.skew, pinned=case.pinned)[case.skew :]
@@ -237,7 +239,7 @@ class _RoundTrip:
         self._copies.copy(_typed(destination, case.dtype), sent, what=words, non_blocking=case.non_blocking)
         wait_for(destination)
 
-    def _read(self, case: Case, destination: Tensor, *, pinned: bool) -> Tensor:
+    def _read(self, case: CopyCase, destination: Tensor, *, pinned: bool) -> Tensor:
         """Read back: blocking into pageable memory, or non-blocking into page-locked memory and waited for."""
         read = self._host(case.nbytes, pinned=pinned).fill_(POISON)
         words = f"{case} back from {self._device} to {'page-locked' if pinned else 'pageable'} memory"
@@ -245,7 +247,7 @@ class _RoundTrip:
         wait_for(destination)
         return read
 
-    def _place(self, case: Case) -> Tensor:
+    def _place(self, case: CopyCase) -> Tensor:
         if not case.reused or self._destination.numel() != case.nbytes:
             whole = torch.empty(case.nbytes + case.skew, dtype=torch.uint8, device=self._device)
             self._destination = whole[case.skew :]
