@@ -38,17 +38,18 @@ from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PRO
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.machine.gpus import core_dumps
 from hf_rocm_tune.redaction import one_line
-from hf_rocm_tune.training import journal
 from hf_rocm_tune.training.run import list_checkpoints, read_record, skip_step
 from hf_rocm_tune.training.supervised import (
     BEGUN_FILE,
     EARLIER_FILE,
+    JOURNAL_FILE,
     PULSE_FILE,
     VARIABLE,
     Begun,
     Patience,
     Phase,
     Pulse,
+    enter,
     leave_terminal,
     read_begun,
     read_pulse,
@@ -234,7 +235,6 @@ _AT_THE_START = Place(name="before the first step")
 
 
 def place_of(death: Death) -> Place:
-    """Where a start died."""
     if death.phase in (None, "start"):
         return _AT_THE_START
     if death.phase == "step":
@@ -317,7 +317,6 @@ class Child:
         return self._process.poll()
 
     def send(self, number: int) -> None:
-        """A signal to the command itself; launchers pass it on."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -334,7 +333,6 @@ class Child:
         return self._left()
 
     def _left(self) -> list[int]:
-        """Processes that carry the mark and run still."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -368,7 +366,6 @@ class Watch:
         self._since = clock()
 
     def look(self) -> None:
-        """Reads what is new."""
         if self.begun is None:
             self.begun = read_begun(self._directory / BEGUN_FILE)
         pulse, stamp = read_pulse(self._directory / PULSE_FILE)
@@ -418,7 +415,7 @@ class Ledger:
         while self._begun is not None and self._waiting:
             try:
                 entry = {"run_id": self._begun.run_id, **self._waiting[0]}
-                journal.append(Path(self._begun.output_dir), entry)
+                enter(Path(self._begun.output_dir), entry)
             except OSError as error:
                 self.failure = error
                 return
@@ -542,7 +539,6 @@ class _Supervision:
         return _End(code=status, how=f"exit code {status}")
 
     def _judge(self, end: _End, watch: Watch) -> Decision | None:
-        """What to do; None where the job has ended for good."""
         if self._asked.signals or (not end.stalled and end.code in {0, INTERRUPTED, *FINAL_CODES}):
             return None
         pulse = watch.pulse if watch.begun else None
@@ -585,13 +581,13 @@ class _Supervision:
         for line in evidence:
             _say(f"{line}, as it does when it resets a GPU")
         if self._ledger.failure is not None:
-            _say(f"{journal.FILE_NAME} could not be written: {self._ledger.failure.strerror}")
+            _say(f"{JOURNAL_FILE} could not be written: {self._ledger.failure.strerror}")
 
     def _carry_out(self, decision: Decision, end: _End) -> None:
         newest = self._deaths[-1].checkpoint
         place = f"checkpoint-{newest}" if newest else "the start, since there is no checkpoint yet (see --save_steps)"
         if decision.action == "stop":
-            where = f"; see {Path(self._begun.output_dir) / journal.FILE_NAME}" if self._begun else ""
+            where = f"; see {Path(self._begun.output_dir) / JOURNAL_FILE}" if self._begun else ""
             kept = f"checkpoint-{newest} is intact" if newest else "no checkpoint was written"
             _complain(f"run: given up: {end.how}, {decision.reason}; {kept}{where}")
             return
@@ -602,7 +598,6 @@ class _Supervision:
         _say(f"{end.how}; {decision.reason}; starting again in {decision.wait_seconds:.0f} s from {place}")
 
     def _newest_checkpoint(self) -> int:
-        """Step of the newest checkpoint of this run that has a manifest; 0 for none. The job verifies its bytes."""
         if self._begun is None:
             return 0
         for step, path in reversed(list_checkpoints(Path(self._begun.output_dir))):

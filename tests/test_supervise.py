@@ -18,7 +18,7 @@ import pytest
 from hf_rocm_tune import supervisor as supervision
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.supervisor import Settings
-from hf_rocm_tune.training import journal, supervised
+from hf_rocm_tune.training import supervised
 from hf_rocm_tune.training.run import new_record, read_record, write_record
 
 QUICK = Settings(backoff_seconds=0, stall_seconds=3, start_seconds=30, grace_seconds=0.3)
@@ -64,7 +64,7 @@ def told(place: Path) -> list[dict[str, Any]]:
     """The journal."""
     record = read_record(place / "out")
     assert record is not None
-    return journal.entries(place / "out", record.run_id)
+    return supervised.journal_of(place / "out", record.run_id)
 
 
 DONE = {"step": 9, "phase": "end", "end": 0}
@@ -261,26 +261,26 @@ def test_a_signal_while_it_waits_ends_it(place: Path) -> None:
 
 
 def test_a_full_disk_under_the_journal_stops_nothing(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (place / "out" / journal.FILE_NAME).mkdir(parents=True)
+    (place / "out" / supervised.JOURNAL_FILE).mkdir(parents=True)
     assert run(place, {"step": 3, "end": 1}, DONE) == 0
-    assert f"{journal.FILE_NAME} could not be written" in capfd.readouterr().out
+    assert f"{supervised.JOURNAL_FILE} could not be written" in capfd.readouterr().out
 
 
 def test_a_torn_line_of_the_journal_is_passed_over(tmp_path: Path) -> None:
-    journal.append(tmp_path, {"run_id": "a", "event": "start"})
-    with open(tmp_path / journal.FILE_NAME, "a") as file:
+    supervised.enter(tmp_path, {"run_id": "a", "event": "start"})
+    with open(tmp_path / supervised.JOURNAL_FILE, "a") as file:
         file.write('{"run_id": "a", "eve')
-    journal.append(tmp_path, {"run_id": "a", "event": "end", "code": 1, "how": "x"})
-    journal.append(tmp_path, {"run_id": "b", "event": "start"})
-    assert [entry["event"] for entry in journal.entries(tmp_path, "a")] == ["start", "end"]
-    summary = journal.summary(tmp_path, "a", skipped_steps=[4], supervised=True, crash_injection=None)
+    supervised.enter(tmp_path, {"run_id": "a", "event": "end", "code": 1, "how": "x"})
+    supervised.enter(tmp_path, {"run_id": "b", "event": "start"})
+    assert [entry["event"] for entry in supervised.journal_of(tmp_path, "a")] == ["start", "end"]
+    summary = supervised.survival(tmp_path, "a", skipped_steps=[4], supervised=True, crash_injection=None)
     assert (summary["starts"], summary["ends"]) == (1, [{"how": "x", "code": 1}])
 
 
 def test_the_journal_of_another_run_is_another_story(place: Path) -> None:
     (place / "out").mkdir()
     write_record(place / "out", new_record({"stub": 1}))
-    journal.append(place / "out", {"run_id": "other", "event": "start"})
+    supervised.enter(place / "out", {"run_id": "other", "event": "start"})
     assert run(place, DONE) == 0
     assert [entry["event"] for entry in told(place)] == ["start", "end"]
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.supervisor import ENTRIES, Death, Decision, Ledger, Settings, decide, place_of, shown, to_start
-from hf_rocm_tune.training.journal import FILE_NAME
-from hf_rocm_tune.training.supervised import Begun
+from hf_rocm_tune.training.supervised import JOURNAL_FILE, Begun
 
 THIS = [sys.executable, "-m"]
 THROUGH = [*THIS, "hf_rocm_tune.launch"]
@@ -220,7 +219,7 @@ def test_every_start_is_entered_once(tmp_path: Path, leaders: tuple[int, ...]) -
             ledger.add("start", start=start)
         for ledger in ledgers:
             ledger.add("end", code=-9, start=start)
-    entries = [json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
+    entries = [json.loads(line) for line in (tmp_path / JOURNAL_FILE).read_text().splitlines()]
     assert [(each["event"], each["start"]) for each in entries] == [
         (event, start) for start in range(1, len(leaders) + 1) for event in ("start", "end")
     ]
@@ -230,8 +229,8 @@ def test_a_start_that_never_began_is_entered_by_who_leads_the_next(tmp_path: Pat
     leader, other = ledgers = [Ledger(), Ledger()]
     for ledger in ledgers:
         ledger.add("end", code=1, start=1)
-    assert not (tmp_path / FILE_NAME).exists()
+    assert not (tmp_path / JOURNAL_FILE).exists()
     other.belongs_to(begun(tmp_path, leads=False))
     leader.belongs_to(begun(tmp_path, leads=True))
-    (entry,) = [json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
+    (entry,) = [json.loads(line) for line in (tmp_path / JOURNAL_FILE).read_text().splitlines()]
     assert (entry["event"], entry["start"], entry["run_id"]) == ("end", 1, "run")

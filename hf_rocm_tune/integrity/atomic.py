@@ -192,7 +192,6 @@ def clean_leftovers(parent: Path) -> list[str]:
 
 
 def flush_tree(directory: Path) -> None:
-    """fsync every file and directory below ``directory``, and itself: a rename must not overtake the data."""
     for folder, _, files in os.walk(directory, topdown=False):
         for name in files:
             flush(Path(folder, name))
@@ -200,7 +199,6 @@ def flush_tree(directory: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """fsync one file or directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -121,7 +121,6 @@ class Canaries:
 
     @property
     def churned_bytes(self) -> int:
-        """Bytes of the blocks that come and go, as they stand."""
         return sum(block.numel() for block in self._churned)
 
     def churn(self) -> None:
@@ -141,7 +140,6 @@ class Canaries:
             torch.cuda.empty_cache()  # gives segments back, so that the next cycle has to map memory anew
 
     def check(self, cycle: int) -> CanaryFault | None:
-        """Digest every canary where it lies. Returns the first one that is wrong, or None."""
         for number, (block, expected) in enumerate(zip(self.blocks, self._expected, strict=True)):
             if digest(block) != expected:
                 return self._locate(cycle, number, block)

@@ -146,7 +146,6 @@ def inspect(directory: Path) -> Inspection:
 
 
 def compare(directory: Path, entries: Mapping[str, FileEntry]) -> list[Problem]:
-    """What is wrong with these files, by their names relative to ``directory``."""
     return [found for name, entry in entries.items() if (found := _check(directory, name, entry))]
 
 
@@ -185,7 +184,6 @@ def list_files(directory: Path) -> list[str]:
 
 
 def entry_of(path: Path) -> FileEntry:
-    """Size and SHA-256 of a file as it lies on disk."""
     drop_from_cache(path)
     return _digest(path)
 

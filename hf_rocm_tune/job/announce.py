@@ -15,7 +15,8 @@ from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
 from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.redaction import one_line
-from hf_rocm_tune.training.report import RunFacts, describe_device
+from hf_rocm_tune.training.report import RunFacts
+from hf_rocm_tune.training.telemetry import describe_device
 
 if TYPE_CHECKING:
     from hf_rocm_tune.settings.arguments import Arguments

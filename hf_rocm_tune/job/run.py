@@ -38,15 +38,15 @@ from hf_rocm_tune.redaction import local_paths
 from hf_rocm_tune.settings import arguments as command_line
 from hf_rocm_tune.settings import flags, names
 from hf_rocm_tune.settings.arguments import Arguments
-from hf_rocm_tune.training import report, seam_probe, stall, terminal
+from hf_rocm_tune.training import report, seam_probe, stall, telemetry
 from hf_rocm_tune.training.device_memory import explain_native_exits, warm_up
 from hf_rocm_tune.training.faults import Crashes, StepFaultSpec
-from hf_rocm_tune.training.ranks import is_wanted
-from hf_rocm_tune.training.refusals import as_usage_errors, check_fsdp, check_loggers, check_offloads
+from hf_rocm_tune.training.ranks import check_fsdp, is_wanted
+from hf_rocm_tune.training.refusals import as_usage_errors, check_loggers, check_offloads
 from hf_rocm_tune.training.run import Plan, prepare_output_dir
 from hf_rocm_tune.training.stall import StallGuard
 from hf_rocm_tune.training.supervised import tell_begun
-from hf_rocm_tune.training.telemetry import Telemetry, of_device
+from hf_rocm_tune.training.telemetry import Telemetry
 from hf_rocm_tune.training.trainer import VerifiedSFTTrainer, VerifiedTransferMixin
 from hf_rocm_tune.transfer import Mover
 
@@ -100,7 +100,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         return 0
     check_world(arguments.training.world_size, os.environ)
     if arguments.training.disable_tqdm or not sys.stderr.isatty():
-        terminal.quieten_bars()
+        telemetry.quieten_bars()
     if newer := upstream.untested():
         on_main_process(lambda: seam_probe.require(newer, announce.say))
     explain_native_exits(exits.speak)
@@ -198,7 +198,7 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
         )
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
-    shown = terminal.show(trainer, report=job.mover.report, telemetry=job.telemetry)
+    shown = telemetry.show(trainer, report=job.mover.report, telemetry=job.telemetry)
     cards = job.cards = Cards(
         arguments=job.arguments,
         data=job.data.description,
@@ -319,7 +319,7 @@ def _prepare(
     mover = make_mover(arguments, source, say=announce.say)
     libraries = _warm_up(mover, source)
     fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=announce.say)
-    telemetry = of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
+    watched = telemetry.of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
     return Job(
         arguments=arguments,
         asked=asked,
@@ -329,7 +329,7 @@ def _prepare(
         data=data,
         tokenizer=tokenizer,
         mover=mover,
-        telemetry=telemetry if tune.telemetry_every > 0 else None,
+        telemetry=watched if tune.telemetry_every > 0 else None,
         publisher=publisher,
         guard=guard,
         rewards=rewards,
@@ -375,7 +375,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         peft_config.target_modules = target_names(peft_config.target_modules)
         check_targets(model, peft_config.target_modules)
     extra: dict[str, Any] = {}
-    if job.arguments.method in ("dpo", "kto") and peft_config is None and not training.precompute_ref_log_probs:
+    if job.arguments.method in ("dpo", "kto") and peft_config is None:
         extra["ref_model"] = load_model(job.source, job.mover)[0]
     if job.rewards is not None:
         extra["reward_funcs"] = list(job.rewards)

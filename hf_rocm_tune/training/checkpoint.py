@@ -295,7 +295,6 @@ class Checkpoints:
         replace_directory(staged, final)
 
     def _live_states(self) -> dict[str, Any]:
-        """Content of the files beside the weights that this rank writes, by name, from what is live."""
         trainer = self._trainer
         first = trainer.is_world_process_zero()
         states: dict[str, Any] = {TRAINER_STATE_NAME: trainer.state} if first else {}
@@ -322,7 +321,6 @@ class Checkpoints:
         return state
 
     def save_optimizer(self, stock: Callable[[str], None], directory: str) -> None:
-        """Write optimizer and scheduler as upstream does, and a sharded optimizer whole."""
         self.attempt(stock if self._trainer.whole_state is None else self._write_whole_optimizer, directory)
 
     def _write_whole_optimizer(self, directory: str) -> None:
@@ -393,7 +391,6 @@ class Checkpoints:
         trainer.accelerator.wait_for_everyone()
 
     def _save_result(self, destination: Path, *, only: Collection[str] | None = None) -> None:
-        """Save into ``destination``, all files or some. Collective."""
         self._trainer.before_save()
         stage = self._open_stage(destination / "model")
         try:
@@ -498,7 +495,6 @@ class Checkpoints:
         _until_equal(load_once, str(directory))
 
     def load_optimizer(self, checkpoint: str | None, stock: Callable[[str | None], None]) -> None:
-        """Set optimizer and scheduler from a checkpoint."""
         trainer, path = self._trainer, Path(checkpoint or "") / OPTIMIZER_NAME
         if checkpoint is None or self._is_in_parts or not path.is_file():
             stock(checkpoint)
@@ -510,7 +506,6 @@ class Checkpoints:
         self._restore(path.with_name(SCHEDULER_NAME), scheduler.load_state_dict, scheduler.state_dict)
 
     def load_scaler(self, checkpoint: str | None) -> None:
-        """Set the gradient scaler of fp16 from a checkpoint that has one."""
         path = Path(checkpoint or "") / SCALER_NAME
         if checkpoint is None or not path.is_file():
             return
@@ -520,7 +515,6 @@ class Checkpoints:
         self._restore(path, scaler.load_state_dict, scaler.state_dict)
 
     def load_random_state(self, checkpoint: str | None, stock: Callable[[str | None], None]) -> None:
-        """Set the random generators from a checkpoint."""
         path = Path(checkpoint or "") / saved_state.rng_file(self._trainer.args)
         if checkpoint is None or not path.is_file():  # upstream tells of one that is of another number of ranks
             stock(checkpoint)
@@ -677,7 +671,6 @@ def _differing(found: Mapping[str, Readback]) -> list[str]:
 
 
 def _until_equal(load: Callable[[], list[str]], where: str) -> None:
-    """Load until it names no difference, a few times."""
     for _ in range(_READS):
         differing = load()
         if not differing:

@@ -146,7 +146,6 @@ class FragmentationCallback(TrainerCallback):
         self._quiet_until = 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Between two steps."""
         if self._device.type != "cuda" or state.global_step % LOOK_EVERY:
             return
         now, earlier = read(self._device), self._earlier

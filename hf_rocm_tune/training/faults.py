@@ -115,15 +115,6 @@ class StepFaultSpec:
 def _parse(
     spec: type[Spec], text: str, variable: str, allowed: Mapping[str, tuple[str, ...]], least: Mapping[str, int]
 ) -> Spec:
-    """A specification from its text.
-
-    Args:
-        spec: the dataclass.
-        text: ``key=value`` pairs joined by commas.
-        variable: the environment variable, for messages.
-        allowed: the values that a key of text may have.
-        least: the least value of a key of a number.
-    """
     hints, values = get_type_hints(spec), dict[str, Any]()
     kind = f"kind= one of {' '.join(allowed['kind'])}"
     for key, value in read_pairs(variable, text, hints, required={"kind": kind}).items():

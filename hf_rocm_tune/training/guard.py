@@ -184,7 +184,6 @@ class TrainingGuard:
         self._losses: list[Tensor] = []  # of the micro-steps so far, on the device
 
     def begin_step(self) -> None:
-        """An optimizer step begins, however the last one ended."""
         self._losses.clear()
 
     def remember(self, loss: Tensor) -> None:
@@ -279,7 +278,6 @@ class MovementCallback(TrainerCallback):
         self._rate = 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Takes the first digests."""
         self._look(state.global_step, wait=FIRST_LOOK)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:

@@ -111,7 +111,6 @@ class InterruptCallback(TrainerCallback):
         """Time stamp of a request file for which there was no space: it counts again when it is touched again."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Forgets what an earlier training was asked."""
         self.save_wanted, self._stop = False, 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -123,7 +122,6 @@ class InterruptCallback(TrainerCallback):
             control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The checkpoint is in place: answers the file, or ends the run."""
         if not self.save_wanted:
             return
         self.save_wanted = False

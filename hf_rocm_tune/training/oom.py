@@ -165,7 +165,6 @@ def _packed(batch: Mapping[str, Any], positions: Tensor, tensors: Mapping[str, T
 
 
 def _starts(positions: Tensor) -> Tensor:
-    """bool[tokens]: where a sequence begins; the first token always does."""
     starts = positions[0] == 0
     starts[0] = True
     return starts
@@ -294,7 +293,6 @@ class RandomState:
         self._accelerators = [(torch.cuda.get_rng_state(each), each) for each in devices if each.type == "cuda"]
 
     def restore(self) -> None:
-        """As it was."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
@@ -389,7 +387,6 @@ class OutOfMemoryRecovery:
             self._report([incident], "recovered")  # by this restart
 
     def begin_step(self) -> None:
-        """A new optimizer step begins, however the last one ended."""
         self._window = None
         self._cache_was_given_back = False
 
@@ -554,7 +551,6 @@ class OutOfMemoryRecovery:
         self.divisor = found.wanted
 
     def _refusal(self, found: _Shortage) -> str:
-        """What to tell the user when this micro-batch cannot be made smaller."""
         args, model = self._trainer.args, self._trainer.model
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         advice = []

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,23 +32,29 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, str_to_bool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
-from hf_rocm_tune.integrity.replicas import compare_replicas
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.models.sharding import shard
 from hf_rocm_tune.models.shards import fsdp_modules, is_sharded, reshard, rows_of, shard_digest
+from hf_rocm_tune.models.split import layer_stack
+from hf_rocm_tune.models.split_hops import Hops
+from hf_rocm_tune.models.split_mover import SplitMover
 from hf_rocm_tune.ranks.agree import everyone, highest
 from hf_rocm_tune.ranks.averaging import SyncSettings
 from hf_rocm_tune.ranks.fsdp import Traffic
 from hf_rocm_tune.ranks.gradients import GradientCheck, watch
 from hf_rocm_tune.training.saved_state import host_copy
+from hf_rocm_tune.training.sentinels import compare_replicas
 from hf_rocm_tune.transfer import Digest, Mover, combine, digest
 from hf_rocm_tune.transfer.host_group import host_group
+from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+    from trl import ModelConfig
 
     from hf_rocm_tune.training.sentinels import SentinelCallback
 
@@ -58,6 +64,7 @@ RAM_EFFICIENT = (
     "false. Each rank reads only its own rows here, so it saves nothing"
 )
 OFFLOAD = "fsdp_offload_params moves weights past the verification in every step: set it to false"
+FSDP_CONFIGURATION = "--accelerate_config dual_rx7900xt_fsdp2"
 CHECKPOINTING = (
     "fsdp_activation_checkpointing is not supported: set it to false and use --activation_checkpointing instead"
 )
@@ -259,6 +266,87 @@ def _reduce_as_trained(plugin: Any, model: nn.Module) -> None:
     )
 
 
+_NOT_WITH_SHARDS = {
+    "--auto_fit": "it does not know of shards; set --per_device_train_batch_size yourself",
+    "--compare_optimizer_every": "a shard of the optimizer's state has no replica to compare it with",
+    "--grad_sync host": "FSDP2 averages gradients by itself; leave it out",
+    "--grad_compression": "FSDP2 averages gradients by itself; leave it out",
+    "--recompute_layers": "FSDP2's layers are recomputed all, or none; use --activation_checkpointing",
+    "--split_layers": "it is the other way of training a model that is larger than a card; choose one",
+}
+_SHARDED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})
+
+
+def check_fsdp(
+    args: TrainingArguments,
+    model: ModelConfig,
+    environ: Mapping[str, str],
+    *,
+    others: Mapping[str, bool],
+) -> bool:
+    """Refuse, before the model is loaded, what does not work with FSDP2 or could not be verified.
+
+    Args:
+        args: the trainer's.
+        model: the model's.
+        environ: where the launcher says what it was told.
+        others: flags of ours that do not go with FSDP2, and whether they are in use.
+
+    Returns:
+        Whether FSDP2 is used.
+
+    Raises:
+        UsageError: what does not go together, and what to do.
+    """
+    if args.fsdp:
+        raise UsageError(f"--fsdp is not used here: choose FSDP2 with {FSDP_CONFIGURATION}, and leave --fsdp out")
+    if not is_wanted(environ):
+        return False
+    version, optim = environ.get("FSDP_VERSION", "1"), str(getattr(args.optim, "value", args.optim))
+    refusals = [
+        (version != "2", f"fsdp_version {version} is not supported: use fsdp_version: 2, as in {FSDP_CONFIGURATION}"),
+        (args.world_size < 2, "there is one process, and FSDP2 shards over two or more: give --num_processes 2"),
+        (_is_on(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"), RAM_EFFICIENT),
+        (_is_on(environ, "FSDP_OFFLOAD_PARAMS"), OFFLOAD),
+        (_is_on(environ, "FSDP_ACTIVATION_CHECKPOINTING"), CHECKPOINTING),
+        (not model.use_peft, "FSDP2 is for adapters here: train with LoRA (--use_peft true)"),
+        (model.load_in_8bit, "--load_in_8bit cannot be sharded by FSDP2: use --load_in_4bit"),
+        (bool(args.fp16), "--fp16 is not supported with FSDP2: use --bf16, or neither"),
+        (bool(args.torch_compile), "--torch_compile is not supported with FSDP2: leave it out"),
+        (optim not in _SHARDED_OPTIMIZERS, f"--optim {optim} is not known to work on shards: use adamw_torch_fused"),
+        *((used, f"{flag} works only without it: {_NOT_WITH_SHARDS[flag]}") for flag, used in others.items()),
+    ]
+    if model.load_in_4bit:
+        refusals += _quantised(args, model)
+    for wrong, why in refusals:
+        if wrong:
+            raise UsageError(f"FSDP2: {why}")
+    return True
+
+
+def _quantised(args: TrainingArguments, model: ModelConfig) -> list[tuple[bool, str]]:
+    """4-bit weights are bytes in the dress of floats: only a float dtype can be sharded, and none may be converted."""
+    storage = model.bnb_4bit_quant_storage or "uint8"
+    computed = "bfloat16" if args.bf16 else None
+    fitting = computed or "float32"
+    return [
+        (
+            storage not in {"bfloat16", "float32", "float16"},
+            f"4-bit weights that are stored as {storage} cannot be sharded, so that each card would hold all of them: "
+            f"give --bnb_4bit_quant_storage {fitting}",
+        ),
+        (
+            computed is not None and storage != computed,
+            f"with --bf16 FSDP2 converts what it gathers to bfloat16, and 4-bit weights that are stored as {storage} "
+            "would be destroyed: give --bnb_4bit_quant_storage bfloat16",
+        ),
+    ]
+
+
+def _is_on(environ: Mapping[str, str], name: str) -> bool:
+    return bool(str_to_bool(environ.get(name, "false")))
+
+
 def check_plugin(plugin: Any) -> None:
     """The same for a trainer that was built without our entry point, from what accelerate has understood.
 
@@ -315,7 +403,6 @@ class WholeState:
         return self._kept_optimizer
 
     def forget(self) -> None:
-        """The save is over: what was brought together is of no more use."""
         self._kept_model = self._kept_optimizer = None
 
     # ---- bringing together ----------------------------------------------------------------------------------
@@ -346,7 +433,6 @@ class WholeState:
 
 
 def _gathered(mine: dict[str, tuple[Tensor, str]]) -> list[dict[str, tuple[Tensor, str]]]:
-    """By rank what each has, on rank 0; nothing elsewhere. Collective, over gloo."""
     group = host_group()
     parts: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
     dist.gather_object(mine, parts, dst=0, group=group)
@@ -397,3 +483,84 @@ def _filled(state: Any, wholes: Mapping[str, Tensor], path: str = "") -> Any:
     if isinstance(state, list | tuple):
         return type(state)(_filled(value, wholes, f"{path}/{number}") for number, value in enumerate(state))
     return state
+
+
+# ---- one process, several cards -----------------------------------------------------------------------------
+
+
+def carry_between_cards(model: nn.Module, mover: SplitMover) -> None:
+    """From now on what goes from one card's layers to another's goes through the movers, forward and backward."""
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    _, layers = layer_stack(base, base.config)
+    Hops(mover).install(base.base_model, layers)
+
+
+def cards_of_parameters(model: nn.Module, mover: SplitMover) -> dict[int, int]:
+    return {id(parameter): mover.split.card_of(name) for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def clip_over_cards(
+    mover: SplitMover,
+    card_of: Mapping[int, int],
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+) -> Tensor:
+    """As ``torch.nn.utils.clip_grad_norm_``, which would bring the norms to the first card by peer copies.
+
+    The norms of the gradients are the same numbers in the same order, so the outcome is torch's bit for bit, up to
+    where the last sum is made: on the host.
+
+    Args:
+        mover: of the cards.
+        card_of: number of the card of each parameter, by its identity.
+        parameters: of all cards.
+        max_norm: of all gradients together; infinite to measure only.
+        norm_type: 2 for the Euclidean norm.
+
+    Returns:
+        The norm before clipping, shape [], on the first card.
+
+    Raises:
+        CorruptionError: a norm could not be brought over right.
+    """
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    owners = [card_of[id(parameter)] for parameter in trained]
+    norms: dict[int, Tensor] = {}
+    for card in sorted(set(owners)):
+        mine = [index for index, owner in enumerate(owners) if owner == card]
+        gradients = [trained[index].grad for index in mine]
+        there = torch.stack([torch.linalg.vector_norm(each, norm_type) for each in gradients if each is not None])
+        with mover.cards[card].fetched(there, name=f"gradient_norms.from{card}", stage=BETWEEN_CARDS) as fetched:
+            norms |= dict(zip(mine, fetched.host.clone(), strict=True))
+    on_host = torch.stack([norms[index] for index in range(len(trained))]) if trained else torch.zeros(1)
+    total = torch.linalg.vector_norm(on_host, norm_type)
+    totals = {}
+    for card in sorted({0, *owners}):
+        name = f"gradient_norm.to{card}"
+        totals[card] = mover.cards[card].move(total, name=name, stage=BETWEEN_CARDS)
+        mine = [index for index, owner in enumerate(owners) if owner == card]
+        clip_grads_with_norm_([trained[index] for index in mine], max_norm, totals[card])
+    return totals[0]
+
+
+def describe_split(mover: SplitMover, model: nn.Module) -> dict[str, Any]:
+    """For the report: what each card holds, and what crossed."""
+    held = [0] * mover.split.cards
+    for name, tensor in tensors_of(model):
+        held[mover.split.card_of(name)] += tensor.numel() * tensor.element_size()
+    rows = []
+    for stage, card, report in zip(mover.split.stages, mover.cards, mover.card_reports, strict=True):
+        counted = report.to_dict()
+        rows.append(
+            {
+                "card": stage.card,
+                "device": f"{card.device}{' (logical)' if mover.logical else ''}",
+                "layers": [stage.layers.start, stage.layers.stop - 1],
+                "model_bytes": held[stage.card],
+                "weights": counted["weights"],
+                BETWEEN_CARDS: counted[BETWEEN_CARDS],
+            }
+        )
+    return {"layers": mover.split.stack, "way": "staged through the host", "cards": rows}

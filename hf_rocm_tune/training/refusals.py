@@ -9,39 +9,24 @@ nothing later would show it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import str_to_bool
 from jinja2 import TemplateError
 from transformers import TrainerCallback
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.quantised import require_bitsandbytes
-from hf_rocm_tune.training.ranks import CHECKPOINTING, OFFLOAD, RAM_EFFICIENT, is_wanted
 from hf_rocm_tune.transfer import digest
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
-    from trl import ModelConfig
 
     from hf_rocm_tune.models.placement import Coverage
 
-FSDP_CONFIGURATION = "--accelerate_config dual_rx7900xt_fsdp2"
 _OUR_UPSTREAM = frozenset({"trl", "peft", "transformers", "accelerate"})
-
-
-_NOT_WITH_SHARDS = {
-    "--auto_fit": "it does not know of shards; set --per_device_train_batch_size yourself",
-    "--compare_optimizer_every": "a shard of the optimizer's state has no replica to compare it with",
-    "--grad_sync host": "FSDP2 averages gradients by itself; leave it out",
-    "--grad_compression": "FSDP2 averages gradients by itself; leave it out",
-    "--recompute_layers": "FSDP2's layers are recomputed all, or none; use --activation_checkpointing",
-    "--split_layers": "it is the other way of training a model that is larger than a card; choose one",
-}
-_SHARDED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})
 
 
 @contextmanager
@@ -68,7 +53,6 @@ def as_usage_errors() -> Iterator[None]:
 
 
 def _raised_by(error: BaseException) -> str:
-    """The top-level package of the function that raised an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -166,7 +150,6 @@ class OptimizerTablesCallback(TrainerCallback):
         self._compared = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Compares after the first step of this process."""
         if self._compared:
             return
         self._compared = True
@@ -190,73 +173,3 @@ def _of_bitsandbytes(args: TrainingArguments) -> bool:
     """By the names in transformers 5.23, ``trainer_optimizer.py``; torchao's and GaLore's 8-bit ones are others."""
     name = _optimizer(args)
     return name.startswith(("paged_", "ademamix", "lion", "rmsprop_bnb")) or name in ("adamw_bnb_8bit", "adamw_8bit")
-
-
-def check_fsdp(
-    args: TrainingArguments,
-    model: ModelConfig,
-    environ: Mapping[str, str],
-    *,
-    others: Mapping[str, bool],
-) -> bool:
-    """Refuse, before the model is loaded, what does not work with FSDP2 or could not be verified.
-
-    Args:
-        args: the trainer's.
-        model: the model's.
-        environ: where the launcher says what it was told.
-        others: flags of ours that do not go with FSDP2, and whether they are in use.
-
-    Returns:
-        Whether FSDP2 is used.
-
-    Raises:
-        UsageError: what does not go together, and what to do.
-    """
-    if args.fsdp:
-        raise UsageError(f"--fsdp is not used here: choose FSDP2 with {FSDP_CONFIGURATION}, and leave --fsdp out")
-    if not is_wanted(environ):
-        return False
-    version, optim = environ.get("FSDP_VERSION", "1"), _optimizer(args)
-    refusals = [
-        (version != "2", f"fsdp_version {version} is not supported: use fsdp_version: 2, as in {FSDP_CONFIGURATION}"),
-        (args.world_size < 2, "there is one process, and FSDP2 shards over two or more: give --num_processes 2"),
-        (_is_on(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"), RAM_EFFICIENT),
-        (_is_on(environ, "FSDP_OFFLOAD_PARAMS"), OFFLOAD),
-        (_is_on(environ, "FSDP_ACTIVATION_CHECKPOINTING"), CHECKPOINTING),
-        (not model.use_peft, "FSDP2 is for adapters here: train with LoRA (--use_peft true)"),
-        (model.load_in_8bit, "--load_in_8bit cannot be sharded by FSDP2: use --load_in_4bit"),
-        (bool(args.fp16), "--fp16 is not supported with FSDP2: use --bf16, or neither"),
-        (bool(args.torch_compile), "--torch_compile is not supported with FSDP2: leave it out"),
-        (optim not in _SHARDED_OPTIMIZERS, f"--optim {optim} is not known to work on shards: use adamw_torch_fused"),
-        *((used, f"{flag} works only without it: {_NOT_WITH_SHARDS[flag]}") for flag, used in others.items()),
-    ]
-    if model.load_in_4bit:
-        refusals += _quantised(args, model)
-    for wrong, why in refusals:
-        if wrong:
-            raise UsageError(f"FSDP2: {why}")
-    return True
-
-
-def _quantised(args: TrainingArguments, model: ModelConfig) -> list[tuple[bool, str]]:
-    """4-bit weights are bytes in the dress of floats: only a float dtype can be sharded, and none may be converted."""
-    storage = model.bnb_4bit_quant_storage or "uint8"
-    computed = "bfloat16" if args.bf16 else None
-    fitting = computed or "float32"
-    return [
-        (
-            storage not in {"bfloat16", "float32", "float16"},
-            f"4-bit weights that are stored as {storage} cannot be sharded, so that each card would hold all of them: "
-            f"give --bnb_4bit_quant_storage {fitting}",
-        ),
-        (
-            computed is not None and storage != computed,
-            f"with --bf16 FSDP2 converts what it gathers to bfloat16, and 4-bit weights that are stored as {storage} "
-            "would be destroyed: give --bnb_4bit_quant_storage bfloat16",
-        ),
-    ]
-
-
-def _is_on(environ: Mapping[str, str], name: str) -> bool:
-    return bool(str_to_bool(environ.get(name, "false")))

@@ -15,8 +15,8 @@ from accelerate.utils import gather_object
 
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.redaction import redact_json
-from hf_rocm_tune.training import journal
-from hf_rocm_tune.training.supervised import is_supervised
+from hf_rocm_tune.training.supervised import is_supervised, survival
+from hf_rocm_tune.training.telemetry import describe_device
 from hf_rocm_tune.transfer import STAGES, TransferReport
 from hf_rocm_tune.transfer.digest_device import device_method
 from hf_rocm_tune.transfer.digest_host import host_method
@@ -108,7 +108,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         "memory": {**counters["memory"], **described["memory"]},
         "auto_fit": facts.auto_fit,
         "split": described["split"],
-        "survival": journal.summary(
+        "survival": survival(
             Path(trainer.args.output_dir),
             facts.run_id,
             skipped_steps=sorted(trainer.skip_steps),
@@ -121,7 +121,6 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
 
 
 def write(report: Mapping[str, Any], output_dir: Path) -> Path:
-    """Writes ``transfer_report.json`` so that it is whole or not there."""
     target = output_dir / FILE_NAME
     write_text_atomic(target, json.dumps(redact_json(report), indent=2, sort_keys=False) + "\n")
     return target
@@ -186,21 +185,7 @@ def _lived_through(report: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
-def describe_device(device: torch.device) -> dict[str, Any]:
-    """Name, memory and architecture of the device as torch reports them; the processor's for the CPU."""
-    if device.type == "cpu":
-        return {"type": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "type": "hip" if torch.version.hip else "cuda",
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "arch": getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}",
-    }
-
-
 def versions() -> dict[str, str | None]:
-    """Versions of the stack; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "hip": torch.version.hip}
     for name in _DISTRIBUTIONS:
         try:

@@ -128,7 +128,6 @@ def new_record(settings: Mapping[str, Any]) -> RunRecord:
 
 
 def write_record(directory: Path, record: RunRecord) -> None:
-    """Write ``run.json`` atomically."""
     body = {"schema": SCHEMA, **redact_json(asdict(record))}
     write_text_atomic(directory / RUN_FILE, json.dumps(body, indent=1, sort_keys=True))
 
@@ -439,7 +438,6 @@ def claim(staging: Path, directory: Path) -> list[str]:
 
 
 def not_ours(directory: Path, names: Sequence[str]) -> str:
-    """What is wrong with files that are `in_the_way`, and what to do."""
     shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return (
         f"{directory} holds files that no run of ours has written and that this one would replace ({shown}): choose "
@@ -448,7 +446,6 @@ def not_ours(directory: Path, names: Sequence[str]) -> str:
 
 
 def _is_plain(path: Path) -> bool:
-    """Whether it is a file, and no link to one."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -538,7 +535,6 @@ class Plan:
 
     @property
     def run_id(self) -> str:
-        """The id that goes into every manifest."""
         return self.record.run_id
 
     def commit(self) -> None:
@@ -623,7 +619,6 @@ class _Start:
         self._notes: list[str] = []
 
     def decide(self, lock: RunLock, restarted: bool | None) -> Plan:
-        """The plan, with the directory locked."""
         self._lock = lock
         left = clean_leftovers(self.directory)
         self._notes += [f"{self.directory}: {line} (left by a process that was killed)" for line in left]
@@ -724,7 +719,6 @@ class _Start:
         return not lost
 
     def _resume(self, checkpoint: Path, record: RunRecord, **more: Any) -> Plan:
-        """From a checkpoint that was named."""
         if not os.path.isdir(checkpoint) or not is_checkpoint(checkpoint):
             inside = list_checkpoints(checkpoint)
             hint = (
@@ -742,7 +736,6 @@ class _Start:
         return self._plan("resume", record, checkpoint=checkpoint, **more)
 
     def _begin_again(self, old: RunRecord | None) -> Plan:
-        """What ``--overwrite_output_dir`` asks for."""
         if self._newest_wanted:
             raise UsageError(
                 "--overwrite_output_dir deletes what --resume_from_checkpoint true asks for: give one of them"

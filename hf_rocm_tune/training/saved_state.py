@@ -275,7 +275,6 @@ def model_on_host(model: nn.Module) -> dict[str, Tensor]:
 
 
 def on_host(state: Any) -> Any:
-    """The same nested dicts and sequences with a `host_copy` of each tensor."""
     if torch.is_tensor(state):
         return host_copy(state)
     if isinstance(state, Mapping):
@@ -324,7 +323,6 @@ def rng_file(args: TrainingArguments) -> str:
 
 
 def random_states(*, all_cards: bool) -> dict[str, Any]:
-    """The random states as they are now, in the form of ``Trainer._save_rng_state``, which has all cards' in ranks."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
     if torch.cuda.is_available():
         read = torch.cuda.random.get_rng_state_all if all_cards else torch.cuda.random.get_rng_state

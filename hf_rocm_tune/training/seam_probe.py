@@ -80,7 +80,6 @@ def not_called() -> set[str]:
 
 
 def _train(kind: Any, scratch: Path, name: str, checkpoint: str | None) -> dict[str, str]:
-    """Digests of the adapter after four steps."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
@@ -135,7 +134,6 @@ class _Nobody:
 
 
 def main() -> int:
-    """Tries, and says in one line what is not called any more."""
     missing = sorted(not_called())
     if missing:
         print(f"upstream no longer calls {', '.join(missing)}", file=sys.stderr)

@@ -1,40 +1,394 @@
-"""Trainer callbacks: frozen weights, trained state, replicas and, on request, optimizer state looked at in a run."""
+"""Sentinels: bits that were right and no longer are, in memory that no card protects, or not alike on all ranks.
+
+`FrozenSentinel` watches what training must not change, in slices, so that no step pays for the whole model, and in full
+before a save. `TrainedSentinel` watches trained weights and the optimizer's state between two updates. Digests are
+queued on the device behind what computes there and compared when the training loop has waited for the device anyway.
+`compare_replicas` compares digests of all ranks over gloo, not over the path between cards that is suspect.
+`SentinelCallback` has all of them look in a run.
+
+Not covered: bits that were wrong between two looks and are right again.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
-from hf_rocm_tune.integrity.replicas import compare_replicas
-from hf_rocm_tune.integrity.sentinels import Change, FrozenSentinel, TrainedSentinel
 from hf_rocm_tune.models.attest import RECOMPUTED, TRAINED, is_recomputed
 from hf_rocm_tune.models.placement import findable_tensors_of, tensors_of
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.shards import is_sharded, local, reshard
-from hf_rocm_tune.transfer import digest
+from hf_rocm_tune.transfer import Digest, QueuedDigests, digest
+from hf_rocm_tune.transfer.host_group import host_group
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import UntypedStorage, nn
     from torch.optim import Optimizer
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from hf_rocm_tune.transfer import Mover
 
+Found = tuple[str, Tensor, Callable[[], Tensor]]
+"""Name, tensor, and a function that finds it again; the function raises AttributeError when it is gone."""
+
+_PACKED_BYTES = 32 << 20
+"""Small tensors are digested together in pieces of up to this size."""
+_BYTES_PER_UPDATE = 1 << 30
+"""How much of the trained state is watched between two updates."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A tensor that is not what it was."""
+
+    stage: str  # "frozen" or "trained"
+    name: str  # of the tensor, or of the group it belongs to
+    kind: str  # "changed in memory", "replaced" by another tensor, "removed" or "added"
+
+
+@dataclass(kw_only=True)
+class _Watched:
+    name: str
+    find: Callable[[], Tensor]
+    storage: weakref.ref[UntypedStorage]
+    nbytes: int
+    baseline: Digest
+
+    def tensor(self) -> Tensor | None:
+        try:
+            return self.find()
+        except AttributeError:
+            return None
+
+    def rebase(self, tensor: Tensor, baseline: Digest) -> None:
+        storage = tensor.untyped_storage()
+        self.storage, self.nbytes, self.baseline = weakref.ref(storage), storage.nbytes(), baseline
+
+
+@dataclass(kw_only=True)
+class FrozenSentinel:
+    """Watches the frozen tensors of a model, each by the bytes of its whole storage.
+
+    Args:
+        list_tensors: yields all that is to be watched, as it is now.
+        period: number of calls of :meth:`check_slice` in which every tensor is checked once.
+        arrived_with: the digest that a tensor had when it was loaded or derived, which is its baseline; None where that
+            is not known, and the baseline is what the tensor holds now.
+        explain: why a tensor may hold other bytes than its baseline's, given its name, the tensor, and whether these
+            are the baseline's bytes in another storage; None where nothing explains it. What is explained gets a new
+            baseline and is not a change.
+
+    Attributes:
+        changed_at_start: what no longer held its baseline when the watch began.
+        passes: completed passes over all tensors, by slices or in full.
+    """
+
+    list_tensors: Callable[[], Iterable[Found]]
+    period: int
+    arrived_with: Callable[[Tensor], Digest | None] = lambda _: None
+    explain: Callable[[str, Tensor, bool], str | None] = lambda *_: None
+    changed_at_start: list[Change] = field(default_factory=list)
+    passes: int = 0
+    _watched: dict[str, _Watched] = field(default_factory=dict)
+    _slices: list[list[_Watched]] = field(default_factory=list)
+    _queued: list[tuple[list[_Watched], QueuedDigests]] = field(default_factory=list)
+    _next: int = 0
+
+    def __post_init__(self) -> None:
+        self.changed_at_start = self._begin(list(self.list_tensors()))
+        self._slices = list(_even_slices(list(self._watched.values()), self.period))
+
+    @property
+    def tensors(self) -> int:
+        return len(self._watched)
+
+    def check_slice(self) -> list[Change]:
+        """Looks at the next slice; on an accelerator :meth:`collect` tells of its changes later."""
+        changes = self._look(self._slices[self._next])
+        self._next += 1
+        if self._next == len(self._slices):
+            self._next = 0
+            self.passes += 1
+        return changes + self.collect(wait=False)
+
+    def check_all(self) -> list[Change]:
+        """Looks at every tensor, also at those that have come since the start, and waits for the verdict."""
+        self.passes += 1
+        changes = self._look(self._watched.values())
+        changes += self._begin([each for each in self.list_tensors() if each[0] not in self._watched], late=True)
+        return changes + self.collect(wait=True)
+
+    def collect(self, *, wait: bool) -> list[Change]:
+        """What has been found out since the last time; ``wait``: also for what the device has not done yet."""
+        changes = []
+        while self._queued and (wait or self._queued[0][1].done()):
+            rows, queued = self._queued.pop(0)
+            for row, found in zip(rows, queued.result(), strict=True):
+                if found != row.baseline:
+                    changes += self._judge(row)
+        return changes
+
+    def _look(self, rows: Iterable[_Watched]) -> list[Change]:
+        """Queues the digests of those that are where they were; the others are judged at once."""
+        changes, here = [], []
+        for row in rows:
+            tensor = row.tensor()
+            if tensor is not None and tensor.requires_grad:
+                continue  # it is trained from now on
+            if tensor is not None and tensor.untyped_storage() is row.storage():
+                here.append((row, storage_bytes(tensor)))
+            else:
+                changes += self._judge(row)
+        if here:
+            self._queued.append(([row for row, _ in here], QueuedDigests([data for _, data in here])))
+        return changes
+
+    def _judge(self, row: _Watched) -> list[Change]:
+        """Looks again, and asks for an explanation of what still differs."""
+        tensor = row.tensor()
+        if tensor is None:
+            return [Change("frozen", row.name, "removed")]
+        replaced = tensor.untyped_storage() is not row.storage()
+        (found,) = QueuedDigests([storage_bytes(tensor)]).result()
+        same = found == row.baseline
+        if same and not replaced:
+            return []  # the digest itself had come back wrong
+        if self.explain(row.name, tensor, same) is None:
+            return [Change("frozen", row.name, "replaced" if replaced else "changed in memory")]
+        row.rebase(tensor, found)
+        return []
+
+    def _begin(self, found: list[Found], *, late: bool = False) -> list[Change]:
+        """Takes baselines, and tells of what does not hold the one with which it arrived. Late ones are explained."""
+        digests = QueuedDigests([storage_bytes(tensor) for _, tensor, _ in found]).result()
+        changes = []
+        for (name, tensor, find), now in zip(found, digests, strict=True):
+            if late and self.explain(name, tensor, False) is None:
+                changes.append(Change("frozen", name, "added"))
+                continue
+            before = now if late else self.arrived_with(storage_bytes(tensor)) or now
+            storage = tensor.untyped_storage()
+            self._watched[name] = row = _Watched(
+                name=name, find=find, storage=weakref.ref(storage), nbytes=storage.nbytes(), baseline=before
+            )
+            if now != before:
+                changes += self._judge(row)
+        return changes
+
+
+class TrainedSentinel:
+    """Watches what training changes, from one update to the next: the optimizer's parameters and its state.
+
+    Small tensors of one kind are digested together. Where all of it is larger than a gibibyte, as much as that is
+    watched between two updates, in turns. Pages (bitsandbytes' paged optimizers) are not watched.
+
+    Args:
+        optimizer: with ``param_groups`` and ``state`` as torch's.
+        local: this rank's part of a tensor that is sharded.
+        arrived_with: as for `FrozenSentinel`.
+        excuse_writes: do not compare what torch operations have written or replaced in the meantime: for a trainer
+            with code of a user's, which may do so. A fault of the memory leaves no trace in torch's version counter.
+
+    Attributes:
+        checks: completed comparisons of what is watched.
+        rewritten: groups that were not compared because they had been written to.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        local: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        arrived_with: Callable[[Tensor], Digest | None] = lambda _: None,
+        excuse_writes: bool = False,
+    ) -> None:
+        self._optimizer, self._local = optimizer, local
+        self._arrived_with = arrived_with
+        self._excuse_writes = excuse_writes
+        self.checks = self.rewritten = 0
+        self._held: list[Any] = []
+        self._groups: list[_Group] = []
+        self._next = 0
+        self._taken: tuple[list[_Group], list[list[int]], QueuedDigests] | None = None
+        self._queued: list[tuple[list[_Group], list[int], QueuedDigests, QueuedDigests]] = []
+        self._replaced: dict[str, None] = {}
+
+    def begin(self) -> list[Change]:
+        """Before the first update: what does not hold the bytes with which it arrived, where that is known."""
+        rows = [(kind, storage_bytes(tensor)) for kind, tensor in self._list()]
+        known = [(kind, data, before) for kind, data in rows if (before := self._arrived_with(data)) is not None]
+        now = QueuedDigests([data for _, data, _ in known]).result()
+        self.take()
+        wrong = dict.fromkeys(kind for (kind, _, before), found in zip(known, now, strict=True) if found != before)
+        return [Change("trained", kind, "changed in memory") for kind in wrong]
+
+    def take(self) -> None:
+        """After an update: remembers what is there now."""
+        held = [each for group in self._optimizer.param_groups for each in group["params"]]
+        held += [each for state in self._optimizer.state.values() for each in state.values()]
+        moved = any(group.pointers != group.find() for group in self._groups)
+        if moved or list(map(id, held)) != list(map(id, self._held)):
+            self._held, self._groups = held, _grouped(self._list())
+        chosen = self._turn()
+        queued = QueuedDigests([group.packed() for group in chosen])
+        versions = [group.versions() for group in chosen] if self._excuse_writes else []
+        self._taken = chosen, versions, queued
+
+    def look(self) -> None:
+        """Before the next use: queues a second look at what was remembered."""
+        if self._taken is None:
+            return
+        groups, versions, before = self._taken
+        looked_at = []
+        for at, group in enumerate(groups):
+            replaced = group.pointers != group.find()
+            if self._excuse_writes and (replaced or group.versions() != versions[at]):
+                self.rewritten += 1
+            elif replaced:
+                self._replaced[group.kind] = None
+            else:
+                looked_at.append(at)
+        self._queued.append((groups, looked_at, before, QueuedDigests([groups[at].packed() for at in looked_at])))
+
+    def collect(self) -> list[Change]:
+        """What has changed between `take` and `look`; waits for the verdict."""
+        changes: dict[str, None] = {}
+        for groups, untouched, before, now in self._queued:
+            self.checks += 1
+            then = before.result()
+            for at, found in zip(untouched, now.result(), strict=True):
+                # Looked at once more: the digest itself may have come back wrong.
+                if found != then[at] and QueuedDigests([groups[at].packed()]).result() != [then[at]]:
+                    changes[groups[at].kind] = None
+        self._queued = []
+        replaced, self._replaced = self._replaced, {}
+        kinds = [(kind, "replaced") for kind in replaced] + [(kind, "changed in memory") for kind in changes]
+        return [Change("trained", kind, how) for kind, how in kinds]
+
+    def _list(self) -> Iterator[tuple[str, Tensor]]:
+        for group in self._optimizer.param_groups:
+            yield from (("trained weights", self._local(each)) for each in group["params"])
+        for state in self._optimizer.state.values():
+            for name, value in state.items():
+                if torch.is_tensor(value) and not getattr(value, "is_paged", False):
+                    yield f"optimizer state {name}", self._local(value)
+
+    def _turn(self) -> list[_Group]:
+        """The groups whose turn it is: all, where they are not too large together."""
+        chosen: list[_Group] = []
+        room = _BYTES_PER_UPDATE
+        for _ in self._groups:
+            group = self._groups[self._next % len(self._groups)]
+            if chosen and group.nbytes > room:
+                break
+            chosen.append(group)
+            room -= group.nbytes
+            self._next = (self._next + 1) % len(self._groups)
+        return chosen
+
+
+@dataclass
+class _Group:
+    """Tensors of one kind on one device whose storages are digested as one."""
+
+    kind: str
+    tensors: list[Tensor] = field(default_factory=list)
+    pointers: list[int] = field(default_factory=list)
+    data: list[Tensor] = field(default_factory=list)
+    nbytes: int = 0
+
+    def find(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.tensors]
+
+    def packed(self) -> Tensor:
+        return self.data[0] if len(self.data) == 1 else torch.cat(self.data)
+
+    def versions(self) -> list[int]:
+        return [tensor._version for tensor in self.tensors]
+
+
+def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Group]:
+    groups: list[_Group] = []
+    open_groups: dict[tuple[str, torch.device], _Group] = {}
+    seen: set[int] = set()
+    for kind, tensor in listed:
+        storage = tensor.untyped_storage()
+        if storage._cdata in seen or storage.nbytes() == 0:
+            continue
+        seen.add(storage._cdata)
+        group = open_groups.get((kind, tensor.device))
+        if group is None or group.nbytes + storage.nbytes() > _PACKED_BYTES:
+            open_groups[kind, tensor.device] = group = _Group(kind)
+            groups.append(group)
+        group.tensors.append(tensor)
+        group.pointers.append(tensor.data_ptr())
+        group.data.append(storage_bytes(tensor))
+        group.nbytes += storage.nbytes()
+    return groups
+
+
+def _even_slices(watched: list[_Watched], period: int) -> Iterator[list[_Watched]]:
+    total = sum(row.nbytes for row in watched) or 1
+    groups: list[list[_Watched]] = [[] for _ in range(period)]
+    passed = 0
+    for row in watched:
+        groups[min(passed * period // total, period - 1)].append(row)
+        passed += row.nbytes
+    yield from groups
+
+
+# ---- replicas -----------------------------------------------------------------------------------------------
+
+_NAMED = 5
+
+
+def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
+    """Compares the digests of these tensors, of the same names on every rank, over all ranks. Collective.
+
+    Returns:
+        How many tensors were compared; 0 when there is one rank.
+
+    Raises:
+        CorruptionError: on every rank, naming the tensors and the ranks that hold other bits than rank 0.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return 0
+    rows = list(tensors)
+    digests = QueuedDigests([tensor.detach() for _, tensor in rows]).result()
+    mine = {name: found.hex() for (name, _), found in zip(rows, digests, strict=True)}
+    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=host_group())
+    first = everyone[0] or {}
+    differing: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(everyone):
+        theirs = theirs or {}
+        for name in sorted(first.keys() | theirs.keys()):
+            if first.get(name) != theirs.get(name):
+                differing.setdefault(name, []).append(rank)
+    if differing:
+        named = ", ".join(f"{name} (ranks {ranks})" for name, ranks in list(differing.items())[:_NAMED])
+        more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+        raise CorruptionError(
+            f"{when}: ranks hold other bits than rank 0 in {named}{more}: nothing more is trained on them"
+        )
+    return len(mine)
+
+
+# ---- in a run -----------------------------------------------------------------------------------------------
+
 _UPSTREAM = frozenset({"hf_rocm_tune", "transformers", "trl", "peft", "accelerate", "torch", "typing", "builtins"})
-
-
-_SAID = {
-    "changed in memory": "changed in memory",
-    "replaced": "were replaced by other tensors",
-    "removed": "were removed",
-    "added": "were added",
-}
+_SAID = {"replaced": "were replaced by other tensors", "removed": "were removed", "added": "were added"}
 _ADVICE = (
     "Nothing was saved since; the checkpoints already written are intact: start the same command again to continue "
     "from the newest one. Code that means to rewrite a frozen weight declares it: trainer.mover.mark_derived(it, why)"
@@ -66,8 +420,7 @@ class SentinelCallback(TrainerCallback):
         mover: knows with which digest each arrived or was derived; its report counts passes and mismatches.
         every: steps in which each frozen tensor is looked at once; 0: no look at memory at all. Before a save it is
             then still looked for frozen tensors that were replaced.
-        compare_optimizer_every: steps between two comparisons of all of the optimizer's state over all ranks; 0 for
-            never.
+        compare_optimizer_every: steps between two comparisons of the optimizer's state over all ranks; 0 for never.
         excuse_writes: see `TrainedSentinel`.
         references: models that are only evaluated: all their tensors are watched.
 
@@ -81,9 +434,9 @@ class SentinelCallback(TrainerCallback):
         mover: Mover,
         *,
         every: int,
-        compare_optimizer_every: int = 0,
-        excuse_writes: bool = False,
-        references: Sequence[nn.Module] = (),
+        compare_optimizer_every: int,
+        excuse_writes: bool,
+        references: Sequence[nn.Module],
     ) -> None:
         self._model = model
         self._mover, self._report = mover, mover.report
@@ -101,7 +454,6 @@ class SentinelCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
-        """Takes the baselines, before the first step: the digests from the load where they are known."""
         if self._every <= 0:
             return
         self._optimizer = more.get("optimizer")
@@ -125,11 +477,9 @@ class SentinelCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Remembers what the update has made."""
         self.take()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Looks at the next slice, and compares the replicas and the optimizer's state when it is time."""
         step = state.global_step
         if self._sentinel is not None:
             self._drop_what_is_gathered()
@@ -152,11 +502,7 @@ class SentinelCallback(TrainerCallback):
             self._trained.look()
 
     def settle(self, step: int) -> None:
-        """Waits for the verdict of all looks so far.
-
-        Raises:
-            MemoryFaultError: something has changed.
-        """
+        """Waits for the verdict of all looks so far."""
         if self._sentinel is None:
             return
         changes = self._sentinel.collect(wait=True)
@@ -182,21 +528,12 @@ class SentinelCallback(TrainerCallback):
             reshard(self._model)
 
     def check_trained(self, when: str, step: int) -> None:
-        """Checks the trained state alone.
-
-        Raises:
-            MemoryFaultError: it is not what the last update made.
-        """
         if self._trained is not None:
             self._trained.look()
             self._judge(self._trained.collect(), when, step)
 
     def check_replicas(self, tensors: Iterable[tuple[str, Tensor]], when: str) -> None:
-        """Compares these tensors over all ranks and counts it. Collective.
-
-        Raises:
-            CorruptionError: on every rank, see :func:`~hf_rocm_tune.integrity.replicas.compare_replicas`.
-        """
+        """`compare_replicas`, counted. Collective."""
         try:
             compared = compare_replicas(tensors, when)
         except CorruptionError:
@@ -224,7 +561,6 @@ class SentinelCallback(TrainerCallback):
         return (each for group in groups for each in group["params"])
 
     def _optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        """Every state tensor, called after its parameter: "<parameter>/exp_avg"."""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         for number, (parameter, state) in enumerate(optimizer.state.items()):
             owner = names.get(id(parameter), f"parameter {number}")
@@ -249,7 +585,6 @@ class SentinelCallback(TrainerCallback):
         return reason
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """Whose a tensor is, and its name there."""
         reference, _, inside = name.rpartition(": ")
         return (self._references[int(reference.split()[1])], inside) if reference else (self._model, name)
 
@@ -272,7 +607,8 @@ class SentinelCallback(TrainerCallback):
         what = "frozen weights" if changes[0].stage == "frozen" else "trained weights or optimizer state"
         names = ", ".join(each.name for each in changes[:3])
         more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
-        raise MemoryFaultError(f"{what} {_SAID[changes[0].kind]} ({when}): {names}{more}", _ADVICE)
+        said = _SAID.get(changes[0].kind, changes[0].kind)
+        raise MemoryFaultError(f"{what} {said} ({when}): {names}{more}", _ADVICE)
 
 
 def _moves_weights_itself(optimizer: Any) -> bool:

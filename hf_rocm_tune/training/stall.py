@@ -86,7 +86,6 @@ class Limits:
 
     @property
     def tick_s(self) -> float:
-        """How often to look."""
         return min(max(min(self.floor_s, self.most_s) / 20, 0.05), 1.0)
 
 
@@ -149,7 +148,6 @@ class Pace:
         return places[self.phase]
 
     def look(self) -> Look:
-        """For the watchdog."""
         return Look(beats=self._beats, where=self.where, limit_s=self._limit())
 
     def _limit(self) -> float | None:
@@ -209,14 +207,12 @@ class StallGuard:
         self._trainer, self._facts, self._directory = trainer, facts, directory
 
     def close(self) -> None:
-        """Watch no more; nothing is left behind."""
         if self._watchdog is not None:
             self._watchdog.stop()
         if self._board is not None:
             self._board.leave()
 
     def lost_peer(self, error: BaseException) -> StallError:
-        """What to tell of a broken connection to another rank."""
         others = self._board.others() if self._board is not None else []
         where = self._pace.where if self._pace is not None else "in this job"
         return lost_peer(error, others, where=where)
@@ -236,7 +232,6 @@ class StallGuard:
         briefly(lambda: self._tell(error), _TELL_SECONDS)
 
     def _report(self, stall: Stall) -> None:
-        """The incident, in the report of what was done so far."""
         if self._trainer is None or self._facts is None or self._directory is None or self._pace is None:
             return
         self._trainer.transfer_report.incident(
@@ -313,6 +308,5 @@ def _write(content: Mapping[Path, str]) -> None:
 
 
 def _elsewhere(environ: Mapping[str, str]) -> int:
-    """How many ranks run on other machines."""
     world = int(environ.get("WORLD_SIZE", "1"))
     return max(world - int(environ.get("LOCAL_WORLD_SIZE", str(world))), 0)

@@ -20,9 +20,10 @@ import termios
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.integrity.atomic import open_in_place, read_plain, write_text_atomic
+from hf_rocm_tune.redaction import redact_json
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -128,7 +129,6 @@ def is_restart_of(run_id: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a supervisor started this process."""
     return _directory(environ) is not None
 
 
@@ -181,7 +181,6 @@ def read_pulse(file: Path) -> tuple[Pulse | None, int]:
 
 
 def read_begun(file: Path) -> Begun | None:
-    """What a job told of itself; None where it told nothing."""
     try:
         return Begun(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -235,3 +234,64 @@ def _directory(environ: Mapping[str, str]) -> Path | None:
     """The supervisor's directory; one that is gone (a variable that outlived it) counts as none."""
     path = Path(environ.get(VARIABLE, ""))
     return path if environ.get(VARIABLE) and path.is_dir() else None
+
+
+# ---- the journal --------------------------------------------------------------------------------------------
+
+JOURNAL_FILE = "survival.jsonl"
+"""How often a run was started, how each start ended and what was decided, one JSON object a line."""
+
+
+def enter(directory: Path, entry: Mapping[str, Any]) -> None:
+    """Add one line.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = open_in_place(directory / JOURNAL_FILE, os.O_RDWR | os.O_APPEND)
+    with open(descriptor, "rb+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        # A line that the end of the power cut short must not swallow this one.
+        torn = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
+        file.write(("\n" if torn else "").encode() + json.dumps(redact_json(dict(entry))).encode() + b"\n")
+
+
+def journal_of(directory: Path, run_id: str) -> list[dict[str, Any]]:
+    """The entries of one run, oldest first; none without a journal."""
+    try:
+        lines = read_plain(directory / JOURNAL_FILE).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and entry.get("run_id") == run_id:
+            found.append(entry)
+    return found
+
+
+def survival(
+    directory: Path, run_id: str, *, skipped_steps: list[int], supervised: bool, crash_injection: str | None
+) -> dict[str, Any]:
+    """The report's section ``survival``: what this run went through, as far as a supervisor saw it.
+
+    Args:
+        directory: the run's output directory.
+        run_id: of the run.
+        skipped_steps: optimizer steps that were left out.
+        supervised: whether a supervisor watches the run now.
+        crash_injection: crashes that were asked for, as text.
+    """
+    told = journal_of(directory, run_id)
+    ends = [entry for entry in told if entry.get("event") == "end"]
+    keys = ("time", "how", "code", "phase", "step", "message", "evidence", "decision")
+    return {
+        "supervised": supervised,
+        "starts": sum(entry.get("event") == "start" for entry in told),
+        "ends": [{key: entry[key] for key in keys if key in entry} for entry in ends],
+        "skipped_steps": skipped_steps,
+        "crash_injection": crash_injection,
+    }

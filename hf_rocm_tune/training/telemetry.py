@@ -25,21 +25,27 @@ The counters are those of the process that logs, rank 0; the report at the end a
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import has_length
 
 from hf_rocm_tune.machine.child import pci_address
 from hf_rocm_tune.machine.gpus import read_sensors, throttle_causes
 from hf_rocm_tune.machine.sysfs import LiveTree, Reading, Tree
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from rich.progress import Progress
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from hf_rocm_tune.transfer import TransferReport
 
@@ -125,6 +131,19 @@ def card_of(device: torch.device) -> tuple[str | None, str]:
     return address, "" if address else "this torch does not tell the PCI address of its devices"
 
 
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Name, memory and architecture of the device as torch reports them; the processor's for the CPU."""
+    if device.type == "cpu":
+        return {"type": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": "hip" if torch.version.hip else "cuda",
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "arch": getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}",
+    }
+
+
 def torch_memory(device: torch.device) -> dict[str, float]:
     """Memory that torch's allocator holds in this process, in GiB: now, and the peak since the run began."""
     if device.type != "cuda":
@@ -167,7 +186,6 @@ class _Alarm:
         self._on = False
 
     def update(self, *, begins: bool, ends: bool) -> bool:
-        """Whether this is the beginning of the first episode."""
         if self._on:
             self._on = not ends
             return False
@@ -213,7 +231,6 @@ class Telemetry:
         self._latest: Mapping[str, float] = {}
 
     def start(self) -> None:
-        """Begin to look, unless that goes on already or there is nothing to look at."""
         if self._read is None or self._thread is not None:
             return
         self._stopped = threading.Event()
@@ -221,7 +238,6 @@ class Telemetry:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(_STOP_S)
@@ -233,7 +249,6 @@ class Telemetry:
             stopped.wait(self._every_s)
 
     def look(self) -> None:
-        """Read the sensors once."""
         if self._read is None:
             return
         began = time.perf_counter()
@@ -292,7 +307,6 @@ class Telemetry:
         return found | {name: round(value, 3) for name, value in self._memory().items() if "peak" in name}
 
     def _judge(self, seen: Sample) -> list[str]:
-        """Count episodes; the lines that have to be said."""
         lines = []
         hotspot = seen.metrics.get("hotspot_c")
         if hotspot is not None and self._alarms["hotspot"].update(
@@ -377,13 +391,11 @@ class MetricsCallback(TrainerCallback):
         self._ended: float | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Nothing has been timed yet."""
         self._seconds, self._steps, self._began, self._ended = 0.0, 0, None, None
         if self._telemetry is not None:
             self._telemetry.start()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Looks at the card no more."""
         if self._telemetry is not None:
             self._telemetry.stop()
 
@@ -393,7 +405,6 @@ class MetricsCallback(TrainerCallback):
         self._ended = None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """One step more."""
         self._ended = self._clock()
         if self._began is not None:
             self._seconds += self._ended - self._began
@@ -404,7 +415,6 @@ class MetricsCallback(TrainerCallback):
         self._ended = None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Likewise."""
         self._ended = None
 
     def on_log(
@@ -433,3 +443,241 @@ class MetricsCallback(TrainerCallback):
             return {}
         rate = {"speed/tokens_per_second": round(new / seconds, 3)} if new > 0 else {}
         return {"speed/seconds_per_step": round(seconds / steps, 6), **rate}
+
+
+# ---- the terminal -------------------------------------------------------------------------------------------
+
+_REFRESH_S = 0.25
+_MEMORY = ("gpu/vram_used_gib", "gpu/torch_reserved_gib")  # the first that is there: of the card, else of this process
+_HOTSPOT = ("gpu/hotspot_max_c", "gpu/hotspot_c", "gpu/edge_c")
+
+
+def _size(gb: float) -> str:
+    return f"{gb:.3g} GB" if gb >= 0.1 else f"{1000 * gb:.3g} MB"
+
+
+class _Column(NamedTuple):
+    """One that the first training log lacks is left out."""
+
+    keys: tuple[str, ...]  # of the log; the first that is there
+    title: str
+    width: int
+    text: Callable[[float], str]
+
+
+_COLUMNS = (
+    _Column(("epoch",), "epoch", 6, "{:.2f}".format),
+    _Column(("loss",), "loss", 8, "{:.4f}".format),
+    _Column(("reward", "rewards/margins"), "reward", 8, "{:.3f}".format),
+    _Column(("rewards/accuracies", "mean_token_accuracy"), "accuracy", 8, "{:.1%}".format),
+    _Column(("grad_norm",), "grad norm", 9, "{:.3g}".format),
+    _Column(("learning_rate",), "rate", 8, "{:.2e}".format),
+    _Column(("speed/tokens_per_second",), "tokens/s", 8, "{:,.0f}".format),
+    _Column(_MEMORY, "GiB", 9, "{:.1f}".format),
+    _Column(_HOTSPOT, "hot", 5, "{:.0f} C".format),
+    _Column(("integrity/verified_gb",), "verified", 8, _size),
+    _Column(("integrity/mismatches",), "faults", 6, "{:.0f}".format),
+)
+_FIRST_TO_GO = ("epoch", "rate", "grad norm", "verified", "accuracy")  # where the terminal is narrow
+_TOLD_OF_EVALUATIONS = ("loss", "accuracy", "accuracies", "margins", "reward")
+
+
+def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | None) -> TerminalCallback | None:
+    """Let a trainer show its log here instead of by transformers' callbacks; on the first rank.
+
+    Args:
+        trainer: before its ``train``.
+        report: whose integrity counters the live line shows.
+        telemetry: of the card; None for none.
+
+    Returns:
+        What shows it, to be closed however the training ends; None where a notebook does.
+    """
+    theirs = [each for each in trainer.callback_handler.callbacks if type(each) in (ProgressCallback, PrinterCallback)]
+    for each in theirs:
+        trainer.remove_callback(each)
+    if not theirs or not trainer.is_world_process_zero():
+        return None
+    device = trainer.args.device
+    memory = describe_device(device).get("memory_bytes")
+    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not trainer.args.disable_tqdm
+
+    def now() -> dict[str, float]:
+        counters = integrity_counters(report.to_dict())
+        read = telemetry.latest() if telemetry is not None else torch_memory(device)
+        return counters | {f"gpu/{name}": value for name, value in read.items()}
+
+    made = TerminalCallback(live=live, now=now, memory_gib=memory / 2**30 if memory else None)
+    trainer.add_callback(made)
+    return made
+
+
+def quieten_bars() -> None:
+    """Have no progress bars of libraries where they would go into a file."""
+    import datasets
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+class TerminalCallback(TrainerCallback):
+    """Prints a row for each log, and keeps the live line.
+
+    Args:
+        live: whether there is one.
+        now: the integrity counters and the figures of the card, by the names of the log.
+        memory_gib: of the card; None for none.
+    """
+
+    def __init__(self, *, live: bool, now: Callable[[], Mapping[str, float]], memory_gib: float | None) -> None:
+        self._live = live
+        self._now = now
+        self._memory_gib = memory_gib
+        self._columns: list[_Column] = []
+        self._last: dict[str, Any] = {}  # the last training log
+        self._progress: Progress | None = None
+        self._refreshed = 0.0
+        self._evaluated = 0
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self._live or self._progress is not None:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=Console(file=sys.stdout),
+            auto_refresh=False,
+            transient=True,
+            redirect_stderr=sys.stderr.isatty(),
+            speed_estimate_period=600,  # seconds: a step may take a minute
+        )
+        self._progress.add_task("", total=state.max_steps, completed=state.global_step, figures="")
+        self._progress.start()
+        self._progress.console.show_cursor()  # a run that is killed cannot bring it back
+        self._refresh(state, "")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._progress is not None and self._due():
+            self._refresh(state, self._figures())
+
+    def on_prediction_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: Any = None,
+        **_: Any,
+    ) -> None:
+        self._evaluated += 1
+        if self._progress is not None and self._due():
+            total = f" of {len(eval_dataloader)}" if has_length(eval_dataloader) else ""
+            self._refresh(state, f"evaluating: batch {self._evaluated}{total}")
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The next evaluation begins anew."""
+        self._evaluated = 0
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if not logs:
+            return
+        step = f"{state.global_step}/{state.max_steps}"
+        first = max(9, 2 * len(str(state.max_steps)) + 1)
+        if "loss" in logs:
+            self._last = dict(logs)
+            if not self._columns:
+                self._columns = self._chosen(logs, first)
+                titles = (f"{each.title:>{each.width}}" for each in self._columns)
+                print(f"{'step':>{first}}  {'  '.join(titles)}", flush=True)
+            cells = (f"{self._cell(each):>{each.width}}" for each in self._columns)
+            print(f"{step:>{first}}  {'  '.join(cells)}", flush=True)
+            if self._progress is not None:
+                self._refresh(state, self._figures())
+        else:
+            print(f"{step:>{first}}  {_sentence(logs)}", flush=True)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.close()
+
+    def _chosen(self, logs: Mapping[str, Any], first: int) -> list[_Column]:
+        """The columns that this log fills, as many as a terminal is wide."""
+        found = [each for each in _COLUMNS if _first(logs, each.keys) is not None]
+        room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+        for title in _FIRST_TO_GO:
+            if first + sum(each.width + 2 for each in found) > room:
+                found = [each for each in found if each.title != title]
+        return found
+
+    def _cell(self, column: _Column) -> str:
+        value = _first(self._last, column.keys)
+        if value is None:
+            return ""
+        text = column.text(value)
+        return f"{text}/{self._memory_gib:.1f}" if column.keys is _MEMORY and self._memory_gib else text
+
+    def _figures(self) -> str:
+        now = self._now()
+        known = {**self._last, **now}
+        parts = [f"loss {known['loss']:.4f}"] if "loss" in known else []
+        if (rate := known.get("speed/tokens_per_second")) is not None:
+            parts.append(f"{rate:,.0f} tokens/s")
+        if (used := _first(now, _MEMORY)) is not None:
+            parts.append(f"{used:.1f}" + (f" of {self._memory_gib:.1f} GiB" if self._memory_gib else " GiB"))
+        if (hot := _first(now, _HOTSPOT[1:])) is not None:
+            parts.append(f"{hot:.0f} C")
+        faults = int(now["integrity/mismatches"])
+        recovered = f", {now['integrity/recovered']:.0f} recovered" if faults else ""
+        parts.append(f"{_size(now['integrity/verified_gb'])} verified, {faults} faults{recovered}")
+        return " · ".join(parts)
+
+    def _due(self) -> bool:
+        return time.monotonic() - self._refreshed >= _REFRESH_S
+
+    def _refresh(self, state: TrainerState, figures: str) -> None:
+        assert self._progress is not None
+        self._refreshed = time.monotonic()
+        self._progress.update(self._progress.task_ids[0], completed=state.global_step, figures=figures, refresh=True)
+
+
+def _first(values: Mapping[str, Any], keys: tuple[str, ...]) -> float | None:
+    return next((values[key] for key in keys if isinstance(values.get(key), int | float)), None)
+
+
+def _sentence(logs: Mapping[str, Any]) -> str:
+    """A log that is no training step's, in words: an evaluation, the end of the training, or something of a plug-in."""
+    if "train_runtime" in logs:
+        parts = [f"{logs['train_runtime']:.1f} s"]
+        parts += [f"mean loss {logs['train_loss']:.4f}"] if "train_loss" in logs else []
+        parts += [f"{logs['train_samples_per_second']:.3g} rows/s"] if "train_samples_per_second" in logs else []
+        return f"trained: {', '.join(parts)}"
+    evaluation = any(key.startswith("eval_") for key in logs)
+    told = {
+        key.removeprefix("eval_"): value
+        for key, value in logs.items()
+        if not evaluation or (key.startswith("eval_") and key.endswith(_TOLD_OF_EVALUATIONS))
+    }
+    parts = [
+        f"{name.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
+        for name, value in told.items()
+    ]
+    if (seconds := logs.get("eval_runtime")) is not None:
+        parts.append(f"{seconds:.1f} s")
+    return f"{'evaluation: ' if evaluation else ''}{', '.join(parts)}"

@@ -56,7 +56,7 @@ from hf_rocm_tune.models.shards import is_sharded, local
 from hf_rocm_tune.models.split_mover import SplitMover
 from hf_rocm_tune.ranks.agree import everyone
 from hf_rocm_tune.ranks.averaging import Compression, SyncSettings, Way
-from hf_rocm_tune.training import ranks, split
+from hf_rocm_tune.training import ranks
 from hf_rocm_tune.training.checkpoint import Checkpoints, Publisher
 from hf_rocm_tune.training.device_memory import FragmentationCallback, read
 from hf_rocm_tune.training.faults import Crashes, StepFaults, StepFaultSpec
@@ -196,7 +196,7 @@ class VerifiedTransferMixin(_Base):
             stack.enter_context(redirected(self.mover, stage="adapter"))  # PEFT moves fresh adapters by itself
             super().__init__(*arguments, **keywords)
         if isinstance(self.mover, SplitMover):
-            split.carry_between_cards(self.model, self.mover)
+            ranks.carry_between_cards(self.model, self.mover)
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
         mark_computed(self.model, self.mover)
@@ -539,7 +539,7 @@ class VerifiedTransferMixin(_Base):
         """What the report says of this training beside the counters, as this rank saw it."""
         return {
             "grad_sync": self.grad_sync.describe(self.model, self.args.world_size),
-            "split": split.describe_split(self.mover, self.model) if isinstance(self.mover, SplitMover) else None,
+            "split": ranks.describe_split(self.mover, self.model) if isinstance(self.mover, SplitMover) else None,
             "memory": {
                 "steps_down": self._recovery is not None,
                 "micro_batch_divisor": 1 if self._recovery is None else self._recovery.divisor,
@@ -616,7 +616,6 @@ class VerifiedTransferMixin(_Base):
         self._sentinel.check_trained(f"while saving at step {self.state.global_step}", self.state.global_step)
 
     def write_model(self, directory: str) -> None:
-        """Upstream's own ``save_model``."""
         super().save_model(directory, _internal_call=True)
 
     # ---- details --------------------------------------------------------------------------------------------
@@ -648,7 +647,7 @@ class VerifiedTransferMixin(_Base):
             )
 
     def _clip_over_cards(self, mover: SplitMover, *given: Any, **more: Any) -> Tensor:
-        return split.clip_over_cards(mover, split.cards_of_parameters(self.model, mover), *given, **more)
+        return ranks.clip_over_cards(mover, ranks.cards_of_parameters(self.model, mover), *given, **more)
 
     def _memory(self) -> dict[str, float]:
         return read(self.args.device).for_log() if self.args.device.type == "cuda" else {}
@@ -712,7 +711,6 @@ def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:
 
 
 def _own_arguments(args: Any) -> Any:
-    """A copy of the user's arguments with what does not go with verification changed."""
     args = copy.copy(args)
     args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
     if args.enable_jit_checkpoint:

@@ -19,7 +19,7 @@ import pytest
 
 from hf_rocm_tune import configs
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.training import journal
+from hf_rocm_tune.training import supervised
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result
 from tests.e2e.conftest import report_of
@@ -62,7 +62,7 @@ def supervise(job: Job, output: Path, *, flags: tuple[str, ...] = (), **environ:
 def ends(output: Path) -> list[dict[str, Any]]:
     """How each start ended, by the journal."""
     run_id = json.loads((output / "run.json").read_text())["run_id"]
-    return [entry for entry in journal.entries(output, run_id) if entry["event"] == "end"]
+    return [entry for entry in supervised.journal_of(output, run_id) if entry["event"] == "end"]
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ import pytest
 
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.supervisor import Ledger
-from hf_rocm_tune.training import journal, supervised
+from hf_rocm_tune.training import supervised
 from tests import tiny
 from tests.e2e.command import CommandServer, Result, Running
 from tests.e2e.conftest import flags
@@ -231,7 +231,7 @@ def test_a_terminal_that_is_closed_ends_the_supervised_job_with_a_checkpoint(pla
         os.close(master)
     assert process.wait(120) == 130
     run_id = json.loads((place.out / "run.json").read_text())["run_id"]
-    assert [entry["code"] for entry in journal.entries(place.out, run_id) if entry["event"] == "end"] == [130]
+    assert [entry["code"] for entry in supervised.journal_of(place.out, run_id) if entry["event"] == "end"] == [130]
     newest = max(place.out.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     assert manifest.verify(newest) == [] and not list(place.out.glob("_*"))
 

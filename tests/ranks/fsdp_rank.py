@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.integrity.sentinels import FrozenSentinel
 from hf_rocm_tune.models.placement import findable_tensors_of, tensors_of
 from hf_rocm_tune.models.sharding import shard
 from hf_rocm_tune.models.shards import fsdp_modules, local, own_rows
 from hf_rocm_tune.ranks.fsdp import Traffic
 from hf_rocm_tune.training.ranks import WholeState
+from hf_rocm_tune.training.sentinels import FrozenSentinel
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, combine, digest
 
 CPU = torch.device("cpu")

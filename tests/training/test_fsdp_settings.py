@@ -10,7 +10,7 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
-from hf_rocm_tune.training.refusals import check_fsdp
+from hf_rocm_tune.training.ranks import check_fsdp
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",

@@ -12,7 +12,7 @@ from torch import nn
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.split import Split
 from hf_rocm_tune.models.split_mover import SplitMover
-from hf_rocm_tune.training.split import clip_over_cards
+from hf_rocm_tune.training.ranks import clip_over_cards
 from hf_rocm_tune.transfer import FaultSpec
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_rocm_tune.integrity import sentinels
-from hf_rocm_tune.integrity.sentinels import Change, Found, FrozenSentinel, TrainedSentinel
+from hf_rocm_tune.training import sentinels
+from hf_rocm_tune.training.sentinels import Change, Found, FrozenSentinel, TrainedSentinel
 from hf_rocm_tune.transfer import digest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.integrity.replicas import compare_replicas
+from hf_rocm_tune.training.sentinels import compare_replicas
 
 Tensors = dict[str, torch.Tensor]
 

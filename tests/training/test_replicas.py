@@ -19,7 +19,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Outcom
     store = tmp_path_factory.mktemp("replicas") / "store"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.integrity.replica_rank", str(rank), str(store)],
+            [sys.executable, "-m", "tests.training.replica_rank", str(rank), str(store)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
