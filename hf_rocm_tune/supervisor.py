@@ -82,17 +82,13 @@ class Settings:
     """The flags of ``hf-rocm-tune run``.
 
     Args:
-        max_restarts: restarts without a new checkpoint between them; a new verified checkpoint begins the count again.
-            Steps are finite, so the whole is.
+        max_restarts: restarts without a new verified checkpoint between them.
         max_skips: optimizer steps that may be left out, over all of the run. More are no bad batches.
         stall_seconds: without a sign of life (one a micro-step) after which a job that trains is ended; 0 for never.
         start_seconds: the same before the first step, where nothing tells of progress: downloads, tokenising.
         backoff_seconds: before the first restart; each further one without a new checkpoint waits twice as long, up to
             five minutes.
         grace_seconds: from SIGTERM to SIGKILL for a job that stands still.
-
-    Raises:
-        UsageError: a value is out of range.
     """
 
     max_restarts: int = 8
@@ -110,10 +106,6 @@ class Settings:
 
 def supervise(words: Sequence[str], settings: Settings) -> int:
     """Run a training command to its end, through crashes and stalls.
-
-    Args:
-        words: the command line as the user gave it.
-        settings: the limits.
 
     Returns:
         0 when the job is done, 130 when it was asked to end, else the code of its last end: 2 and 3 as they are, 4 for
@@ -253,19 +245,13 @@ def place_of(death: Death) -> Place:
 
 
 def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings) -> Decision:
-    """What to do after the last of these deaths. Codes 0, 2, 3 and 130 are ends, not deaths.
+    """What to do after the last of these deaths, oldest first. Codes 0, 2, 3 and 130 are ends, not deaths.
 
     Rules, in this order: died in the upload: the result is complete, nothing is started again; the second exception
     (code 1) before the first step: given up, because nothing there changes by itself; the fourth death at the same
     place, or more restarts without a new checkpoint than allowed: given up; the second death at the same step: that
     step is left out from now on, because a restart alone would die there again. Deaths count only since the newest
-    checkpoint came to be: a run that gets on is worth starting again. At a place they count only with micro-batches cut
-    alike: a rank that ran out of memory has had them cut smaller, and that is worth a start of its own.
-
-    Args:
-        deaths: of this supervision, oldest first; at least one.
-        skipped: optimizer steps that are left out already.
-        settings: the limits.
+    checkpoint came to be, and at a place only with micro-batches cut alike.
     """
     last, place = deaths[-1], place_of(deaths[-1])
     if last.phase == "publish":

@@ -207,7 +207,7 @@ def test_settings_below_zero_are_refused(name: str) -> None:
 
 
 def begun(output: Path, *, leads: bool) -> Begun:
-    return Begun(run_id="run", output_dir=str(output), resumed_from=None, attempt=1, leads=leads)
+    return Begun(run_id="run", output_dir=str(output), resumed_from=None, leads=leads)
 
 
 @pytest.mark.parametrize("leaders", [(0, 0, 0), (0, 1, 0), (1, 0, 1), (1, 1, 0)])

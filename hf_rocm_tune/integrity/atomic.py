@@ -79,20 +79,15 @@ def replace_directory(staging: Path, final: Path) -> None:
         shutil.rmtree(older, ignore_errors=True)
 
 
-def move_files(staging: Path, final: Path) -> list[str]:
-    """Flush ``staging`` and rename each of its files over the one of the same name in ``final``, which keeps the rest.
-
-    Returns:
-        The names that are now in ``final``, relative to it, sorted.
-    """
+def move_files(staging: Path, final: Path) -> None:
+    """Flush ``staging`` and rename each of its files over that of the same name in ``final``, which keeps the rest."""
     flush_tree(staging)
-    names = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
+    names = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
     for name in names:
         (final / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staging / name, final / name)
     for directory in {(final / name).parent for name in names} | {final}:
         flush(directory)
-    return names
 
 
 def delete_directory(path: Path) -> None:
@@ -103,11 +98,7 @@ def delete_directory(path: Path) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write ``text`` (UTF-8) to ``path``: a reader sees the old content or the new, never a part of it.
-
-    Raises:
-        OSError: as the operating system gave it; the old content is still there.
-    """
+    """Write ``text`` (UTF-8) to ``path``: a reader sees the old content or the new, never a part of it."""
     staging = _private_name(_BEING_WRITTEN, path)
     try:
         with open(staging, "w", encoding="utf-8") as file:
@@ -123,13 +114,6 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 def open_in_place(path: Path, flags: int) -> int:
     """Open a file of a run that is written in place, and make it where it is not there; nothing is truncated.
-
-    Args:
-        path: of the file.
-        flags: as of `os.open`, without O_CREAT.
-
-    Returns:
-        Its descriptor, not inherited by other programs.
 
     Raises:
         OSError: as the operating system gave it; or ``path`` is a link, has another name by a hard link, or is no plain
@@ -171,7 +155,7 @@ def clean_leftovers(parent: Path) -> list[str]:
     Names whose writer is still alive are left alone, so is every name that is not of this module's making.
 
     Returns:
-        One line for each leftover: its name and what was done.
+        A line for each leftover.
     """
     done = []
     for path in sorted(parent.iterdir()):

@@ -14,43 +14,31 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.transfer import Digest, combine, digest
-from hf_rocm_tune.transfer.damage import ALIGNMENTS, PIECE_WORDS, pattern
+from hf_rocm_tune.transfer import combine, digest
+from hf_rocm_tune.transfer.damage import PIECE_WORDS, Damage, examine, pattern
 
 CHURN = 0x5C
 """Byte with which the blocks that come and go are filled: found in a canary, two live blocks share memory."""
 
 _SMALLEST_BLOCK = 512
-_JOINED_GAP = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class CanarySettings:
-    """Sizes of the test.
+    """Sizes of the test; `UsageError` for a value that is not valid."""
 
-    Attributes:
-        canaries: blocks that are watched.
-        canary_bytes: bytes of each, a multiple of 4.
-        churn_bytes: most bytes of the blocks that come and go, at one time.
-        cycles: rounds of allocating, freeing and looking.
-        seed: of the sizes.
-
-    Raises:
-        UsageError: a value that is not valid, naming it.
-    """
-
-    canaries: int = 4
-    canary_bytes: int = 1 << 20
-    churn_bytes: int = 64 << 20
-    cycles: int = 100
-    seed: int = 0
+    canaries: int = 4  # blocks that are watched
+    canary_bytes: int = 1 << 20  # of each, a multiple of 4
+    churn_bytes: int = 64 << 20  # most bytes of the blocks that come and go, at one time
+    cycles: int = 100  # rounds of allocating, freeing and looking
+    seed: int = 0  # of the sizes
 
     def __post_init__(self) -> None:
         for name in ("canaries", "cycles"):
@@ -81,7 +69,7 @@ class CanaryFault:
         canary: its number, from 0.
         first_offset: first wrong byte.
         length: bytes of the first wrong run; right bytes between wrong ones count when fewer than 64 stand together.
-        alignment: the largest of 20 MiB, 2 MiB, 64 KiB, 4 KiB, 256, 64, 4, 1 bytes that divides the offset.
+        alignment: as of `transfer.damage.Damage`.
         kind: what is there instead: ``zeros``, ``churn`` (bytes of another block), ``canary`` (another one's, or its
             own from another place), ``bit_flip``, ``other``; ``gone`` when it read right the next time.
         stable: whether two readings gave the same bytes; if not, suspect the reading and not the memory.
@@ -99,10 +87,6 @@ class CanaryFault:
 class Canaries:
     """The blocks that are watched, and the blocks that come and go beside them.
 
-    Args:
-        device: where they live.
-        settings: their sizes.
-
     Attributes:
         blocks: int32[canary_bytes / 4] each, written by the device itself, so that no copy is part of the test.
     """
@@ -117,7 +101,10 @@ class Canaries:
             for start, piece in _pieces(block):
                 piece[:] = pattern(number, start, piece.numel(), device)
         # Digested on the host: a block whose first bytes never landed is wrong from the start, and is seen so.
-        self._expected = [_expected(number, words) for number in range(settings.canaries)]
+        self._expected = [
+            combine(digest(piece, word_offset=start) for start, piece in _patterns(number, words))
+            for number in range(settings.canaries)
+        ]
 
     @property
     def churned_bytes(self) -> int:
@@ -146,48 +133,37 @@ class Canaries:
         return None
 
     def _locate(self, cycle: int, number: int, block: Tensor) -> CanaryFault:
-        first, found, right, stable = -1, [], [], True
-        for start, piece in _pieces(block):
-            reading = piece.cpu().view(torch.uint8)
-            stable = stable and torch.equal(reading, piece.cpu().view(torch.uint8))
-            wanted = pattern(number, start, piece.numel(), torch.device("cpu")).view(torch.uint8)
-            begin, end = _run(reading != wanted, goes_on=first >= 0)
-            if end > begin:
-                first = 4 * start + begin if first < 0 else first
-                found.append(reading[begin:end])
-                right.append(wanted[begin:end])
-            if first >= 0 and end < reading.numel():
-                break
-        if first < 0:
+        reading, again = (block.cpu().view(torch.uint8) for _ in range(2))
+        wanted = torch.cat([piece.view(torch.uint8) for _, piece in _patterns(number, block.numel())])
+        found = examine(reading, wanted)
+        if found is None:
             return CanaryFault(
                 cycle=cycle, canary=number, first_offset=0, length=0, alignment=1, kind="gone", stable=False
             )
-        bad = torch.cat(found)
+        bad = reading[found.first_offset : found.first_offset + found.length]
         return CanaryFault(
             cycle=cycle,
             canary=number,
-            first_offset=first,
-            length=bad.numel(),
-            alignment=next(size for size in ALIGNMENTS if first % size == 0),
-            kind=self._kind(bad, torch.cat(right), first),
-            stable=stable,
+            first_offset=found.first_offset,
+            length=found.length,
+            alignment=found.alignment,
+            kind=self._kind(bad, found),
+            stable=torch.equal(reading, again),
         )
 
-    def _kind(self, bad: Tensor, right: Tensor, first: int) -> str:
+    def _kind(self, bad: Tensor, found: Damage) -> str:
         if not bad.any():
             return "zeros"
         if bool((bad == CHURN).all()):
             return "churn"
-        if bad.numel() == 1 and int(bad ^ right).bit_count() == 1:
+        if found.kind == "bit_flip":
             return "bit_flip"
-        head = bad[-first % 4 :][: min(bad.numel(), 64) // 4 * 4]
+        head = bad[-found.first_offset % 4 :][: min(bad.numel(), 64) // 4 * 4]
         words = head[: head.numel() // 4 * 4].clone().view(torch.int32)
-        if words.numel() >= 2 and any(_stands_in(words, number, self.blocks[0].numel()) for number in self._numbers()):
+        size = self.blocks[0].numel()
+        if words.numel() >= 2 and any(_stands_in(words, number, size) for number in range(len(self.blocks))):
             return "canary"
         return "other"
-
-    def _numbers(self) -> range:
-        return range(len(self.blocks))
 
 
 def watch(
@@ -197,16 +173,13 @@ def watch(
     on_cycle: Callable[[int, Canaries], None] | None = None,
     seconds: float = math.inf,
 ) -> CanaryFault | None:
-    """Run the test on a device.
+    """The first fault, at which the test ends, or None after all cycles.
 
     Args:
         device: an accelerator or the CPU.
         settings: sizes and number of cycles.
         on_cycle: called after each cycle's churn, before the canaries are looked at.
         seconds: no cycle begins later than this.
-
-    Returns:
-        The first fault, at which the test ends, or None after all cycles.
 
     Raises:
         torch.OutOfMemoryError: not even the canaries fit.
@@ -229,22 +202,10 @@ def _pieces(block: Tensor) -> list[tuple[int, Tensor]]:
     return [(start, block[start : start + PIECE_WORDS]) for start in range(0, block.numel(), PIECE_WORDS)]
 
 
-def _expected(number: int, words: int) -> Digest:
-    host = torch.device("cpu")
-    steps = range(0, words, PIECE_WORDS)
-    return combine(
-        digest(pattern(number, start, min(PIECE_WORDS, words - start), host), word_offset=start) for start in steps
-    )
-
-
-def _run(wrong: Tensor, *, goes_on: bool) -> tuple[int, int]:
-    """(begin, end) of the first run in a bool mask; with `goes_on` the one that began in the piece before."""
-    places = wrong.nonzero().flatten()
-    if not places.numel() or (goes_on and int(places[0]) > _JOINED_GAP):
-        return 0, 0
-    breaks = (places.diff() > _JOINED_GAP).nonzero().flatten()
-    last = places[breaks[0]] if breaks.numel() else places[-1]
-    return 0 if goes_on else int(places[0]), int(last) + 1
+def _patterns(number: int, words: int) -> Iterator[tuple[int, Tensor]]:
+    """What a canary should hold, on the host, in pieces with the index of their first word."""
+    for start in range(0, words, PIECE_WORDS):
+        yield start, pattern(number, start, min(PIECE_WORDS, words - start), torch.device("cpu"))
 
 
 def _stands_in(words: Tensor, number: int, count: int) -> bool:

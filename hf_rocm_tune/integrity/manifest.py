@@ -17,7 +17,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
@@ -42,25 +42,15 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one ``integrity.json`` says.
-
-    Attributes:
-        run_id: the run that wrote it.
-        step: optimizer steps done when it was written.
-        status: "checkpoint" in the middle of a run, "final" for its result.
-        created: UTC time, ISO 8601.
-        files: entry by name relative to the directory, with "/" between folders.
-        tensors: digest by tensor name, where the writer had them.
-        extra: whatever else the writer wanted to keep.
-    """
+    """What one ``integrity.json`` says."""
 
     run_id: str
-    step: int
-    status: Status
-    created: str
-    files: Mapping[str, FileEntry]
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    step: int  # optimizer steps done when it was written
+    status: Status  # "checkpoint" in the middle of a run, "final" for its result
+    created: str  # UTC time, ISO 8601
+    files: Mapping[str, FileEntry]  # by name relative to the directory, with "/" between folders
+    tensors: Mapping[str, str] = field(default_factory=dict)  # digests by tensor name, where the writer had them
+    extra: Mapping[str, Any] = field(default_factory=dict)  # whatever else the writer wanted to keep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +67,11 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """The outcome of `inspect`: all problems, the files that no manifest lists, and the manifest if it is readable."""
+    """The outcome of `inspect`."""
 
     problems: list[Problem]
-    unlisted: list[str]
-    manifest: Manifest | None
+    unlisted: list[str]  # files that the manifest does not list
+    manifest: Manifest | None  # None where it cannot be read
 
 
 def write(
@@ -211,8 +201,7 @@ def drop_from_cache(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
@@ -229,16 +218,7 @@ def _digest(path: Path, copy: BinaryIO | None = None) -> FileEntry:
 
 
 def _to_json(manifest: Manifest) -> str:
-    body: dict[str, Any] = {
-        "schema": SCHEMA,
-        "run_id": manifest.run_id,
-        "step": manifest.step,
-        "status": manifest.status,
-        "created": manifest.created,
-        "files": {name: {"bytes": e.bytes, "sha256": e.sha256} for name, e in manifest.files.items()},
-        "tensors": dict(manifest.tensors),
-        "extra": dict(manifest.extra),
-    }
+    body: dict[str, Any] = {"schema": SCHEMA, **asdict(manifest)}
     return json.dumps(body | {"digest": _own_digest(body)}, indent=1)
 
 

@@ -4,16 +4,12 @@ Upstream writes a checkpoint in place, pushes it and deletes older ones in one m
 Here that method (with what TRL's trainers add to it) runs inside a staging directory; its push is held back, and its
 rotation finds nothing to delete there. Then every file is read once: what was read is compared with what is live, and
 its SHA-256 goes into the manifest together with the digests of what was live. A file that differs is written again,
-another way each time, while the training waits. The directory is renamed into place at the end. A resumed run compares
-what it holds after loading with those digests.
+another way each time. A resumed run compares what it holds after loading with those digests.
 
 A rank that fails must not leave a save at once: the others wait for it in a barrier of upstream's. So a failure is kept
 in the `Stage`, the writing goes on as far as it can, and all ranks decide together in `failed`.
 
-Covered: adapters, whole models and the state of optimizer, scheduler, scaler and random generators, on one process or
-several that share a file system; adapters that FSDP2 has sharded. DeepSpeed: upstream's sharded files are staged and
-get a manifest (so a torn or changed checkpoint is found), but are not compared with what is live, and upstream loads
-them; the manifest says so (``extra.compared``).
+Not covered: DeepSpeed's sharded files get a manifest, but are not compared with what is live (``extra.compared``).
 """
 
 from __future__ import annotations
@@ -42,11 +38,12 @@ from hf_rocm_tune.models.shards import placer
 from hf_rocm_tune.training import saved_state
 from hf_rocm_tune.training.run import claim, make_room, rotate
 from hf_rocm_tune.training.saved_state import Readback
+from hf_rocm_tune.transfer import map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
+    from hf_rocm_tune.training.owner import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -72,21 +69,13 @@ class Publisher(Protocol):
 
 @dataclass(kw_only=True)
 class Stage:
-    """A staging directory and what happened in it.
+    """A staging directory and what happened in it."""
 
-    Attributes:
-        root: the directory; it exists when ``usable``.
-        usable: whether rank 0 could make it.
-        need_bytes: about how much the weights take on disk.
-        failure: the first thing that went wrong on this rank.
-        push_wanted: upstream asked for a push of what is being written.
-    """
-
-    root: Path
-    usable: bool = False
-    need_bytes: int = 0
-    failure: Exception | None = None
-    push_wanted: bool = False
+    root: Path  # it exists when `usable`
+    usable: bool = False  # whether rank 0 could make it
+    need_bytes: int  # about how much the weights take on disk
+    failure: Exception | None = None  # the first thing that went wrong on this rank
+    push_wanted: bool = False  # upstream asked for a push of what is being written
 
     def attempt(self, write: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         """Call ``write`` and keep what it raises. torch.save reports a full disk as a RuntimeError."""
@@ -115,13 +104,7 @@ def open_stage(final: Path, *, rank: int, need_bytes: int) -> Stage:
 
 
 def failed(stage: Stage) -> bool:
-    """Whether some rank found the disk full. Collective: every rank hears of every failure and returns the same.
-
-    Raises:
-        Exception: this rank's own failure, if it is not a full disk.
-        CorruptionError: another rank found corruption.
-        TuneError: another rank failed otherwise.
-    """
+    """Whether some rank found the disk full; raises what else went wrong, here or on another rank. Collective."""
     error = stage.failure
     own = []
     if error is not None:
@@ -158,10 +141,7 @@ def is_disk_full(error: BaseException, directory: Path, need_bytes: int) -> bool
         return error.errno in _NO_ROOM
     try:
         with tempfile.TemporaryFile(dir=directory) as probe:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(probe.fileno(), 0, max(need_bytes, _PROBE_BYTES))
-            else:
-                probe.write(b"\0" * _PROBE_BYTES)
+            os.posix_fallocate(probe.fileno(), 0, max(need_bytes, _PROBE_BYTES))
     except OSError as found:
         return found.errno in _NO_ROOM
     return False
@@ -184,9 +164,8 @@ class Checkpoints:
             checkpoint to resume from is damaged, incomplete, or of another model.
     """
 
-    def __init__(self, trainer: VerifiedTransferMixin, publisher: Publisher | None) -> None:
-        self._trainer = trainer
-        self._publisher = publisher
+    def __init__(self, trainer: Owner, publisher: Publisher | None) -> None:
+        self._trainer, self._publisher = trainer, publisher
         self._stage: Stage | None = None
         self._saved: Mapping[str, manifest.FileEntry] = {}
         self._saved_digests: Mapping[str, str] = {}
@@ -217,12 +196,7 @@ class Checkpoints:
     # ---- a checkpoint ---------------------------------------------------------------------------------------
 
     def save(self, write: Callable[[], None], final: Path) -> None:
-        """Save a checkpoint: staged, verified, renamed, pushed, and older ones rotated. Collective.
-
-        Args:
-            write: upstream's ``_save_checkpoint``.
-            final: its place.
-        """
+        """Save a checkpoint in ``final`` by upstream's ``write``. Collective."""
         trainer, state = self._trainer, self._trainer.state
         trainer.before_save()
         best_before, saved = state.best_model_checkpoint, False
@@ -339,11 +313,7 @@ class Checkpoints:
     # ---- the result -----------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None, *, for_push: bool) -> None:
-        """Save model, tokenizer and arguments: staged, compared with what is live, then renamed one by one.
-
-        A manifest that calls the directory finished is removed first; `seal` writes the new one. A directory that is
-        sealed and holds the live tensors is left as it is when a push asks for a save.
-        """
+        """See the trainer's; a directory that is sealed and holds the live tensors is left as it is for a push."""
         if self._stage is not None:
             self._stage.attempt(self._trainer.write_model, output_dir)
             return
@@ -352,14 +322,7 @@ class Checkpoints:
             self._save_result(destination)
 
     def seal(self, directory: Path, also: Iterable[str]) -> None:
-        """Write the final ``integrity.json`` over the files of the last `save_model` and ``also``: the run is done.
-
-        A file that is no longer what `save_model` verified is saved again first.
-
-        Raises:
-            OSError: a named file is not there, or the disk is full; then the directory does not look finished.
-            CorruptionError: files of the result change again and again.
-        """
+        """See the trainer's `seal_output`; a file that is no longer what `save_model` verified is saved again first."""
         trainer, entries = self._trainer, {}
         if trainer.is_world_process_zero():
             entries = {name: manifest.entry_of(directory / name) for name in also}
@@ -473,9 +436,7 @@ class Checkpoints:
     def load_weights(self, directory: Path, stock: Callable[[], None]) -> None:
         """Check the manifest, load, and compare what is live then with what was live at the save, or with the files.
 
-        Args:
-            directory: of the checkpoint.
-            stock: loads a checkpoint in parts as upstream does.
+        ``stock`` loads a checkpoint in parts as upstream does.
         """
         problems = manifest.verify(directory) if (directory / manifest.MANIFEST_NAME).exists() else []
         if problems:
@@ -619,7 +580,7 @@ class Checkpoints:
             if name == TRAINER_STATE_NAME:
                 trainer.state.save_to_json(str(directory / name))
             else:
-                torch.save(saved_state.on_host(state) if fetched else state, directory / name)
+                torch.save(map_tensors(state, saved_state.host_copy) if fetched else state, directory / name)
 
     def _compare(self, directory: Path, states: Mapping[str, Any]) -> dict[str, Readback]:
         found: dict[str, Readback] = {}

@@ -54,27 +54,16 @@ _PEEK = ("hipPeekAtLastError", "cudaPeekAtLastError")
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The memory of one device at one moment, in bytes.
-
-    Attributes:
-        total: of the device.
-        free: of the device, as the driver says; what other processes hold is not free.
-        allocated: held by tensors.
-        allocated_peak: the most that tensors held at once since the process began.
-        reserved: taken from the driver.
-        inactive_split: free, in blocks of which another part is in use.
-        largest_free: the largest block that is reserved and free.
-        retries: how often a request failed at first and was served after the cache was given back.
-    """
+    """The memory of one device at one moment, in bytes."""
 
     total: int
-    free: int
-    allocated: int
-    allocated_peak: int
-    reserved: int
-    inactive_split: int
-    largest_free: int
-    retries: int
+    free: int  # as the driver says; what other processes hold is not free
+    allocated: int  # held by tensors
+    allocated_peak: int  # the most that tensors held at once since the process began
+    reserved: int  # taken from the driver
+    inactive_split: int  # free, in blocks of which another part is in use
+    largest_free: int  # the largest block that is reserved and free
+    retries: int  # how often a request failed at first and was served after the cache was given back
 
     @classmethod
     def of(cls, stats: Mapping[str, int], segments: Iterable[Mapping[str, Any]], *, free: int, total: int) -> Reading:
@@ -106,12 +95,7 @@ class Reading:
 
 
 def reason_to_empty(now: Reading, earlier: Reading | None) -> str | None:
-    """Why the cache should be given back at the next safe point; None when it should stay.
-
-    Either there is little left for the driver to give and much of what is reserved was never in use, or the allocator
-    has had to give its cache back in the middle of a step since the earlier reading, which is the last thing it does
-    before a request fails.
-    """
+    """Why the cache should be given back at the next safe point; None when it should stay."""
     if earlier is not None and now.retries > earlier.retries:
         return f"{now.retries - earlier.retries} requests failed at first and were served from a cache given back"
     if now.free < LITTLE_FREE * now.total and now.never_in_use > MUCH_UNUSED * now.total:
@@ -140,8 +124,7 @@ class FragmentationCallback(TrainerCallback):
     """Looks at the allocator of a device every few steps, and gives its cache back where `reason_to_empty` says so."""
 
     def __init__(self, device: torch.device, report: TransferReport) -> None:
-        self._device = device
-        self._report = report
+        self._device, self._report = device, report
         self._earlier: Reading | None = None
         self._quiet_until = 0
 
@@ -166,21 +149,12 @@ class FragmentationCallback(TrainerCallback):
             "(--pad_to_multiple_of 64) fragment it less",
             step,
             reason,
-            returned / 2**30,
-            after.inactive_split / 2**30,
+            returned / _GIB,
+            after.inactive_split / _GIB,
         )
         self._report.count("memory", cache_given_back=1)
-        self._report.incident(
-            {
-                "step": step,
-                "stage": "memory",
-                "kind": "fragmented",
-                "reason": reason,
-                "returned_bytes": returned,
-                "inactive_split_bytes": after.inactive_split,
-                "outcome": "cache given back",
-            }
-        )
+        row = {"step": step, "stage": "memory", "kind": "fragmented", "reason": reason, "returned_bytes": returned}
+        self._report.incident({**row, "inactive_split_bytes": after.inactive_split, "outcome": "cache given back"})
 
 
 # ---- libraries ----------------------------------------------------------------------------------------------
@@ -194,8 +168,7 @@ def warm_up(device: torch.device, *, bits: int | None = None) -> int:
         bits: of the weights that bitsandbytes will quantise: 4, 8 or None.
 
     Returns:
-        Bytes that the card has less since, beyond what torch's allocator has taken; what other processes take or give
-        back meanwhile counts as well, so this is a measurement and no promise.
+        Bytes that the card has less since, beyond what torch's allocator has taken; other processes count as well.
 
     Raises:
         OutOfMemoryError: there is hardly any memory on the card.
@@ -259,10 +232,7 @@ def explain_native_exits(tell: Callable[[TuneError], None]) -> None:
 
     When a call to the runtime fails, bitsandbytes prints ``Error out of memory at line N in file F`` and calls C's
     ``exit(1)`` (csrc/compat.cuh, ``BNB_CHECK_RETURN``; bitsandbytes#464): nothing is raised, and nothing of Python runs
-    any more but what C calls at the end.
-
-    Args:
-        tell: prints and records an error as the ending of this process.
+    any more but what C calls at the end. ``tell`` prints and records an error as the ending of this process.
     """
     libc, owner, alive = ctypes.CDLL(None), os.getpid(), True
 

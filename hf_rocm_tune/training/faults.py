@@ -147,14 +147,7 @@ class Crashes:
         self._rank = int(rank) if rank.isdecimal() else 0
 
     def strike(self, at: str, step: int, *, directory: Path, run_id: str) -> None:
-        """Crash if a crash is due here; it is counted before it strikes.
-
-        Args:
-            at: see `CrashSpec`.
-            step: number of the step that is under way or was saved.
-            directory: the run's output directory.
-            run_id: another run starts counting again.
-        """
+        """Crash if a crash is due here; it is counted before it strikes, anew for another run."""
         for number, spec in enumerate(self._specs):
             if spec.at != at or spec.rank != self._rank or (at != "start" and spec.step != step):
                 continue
@@ -197,13 +190,7 @@ _CRASHES: dict[str, Callable[[], Any]] = {
 
 
 class StepFaults:
-    """Harms the micro-steps of one process.
-
-    Args:
-        spec: which and how; None for none.
-        rank: of this process.
-        report: counts those that were harmed.
-    """
+    """Harms the micro-steps of one process; ``report`` counts them."""
 
     def __init__(self, spec: StepFaultSpec | None, *, rank: int, report: TransferReport) -> None:
         self._asked = spec

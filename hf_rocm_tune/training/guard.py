@@ -73,38 +73,17 @@ _UNUSED = "these layers take no part in the loss (experts that no token is route
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is wrong with a step.
+    """Something that is wrong with a step."""
 
-    Attributes:
-        step: in which, from 1 on.
-        kind: a word or two for the report, such as ``loss spike``.
-        text: one line that says what, and the likely causes.
-        stops: whether the run must end here.
-    """
-
-    step: int
-    kind: str
-    text: str
-    stops: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """On one step: whether its gradients must not be used, and what to tell."""
-
-    skip: bool = False
-    findings: tuple[Finding, ...] = ()
+    step: int  # from 1 on
+    kind: str  # a word or two for the report, such as "loss spike"
+    text: str  # one line that says what, and the likely causes
+    stops: bool = False  # whether the run must end here
+    skips: bool = False  # whether the gradients of this step must not be used
 
 
 class StepGuard:
-    """Judges the steps of one run, in order.
-
-    Args:
-        max_skipped: how many of the last 100 steps may be skipped; one more ends the run.
-
-    Attributes:
-        skipped: steps that were skipped so far.
-    """
+    """Judges the steps of one run, in order; more than ``max_skipped`` of the last 100 skipped end it."""
 
     def __init__(self, *, max_skipped: int) -> None:
         self._max_skipped = max_skipped
@@ -112,13 +91,11 @@ class StepGuard:
         self._dead = 0
         self._losses: deque[float] = deque(maxlen=_REMEMBERED)
         self._quiet_until = 0
-        self.skipped = 0
 
-    def judge(self, step: int, loss: float, grad_norm: float, *, scaled: bool = False) -> Judgement:
-        """The verdict on a step whose gradients have not been used yet.
+    def judge(self, step: int, loss: float, grad_norm: float, *, scaled: bool = False) -> Finding | None:
+        """The verdict on a step (from 1 on) whose gradients have not been used yet.
 
         Args:
-            step: its number, from 1 on.
             loss: of the whole effective batch.
             grad_norm: of all trainable gradients, before clipping.
             scaled: whether a gradient scaler (fp16) looks after gradients that overflow: then only the loss counts.
@@ -131,10 +108,9 @@ class StepGuard:
             return self._nothing_learned(step)
         found = self._spike(step, loss)
         self._losses.append(loss)
-        return Judgement(findings=(found,) if found else ())
+        return found
 
-    def _not_finite(self, step: int, loss: float, grad_norm: float) -> Judgement:
-        self.skipped += 1
+    def _not_finite(self, step: int, loss: float, grad_norm: float) -> Finding:
         self._skips.append(step)
         while self._skips[0] <= step - SKIPPED_AMONG:
             self._skips.popleft()
@@ -143,17 +119,16 @@ class StepGuard:
             f"step {step}: loss {loss:.4g}, gradient norm {grad_norm:.4g}: the step was not used ({count} of the last "
             f"{SKIPPED_AMONG}, at most {self._max_skipped} are let pass). Likely causes: {_NOT_FINITE_CAUSES}"
         )
-        found = Finding(step=step, kind="not finite", text=text, stops=count > self._max_skipped)
-        return Judgement(skip=True, findings=(found,))
+        return Finding(step=step, kind="not finite", text=text, stops=count > self._max_skipped, skips=True)
 
-    def _nothing_learned(self, step: int) -> Judgement:
+    def _nothing_learned(self, step: int) -> Finding | None:
         if self._dead not in (_DEAD_NAMED, _DEAD_STOPS):
-            return Judgement()
+            return None
         text = (
             f"step {step}: loss and gradient norm are exactly 0, for {self._dead} steps now: nothing is learned. "
             f"Likely causes: {_DEAD_CAUSES}"
         )
-        return Judgement(findings=(Finding(step=step, kind="dead", text=text, stops=self._dead == _DEAD_STOPS),))
+        return Finding(step=step, kind="dead", text=text, stops=self._dead == _DEAD_STOPS)
 
     def _spike(self, step: int, loss: float) -> Finding | None:
         if len(self._losses) < _ENOUGH or step < self._quiet_until:
@@ -171,12 +146,7 @@ class StepGuard:
 
 
 class TrainingGuard:
-    """Judges the steps of a trainer, and the weights that it is about to save.
-
-    Args:
-        trainer: a ``transformers.Trainer`` with a ``transfer_report``.
-        max_skipped: see `StepGuard`.
-    """
+    """Judges the steps of a trainer, and the weights that it is about to save; ``max_skipped``: see `StepGuard`."""
 
     def __init__(self, trainer: Any, *, max_skipped: int) -> None:
         self._trainer = trainer
@@ -214,20 +184,17 @@ class TrainingGuard:
         worst = max((row[1] for row in rows), key=lambda one: one if one < math.inf else math.inf)
         step = self._trainer.state.global_step + 1
         settle(step)
-        judgement = self._steps.judge(step, mean, worst, scaled=self._trainer.accelerator.scaler is not None)
-        if judgement.skip:
+        finding = self._steps.judge(step, mean, worst, scaled=self._trainer.accelerator.scaler is not None)
+        if finding is None:
+            return
+        if finding.skips:
             model.zero_grad()  # every optimizer leaves a parameter without a gradient alone
             if self._trainer.is_world_process_zero():
                 self._trainer.transfer_report.count("guard", skipped_steps=1)
-        for finding in judgement.findings:
-            self.tell(finding)
+        self.tell(finding)
 
     def require_finite(self, model: nn.Module) -> None:
-        """Refuse to save weights that hold NaN or infinities. Collective.
-
-        Raises:
-            DivergedError: some do; names them.
-        """
+        """Refuse to save weights that hold NaN or infinities. Collective."""
         bad = [name for name, each in _trainable(model) if not each.detach().isfinite().all()]
         if not highest([int(bool(bad))])[0]:
             return
@@ -240,14 +207,10 @@ class TrainingGuard:
         self.tell(Finding(step=step, kind="weights not finite", text=text, stops=True))
 
     def tell(self, finding: Finding) -> None:
-        """Warn and report once for all ranks.
-
-        Raises:
-            DivergedError: the finding says that the run must end.
-        """
+        """Warn and report once for all ranks; `DivergedError` where the finding says that the run must end."""
         trainer = self._trainer
         if trainer.is_world_process_zero():
-            outcome = "stopped" if finding.stops else "skipped" if finding.kind == "not finite" else "named"
+            outcome = "stopped" if finding.stops else "skipped" if finding.skips else "named"
             row = {"step": finding.step, "stage": "guard", "kind": finding.kind, "text": finding.text}
             trainer.transfer_report.incident({**row, "outcome": outcome})
             trainer.transfer_report.count("guard", warnings=1)
@@ -263,18 +226,12 @@ class MovementCallback(TrainerCallback):
     """Looks whether the trainable weights change; each rank at its own, which are equal to the others' or its shards.
 
     LoRA's ``B`` starts at zero, so one that is still zero has never had a gradient.
-
-    Args:
-        model: whose weights that require gradients are looked at.
-        tell: takes what was found.
     """
 
     def __init__(self, model: nn.Module, tell: Callable[[Finding], None]) -> None:
-        self._model = model
-        self._tell = tell
+        self._model, self._tell = model, tell
         self._before: dict[str, Digest] = {}
-        self._since = 0
-        self._next = 0
+        self._since = self._next = 0
         self._rate = 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

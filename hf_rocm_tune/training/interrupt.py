@@ -91,21 +91,11 @@ class StopRequests:
 
 
 class InterruptCallback(TrainerCallback):
-    """Saves, and stops, when a signal or the file asks for it.
-
-    Args:
-        requests: whose signals count.
-
-    Attributes:
-        save_wanted: all ranks have agreed on a checkpoint of the step that has just ended.
-
-    Raises:
-        Interrupted: from the save, on every rank, when the end was asked for.
-    """
+    """Saves when a signal or the file asks for it; `Interrupted` is raised then, on every rank, to end the run."""
 
     def __init__(self, requests: StopRequests) -> None:
         self._requests = requests
-        self.save_wanted = False
+        self.save_wanted = False  # all ranks have agreed on a checkpoint of the step that has just ended
         self._stop = 0
         self._refused: int | None = None
         """Time stamp of a request file for which there was no space: it counts again when it is touched again."""
@@ -127,16 +117,12 @@ class InterruptCallback(TrainerCallback):
         self.save_wanted = False
         checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         saved = (checkpoint / MANIFEST_NAME).exists()
-        if state.is_world_process_zero:
-            self._answer_file(args, saved=saved)
+        if state.is_world_process_zero and saved:
+            (Path(args.output_dir) / REQUEST_FILE).unlink(missing_ok=True)
+        elif state.is_world_process_zero:
+            self._refused = self._file_stamp(args)
         if self._stop:
             raise Interrupted(_ending(self._stop, checkpoint, saved=saved))
-
-    def _answer_file(self, args: TrainingArguments, *, saved: bool) -> None:
-        if saved:
-            (Path(args.output_dir) / REQUEST_FILE).unlink(missing_ok=True)
-        else:
-            self._refused = self._file_stamp(args)
 
     def _file_stamp(self, args: TrainingArguments) -> int | None:
         try:
@@ -200,8 +186,7 @@ def _ending(number: int, checkpoint: Path, *, saved: bool) -> str:
 
 
 def _in_a_forked_worker(number: int) -> None:
-    """Loader workers are forked with this handler. What a terminal sends to all is the trainer's affair; SIGTERM ends
-    them, as ever."""
+    """Loader workers inherit the handler: what a terminal sends to all is the trainer's affair; SIGTERM ends them."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -4,22 +4,20 @@
 each micro-batch is cut into more parts than before, and the same samples are done again. Where not torch's allocator
 was short but a library or the driver, which cannot use what that allocator keeps, the first try is repeated as it was:
 the cache has been given back by then (pytorch#128601). With several ranks the others wait in a collective that cannot
-be taken back, so the job ends with one line (code 5) and a note in the output directory: the same command, which a
-supervisor or torchrun's elastic agent gives again by itself, goes on from the newest checkpoint with smaller parts.
+be taken back, so the job ends with one line (code 5) and a note in the output directory: the same command goes on from
+the newest checkpoint with smaller parts.
 
 Each part's loss is scaled so that the parts add up to the whole: effective batch, number of optimizer steps and
-learning rate stay, and so do loss and gradients up to rounding. Nothing is cut less again until the run ends. Exact
-for losses normalised by the label tokens of the optimizer step (``num_items_in_batch``) and for means over a
-micro-batch, whose parts are weighed by their labels. Not exact: terms that are no sums over tokens (the load-balancing
-loss of a mixture of experts), random draws (dropout), and TRL's logged entropy and accuracy.
+learning rate stay, and so do loss and gradients up to rounding. Exact for losses normalised by the label tokens of the
+optimizer step (``num_items_in_batch``) and for means over a micro-batch, whose parts are weighed by their labels. Not
+exact: terms that are no sums over tokens (the load-balancing loss of a mixture of experts), random draws (dropout),
+TRL's logged entropy and accuracy, and losses that look at a micro-batch as a whole (KTO's estimate of the KL
+divergence, DPO's ``aot`` and ``sft``).
 
-Two kinds of batch can be cut. A padded one has one sequence a row and is cut between rows. A packed one (padding-free)
-has a single row in which the position starts again at 0 with each sequence; it is cut there, and what describes the
-sequences (``cu_seq_lens``, ``max_length``, ``seq_idx``) is made anew. Preference pairs (DPO, reward models) are cut as
-pairs, and KTO's rows with their mismatched ones; each part counts by its pairs or rows. Exact for losses that are means
-over them; not for those that look at a micro-batch as a whole (KTO's estimate of the KL divergence, DPO's ``aot`` and
-``sft``). Batches with tensors of unknown meaning (images), and those that a trainer generates, are not cut: for them
-one shortage is the end.
+A padded batch is cut between rows, preference pairs between pairs, KTO's rows with their mismatched ones. A packed
+batch has a single row in which the position starts again at 0 with each sequence: it is cut there, and what describes
+the sequences (``cu_seq_lens``, ``max_length``, ``seq_idx``) is made anew. Batches with tensors of unknown meaning
+(images), and those that a trainer generates, are not cut: for them one shortage is the end.
 
 Not covered, where the error ends the run: evaluation, clipping, the optimizer's own step; FSDP, DeepSpeed, tensor and
 context parallelism, static graphs; memory of the host; buffers of a model that change in ``forward``.
@@ -47,18 +45,17 @@ from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.ranks.agree import everyone, on_main_process
+from hf_rocm_tune.training.run import EVIDENCE_DIRECTORY
 from hf_rocm_tune.transfer import map_tensors
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
+    from hf_rocm_tune.training.owner import Owner
 
 logger = logging.getLogger(__name__)
 
 Stock = Callable[[nn.Module, Any, Any], Tensor]
 """``Trainer.training_step`` as upstream has it: model, micro-batch, label tokens of the optimizer step."""
 
-# The underscores keep these out of transformers' uploads, which ignore "_*": the evidence holds training data.
-EVIDENCE_DIRECTORY = "_out_of_memory"
 STATE_FILE = "_step_down.json"
 
 
@@ -89,34 +86,21 @@ _IGNORED_LABEL = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a batch may be cut.
-
-    Attributes:
-        kind: ``rows``, ``pairs``, ``unpaired``, ``packed``, or ``whole``: it must not be cut.
-        sizes: tokens of each unit in order, padding included: of the rows, pairs or sequences, or of all of it.
-        reason: why it must not be cut; None where it may.
-    """
+    """How a batch may be cut."""
 
     kind: Literal["rows", "pairs", "unpaired", "packed", "whole"]
-    sizes: tuple[int, ...]
-    reason: str | None = None
+    sizes: tuple[int, ...]  # tokens of each unit in order, padding included: rows, pairs, sequences, or all of it
+    reason: str | None = None  # why it must not be cut
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part of a micro-batch.
+    """One part of a micro-batch."""
 
-    Attributes:
-        inputs: what the trainer is given in place of the batch.
-        units: which rows or sequences of the batch it holds.
-        tokens: how many tokens, padding included.
-        share: of the batch's labels that count in the loss; the shares of all parts add up to 1.
-    """
-
-    inputs: dict[str, Any]
-    units: range
-    tokens: int
-    share: float
+    inputs: dict[str, Any]  # what the trainer is given in place of the batch
+    units: range  # which rows or sequences of the batch it holds
+    tokens: int  # padding included
+    share: float  # of the batch's labels that count in the loss; those of all parts add up to 1
 
 
 def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
@@ -171,15 +155,7 @@ def _starts(positions: Tensor) -> Tensor:
 
 
 def group(sizes: Sequence[int], parts: int) -> list[range]:
-    """Neighbours joined into at most ``parts`` groups, so that the largest one is as small as it can be.
-
-    Args:
-        sizes: of the units, in order; positive.
-        parts: how many groups there may be, 1 or more.
-
-    Returns:
-        The units of each group; together all of them, in order.
-    """
+    """Units of these sizes joined, in order, into at most ``parts`` groups, the largest one as small as can be."""
     if parts >= len(sizes):
         return [range(number, number + 1) for number in range(len(sizes))]
     low, high = max(sizes), sum(sizes)
@@ -280,6 +256,16 @@ def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]
     return inputs
 
 
+def parts_of(trainer: Owner, batch: Mapping[str, Any], divisor: int) -> list[Part]:
+    """`split` for what this trainer's loss and collator do."""
+    return split(batch, divisor, labels_shifted=trainer._loss_shifts_labels, pairs=has_pairs(trainer))
+
+
+def has_pairs(trainer: Owner) -> bool:
+    """Whether the rows of a batch are chosen answers, then as many rejected ones (TRL's DPO and reward models)."""
+    return type(trainer.data_collator).__name__ == "DataCollatorForPreference"
+
+
 # ---- an optimizer step that can be put back to its start ----------------------------------------------------
 
 
@@ -306,14 +292,11 @@ class Window:
     Put back are gradients (there are none at the start of a step), random states, and what the trainer has logged since
     (TRL's metrics and token count). TRL's activation offloading forgets by itself what it holds of a forward whose
     backward never came.
-
-    Attributes:
-        batches: of the micro-steps so far, as host tensors.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.batches: list[Mapping[str, Any]] = []
+        self.batches: list[Mapping[str, Any]] = []  # of the micro-steps so far, as host tensors
         self._random = RandomState(*trainer.devices)
         self._metrics: dict[str, list[float]] = getattr(trainer, "_metrics", {}).get("train", {})
         self._lengths = {name: len(values) for name, values in self._metrics.items()}
@@ -348,19 +331,12 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shortage:
-    """A micro-batch, or a part of one, that ran out of memory.
+    """A micro-batch, or a part of one, that ran out of memory."""
 
-    Attributes:
-        wanted: by what micro-batches must be cut so that this one gets smaller; None when it cannot be.
-        what: it, in words.
-        said: the allocator's words.
-        incident: for the report, but for its outcome.
-    """
-
-    wanted: int | None
-    what: str
-    said: str
-    incident: dict[str, Any]
+    wanted: int | None  # by what micro-batches must be cut so that this one gets smaller; None when it cannot be
+    what: str  # it, in words
+    said: str  # the allocator's words
+    incident: dict[str, Any]  # for the report, but for its outcome
 
 
 class OutOfMemoryRecovery:
@@ -371,11 +347,11 @@ class OutOfMemoryRecovery:
         resumed: whether a checkpoint is resumed from.
 
     Attributes:
-        divisor: into how many parts micro-batches are cut at most, 1 or more; the same on all ranks.
+        divisor: into how many parts micro-batches are cut at most; the same on all ranks; never less again.
         loss_factor: what the trainer has to multiply a loss with at the moment.
     """
 
-    def __init__(self, trainer: VerifiedTransferMixin, *, resumed: bool) -> None:
+    def __init__(self, trainer: Owner, *, resumed: bool) -> None:
         self._trainer = trainer
         self._window: Window | None = None
         self._at: tuple[int, Part] | None = None  # number of the micro-step under way in the window, and its part
@@ -391,16 +367,7 @@ class OutOfMemoryRecovery:
         self._cache_was_given_back = False
 
     def run(self, stock: Stock, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> Tensor:
-        """One micro-step.
-
-        Args:
-            stock: computes loss and gradients of a micro-batch.
-            model: as the trainer has wrapped it.
-            inputs: the micro-batch as the loader handed it out.
-            num_items: label tokens of the whole optimizer step on all ranks; None where the loss is a mean.
-
-        Returns:
-            The loss of the micro-batch as upstream would give it, detached, shape [].
+        """One micro-step: the loss of the micro-batch as upstream's ``stock`` would give it, detached, shape [].
 
         Raises:
             OutOfMemoryError: a micro-batch that cannot be cut further finds no memory, or there are several ranks.
@@ -444,7 +411,7 @@ class OutOfMemoryRecovery:
     ) -> Tensor:
         """Gradients of one micro-batch, part by part; its loss."""
         trainer = self._trainer
-        parts = trainer.parts(window.batches[number], self.divisor)
+        parts = parts_of(trainer, window.batches[number], self.divisor)
         apart = self.divisor > 1 and trainer.args.world_size > 1
         before = window.tokens
         losses = []
@@ -453,7 +420,7 @@ class OutOfMemoryRecovery:
                 self._at = number, part
                 with ExitStack() as stack:
                     stack.enter_context(self._as_one_of(len(parts), part, num_items))
-                    stack.enter_context(trainer.step_fault(model, part))
+                    stack.enter_context(trainer.step_fault(model, rows=len(part.units), tokens=part.tokens))
                     if part is not parts[-1]:
                         stack.enter_context(trainer.accelerator.no_sync(model))
                     losses.append(stock(model, batch if self.divisor == 1 else part.inputs, num_items))
@@ -489,8 +456,8 @@ class OutOfMemoryRecovery:
         if device_shortage(error) is None:
             raise error
         trainer, args = self._trainer, self._trainer.args
-        number, part = self._at or (len(window.batches) - 1, trainer.parts(window.batches[-1], 1)[0])
-        found = layout(window.batches[number], pairs=trainer.has_pairs)
+        number, part = self._at or (len(window.batches) - 1, parts_of(trainer, window.batches[-1], 1)[0])
+        found = layout(window.batches[number], pairs=has_pairs(trainer))
         alone = args.world_size == 1
         outside = not (isinstance(error, torch.OutOfMemoryError) or self._cache_was_given_back)
         self._cache_was_given_back |= outside
@@ -500,14 +467,8 @@ class OutOfMemoryRecovery:
         self._shortages += 1
         step, rank, said = trainer.state.global_step + 1, args.process_index, " ".join(str(error).split())
         units = {"packed": "sequence", "pairs": "pair"}.get(found.kind, "row")
-        evidence = _keep_evidence(
-            Path(args.output_dir) / EVIDENCE_DIRECTORY,
-            f"step-{step}-rank-{rank}-{self._shortages}",
-            part,
-            found,
-            args.device,
-            said,
-        )
+        kept_in, name = Path(args.output_dir) / EVIDENCE_DIRECTORY, f"step-{step}-rank-{rank}-{self._shortages}"
+        evidence = _keep_evidence(kept_in, name, part, found, args.device, said)
         return _Shortage(
             wanted=wanted,
             what=f"{len(part.units)} {units}{'s' if len(part.units) > 1 else ''} ({part.tokens} tokens)"
@@ -528,11 +489,7 @@ class OutOfMemoryRecovery:
         )
 
     def _step_down(self, shortages: Sequence[dict[str, Any]], found: _Shortage) -> None:
-        """Cut smaller from now on, or end the run.
-
-        Raises:
-            OutOfMemoryError: the micro-batch cannot be made smaller, or there are several ranks.
-        """
+        """Cut smaller from now on, or end the run."""
         args, step = self._trainer.args, found.incident["step"]
         several = args.world_size > 1
         who = f"rank {args.process_index}: " if several else ""
@@ -577,10 +534,7 @@ class OutOfMemoryRecovery:
             report.incident({**each, "outcome": outcome})
 
     def _write_state(self, divisor: int, incident: Mapping[str, Any] | None) -> None:
-        """Record what this run has learned beside its checkpoints, so that a restart need not learn it again.
-
-        A full disk is no reason to end a run that has just been saved from another end: it is logged.
-        """
+        """Record what this run has learned beside its checkpoints, so that a restart need not learn it again."""
         trainer = self._trainer
         directory, size = Path(trainer.args.output_dir), trainer.args.per_device_train_batch_size
         body = {"run_id": trainer.run_id, "batch_size": size, "divisor": divisor, "incident": incident}
@@ -593,7 +547,7 @@ class OutOfMemoryRecovery:
             )
 
 
-def recovery_for(trainer: VerifiedTransferMixin, *, on_oom: str, resumed: bool) -> OutOfMemoryRecovery | None:
+def recovery_for(trainer: Owner, *, on_oom: str, resumed: bool) -> OutOfMemoryRecovery | None:
     """The recovery of a trainer that is prepared to train; None where a step is not done again. Collective."""
     wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # torch.compile stands around DDP
     shared = max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size(), trainer.args.n_gpu) > 1
@@ -606,8 +560,7 @@ def recovery_for(trainer: VerifiedTransferMixin, *, on_oom: str, resumed: bool) 
 def read_state(trainer: Any, *, resumed: bool) -> tuple[int, dict[str, Any] | None]:
     """Into how many parts this run cuts its micro-batches, and the incident that ended its last start, if one did.
 
-    A record of another run, or for another size of micro-batch, does not count. A trainer of the user's own has no run
-    id: then what stands there counts for a run that is resumed from a checkpoint.
+    A trainer of the user's own has no run id: then what stands there counts where a checkpoint is resumed from.
     """
     file = Path(trainer.args.output_dir) / STATE_FILE
     try:
@@ -639,11 +592,7 @@ def local_gathers(accelerator: Any, on: bool = True) -> Iterator[None]:
 def _keep_evidence(
     directory: Path, name: str, part: Part, found: Layout, device: torch.device, said: str
 ) -> str | None:
-    """Write the batch and, on an accelerator, the allocator's snapshot (for https://pytorch.org/memory_viz).
-
-    Returns:
-        The directory; None when that fails: it is not worth the run.
-    """
+    """The directory with the batch and the allocator's snapshot (https://pytorch.org/memory_viz); None if it failed."""
     accelerator = device.type == "cuda"
     content = {
         "said": said,

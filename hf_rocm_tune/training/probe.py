@@ -2,12 +2,9 @@
 
 The longest row that the run can meet, as often as the micro-batch has rows, goes through the trainer's own step:
 verified transfer, mixed precision, loss, backward, twice where gradients accumulate, beside as much memory as the
-optimizer's state will take. Then gradients, random state, what the trainer logs, and the way the model was prepared are
-put back, so that the run that follows is the one that would have been without it, bit for bit. No optimizer steps,
-so nothing that is trained can change.
-
-Ranks meet only between steps, over gloo: a rank that is out of memory leaves no other waiting. Buckets that
-DistributedDataParallel will hold are stood in for.
+optimizer's state and DistributedDataParallel's buckets will take. Then gradients, random state, what the trainer logs,
+and the way the model was prepared are put back, so that the run that follows is the one that would have been without
+it, bit for bit. Ranks meet only between steps, over gloo: one that is out of memory leaves no other waiting.
 
 Not covered: evaluation, ``torch_compile``, kernels that take workspace only at other lengths, buffers that a model
 changes in ``forward``, and on a CPU the peak itself, which nothing there counts.
@@ -18,7 +15,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,27 +27,12 @@ from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.plan.candidates import Candidate, Trial, Way, with_slack
 from hf_rocm_tune.plan.estimate import Trained, optimizer
 from hf_rocm_tune.ranks.agree import highest
-from hf_rocm_tune.training.oom import Window, local_gathers
+from hf_rocm_tune.training.oom import Window, local_gathers, parts_of
 
 if TYPE_CHECKING:
     from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
 _ROWS_AT_ONCE = 10_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a worst-case step took on this rank.
-
-    Args:
-        fits: it went through.
-        peak: of the allocator, in bytes; None where it did not go through, or on a CPU.
-        tokens: of the longest row.
-    """
-
-    fits: bool
-    peak: int | None
-    tokens: int
 
 
 def try_on_all_ranks(trainer: VerifiedTransferMixin, candidate: Candidate, *, budget: int) -> Trial:
@@ -61,21 +42,18 @@ def try_on_all_ranks(trainer: VerifiedTransferMixin, candidate: Candidate, *, bu
         trainer: before its ``train``.
         candidate: the way.
         budget: bytes for torch's allocator; a peak that leaves no room for the allocator's slack does not fit.
-
-    Raises:
-        UsageError: there is no row to try it with.
     """
-    mine = probe(trainer, candidate)
-    short, peak = highest([int(not mine.fits), mine.peak or 0])
+    went_through, peak_here = probe(trainer, candidate)
+    short, peak = highest([int(not went_through), peak_here or 0])
     fits = not short and with_slack(peak) <= budget
     return Trial(candidate=candidate, fits=fits, measured=peak if peak and not short else None)
 
 
-def probe(trainer: VerifiedTransferMixin, candidate: Candidate) -> Measured:
+def probe(trainer: VerifiedTransferMixin, candidate: Candidate) -> tuple[bool, int | None]:
     """One worst-case step on this rank alone; nothing of it is left but counters of transfers in the report.
 
-    Raises:
-        UsageError: see `worst_batch`.
+    Returns:
+        Whether it went through, and the allocator's peak in bytes; None where it did not, or on a CPU.
     """
     device = trainer.args.device
     accelerator = device.type == "cuda"
@@ -86,7 +64,7 @@ def probe(trainer: VerifiedTransferMixin, candidate: Candidate) -> Measured:
             torch.cuda.reset_peak_memory_stats(device)
         fits = _went_through(trainer, rows, micro_steps=min(2, candidate.accumulation))
         peak = torch.cuda.max_memory_allocated(device) if accelerator and fits else None
-    return Measured(fits=fits, peak=peak, tokens=len(rows[0]["input_ids"]))
+    return fits, peak
 
 
 def set_way(trainer: VerifiedTransferMixin, way: Way) -> None:
@@ -98,13 +76,7 @@ def set_way(trainer: VerifiedTransferMixin, way: Way) -> None:
 
 
 def set_checkpointing(trainer: VerifiedTransferMixin, on: bool, layers: tuple[int, int] | None = None) -> None:
-    """Turn the recomputation of activations on or off in arguments and model, as TRL and transformers do.
-
-    Args:
-        trainer: before its ``train``.
-        on: whether.
-        layers: of which; None: of all, whole.
-    """
+    """Turn the recomputation of activations on or off in arguments and model, as TRL and transformers do."""
     args, model = trainer.args, trainer.model
     args.activation_checkpointing = args.gradient_checkpointing = on
     trainer.recompute_layers = layers
@@ -130,13 +102,7 @@ def set_checkpointing(trainer: VerifiedTransferMixin, on: bool, layers: tuple[in
 def worst_rows(rows: Any, count: int, *, limit: int | None) -> list[dict[str, Any]]:
     """The longest row as often as wanted; the last one a token shorter, so that a padded batch has padding.
 
-    Args:
-        rows: prepared by the trainer: ``input_ids`` and other lists of that length.
-        count: of rows.
-        limit: tokens of the longest row of a stream, which cannot be looked through.
-
-    Raises:
-        UsageError: there is no row.
+    ``limit``: tokens of the longest row of a stream, which cannot be looked through.
     """
     longest = _longest(rows) if isinstance(rows, Dataset) else _stretched(rows, limit)
     length = len(longest["input_ids"])
@@ -206,8 +172,8 @@ def _went_through(trainer: VerifiedTransferMixin, rows: list[dict[str, Any]], *,
         beside = _stand_in(trainer, "state")
         for _ in range(micro_steps):
             batch = trainer.data_collator(rows)
-            (part,) = trainer.parts(batch, 1)
-            with trainer.step_fault(trainer.model, part):
+            (part,) = parts_of(trainer, batch, 1)
+            with trainer.step_fault(trainer.model, rows=len(part.units), tokens=part.tokens):
                 stock(trainer.model, batch)
             trainer.beat("start")
         del batch, part

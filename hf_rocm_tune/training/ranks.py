@@ -46,9 +46,9 @@ from hf_rocm_tune.ranks.agree import everyone, highest
 from hf_rocm_tune.ranks.averaging import SyncSettings
 from hf_rocm_tune.ranks.fsdp import Traffic
 from hf_rocm_tune.ranks.gradients import GradientCheck, watch
-from hf_rocm_tune.training.saved_state import host_copy
+from hf_rocm_tune.training.saved_state import host_copy, leaves
 from hf_rocm_tune.training.sentinels import compare_replicas
-from hf_rocm_tune.transfer import Digest, Mover, combine, digest
+from hf_rocm_tune.transfer import Digest, Mover, combine, digest, map_tensors
 from hf_rocm_tune.transfer.host_group import host_group
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 
@@ -75,17 +75,11 @@ class GradientSync:
 
     PowerSGD begins after a tenth of the run's steps, and its state is in no checkpoint: a run that is continued begins
     with plain averages again.
-
-    Args:
-        settings: how; see `ranks.averaging.SyncSettings`.
-
-    Attributes:
-        check: judges the averages; None before training, with one process, and where nothing is judged.
     """
 
     def __init__(self, settings: SyncSettings) -> None:
         self._settings = settings
-        self.check: GradientCheck | Traffic | None = None
+        self.check: GradientCheck | Traffic | None = None  # None before training, and where nothing is judged
 
     def before_wrapping(self, model: nn.Module, sentinel: SentinelCallback) -> None:
         """Compare the replicas, and keep what is frozen out of DistributedDataParallel's broadcast. Collective."""
@@ -96,21 +90,13 @@ class GradientSync:
         ignore(model, [*frozen, *buffers])
 
     def start(self, wrapped: nn.Module, mover: Mover, traffic: Traffic | None, *, max_steps: int) -> None:
-        """Begin to judge averages: DistributedDataParallel's, or else those of FSDP2. Collective.
-
-        Raises:
-            UsageError: something else averages gradients, and the settings ask for what only DDP has.
-        """
+        """Begin to judge averages: DistributedDataParallel's, or else those of FSDP2. Collective."""
         settings = replace(self._settings, powersgd_after=max(2, -(-max_steps // 10)))
         earlier = self.check if isinstance(self.check, GradientCheck) else None
         self.check = watch(wrapped, mover, earlier, settings) or traffic
 
     def settle(self, *, step: int, synced: bool) -> None:
-        """Judge the averages of this step before they are clipped. Collective.
-
-        Raises:
-            CorruptionError: on every rank, when an average is wrong and cannot be made right.
-        """
+        """Judge the averages of this step before they are clipped. Collective."""
         if self.check is not None and (self.check.pending or synced):
             self.check.settle(step=step)
 
@@ -132,11 +118,7 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def before_accelerator(args: TrainingArguments) -> None:
-    """Upstream knows no FSDP on the CPU: there the ranks are called ranks of accelerators.
-
-    Raises:
-        UsageError: there is one process.
-    """
+    """Upstream knows no FSDP on the CPU: there the ranks are called ranks of accelerators."""
     if not is_wanted(os.environ):
         return
     if args.world_size < 2:
@@ -147,11 +129,6 @@ def before_accelerator(args: TrainingArguments) -> None:
 
 class ShardedModel:
     """The model of a trainer, sharded by FSDP2, and what replaces accelerate's handling of it.
-
-    Args:
-        accelerator: with its FSDP plugin.
-        mover: brings every row to the device.
-        world_size: how many ranks there are.
 
     Attributes:
         seconds: that sharding took, with its verification.
@@ -178,11 +155,7 @@ class ShardedModel:
         self.traffic: Traffic | None = None
 
     def shard(self, model: nn.Module) -> None:
-        """Shards the model and begins to watch what FSDP2 sends. Collective.
-
-        Raises:
-            CorruptionError: see `models.sharding.shard`, or ranks that hold other buffers than each other.
-        """
+        """Shards the model and begins to watch what FSDP2 sends. Collective."""
         if is_sharded(model):
             return
         plugin = self._accelerator.state.fsdp_plugin
@@ -192,7 +165,7 @@ class ShardedModel:
         _reduce_as_trained(plugin, model)
         shard(model, self._accelerator, self._mover)
         self.seconds = time.perf_counter() - begun
-        self.whole = WholeState(model, self._mover)
+        self.whole = WholeState(model)
         if self._mover.settings.verify == "off":
             return
         sharded = {name for name, each in model.named_parameters() if isinstance(each, DTensor)}
@@ -223,10 +196,7 @@ class ShardedModel:
 
 
 def _require_rows(model: nn.Module, ranks: int) -> None:
-    """Refuse what would leave a rank without a part of a trained tensor.
-
-    Accelerate tells the optimizer's parameters by the address of their parts, and all empty ones have the same.
-    """
+    """Refuse empty parts of trained tensors: accelerate tells parameters by the address of their parts."""
     for name, each in model.named_parameters():
         first, last = rows_of(ranks - 1, ranks, each.shape[0])
         if each.requires_grad and first == last:
@@ -249,11 +219,7 @@ def _require_storage(model: nn.Module, plugin: Any) -> None:
 
 
 def _reduce_as_trained(plugin: Any, model: nn.Module) -> None:
-    """Average gradients in the dtype of what is trained.
-
-    Accelerate averages in the dtype of the mixed precision, which loses bits of a float32 adapter's gradients that
-    DistributedDataParallel keeps.
-    """
+    """Average gradients in the dtype of what is trained: in that of the mixed precision float32 adapters lose bits."""
     policy = plugin.mixed_precision_policy
     if policy is None:
         return
@@ -286,17 +252,10 @@ def check_fsdp(
 ) -> bool:
     """Refuse, before the model is loaded, what does not work with FSDP2 or could not be verified.
 
-    Args:
-        args: the trainer's.
-        model: the model's.
-        environ: where the launcher says what it was told.
-        others: flags of ours that do not go with FSDP2, and whether they are in use.
+    ``others``: flags of ours that do not go with FSDP2, and whether they are in use.
 
     Returns:
         Whether FSDP2 is used.
-
-    Raises:
-        UsageError: what does not go together, and what to do.
     """
     if args.fsdp:
         raise UsageError(f"--fsdp is not used here: choose FSDP2 with {FSDP_CONFIGURATION}, and leave --fsdp out")
@@ -348,11 +307,7 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
 
 
 def check_plugin(plugin: Any) -> None:
-    """The same for a trainer that was built without our entry point, from what accelerate has understood.
-
-    Raises:
-        UsageError: see `check_fsdp`.
-    """
+    """The same for a trainer that was built without our entry point, from what accelerate has understood."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     for wrong, why in (
@@ -366,19 +321,11 @@ def check_plugin(plugin: Any) -> None:
 
 
 class WholeState:
-    """Brings together, keeps for one save, and forgets.
+    """Brings together, keeps for one save, and forgets."""
 
-    Args:
-        model: sharded.
-        mover: holds the settings.
-
-    Attributes:
-        optimizer: accelerate's wrapper of the optimizer; set when training begins.
-    """
-
-    def __init__(self, model: nn.Module, mover: Mover) -> None:
-        self._model, self._mover = model, mover
-        self.optimizer: Any = None
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.optimizer: Any = None  # accelerate's wrapper; there when training begins
         self._kept_model: dict[str, Tensor] | None = None
         self._kept_optimizer: dict[str, Any] | None = None
 
@@ -398,8 +345,13 @@ class WholeState:
         """As `model`, of the optimizer: the ``state_dict`` of a single process."""
         if self._kept_optimizer is None:
             state = self.optimizer.state_dict()
-            wholes = self._whole(dict(_sharded(state)))
-            self._kept_optimizer = _filled(state, wholes) if host_group().rank() == 0 else {}
+            sharded = {path: each for path, each in leaves(state) if isinstance(each, DTensor)}
+            wholes = self._whole(sharded)
+            if host_group().rank() == 0:
+                by_id = {id(each): wholes[path] for path, each in sharded.items()}
+                self._kept_optimizer = map_tensors(state, lambda each: by_id.get(id(each), each))
+            else:
+                self._kept_optimizer = {}
         return self._kept_optimizer
 
     def forget(self) -> None:
@@ -462,29 +414,6 @@ def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         yield batch
 
 
-def _sharded(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every sharded tensor in nested dicts and lists, by its path."""
-    if isinstance(state, DTensor):
-        yield path, state
-    elif isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from _sharded(value, f"{path}/{key}")
-    elif isinstance(state, list | tuple):
-        for number, value in enumerate(state):
-            yield from _sharded(value, f"{path}/{number}")
-
-
-def _filled(state: Any, wholes: Mapping[str, Tensor], path: str = "") -> Any:
-    """The same with whole tensors in the place of the sharded ones."""
-    if isinstance(state, DTensor):
-        return wholes[path]
-    if isinstance(state, Mapping):
-        return {key: _filled(value, wholes, f"{path}/{key}") for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_filled(value, wholes, f"{path}/{number}") for number, value in enumerate(state))
-    return state
-
-
 # ---- one process, several cards -----------------------------------------------------------------------------
 
 
@@ -512,18 +441,8 @@ def clip_over_cards(
     The norms of the gradients are the same numbers in the same order, so the outcome is torch's bit for bit, up to
     where the last sum is made: on the host.
 
-    Args:
-        mover: of the cards.
-        card_of: number of the card of each parameter, by its identity.
-        parameters: of all cards.
-        max_norm: of all gradients together; infinite to measure only.
-        norm_type: 2 for the Euclidean norm.
-
     Returns:
         The norm before clipping, shape [], on the first card.
-
-    Raises:
-        CorruptionError: a norm could not be brought over right.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     owners = [card_of[id(parameter)] for parameter in trained]

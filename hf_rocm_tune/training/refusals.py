@@ -65,14 +65,7 @@ _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flyte
 
 
 def check_loggers(names: str | Iterable[str] | None) -> None:
-    """Checks that transformers can report to each of these, before anything is loaded.
-
-    Args:
-        names: ``report_to`` of the training arguments, where "none" and "all" stand for themselves or are resolved.
-
-    Raises:
-        UsageError: one is unknown or not installed; names those that are.
-    """
+    """Checks that transformers can report to each of these (``report_to``), before anything is loaded."""
     from transformers.integrations.integration_utils import (
         INTEGRATION_TO_CALLBACK,
         get_available_reporting_integrations,
@@ -100,11 +93,7 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
 
 
 def check_offloads(args: TrainingArguments) -> None:
-    """Refuse, before anything is loaded, what cannot work on this device.
-
-    Raises:
-        UsageError: activation offloading without an accelerator, or a bitsandbytes optimizer without its library.
-    """
+    """Refuse, before anything is loaded, what cannot work on this device."""
     if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
         raise UsageError(
             "--activation_offloading moves activations from an accelerator to host memory, and this job runs on the "
@@ -116,25 +105,16 @@ def check_offloads(args: TrainingArguments) -> None:
 
 def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool = False) -> Coverage:
     """The coverage of a model, with what these settings send to the device past the mover."""
-    rows = []
+    rows, card = {}, args.device.type != "cpu"
     if deepspeed:
-        reason = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
-        rows.append({"tensor": "weights and gradients under DeepSpeed", "reason": reason})
-    if args.device.type != "cpu" and getattr(args, "activation_offloading", False):
-        rows.append(
-            {
-                "tensor": "offloaded activations",
-                "reason": "--activation_offloading: TRL copies them to host memory and back by itself",
-            }
-        )
-    if args.device.type != "cpu" and _of_bitsandbytes(args) and "paged" in _optimizer(args):
-        rows.append(
-            {
-                "tensor": "paged optimizer state",
-                "reason": f"--optim {_optimizer(args)}: the driver moves its pages between host and device",
-            }
-        )
-    return replace(found, unverified=[*found.unverified, *rows])
+        name = "weights and gradients under DeepSpeed"
+        rows[name] = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
+    if card and getattr(args, "activation_offloading", False):
+        rows["offloaded activations"] = "--activation_offloading: TRL copies them to host memory and back by itself"
+    if card and _of_bitsandbytes(args) and "paged" in (optim := _optimizer(args)):
+        rows["paged optimizer state"] = f"--optim {optim}: the driver moves its pages between host and device"
+    named = [{"tensor": name, "reason": reason} for name, reason in rows.items()]
+    return replace(found, unverified=[*found.unverified, *named])
 
 
 class OptimizerTablesCallback(TrainerCallback):

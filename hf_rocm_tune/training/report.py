@@ -35,41 +35,20 @@ _DISTRIBUTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the report says beside the counters.
-
-    Args:
-        run_id: id of the run.
-        load_seconds: seconds from the first byte of the model's weights to the last verdict.
-        attested_files: model files whose content has the SHA-256 that was recorded of them.
-        not_attested: names of model files of which nothing is recorded.
-        findings: what the doctor and the environment policy found on this machine before the run, as plain values;
-            empty on all ranks of a machine but one.
-        telemetry: of this process's card; None where the user has turned it off.
-        auto_fit: what ``--auto_fit`` has chosen, and by what figures; None where nothing was chosen.
-        preflight: how several ranks chose to average gradients, and by what evidence; None where none was made.
-    """
+    """What the report says beside the counters."""
 
     run_id: str
-    load_seconds: float
-    attested_files: int = 0
-    not_attested: tuple[str, ...] = ()
-    findings: tuple[dict[str, Any], ...] = ()
-    telemetry: Telemetry | None = None
-    auto_fit: Mapping[str, Any] | None = None
-    preflight: Mapping[str, Any] | None = None
+    load_seconds: float  # from the first byte of the model's weights to the last verdict
+    attested_files: int = 0  # model files whose content has the SHA-256 that was recorded of them
+    not_attested: tuple[str, ...] = ()  # names of model files of which nothing is recorded
+    findings: tuple[dict[str, Any], ...] = ()  # of the doctor and the environment policy, on one rank a machine
+    telemetry: Telemetry | None = None  # of this process's card; None where the user has turned it off
+    auto_fit: Mapping[str, Any] | None = None  # what --auto_fit has chosen, and by what figures
+    preflight: Mapping[str, Any] | None = None  # how several ranks chose to average gradients, by what evidence
 
 
 def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
-    """Assembles the report.
-
-    Args:
-        trainer: whose model, mover and counters are reported.
-        facts: see :class:`RunFacts`.
-        gather: add up the counters of all ranks. Collective; False on the way out of a failure.
-
-    Returns:
-        The report as it is written, see :func:`write`.
-    """
+    """The report; ``gather``: of all ranks, collective, False on the way out of a failure."""
     looked = facts.telemetry.summary() if facts.telemetry else None
     mine = (trainer.transfer_report.to_dict(), facts.findings, looked)
     everyone = gather_object([mine]) if gather and trainer.args.world_size > 1 else [mine]
@@ -127,13 +106,7 @@ def write(report: Mapping[str, Any], output_dir: Path) -> Path:
 
 
 def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts, error: BaseException) -> None:
-    """On the way out of a failure: rank 0 writes what it knows, without asking the other ranks.
-
-    Args:
-        trainer: see :func:`build`.
-        facts: see :func:`build`.
-        error: the failure; a report that cannot be written is noted on it and does not take its place.
-    """
+    """On the way out of a failure: rank 0 writes what it knows, or notes on the error that it could not."""
     if not trainer.is_world_process_zero():
         return
     try:

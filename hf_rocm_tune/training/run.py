@@ -5,11 +5,8 @@ a crash has to do. Another run is refused unless it may overwrite. Two runs are 
 what the model becomes are the same; what is only shown, reported, pushed, kept or checked may change (`IGNORED`).
 
 A run is known by its ``run.json`` and its manifests alone. A file that neither names is somebody else's and is never
-touched, whatever it is called. Nothing here imports torch, so a wrong directory is reported before anything heavy is
-loaded. Before `Plan.commit` nothing changes in the directory, except that what killed processes left half written is
-cleaned up.
-
-Only rank 0 calls `prepare_output_dir`; the plan can be pickled and sent to the others.
+touched, whatever it is called. Nothing here imports torch. Before `Plan.commit` nothing changes in the directory,
+except that what killed processes left half written is cleaned up. Only rank 0 calls `prepare_output_dir`.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ from hf_rocm_tune.training import supervised
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
-# The underscores keep these out of transformers' uploads, which ignore "_*".
+# The underscores keep these out of transformers' uploads, which ignore "_*": the evidence holds training data.
 LOCK_FILE = "_run.lock"
 EVIDENCE_DIRECTORY = "_out_of_memory"
 SCHEMA = 1
@@ -95,25 +92,15 @@ _LOCK_HOLDER = re.compile(rb"process \d+ on [^\n]*")
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Content of ``run.json``.
+    """Content of ``run.json``."""
 
-    Attributes:
-        run_id: unique to this run; every manifest that it writes carries it.
-        fingerprint: see `fingerprint`.
-        settings: the settings behind the fingerprint, so that a difference can be named.
-        started: UTC time, ISO 8601.
-        skipped_steps: optimizer steps that are left out, because the run died in them twice; see `skip_step`.
-        auto_fit: what ``--auto_fit`` has chosen for this run, whatever memory is free when it goes on; None: nothing.
-        files: names that the run's result has, or is about to have, in its directory.
-    """
-
-    run_id: str
+    run_id: str  # every manifest that the run writes carries it
     fingerprint: str
-    settings: Mapping[str, Any]
-    started: str
-    skipped_steps: tuple[int, ...] = ()
-    auto_fit: Mapping[str, Any] | None = None
-    files: tuple[str, ...] = ()
+    settings: Mapping[str, Any]  # behind the fingerprint, so that a difference can be named
+    started: str  # UTC time, ISO 8601
+    skipped_steps: tuple[int, ...] = ()  # optimizer steps that are left out; see `skip_step`
+    auto_fit: Mapping[str, Any] | None = None  # what --auto_fit has chosen, whatever memory is free when it goes on
+    files: tuple[str, ...] = ()  # names that the run's result has, or is about to have, in its directory
 
 
 def new_record(settings: Mapping[str, Any]) -> RunRecord:
@@ -159,11 +146,7 @@ def read_record(directory: Path) -> RunRecord | None:
 
 
 def skip_step(directory: Path, step: int) -> None:
-    """Leave an optimizer step (from 1 on) out of this run from now on: every start of it heeds ``run.json``.
-
-    Raises:
-        UsageError: ``run.json`` is not there or cannot be read.
-    """
+    """Leave an optimizer step (from 1 on) out of this run from now on: every start of it heeds ``run.json``."""
     record = read_record(directory)
     if record is None:
         raise UsageError(f"{directory} holds no {RUN_FILE}, so no step of its run can be left out")
@@ -171,12 +154,7 @@ def skip_step(directory: Path, step: int) -> None:
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """SHA-256 (64 hexadecimal digits) of the settings that decide the trajectory, whatever their order.
-
-    Args:
-        settings: resolved settings by name. Values that are not plain JSON count by their text. What the caller
-            leaves out (package versions, the number of processes) does not count.
-    """
+    """SHA-256 (64 hexadecimal digits) of the settings that decide the trajectory, whatever their order."""
     text = json.dumps(deciding_settings(settings), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -293,10 +271,8 @@ class RunLock:
 def in_the_way(directory: Path, owned: Collection[str] | None) -> list[str]:
     """Names in ``directory`` that a run would replace although no run of ours has written them, sorted.
 
-    Args:
-        directory: of a run; it need not be there.
-        owned: what the run in it has written at the top, see `RunRecord`; None where there is no run of ours. Its
-            checkpoints are told from others by their manifests, not here.
+    ``owned``: what the run in it has written at the top; None where there is no run of ours. Its checkpoints are told
+    from others by their manifests, not here.
     """
     try:
         names = os.listdir(directory)
@@ -324,16 +300,11 @@ def _may_be_written(name: str) -> bool:
 
 
 def written_by(directory: Path, run_id: str, names: Iterable[str]) -> list[Path]:
-    """The files in ``directory`` that a run has written: those at the top, and what its checkpoints' manifests list.
+    """The files in ``directory`` that a run has written: ``names`` at the top and what its checkpoints' manifests list.
 
     The manifest of the result comes first, so that what is half deleted does not look finished. Links and what lies
     behind them are never among them, nor are ``run.json``, by which the rest is known, and ``README.md``, which is kept
     where a person has edited it.
-
-    Args:
-        directory: of the run.
-        run_id: of the run; a manifest of another one lists nothing here.
-        names: at the top, beside those that every run may write.
     """
     found = [directory / name for name in sorted({*names, *_OWN} - {"README.md", RUN_FILE, manifest.MANIFEST_NAME})]
     if listed_by(directory, run_id) is not None:
@@ -358,11 +329,7 @@ def listed_by(directory: Path, run_id: str) -> tuple[str, ...] | None:
 
 
 def remove(paths: Sequence[Path], top: Path) -> None:
-    """Delete files, and the directories below ``top`` that are empty then.
-
-    Raises:
-        OSError: as the operating system gave it.
-    """
+    """Delete files, and the directories below ``top`` that are empty then."""
     for path in paths:
         path.unlink(missing_ok=True)
     folders = {parent for path in paths for parent in path.parents if parent != top and top in parent.parents}
@@ -372,11 +339,7 @@ def remove(paths: Sequence[Path], top: Path) -> None:
 
 
 def make_room(final: Path, run_id: str) -> Path | None:
-    """Move what is in the place of a new checkpoint aside, unless a run has written all of it itself.
-
-    Returns:
-        Where it is now; None where nothing was moved.
-    """
+    """Move what is in the place of a new checkpoint aside, unless the run has written all of it; where it is now."""
     if not os.path.lexists(final) or (not final.is_symlink() and not unlisted(final, run_id)):
         return None
     aside = free_name(final.with_name(f"kept-{final.name}"))
@@ -405,13 +368,10 @@ def free_name(path: Path) -> Path:
     return candidate
 
 
-def claim(staging: Path, directory: Path) -> list[str]:
+def claim(staging: Path, directory: Path) -> None:
     """Note in ``run.json`` what is about to be moved from ``staging`` to ``directory``, where a run is recorded.
 
-    A file that is there with the same bytes (a card that a person has written) is left as it is.
-
-    Returns:
-        Names that were taken out of ``staging``, because their bytes are in place.
+    A file that is there with the same bytes (a card that a person has written) is left as it is, out of ``staging``.
 
     Raises:
         UsageError: a file would be replaced that the run has not written.
@@ -419,7 +379,7 @@ def claim(staging: Path, directory: Path) -> list[str]:
     """
     record = read_record(directory)
     if record is None:
-        return []
+        return
     names = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
     foreign, in_place = [], []
     for name in names:
@@ -434,7 +394,6 @@ def claim(staging: Path, directory: Path) -> list[str]:
         raise UsageError(f"{not_ours(directory, foreign)}; then start the same command again")
     ours = {*record.files, *names} - set(in_place)
     write_record(directory, replace(record, files=tuple(sorted(ours))))
-    return in_place
 
 
 def not_ours(directory: Path, names: Sequence[str]) -> str:
@@ -476,12 +435,9 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints of a run beside ``newest`` until ``limit`` are left.
+    """Delete the oldest checkpoints of a run beside ``newest`` until ``limit`` are left; None or below 1 keeps all.
 
-    Args:
-        newest: the checkpoint that was just verified; it stays, whatever its number, and says which run it is.
-        limit: how many to keep (``save_total_limit``); None or below 1 keeps all.
-        best: ``best_model_checkpoint``; it stays.
+    ``newest`` was just verified, stays whatever its number, and says which run it is; ``best`` stays as well.
     """
     written = manifest.read(newest)
     if limit is None or limit < 1 or not isinstance(written, manifest.Manifest):
@@ -509,29 +465,17 @@ def _delete(checkpoint: Path, run_id: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to do, decided and not yet done.
+    """What to do, decided and not yet done. It can be pickled and sent to the other ranks."""
 
-    Attributes:
-        directory: the output directory; it exists.
-        action: "fresh" from step 0, "resume" from ``checkpoint``, or "finished": there is nothing left to do.
-        checkpoint: to resume from; None unless the action is "resume".
-        record: what ``run.json`` says or will say.
-        notes: lines for the user: damaged checkpoints, fallbacks, what is not attested.
-        damaged: checkpoints of this run that fail verification; `commit` moves them aside.
-        overwritten: files that `commit` deletes.
-        lock: held by this process until `close`.
-        made: directories that were made for the run, the outermost first.
-    """
-
-    directory: Path
+    directory: Path  # the output directory; it exists
     action: Literal["fresh", "resume", "finished"]
-    checkpoint: Path | None
-    record: RunRecord
-    notes: tuple[str, ...]
-    damaged: tuple[Path, ...] = ()
-    overwritten: tuple[Path, ...] = ()
-    lock: RunLock
-    made: tuple[Path, ...] = ()
+    checkpoint: Path | None  # to resume from
+    record: RunRecord  # what run.json says or will say
+    notes: tuple[str, ...]  # for the user: damaged checkpoints, fallbacks, what is not attested
+    damaged: tuple[Path, ...] = ()  # checkpoints of this run that fail verification; `commit` moves them aside
+    overwritten: tuple[Path, ...] = ()  # files that `commit` deletes
+    lock: RunLock  # held by this process until `close`
+    made: tuple[Path, ...] = ()  # directories that were made for the run, the outermost first
 
     @property
     def run_id(self) -> str:
@@ -570,16 +514,14 @@ def prepare_output_dir(
     resume: str | bool | None = None,
     restarted: bool | None = None,
 ) -> Plan:
-    """Decide what a start with these settings does in ``path``.
+    """Decide what a start with these settings does in ``path`` (``--output_dir``).
 
     Args:
-        path: ``--output_dir``.
-        settings: resolved settings by name; see `fingerprint` for those that count.
+        settings: resolved, by name.
         overwrite: ``--overwrite_output_dir``: begin again whatever is there.
         resume: ``--resume_from_checkpoint``: a checkpoint, or true for the newest one, which must then be there.
         restarted: whether a launcher or our supervisor started this command again, so that ``overwrite`` and a
-            checkpoint that is named were honoured before; by default what they say (TORCHELASTIC_RESTART_COUNT,
-            `supervised.is_restart_of`).
+            checkpoint that is named were honoured before; by default what they say.
 
     Raises:
         UsageError: the directory cannot be used, holds another run or is in use; the checkpoint named is not one or is
@@ -799,12 +741,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _probe(directory: Path, made: list[Path]) -> None:
-    """Create the directory and really write to it: permission bits do not tell (quotas, read-only mounts, root).
-
-    Args:
-        directory: to write to.
-        made: takes the directories that had to be made.
-    """
+    """Create the directory and really write to it: permission bits do not tell (quotas, read-only mounts, root)."""
     try:
         for path in reversed([each for each in (directory, *directory.parents) if not each.exists()]):
             path.mkdir(exist_ok=True)

@@ -8,9 +8,7 @@ PEFT's ``load_adapter`` is not used to resume: it reads straight onto the device
 (``autocast_adapter_dtype=True``) turns the bf16 adapters of a QLoRA run into fp32, so that a resumed run is no longer
 bit-equal to an uninterrupted one.
 
-Covered: adapters (with trained modules and saved embeddings), whole models, and the state of optimizer, scheduler,
-scaler and random generators. Not covered: what else a checkpoint holds (tokenizer, configuration, model card); the
-manifest has the SHA-256 of what lies on disk.
+Not covered: what else a checkpoint holds (tokenizer, configuration, card); the manifest has its SHA-256 on disk.
 """
 
 from __future__ import annotations
@@ -61,17 +59,11 @@ Place = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Readback:
-    """Outcome of reading one file.
+    """Outcome of reading one file."""
 
-    Attributes:
-        entry: size and SHA-256 of the bytes that were compared; None where there are none.
-        digests: of what it holds, by "<file>:<tensor>", and by "<file>:" of all that is no tensor.
-        differing: of these, what is not bit for bit what is live, is missing, or cannot be read.
-    """
-
-    entry: FileEntry | None = None
-    digests: Mapping[str, str] = field(default_factory=dict)
-    differing: list[str] = field(default_factory=list)
+    entry: FileEntry | None = None  # of the bytes that were compared; None where there are none
+    digests: Mapping[str, str] = field(default_factory=dict)  # by "<file>:<tensor>"; "<file>:" of all that is no tensor
+    differing: list[str] = field(default_factory=list)  # what is not what is live, is missing, or cannot be read
 
 
 # ---- comparing with what is live ----------------------------------------------------------------------------
@@ -82,10 +74,7 @@ def compare_model(
 ) -> dict[str, Readback]:
     """Compare the safetensors files in ``directory`` with a PEFT model's live adapters, or a whole model.
 
-    Args:
-        directory: holds the files.
-        model: whose they are.
-        trained: of a PEFT model that is sharded, the trained weights by name, whole; else they are the model's own.
+    ``trained``: of a PEFT model that is sharded, the trained weights by name, whole; else they are the model's own.
 
     Returns:
         One `Readback` a file, by its name relative to ``directory``.
@@ -274,26 +263,11 @@ def model_on_host(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def on_host(state: Any) -> Any:
-    if torch.is_tensor(state):
-        return host_copy(state)
-    if isinstance(state, Mapping):
-        return {key: on_host(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(on_host(value) for value in state)
-    return state
-
-
 # ---- bringing it back ---------------------------------------------------------------------------------------
 
 
 def require_complete(directory: Path) -> None:
-    """Refuse a checkpoint that upstream would use by halves, or stumble over.
-
-    Raises:
-        UsageError: it is not there, its trainer state cannot be read, or it has some of optimizer, scheduler and
-            random state, not all.
-    """
+    """Refuse a checkpoint that upstream would use by halves, or stumble over."""
     if not directory.is_dir():
         raise UsageError(f"Can't find a valid checkpoint at {directory}: name another one or start afresh")
     try:
@@ -331,11 +305,7 @@ def random_states(*, all_cards: bool) -> dict[str, Any]:
 
 
 def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
-    """Set every adapter of a PEFT model from ``directory``; dtypes and trainability stay as they are.
-
-    Raises:
-        UsageError: a file is missing or damaged, or its tensors do not fit the model's adapter.
-    """
+    """Set every adapter of a PEFT model from ``directory``; dtypes and trainability stay as they are."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     for adapter in cast("PeftModel", model).peft_config:
@@ -352,9 +322,6 @@ def load_model(directory: Path, model: nn.Module, place: Place) -> None:
     """Set the weights of a whole model from the safetensors files in ``directory``, one tensor on its way at a time.
 
     A weight that is tied to another is in the files once, and set once.
-
-    Raises:
-        UsageError: a file is damaged, or its tensors are not those of the model.
     """
     live = model.state_dict()
     files = sorted(directory.glob("*.safetensors"))
@@ -391,10 +358,6 @@ def load_optimizer(state: Any, optimizer: Any, place: Place) -> None:
     """Set the optimizer's state; step counts stay on the host unless the optimizer computes with them on the device.
 
     bitsandbytes' paged state stays paged: its own ``load_state_dict`` would put all of it on the device.
-
-    Raises:
-        ValueError: it was written for other parameters.
-        CorruptionError: a page does not hold what the file does.
     """
     own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper passes no options on
     if getattr(own, "is_paged", False):

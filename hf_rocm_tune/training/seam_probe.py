@@ -29,15 +29,7 @@ _SECONDS = 300
 
 
 def require(newer: Sequence[str], say: Callable[[str], None]) -> None:
-    """Try the installed libraries.
-
-    Args:
-        newer: those that are newer than what was tested, see `upstream.untested`.
-        say: prints a line.
-
-    Raises:
-        SeamError: upstream does not call a place any more, or the tiny training failed.
-    """
+    """Try the installed libraries, of which ``newer`` are newer than what was tested; `SeamError` where it fails."""
     known = ", ".join(f"{name} {version}" for name, version in upstream.TESTED.items())
     say(f"{', '.join(newer)}: newer than what was tested ({known}); a tiny training tries what verification depends on")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)}

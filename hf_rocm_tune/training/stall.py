@@ -45,21 +45,13 @@ _REPORT_SECONDS, _EVIDENCE_SECONDS, _TELL_SECONDS = 5.0, 10.0, 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Seconds that may pass without a sign of life.
+    """Seconds that may pass without a sign of life."""
 
-    Args:
-        floor_s: in a training step, at least.
-        factor: times the median of the last ones, if that is more.
-        patient_s: in the first steps, at the begin of a pass over the data, in an evaluation, a save, at the end.
-        start_s: before the training.
-        most_s: in any of them but the last, whatever the others say.
-    """
-
-    floor_s: float
-    factor: float
-    patient_s: float
-    start_s: float
-    most_s: float = float("inf")
+    floor_s: float  # in a training step, at least
+    factor: float  # times the median of the last ones, if that is more
+    patient_s: float  # in the first steps, at the begin of a pass over the data, in an evaluation, a save, at the end
+    start_s: float  # before the training
+    most_s: float  # in any of them but the last, whatever the others say
 
     @classmethod
     def of(cls, setting: str, supervisor: Patience | None, *, collective_s: float | None = None) -> Limits | None:
@@ -68,11 +60,7 @@ class Limits:
         Args:
             setting: ``auto``, or the seconds that a training step may take, 0 for no limit.
             supervisor: how long it waits itself.
-            collective_s: how long a collective may take, until its library gives up without a cause; None where there
-                are none.
-
-        Raises:
-            UsageError: the setting is neither.
+            collective_s: how long a collective may take, until its library gives up without a cause.
         """
         seconds = parse(setting)
         if seconds == 0:
@@ -109,10 +97,7 @@ def parse(setting: str) -> float | None:
 class Pace:
     """How the training gets on: heard by its own thread, looked at by the watchdog's.
 
-    Args:
-        limits: see there.
-        mark: is told what the training is at, at every sign of life.
-        clock: seconds that only grow.
+    ``mark`` is told what the training is at, at every sign of life.
     """
 
     def __init__(self, limits: Limits, mark: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
@@ -151,7 +136,7 @@ class Pace:
         return Look(beats=self._beats, where=self.where, limit_s=self._limit())
 
     def _limit(self) -> float | None:
-        limits, steps = self._limits, list(self._steps)
+        limits, steps = self._limits, self._steps
         if self.phase == "publish":
             return None  # an upload tells of no progress
         if self.phase == "start":
@@ -168,7 +153,6 @@ class StallGuard:
         limits: None: nothing is watched.
         board: where the ranks of this machine meet; None for a process alone.
         tell: records an error as the ending of this process and prints it.
-        environ: of this process.
     """
 
     def __init__(
@@ -264,11 +248,9 @@ def watched(
     """Within the block the job is watched, and a lost connection to another rank is one line.
 
     Args:
-        setting: of ``--stall_timeout``.
+        setting, collective_s: see `Limits.of`.
         place: a directory that the ranks of this job on this machine have in common; None for a process alone.
         tell: see `StallGuard`.
-        collective_s: see `Limits.of`.
-        environ: as launchers filled it.
 
     Raises:
         PeerLostError: another rank has gone.

@@ -46,21 +46,12 @@ _PULSE_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """A job that has started.
-
-    Args:
-        run_id: of the run.
-        output_dir: absolute path.
-        resumed_from: name of the checkpoint, or None from the start.
-        attempt: process id of the job; another start has another.
-        leads: this machine has rank 0, so its supervisor keeps the journal and decides what is left out.
-    """
+    """A job that has started."""
 
     run_id: str
-    output_dir: str
-    resumed_from: str | None
-    attempt: int
-    leads: bool = True
+    output_dir: str  # absolute
+    resumed_from: str | None  # name of the checkpoint; None from the start
+    leads: bool = True  # this machine has rank 0: its supervisor keeps the journal and decides what is left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +64,10 @@ class Pulse:
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long the supervisor waits for a sign of life; 0 for ever.
+    """How long the supervisor waits for a sign of life; 0 for ever."""
 
-    Args:
-        start_seconds: before the first.
-        stall_seconds: after it.
-    """
-
-    start_seconds: float
-    stall_seconds: float
+    start_seconds: float  # before the first
+    stall_seconds: float  # after it
 
 
 def tell_patience(directory: Path, patience: Patience) -> None:
@@ -115,7 +101,6 @@ def tell_begun(*, run_id: str, output_dir: Path, resumed_from: str | None, leads
             run_id=run_id,
             output_dir=str(output_dir.absolute()),
             resumed_from=resumed_from,
-            attempt=os.getpid(),
             leads=leads,
         )
         write_text_atomic(directory / BEGUN_FILE, json.dumps(asdict(told)))
@@ -142,9 +127,7 @@ class Listener(Protocol):
 class Heartbeat:
     """Writes the pulse of one process; without a supervisor, and in other ranks than the first here, nothing.
 
-    Args:
-        environ: of this process.
-        listener: hears each sign of life as well: see `training.stall`, whose watchdog is inside the process.
+    ``listener`` hears each sign of life as well: see `training.stall`, whose watchdog is inside the process.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ, listener: Listener | None = None) -> None:
@@ -155,12 +138,9 @@ class Heartbeat:
             self._file = os.open(directory / PULSE_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def beat(self, *, step: int, phase: Phase, fresh: bool = False) -> None:
-        """One sign of life.
+        """One sign of life, with the steps that are done.
 
-        Args:
-            step: optimizer steps that are done.
-            phase: what goes on now.
-            fresh: something begins that has not gone on before, such as a pass over the data: it takes its time.
+        ``fresh``: something begins that has not gone on before, such as a pass over the data: it takes its time.
         """
         if self._listener is not None:
             self._listener(step=step, phase=phase, fresh=fresh)
@@ -243,11 +223,6 @@ JOURNAL_FILE = "survival.jsonl"
 
 
 def enter(directory: Path, entry: Mapping[str, Any]) -> None:
-    """Add one line.
-
-    Raises:
-        OSError: it cannot be written.
-    """
     descriptor = open_in_place(directory / JOURNAL_FILE, os.O_RDWR | os.O_APPEND)
     with open(descriptor, "rb+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -276,15 +251,7 @@ def journal_of(directory: Path, run_id: str) -> list[dict[str, Any]]:
 def survival(
     directory: Path, run_id: str, *, skipped_steps: list[int], supervised: bool, crash_injection: str | None
 ) -> dict[str, Any]:
-    """The report's section ``survival``: what this run went through, as far as a supervisor saw it.
-
-    Args:
-        directory: the run's output directory.
-        run_id: of the run.
-        skipped_steps: optimizer steps that were left out.
-        supervised: whether a supervisor watches the run now.
-        crash_injection: crashes that were asked for, as text.
-    """
+    """The report's section ``survival``: what this run went through, as far as a supervisor saw it."""
     told = journal_of(directory, run_id)
     ends = [entry for entry in told if entry.get("event") == "end"]
     keys = ("time", "how", "code", "phase", "step", "message", "evidence", "decision")

@@ -1,9 +1,7 @@
-"""What stands beside the loss in every log: the card's temperature, power and throttling, speed, integrity counters.
+"""What a run shows and logs beside the loss: the card's temperature, power and throttling, speed, integrity counters.
 
-**A thread of its own looks at the card**, every ``every_s`` seconds, and not the training between its steps. At the end
-of a step the card has just come to rest: transformers reads the loss of every micro-batch to filter NaN
-(``logging_nan_inf_filter``), so what is looked at there is always the lull and never the load. And a driver may hang
-inside a read of sysfs: then this thread hangs, and the training does not. A look is a dozen small reads, about 0.1 ms.
+**A thread of its own looks at the card**, every ``every_s`` seconds: at the end of a step the card has just come to
+rest, so the training itself would always see the lull and never the load; and a driver may hang inside a read of sysfs.
 Not seen is what begins and ends between two looks. Only AMD cards have sensors here (sysfs); on a CUDA card torch tells
 of its own memory; on the CPU there is nothing to tell. A figure that could not be read is left out, never 0.
 
@@ -21,6 +19,11 @@ training log; what is added to it reaches all of them and the trainer's history.
     speed/tokens_per_second   likewise; of all ranks, where the trainer counts tokens (TRL's ``num_tokens``)
 
 The counters are those of the process that logs, rank 0; the report at the end adds up all ranks.
+
+**The terminal** shows the log as a table, and one live line where somebody watches, in the place of transformers'
+progress bar and of the dictionaries that it prints. Piped, there are rows only, without control characters. A notebook
+keeps transformers' own table. The loss of the live line is that of the last log: to read it at each step would make the
+host wait for the card.
 """
 
 from __future__ import annotations
@@ -88,19 +91,11 @@ _METRICS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The sensors at one moment.
+    """The sensors at one moment."""
 
-    Attributes:
-        metrics: by name, with the unit in the name: ``hotspot_c`` and the like in degrees Celsius, ``power_w``,
-            ``utilisation_percent``, ``vram_used_gib`` (2^30 bytes, of all processes).
-        limits: what holds the clocks down, of ``power``, ``current``, ``temperature`` and ``other``; None where that
-            could not be read. The driver's bit for the hotspot does not count.
-        missing: metric to the reason why it is not in ``metrics``.
-    """
-
-    metrics: Mapping[str, float]
-    limits: frozenset[str] | None = None
-    missing: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float]  # with the unit in the name: hotspot_c, power_w, utilisation_percent, vram_used_gib
+    limits: frozenset[str] | None = None  # what holds the clocks down; None where that could not be read
+    missing: Mapping[str, str] = field(default_factory=dict)  # metric to the reason why it is not in `metrics`
 
 
 def sample(tree: Tree, address: str) -> Sample:
@@ -214,11 +209,7 @@ class Telemetry:
         memory: Callable[[], dict[str, float]] = dict,
         tell: Callable[[str], None],
     ) -> None:
-        self._read = read
-        self._source = source
-        self._every_s = every_s
-        self._memory = memory
-        self._tell = tell
+        self._read, self._source, self._every_s, self._memory, self._tell = read, source, every_s, memory, tell
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._lock = threading.Lock()  # over all below
@@ -274,10 +265,7 @@ class Telemetry:
         return {**self._latest, **self._memory()}
 
     def since_last_log(self) -> dict[str, float]:
-        """Metrics by name for one training log: means since the last one, the greatest hotspot, torch's memory now.
-
-        Nothing of the card where there was no look since then.
-        """
+        """Metrics by name for one training log: means since the last one, the greatest hotspot, torch's memory now."""
         with self._lock:
             recent, self._recent = self._recent, {}
         found = {f"gpu/{name}": round(one.mean, 3) for name, one in recent.items() if name != f"{_HELD_DOWN}other"}
@@ -286,10 +274,7 @@ class Telemetry:
         return found | {f"gpu/{name}": round(value, 3) for name, value in self._memory().items() if "peak" not in name}
 
     def summary(self) -> dict[str, Any]:
-        """What the report says: means and greatest values of the run, episodes, and why a figure is missing.
-
-        ``held_down`` are shares of the looks; ``seconds`` is what all looks together took.
-        """
+        """For the report; ``held_down`` are shares of the looks, ``seconds`` is what all looks together took."""
         with self._lock:
             found: dict[str, Any] = {"source": self._source, "looks": self._looks, "seconds": round(self._seconds, 4)}
             shares: dict[str, float] = {}
@@ -331,13 +316,7 @@ def of_device(
     tell: Callable[[str], None],
     tree: Tree | None = None,
 ) -> Telemetry:
-    """Telemetry of the very card that is trained on, found by its PCI address.
-
-    Args:
-        device: the device of this process.
-        every_s, tell: see :class:`Telemetry`.
-        tree: whose ``sys`` is read; this machine's unless given.
-    """
+    """Telemetry of the very card that is trained on, found by its PCI address; ``tree``: whose ``sys`` is read."""
     address, reason = card_of(device)
     files = tree or LiveTree()
     return Telemetry(
@@ -382,10 +361,7 @@ class MetricsCallback(TrainerCallback):
         memory: Callable[[], dict[str, float]] = dict,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._report = report
-        self._telemetry = telemetry
-        self._memory = memory
-        self._clock = clock
+        self._report, self._telemetry, self._memory, self._clock = report, telemetry, memory, clock
         self._seconds, self._steps, self._tokens = 0.0, 0, 0.0
         self._began: float | None = None
         self._ended: float | None = None
@@ -414,8 +390,7 @@ class MetricsCallback(TrainerCallback):
         """The time since the last step was no training."""
         self._ended = None
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._ended = None
+    on_save = on_evaluate
 
     def on_log(
         self,
@@ -485,11 +460,6 @@ _TOLD_OF_EVALUATIONS = ("loss", "accuracy", "accuracies", "margins", "reward")
 def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | None) -> TerminalCallback | None:
     """Let a trainer show its log here instead of by transformers' callbacks; on the first rank.
 
-    Args:
-        trainer: before its ``train``.
-        report: whose integrity counters the live line shows.
-        telemetry: of the card; None for none.
-
     Returns:
         What shows it, to be closed however the training ends; None where a notebook does.
     """
@@ -531,9 +501,7 @@ class TerminalCallback(TrainerCallback):
     """
 
     def __init__(self, *, live: bool, now: Callable[[], Mapping[str, float]], memory_gib: float | None) -> None:
-        self._live = live
-        self._now = now
-        self._memory_gib = memory_gib
+        self._live, self._now, self._memory_gib = live, now, memory_gib
         self._columns: list[_Column] = []
         self._last: dict[str, Any] = {}  # the last training log
         self._progress: Progress | None = None

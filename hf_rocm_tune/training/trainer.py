@@ -6,10 +6,9 @@ is a complete definition, and a user can do the same with a trainer of their own
 adapters and optimizer state pass one door, the :class:`~hf_rocm_tune.transfer.Mover`; Accelerate places nothing.
 Averages of gradients that DistributedDataParallel makes are judged before they are clipped and used.
 
-Covered: everything that the stock trainer, TRL's SFT trainer and PEFT move to the device, through the seams listed in
-:mod:`hf_rocm_tune.upstream`. Not covered: tensors that a data collator or a custom ``compute_loss`` puts on the device
-by itself (refused under ``verify="full"``), and weights that were on an accelerator before the model was handed over
-and are not equal to their files (named in the coverage).
+Not covered: tensors that a data collator or a custom ``compute_loss`` puts on the device by itself (refused under
+``verify="full"``), and weights that were on an accelerator before the model was handed over and are not equal to their
+files (named in the coverage).
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ from hf_rocm_tune.training.device_memory import FragmentationCallback, read
 from hf_rocm_tune.training.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.training.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.training.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
-from hf_rocm_tune.training.oom import OutOfMemoryRecovery, Part, recovery_for
-from hf_rocm_tune.training.oom import split as split_batch
+from hf_rocm_tune.training.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.training.refusals import OptimizerTablesCallback, with_offloads
 from hf_rocm_tune.training.sentinels import SentinelCallback, is_foreign
 from hf_rocm_tune.training.supervised import Heartbeat, Listener, Phase
@@ -81,8 +79,8 @@ from hf_rocm_tune.transfer import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
-    from transformers import Trainer as _Base
 
+    from hf_rocm_tune.training.owner import Owner as _Base
     from hf_rocm_tune.training.ranks import ShardedModel, WholeState
     from hf_rocm_tune.transfer import Digest
 else:
@@ -384,8 +382,8 @@ class VerifiedTransferMixin(_Base):
         elif self._recovery is not None:
             loss = self._recovery.run(stock, model, inputs, num_items_in_batch)
         else:
-            (part,) = self.parts(self.host_batch(inputs), 1)
-            with self.step_fault(model, part):
+            (part,) = parts_of(self, self.host_batch(inputs), 1)
+            with self.step_fault(model, rows=len(part.units), tokens=part.tokens):
                 loss = stock(model, inputs, num_items_in_batch)
         self.grad_sync.settle(step=self.state.global_step + 1, synced=self.accelerator.sync_gradients)
         self._guard.remember(loss)
@@ -497,21 +495,14 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def push_to_hub(self, *arguments: Any, **keywords: Any) -> Any:
-        """Save and seal the result where that has not been done, and have the publisher upload it. Collective.
-
-        Upstream's arguments are not used: the publisher has its own.
-        """
-        del arguments, keywords
+        """Save and seal the result where that has not been done, and have the publisher upload it. Collective."""
+        del arguments, keywords  # the publisher has its own
         return self._checkpoints.push_result()
 
     # ---- for whoever runs the trainer -----------------------------------------------------------------------
 
     def require_coverage(self) -> None:
-        """Refuses to train when ``verify="full"`` does not reach every byte of the model.
-
-        Raises:
-            UsageError: it does not, and the user has not consented; the message names what is not verified.
-        """
+        """Refuses to train when ``verify="full"`` does not reach every byte of the model, unless the user consents."""
         if (missing := self._not_covered()) is not None:
             raise UsageError(missing)
 
@@ -558,11 +549,6 @@ class VerifiedTransferMixin(_Base):
         return tuple(card.device for card in cards.cards) if cards else (self.args.device,)
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether the rows of a batch are chosen answers, then as many rejected ones (TRL's DPO and reward models)."""
-        return type(self.data_collator).__name__ == "DataCollatorForPreference"
-
-    @property
     def is_sharded(self) -> bool:
         """Whether each rank holds its part of the model."""
         return bool(self.is_deepspeed_enabled or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers)
@@ -576,14 +562,9 @@ class VerifiedTransferMixin(_Base):
         """The host tensors that a batch came from; what came from nowhere that is known here stays as it is."""
         return dict(map_tensors(inputs, lambda tensor: require_unchanged(self._source_of(tensor), self.mover)))
 
-    def parts(self, batch: Mapping[str, Any], divisor: int) -> list[Part]:
-        """A batch of host tensors, cut into at most ``divisor`` parts; see `oom.split`."""
-        return split_batch(batch, divisor, labels_shifted=self._loss_shifts_labels, pairs=self.has_pairs)
-
-    def step_fault(self, model: nn.Module, part: Part) -> AbstractContextManager[None]:
+    def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]:
         """Within it the step that is under way is harmed, where that was asked for."""
-        step = self.state.global_step + 1
-        return self.step_faults.during(model, step=step, rows=len(part.units), tokens=part.tokens)
+        return self.step_faults.during(model, step=self.state.global_step + 1, rows=rows, tokens=tokens)
 
     def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor:
         """Brings one host tensor of a checkpoint to the device, verified; ``stage`` is "adapter" or "optimizer".
@@ -597,13 +578,7 @@ class VerifiedTransferMixin(_Base):
         return self.mover.move(tensor, name=name, stage=stage)
 
     def before_save(self) -> None:
-        """Looks at every weight, on every rank, before anything is written; what it raises prevents the save.
-
-        Raises:
-            DivergedError: one is not finite.
-            MemoryFaultError: one is not what it was.
-            CorruptionError: something unverified has come to the model since the start.
-        """
+        """Looks at every weight, on every rank, before anything is written; what it raises prevents the save."""
         self._guard.require_finite(self.model)
         self._sentinel.check_all(self.state.global_step)
         if (missing := self._not_covered()) is not None:

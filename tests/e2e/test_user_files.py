@@ -164,7 +164,7 @@ def test_the_journal_is_never_somebody_elses_file(place: Place) -> None:
     (place.out / "integrity.json").unlink()  # so that it goes on
     (place.out / "survival.jsonl").symlink_to(place.thesis)
     assert "survival.jsonl" in place.refused(max_steps=1)
-    begun = supervised.Begun(run_id="run", output_dir=str(place.out), resumed_from=None, attempt=1)
+    begun = supervised.Begun(run_id="run", output_dir=str(place.out), resumed_from=None)
     ledger = Ledger()
     ledger.add("start")
     ledger.belongs_to(begun)

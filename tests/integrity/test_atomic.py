@@ -148,7 +148,7 @@ def test_moved_files_keep_their_neighbours_and_folders(tmp_path: Path) -> None:
     (staging / "second").mkdir()
     (staging / "second" / "adapter").write_text("two")
     (staging / "adapter").write_text("one")
-    assert move_files(staging, final) == ["adapter", "second/adapter"]
+    move_files(staging, final)
     assert (final / "notes.txt").read_text() == "mine" and (final / "adapter").read_text() == "one"
     assert (final / "second" / "adapter").read_text() == "two"
 

@@ -144,7 +144,7 @@ def _train(model: nn.Module, traffic: Traffic | None, steps: int) -> list[float]
 
 def _whole(model: nn.Module, mover: Mover, traffic: Traffic | None) -> dict[str, Any]:
     """What is saved is what the ranks have together."""
-    saved = WholeState(model, mover).model()
+    saved = WholeState(model).model()
     expected = {name: each.full_tensor() for name, each in model.named_parameters() if each.requires_grad}
     first = dist.get_rank() == 0
     equal = saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)

@@ -31,45 +31,51 @@ BAD = (math.nan, math.inf, -math.inf)
 # ---- the numbers alone ------------------------------------------------------------------------------------------
 
 
+def judged(guard: StepGuard, step: int, loss: float, norm: float = 1.0, **more: Any) -> tuple[bool, bool]:
+    """Whether the step is skipped, and whether the run stops."""
+    found = guard.judge(step, loss, norm, **more)
+    return (False, False) if found is None else (found.skips, found.stops)
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_a_step_with_a_number_that_is_not_finite_is_skipped_and_only_that(bad: float) -> None:
     guard = StepGuard(max_skipped=5)
-    verdicts = [
-        guard.judge(step, *numbers).skip
-        for step, numbers in enumerate([(1.0, 2.0), (bad, 2.0), (1.0, bad), (bad, bad), (1.0, 2.0)], start=1)
-    ]
-    assert verdicts == [False, True, True, True, False] and guard.skipped == 3
+    numbers = [(1.0, 2.0), (bad, 2.0), (1.0, bad), (bad, bad), (1.0, 2.0)]
+    skipped = [judged(guard, step, *each)[0] for step, each in enumerate(numbers, start=1)]
+    assert skipped == [False, True, True, True, False]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5])
 def test_one_skipped_step_more_than_the_limit_stops(limit: int) -> None:
     guard = StepGuard(max_skipped=limit)
-    found = [guard.judge(step, math.nan, 1.0).findings[0] for step in range(1, limit + 2)]
-    assert [each.stops for each in found] == [False] * limit + [True]
-    assert f"step {limit + 1}: loss nan" in found[-1].text and "learning rate" in found[-1].text
+    assert [judged(guard, step, math.nan) for step in range(1, limit + 1)] == [(True, False)] * limit
+    found = guard.judge(limit + 1, math.nan, 1.0)
+    assert found is not None and found.stops
+    assert f"step {limit + 1}: loss nan" in found.text and "learning rate" in found.text
 
 
 def test_rare_ones_never_stop_a_long_run() -> None:
     guard = StepGuard(max_skipped=1)
     for step in range(1, 20 * SKIPPED_AMONG):
-        verdict = guard.judge(step, math.nan if step % SKIPPED_AMONG == 0 else 1.0, 1.0)
-        assert not any(found.stops for found in verdict.findings)
-    assert guard.skipped == 19
+        bad = step % SKIPPED_AMONG == 0
+        assert judged(guard, step, math.nan if bad else 1.0) == (bad, False)
 
 
 def test_a_gradient_scaler_looks_after_gradients_itself() -> None:
     guard = StepGuard(max_skipped=0)
-    assert not guard.judge(1, 1.0, math.inf, scaled=True).skip
-    assert guard.judge(2, math.nan, 1.0, scaled=True).skip
+    assert not judged(guard, 1, 1.0, math.inf, scaled=True)[0]
+    assert judged(guard, 2, math.nan, scaled=True)[0]
 
 
 def test_steps_that_learn_nothing_are_named_and_then_end_the_run() -> None:
     guard = StepGuard(max_skipped=5)
-    found = {step: guard.judge(step, 0.0, 0.0) for step in range(1, 21)}
-    assert {step for step, verdict in found.items() if verdict.findings} == {3, 20}
-    assert found[3].findings[0].kind == "dead" and not found[3].findings[0].stops
-    assert found[20].findings[0].stops and "accelerate/issues/3043" in found[20].findings[0].text
-    assert not any(verdict.skip for verdict in found.values())
+    verdicts = {step: guard.judge(step, 0.0, 0.0) for step in range(1, 21)}
+    found = {step: each for step, each in verdicts.items() if each is not None}
+    assert {step: (each.kind, each.stops, each.skips) for step, each in found.items()} == {
+        3: ("dead", False, False),
+        20: ("dead", True, False),
+    }
+    assert "accelerate/issues/3043" in found[20].text
 
 
 @given(seed=st.integers(0, 10**6), spread=st.floats(0.0, 0.4), slope=st.floats(0.0, 0.01))
@@ -79,10 +85,11 @@ def test_noise_and_progress_are_no_spikes_and_a_spike_is_one(seed: int, spread: 
     guard = StepGuard(max_skipped=5)
     for step in range(1, 150):
         loss = max(0.2, 2.5 - slope * step) * math.exp(noise.uniform(-spread, spread))
-        assert not guard.judge(step, loss, 1.0).findings
-    (found,) = guard.judge(150, 40.0, 1.0).findings
-    assert found.kind == "loss spike" and not found.stops and "step 150: the loss is 40" in found.text
-    assert not guard.judge(151, 40.0, 1.0).findings  # named once, not at each step of it
+        assert guard.judge(step, loss, 1.0) is None
+    found = guard.judge(150, 40.0, 1.0)
+    assert found is not None and found.kind == "loss spike" and not found.stops
+    assert "step 150: the loss is 40" in found.text
+    assert guard.judge(151, 40.0, 1.0) is None  # named once, not at each step of it
 
 
 # ---- in a trainer -----------------------------------------------------------------------------------------------

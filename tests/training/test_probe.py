@@ -118,9 +118,7 @@ def assert_equal(before: Any, after: Any, where: str = "") -> None:
 def test_nothing_is_left_of_a_probe(build: Build, fault: str, fits: bool, checkpointing: bool) -> None:
     trainer = build(fault)
     before = state_of(trainer)
-    found = probe(trainer, way(checkpointing=checkpointing))
-    assert found.fits is fits
-    assert found.peak is None, "on a CPU nothing measures it"
+    assert probe(trainer, way(checkpointing=checkpointing)) == (fits, None), "on a CPU nothing measures the peak"
     assert_equal(before, state_of(trainer))
 
 
@@ -131,7 +129,7 @@ def test_mixed_precision_is_on_in_a_probe_and_as_it_was_afterwards(build: Build)
         lambda module, arguments: seen.append(torch.is_autocast_enabled("cpu"))
     )
     before = state_of(trainer)
-    assert probe(trainer, way(2, 1)).fits
+    assert probe(trainer, way(2, 1))[0]
     assert seen == [True]
     assert_equal(before, state_of(trainer))
     trainer.accelerator.prepare_model(trainer.model)
@@ -148,8 +146,8 @@ def test_what_a_probe_ran_was_the_real_step_with_gradients_in_place(build: Build
         seen.append((tuple(keywords["input_ids"].shape), module.training, gradients))
 
     trainer.model.get_base_model().register_forward_pre_hook(look, with_kwargs=True)
-    assert probe(trainer, way(4, 2)).fits
-    assert probe(trainer, way(2, 1)).fits
+    assert probe(trainer, way(4, 2))[0]
+    assert probe(trainer, way(2, 1))[0]
     assert seen == [((4, 32), True, False), ((4, 32), True, True), ((2, 32), True, False)]
 
 

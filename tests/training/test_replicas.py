@@ -27,7 +27,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Outcom
         )
         for rank in (0, 1)
     ]
-    ended = [rank.communicate(timeout=60) for rank in ranks]
+    ended = [rank.communicate(timeout=180) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], [error[-2000:] for _, error in ended]
     rows = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in ended]
     return [{row["case"]: row for row in one} for one in rows]

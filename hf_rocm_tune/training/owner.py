@@ -1,0 +1,64 @@
+"""What the objects that a trainer owns may use of it beside upstream's: declared here, for the type checker alone.
+
+`training.trainer` does it. Checkpoints and the recovery from a shortage of memory import this, so imports point down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from hf_rocm_tune.training.ranks import GradientSync, WholeState
+    from hf_rocm_tune.training.supervised import Phase
+    from hf_rocm_tune.transfer import Mover, TransferReport
+
+
+class Owner(Trainer):
+    """See `training.trainer.VerifiedTransferMixin`, which has all of it."""
+
+    mover: Mover
+    transfer_report: TransferReport
+    grad_sync: GradientSync
+    run_id: str
+    recompute_layers: tuple[int, int] | None
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        raise NotImplementedError
+
+    @property
+    def is_sharded(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def whole_state(self) -> WholeState | None:
+        raise NotImplementedError
+
+    def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor:
+        raise NotImplementedError
+
+    def before_save(self) -> None:
+        raise NotImplementedError
+
+    def before_manifest(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def write_model(self, directory: str) -> None:
+        raise NotImplementedError
+
+    def beat(self, phase: Phase) -> None:
+        raise NotImplementedError
