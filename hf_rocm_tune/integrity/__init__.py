@@ -1,1 +1,1 @@
-"""What was right stays right: sentinels over frozen weights, replicas, and manifests over files."""
+"""Files that appear whole or not at all, manifests over them, and canaries in device memory."""

@@ -1,4 +1,4 @@
-"""What the tests of saving share: a tiny model, its rows, and a trainer with an adapter."""
+"""What the tests of trainers share: a tiny model, its rows, and a trainer that saves."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import AutoModelForCausalLM
-from trl import SFTConfig
 
 from tests import tiny
-from tests.training.savers import STEPS, Make, VerifiedSFT
+from tests.training.trainers import STEPS, Make, VerifiedSFT
+from tests.training.trainers import build as build_trainer
+
+# PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
+_OF_PEFT = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For all tests of this folder."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(_OF_PEFT)
 
 
 @pytest.fixture(scope="session")
@@ -35,28 +44,16 @@ def saver(model_path: Path, rows: Dataset, tmp_path: Path) -> Make:
     def build(
         out: str = "out", *, adapter: torch.dtype = torch.float32, ours: Any = None, **options: Any
     ) -> VerifiedSFT:
-        torch.manual_seed(3)
-        kept = {"save_steps": 2, "max_steps": STEPS, "eval_strategy": "no", "learning_rate": 1e-2} | options
-        args = SFTConfig(
-            output_dir=str(tmp_path / out),
-            per_device_train_batch_size=2,
+        kept = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS, "eval_strategy": "no"} | options
+        trainer: VerifiedSFT = build_trainer(
+            VerifiedSFT,
+            AutoModelForCausalLM.from_pretrained(model_path, dtype=adapter),
+            rows,
+            tmp_path / out,
+            lora={"lora_dropout": 0.1},
+            ours={"run_id": "run-1", "eval_dataset": rows.select(range(4)), **(ours or {})},
             max_length=32,
-            report_to="none",
-            use_cpu=True,
-            bf16=False,
-            activation_checkpointing=False,
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
-            logging_steps=1,
             **kept,
-        )
-        trainer = VerifiedSFT(
-            model=AutoModelForCausalLM.from_pretrained(model_path, dtype=adapter),
-            args=args,
-            train_dataset=rows,
-            eval_dataset=rows.select(range(4)),
-            peft_config=LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM"),
-            **{"run_id": "run-1", **(ours or {})},
         )
         for name, parameter in trainer.model.named_parameters():
             if "lora_" in name:

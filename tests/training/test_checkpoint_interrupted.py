@@ -21,11 +21,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import clean_leftovers
-from tests.training.savers import Make, VerifiedPlain, names
+from tests.training.trainers import Make, VerifiedPlain, names
 from tests.two_ranks import free_port
-
-# PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
 @pytest.mark.parametrize("writer", ["_save", "_save_optimizer_and_scheduler", "_save_rng_state"])

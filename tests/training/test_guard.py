@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,13 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import TrainerCallback
 
-from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.errors import DivergedError
 from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from hf_rocm_tune.training.guard import SKIPPED_AMONG, StepGuard
-
-# PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+from tests.training.trainers import Make, VerifiedPlain, build
 
 BAD = (math.nan, math.inf, -math.inf)
 
@@ -95,13 +90,6 @@ def test_noise_and_progress_are_no_spikes_and_a_spike_is_one(seed: int, spread: 
 # ---- in a trainer -----------------------------------------------------------------------------------------------
 
 
-class Verified(VerifiedTransferMixin, Trainer):
-    """In front of the plain trainer."""
-
-
-Make = Callable[..., Any]
-
-
 @pytest.fixture(scope="module")
 def tokens() -> Dataset:
     """Token rows with labels."""
@@ -113,31 +101,13 @@ def tokens() -> Dataset:
 def make(model_path: Path, tokens: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Builds a trainer with an adapter, and harms its steps as a specification says."""
 
-    def build(kind: Any = Verified, *, fault: str = "", extra: dict[str, Any] | None = None, **options: Any) -> Any:
+    def make(kind: Any = VerifiedPlain, *, fault: str = "", **options: Any) -> Any:
         monkeypatch.setenv(VARIABLE, fault)
-        torch.manual_seed(3)
-        defaults: dict[str, Any] = {
-            "output_dir": str(tmp_path / "out"),
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 4,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "report_to": "none",
-            "save_strategy": "no",
-            "use_cpu": True,
-            "disable_tqdm": True,
-        }
-        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        return kind(
-            model=get_peft_model(AutoModelForCausalLM.from_pretrained(model_path), lora),
-            args=TrainingArguments(**{**defaults, **options}),
-            train_dataset=tokens,
-            data_collator=default_data_collator,
-            **{"consent_unverified": True, **(extra or {})},
-        )
+        defaults = {"gradient_accumulation_steps": 2, "max_steps": 4}
+        ours = {"consent_unverified": True}
+        return build(kind, model_path, tokens, tmp_path / "out", ours=ours, **{**defaults, **options})
 
-    return build
+    return make
 
 
 class Snapshots(TrainerCallback):
@@ -188,7 +158,7 @@ def test_a_step_with_nan_gradients_changes_no_weight_and_no_optimizer_state(
 
 @pytest.mark.parametrize("bad", [BAD[0], *(pytest.param(bad, marks=pytest.mark.long) for bad in BAD[1:])])
 def test_a_loss_that_is_not_finite_is_not_used_even_where_its_gradients_are(make: Make, bad: float) -> None:
-    class Harming(Verified):
+    class Harming(VerifiedPlain):
         """Adds something to the loss that has no gradient."""
 
         def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
@@ -222,7 +192,7 @@ def test_weights_that_are_not_finite_are_never_saved(make: Make, tmp_path: Path)
 
 
 def test_a_loss_of_zero_is_named_with_its_causes(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    class Zero(Verified):
+    class Zero(VerifiedPlain):
         """The device returns zeros."""
 
         def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:

@@ -14,18 +14,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainerControl
-from trl import SFTConfig
+from transformers import TrainerCallback, TrainerControl
 
 from hf_rocm_tune.errors import Interrupted
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.training.interrupt import REQUEST_FILE, SAME_PRESS_SECONDS, InterruptCallback, StopRequests
-from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
-
-# PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+from tests.training.trainers import VerifiedSFT, build
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
@@ -165,28 +160,10 @@ class _At(TrainerCallback):
 
 def trainer(
     model_path: Path, rows: Dataset, output: Path, skip: frozenset[int] = frozenset(), **options: Any
-) -> VerifiedSFTTrainer:
-    settings = {"save_strategy": "no", "max_steps": 4, "activation_checkpointing": False} | options
-    args = SFTConfig(
-        output_dir=str(output),
-        per_device_train_batch_size=2,
-        max_length=32,
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-        logging_steps=1,
-        **settings,
-    )
-    return VerifiedSFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model_path),
-        args=args,
-        train_dataset=rows,
-        eval_dataset=rows.select(range(4)),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
-        consent_unverified=True,
-        skip_steps=skip,
-    )
+) -> VerifiedSFT:
+    ours = {"eval_dataset": rows.select(range(4)), "consent_unverified": True, "skip_steps": skip}
+    made: VerifiedSFT = build(VerifiedSFT, model_path, rows, output, ours=ours, max_steps=4, max_length=32, **options)
+    return made
 
 
 BEST = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}

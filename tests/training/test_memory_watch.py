@@ -13,22 +13,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from transformers import TrainerCallback
+from trl import SFTTrainer
 
 from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from tests import tiny
-
-# PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
-Make = Callable[..., Any]
-
-
-class Verified(VerifiedTransferMixin, SFTTrainer):
-    """As a user would define it."""
+from tests.training.trainers import Make, VerifiedSFT, build
 
 
 class Clips:
@@ -66,33 +57,12 @@ class At(TrainerCallback):
 def make(model_path: Path, tmp_path: Path) -> Make:
     """Builds a trainer of four steps; `lora` are options of the adapter."""
 
-    def build(
-        kind: Any = Verified,
-        *,
-        path: Path = model_path,
-        lora: dict[str, Any] | None = None,
-        ours: Any = None,
-        **options: Any,
-    ) -> Any:
-        torch.manual_seed(3)
-        kept = {"save_strategy": "no", "max_steps": 4, "max_length": 48} | options
-        args = SFTConfig(
-            output_dir=str(tmp_path / "out"),
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            report_to="none",
-            use_cpu=True,
-            bf16=False,
-            activation_checkpointing=False,
-            disable_tqdm=True,
-            **kept,
-        )
-        rows = Dataset.from_list([{"text": text[:200]} for text in tiny.training_text()[:16]])
-        config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **(lora or {}))
-        model = AutoModelForCausalLM.from_pretrained(path)
-        return kind(model=model, args=args, train_dataset=rows, peft_config=config, **(ours or {}))
+    rows = Dataset.from_list([{"text": text[:200]} for text in tiny.training_text()[:16]])
 
-    return build
+    def make(kind: Any = VerifiedSFT, *, path: Path = model_path, **more: Any) -> Any:
+        return build(kind, path, rows, tmp_path / "out", **{"max_steps": 4, "max_length": 48, **more})
+
+    return make
 
 
 def trained(trainer: Any) -> dict[str, torch.Tensor]:

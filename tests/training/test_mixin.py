@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,24 +20,13 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from hf_rocm_tune import VerifiedTransferMixin, was_verified
+from hf_rocm_tune import was_verified
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.models.quantised import BIAS_CAST
 from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
-
-# PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
-
-class VerifiedPlain(VerifiedTransferMixin, Trainer):
-    """In front of the plain trainer."""
-
-
-class VerifiedSFT(VerifiedTransferMixin, SFTTrainer):
-    """As a user would define it."""
-
+from tests.training.trainers import Make, VerifiedPlain, VerifiedSFT, build
 
 OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -64,36 +53,17 @@ def tokens() -> Dataset:
     )
 
 
-Make = Callable[..., Any]
-
-
 @pytest.fixture
 def make(model_path: Path, tokens: Dataset, tmp_path: Path) -> Make:
     """Builds a trainer with an adapter on a model that plain transformers loaded."""
 
-    def build(
+    def make(
         kind: Any = VerifiedPlain, *, model: Any = None, extra: dict[str, Any] | None = None, **options: Any
     ) -> Any:
-        torch.manual_seed(3)
-        sft = issubclass(kind, SFTTrainer)
-        settings = {"output_dir": str(tmp_path / "out"), **OPTIONS, **options}
-        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        if model is None:
-            model = AutoModelForCausalLM.from_pretrained(model_path)
-            model = model if sft else get_peft_model(model, lora)
-        more = {"peft_config": lora} if sft else {"data_collator": default_data_collator}
-        args = (
-            SFTConfig(**settings, bf16=False, activation_checkpointing=False) if sft else TrainingArguments(**settings)
-        )
-        return kind(
-            model=model,
-            args=args,
-            train_dataset=tokens,
-            eval_dataset=tokens.select(range(5)),
-            **{**more, **(extra or {})},
-        )
+        ours = {"eval_dataset": tokens.select(range(5)), **(extra or {})}
+        return build(kind, model or model_path, tokens, tmp_path / "out", ours=ours, **{**OPTIONS, **options})
 
-    return build
+    return make
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,28 +17,15 @@ import numpy
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
-from trl import SFTConfig, SFTTrainer
+from transformers import default_data_collator
 
-from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.errors import OutOfMemoryError
 from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from hf_rocm_tune.training.oom import STATE_FILE, read_state
-
-# PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+from tests.training.trainers import Make, VerifiedPlain, VerifiedSFT, build
 
 ROWS, MICRO, WINDOW, STEPS = 46, 4, 2, 5  # the last window of an epoch has 2 + 2 rows less than the others
-
-
-class VerifiedPlain(VerifiedTransferMixin, Trainer):
-    """In front of the plain trainer."""
-
-
-class VerifiedSFT(VerifiedTransferMixin, SFTTrainer):
-    """As a user would define it."""
 
 
 class MeanLoss(VerifiedPlain):
@@ -72,47 +58,17 @@ def tokens() -> Dataset:
     )
 
 
-Make = Callable[..., Any]
-
-
 @pytest.fixture
 def make(model_path: Path, tokens: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Builds a trainer with an adapter, and harms its steps as a specification says."""
 
-    def build(kind: Any = VerifiedSFT, *, fault: str = "", extra: dict[str, Any] | None = None, **options: Any) -> Any:
+    def make(kind: Any = VerifiedSFT, *, fault: str = "", extra: dict[str, Any] | None = None, **options: Any) -> Any:
         monkeypatch.setenv(VARIABLE, fault)
-        torch.manual_seed(3)
-        sft = issubclass(kind, SFTTrainer)
-        settings: dict[str, Any] = {
-            "output_dir": str(tmp_path / "out"),
-            "per_device_train_batch_size": MICRO,
-            "gradient_accumulation_steps": WINDOW,
-            "max_steps": STEPS,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "report_to": "none",
-            "save_strategy": "no",
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "seed": 5,
-            **options,
-        }
-        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = AutoModelForCausalLM.from_pretrained(model_path)
-        more = {"peft_config": lora} if sft else {"data_collator": default_data_collator}
-        args = (
-            SFTConfig(**{"activation_checkpointing": False, "bf16": False, **settings})
-            if sft
-            else TrainingArguments(**settings)
-        )
-        return kind(
-            model=model if sft else get_peft_model(model, lora),
-            args=args,
-            train_dataset=tokens,
-            **{"consent_unverified": True, **more, **(extra or {})},
-        )
+        sizes = {"per_device_train_batch_size": MICRO, "gradient_accumulation_steps": WINDOW, "max_steps": STEPS}
+        ours = {"consent_unverified": True, **(extra or {})}
+        return build(kind, model_path, tokens, tmp_path / "out", ours=ours, **{**sizes, "seed": 5, **options})
 
-    return build
+    return make
 
 
 def trajectory(trainer: Any) -> list[list[float]]:

@@ -12,9 +12,6 @@ import numpy
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM
-from trl import SFTConfig
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.recompute import layers_of
@@ -22,11 +19,9 @@ from hf_rocm_tune.plan.candidates import Candidate, Way
 from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
 from hf_rocm_tune.training.probe import probe, set_checkpointing, set_way, try_on_all_ranks, worst_rows
 from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
+from tests.training.trainers import build as build_trainer
 
 Build = Callable[..., VerifiedSFTTrainer]
-
-# PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
 @pytest.fixture
@@ -35,26 +30,12 @@ def build(model_path: Path, rows: Dataset, tmp_path: Path, monkeypatch: pytest.M
 
     def make(fault: str = "", **options: Any) -> VerifiedSFTTrainer:
         monkeypatch.setenv(VARIABLE, fault)
-        torch.manual_seed(5)
-        settings = {"per_device_train_batch_size": 4, "max_length": 32, "activation_checkpointing": False} | {
-            "bf16": False,
-            **options,
-        }
-        args = SFTConfig(
-            output_dir=str(tmp_path / "out"),
-            report_to="none",
-            use_cpu=True,
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
-            **settings,
+        sizes = {"per_device_train_batch_size": 4, "max_length": 32}
+        lora, ours = {"lora_dropout": 0.1}, {"consent_unverified": True}
+        made: VerifiedSFTTrainer = build_trainer(
+            VerifiedSFTTrainer, model_path, rows, tmp_path / "out", lora=lora, ours=ours, **{**sizes, **options}
         )
-        return VerifiedSFTTrainer(
-            model=AutoModelForCausalLM.from_pretrained(model_path),
-            args=args,
-            train_dataset=rows,
-            peft_config=LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM"),
-            consent_unverified=True,
-        )
+        return made
 
     return make
 

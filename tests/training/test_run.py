@@ -15,7 +15,8 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.training.run import Plan, fingerprint, prepare_output_dir, read_record
+from hf_rocm_tune.training import supervised
+from hf_rocm_tune.training.run import Plan, fingerprint, prepare_output_dir, read_record, skip_step
 
 SETTINGS = {"learning_rate": 2e-4, "seed": 1, "model_name_or_path": "some/model", "logging_steps": 5}
 
@@ -352,3 +353,85 @@ def test_a_killed_save_is_cleaned_up_and_reported(tmp_path: Path) -> None:
     plan = _start(out)
     assert plan.checkpoint == out / "checkpoint-1" and "removed (left by a process that was killed)" in plan.notes[0]
     assert json.loads((out / "run.json").read_text())["run_id"] == plan.run_id
+
+
+# ---- started again by the supervisor: what was overwritten or named before stays as it is now ------------------
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The supervisor's directory."""
+    (tmp_path / "supervisor").mkdir()
+    monkeypatch.setenv(supervised.VARIABLE, str(tmp_path / "supervisor"))
+    return tmp_path / "supervisor"
+
+
+def began(told: Path, plan: Plan) -> None:
+    """The run began, and its supervisor starts it once more."""
+    plan.commit()
+    supervised.tell_begun(run_id=plan.run_id, output_dir=plan.directory, resumed_from=None)
+    (told / supervised.BEGUN_FILE).replace(told / supervised.EARLIER_FILE)
+
+
+def test_a_directory_is_overwritten_once(tmp_path: Path, told: Path) -> None:
+    out = tmp_path / "out"
+    earlier = _start(out)
+    earlier.commit()
+    _checkpoint(out / "checkpoint-8", earlier.run_id, 8)
+    first = _start(out, overwrite=True)
+    assert first.action == "fresh" and first.overwritten
+    # it died before it began: what is there is still the earlier run, and the wish still stands
+    assert _start(out, overwrite=True).action == "fresh"
+    began(told, first)
+    assert not (out / "checkpoint-8").exists()
+    _checkpoint(out / "checkpoint-2", first.run_id, 2)
+    again = _start(out, overwrite=True)
+    assert (again.action, again.checkpoint, again.overwritten) == ("resume", out / "checkpoint-2", ())
+    assert again.run_id == first.run_id
+
+
+def test_a_checkpoint_that_is_named_is_where_it_began_and_not_where_it_goes_on(tmp_path: Path, told: Path) -> None:
+    out, other = tmp_path / "out", _checkpoint(tmp_path / "other" / "checkpoint-50", "other", 50)
+    first = _start(out, resume=str(other))
+    assert first.checkpoint == other
+    began(told, first)
+    assert _start(out, resume=str(other)).checkpoint == other, "nothing newer is there yet"
+    _checkpoint(out / "checkpoint-60", first.run_id, 60)
+    assert _start(out, resume=str(other)).checkpoint == out / "checkpoint-60"
+
+
+def test_without_a_supervisor_what_is_named_counts(tmp_path: Path) -> None:
+    out, other = tmp_path / "out", _checkpoint(tmp_path / "other" / "checkpoint-50", "other", 50)
+    first = _start(out, resume=str(other))
+    first.commit()
+    _checkpoint(out / "checkpoint-60", first.run_id, 60)
+    assert _start(out, resume=str(other)).checkpoint == other
+
+
+def test_a_step_that_is_left_out_stays_so_in_this_run_and_is_said(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(UsageError, match=r"no run\.json"):
+        skip_step(tmp_path, 3)
+    first = _start(out)
+    first.commit()
+    for step in (7, 3, 7):
+        skip_step(out, step)
+    again = _start(out)
+    again.commit()
+    record = read_record(out)
+    assert record is not None and record.skipped_steps == again.record.skipped_steps == (3, 7)
+    assert record.run_id == first.run_id and record.fingerprint == first.record.fingerprint, "it is the same run"
+    assert any("steps 3, 7" in note for note in again.notes)
+    assert _start(out, overwrite=True).record.skipped_steps == (), "another run leaves nothing out"
+
+
+@pytest.mark.parametrize("steps", ["3", ["x"], 3, None])
+def test_nonsense_in_the_steps_to_leave_out_is_refused(tmp_path: Path, steps: Any) -> None:
+    _start(tmp_path / "out").commit()
+    file = tmp_path / "out" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"skipped_steps": steps}))
+    if steps == "3":
+        assert _start(tmp_path / "out").record.skipped_steps == (3,)
+        return
+    with pytest.raises(UsageError, match=r"run\.json cannot be read"):
+        _start(tmp_path / "out")
