@@ -158,6 +158,14 @@ SEAMS: tuple[Seam, ...] = (
         checked=_ACCELERATE,
     ),
     Seam(
+        name="gather_for_metrics",
+        module="accelerate.accelerator",
+        attribute="Accelerator.gather_for_metrics",
+        parameters=("self", "input_data"),
+        why="trainers gather metrics in a micro-step: for those that only log them it waits until they are logged",
+        checked=_ACCELERATE,
+    ),
+    Seam(
         name="fsdp2_prepare",
         module=_FSDP,
         attribute="fsdp2_prepare_model",

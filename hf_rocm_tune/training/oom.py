@@ -303,13 +303,13 @@ class Window:
         self._tokens = self.tokens
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> Any:
         """What TRL's trainers have counted in the run so far and log as ``num_tokens``; 0 for one that counts none."""
-        return int(getattr(self._trainer, "_total_train_tokens", 0))
+        return getattr(self._trainer, "_total_train_tokens", 0)
 
     @tokens.setter
-    def tokens(self, number: int) -> None:
-        if number != self.tokens:
+    def tokens(self, number: Any) -> None:
+        if number is not self.tokens:
             self._trainer._total_train_tokens = number
             if "num_tokens" in self._metrics:
                 self._metrics["num_tokens"] = [number]

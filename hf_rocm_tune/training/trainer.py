@@ -61,6 +61,7 @@ from hf_rocm_tune.training.device_memory import FragmentationCallback, read
 from hf_rocm_tune.training.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.training.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.training.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
+from hf_rocm_tune.training.metrics import Notes
 from hf_rocm_tune.training.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.training.refusals import OptimizerTablesCallback, with_offloads
 from hf_rocm_tune.training.sentinels import SentinelCallback, is_foreign
@@ -195,6 +196,7 @@ class VerifiedTransferMixin(_Base):
             super().__init__(*arguments, **keywords)
         if isinstance(self.mover, SplitMover):
             ranks.carry_between_cards(self.model, self.mover)
+        self._notes = Notes(self)
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
         mark_computed(self.model, self.mover)
@@ -410,7 +412,8 @@ class VerifiedTransferMixin(_Base):
     @override
     def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; a mean over a part of a micro-batch counts by the part's labels."""
-        result = super().compute_loss(*arguments, **keywords)
+        with self._notes.taken():
+            result = super().compute_loss(*arguments, **keywords)
         factor = 1.0 if self._recovery is None else self._recovery.loss_factor
         if factor == 1.0:
             return result
@@ -437,6 +440,12 @@ class VerifiedTransferMixin(_Base):
         if self._shards is not None and self._shards.traffic is not None:
             self._shards.traffic.settle(step=self.state.global_step)
         return result
+
+    @override
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As upstream; what TRL has noted since the last log is computed and read now."""
+        self._notes.settle()
+        super().log(logs, start_time)
 
     @override
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:

@@ -75,7 +75,7 @@ for write in (
     lambda path: save_file({{"a": big}}, path),
     lambda path: path.write_bytes(bytes(8 << 20)),
 ):
-    stage = Stage(root=disk)
+    stage = Stage(root=disk, need_bytes=0)
     stage.attempt(write, disk / "file")
     assert is_disk_full(stage.failure, disk, 8_000_000), repr(stage.failure)
     (disk / "file").unlink(missing_ok=True)

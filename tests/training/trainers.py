@@ -31,6 +31,7 @@ def build(
     rows: Any,
     out: Path,
     *,
+    config: Any = None,
     lora: dict[str, Any] | None = None,
     ours: dict[str, Any] | None = None,
     **options: Any,
@@ -42,12 +43,14 @@ def build(
         model: or its directory, to load it as plain transformers does.
         rows: to train on.
         out: its output directory.
+        config: class of its arguments; None: as SFTTrainer or the plain trainer has it.
         lora: options of the adapter.
         ours: further arguments of the trainer.
         options: of its training arguments.
     """
     torch.manual_seed(3)
-    sft = issubclass(kind, SFTTrainer)
+    config = config or (SFTConfig if issubclass(kind, SFTTrainer) else TrainingArguments)
+    of_trl = config is not TrainingArguments
     settings: dict[str, Any] = {
         "output_dir": str(out),
         "per_device_train_batch_size": 2,
@@ -57,16 +60,15 @@ def build(
         "save_strategy": "no",
         "use_cpu": True,
         "disable_tqdm": True,
-        **({"bf16": False, "activation_checkpointing": False} if sft else {}),
+        **({"bf16": False, "activation_checkpointing": False} if of_trl else {}),
         **options,
     }
-    args = SFTConfig(**settings) if sft else TrainingArguments(**settings)
-    config = LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **(lora or {})})
+    peft_config = LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **(lora or {})})
     if isinstance(model, Path):
         model = AutoModelForCausalLM.from_pretrained(model)
-        model = model if sft else get_peft_model(model, config)
-    more = {"peft_config": config} if sft else {"data_collator": default_data_collator}
-    return kind(model=model, args=args, train_dataset=rows, **{**more, **(ours or {})})
+        model = model if of_trl else get_peft_model(model, peft_config)
+    more = {"peft_config": peft_config} if of_trl else {"data_collator": default_data_collator}
+    return kind(model=model, args=config(**settings), train_dataset=rows, **{**more, **(ours or {})})
 
 
 def files(trainer: Any) -> tuple[int, int]:

@@ -1,0 +1,141 @@
+"""What TRL logs is the same bit for bit although it is gathered and read only when it is logged."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTTrainer
+
+from hf_rocm_tune import VerifiedTransferMixin
+from tests import tiny
+from tests.training.trainers import VerifiedSFT, build
+from tests.two_ranks import free_port
+
+
+class VerifiedDPO(VerifiedTransferMixin, DPOTrainer):
+    """Preferences."""
+
+
+class VerifiedReward(VerifiedTransferMixin, RewardTrainer):
+    """A reward model."""
+
+
+TEXTS = [text[: 40 + 3 * number] for number, text in enumerate(tiny.training_text()[:14])]
+PAIRS = [{"prompt": text, "chosen": text[:9], "rejected": text[-5:]} for text in TEXTS]
+OPTIONS: dict[str, Any] = {
+    "max_steps": 7,
+    "gradient_accumulation_steps": 3,
+    "logging_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "per_device_eval_batch_size": 3,
+}
+KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "sft": (SFTTrainer, VerifiedSFT, None),
+    "dpo": (DPOTrainer, VerifiedDPO, DPOConfig),
+    "reward": (RewardTrainer, VerifiedReward, RewardConfig),
+}
+
+
+def trained(trainer: Any) -> list[dict[str, float]]:
+    """The log without times and without what we add to it."""
+    trainer.train()
+    ours = ("runtime", "per_second", "seconds", "integrity/", "memory/")
+    return [
+        {name: value for name, value in row.items() if not any(part in name for part in ours)}
+        for row in trainer.state.log_history
+    ]
+
+
+def both(kind: str, model: Path, out: Path, rows: Dataset, **options: Any) -> tuple[list[Any], list[Any]]:
+    """The log of TRL's trainer and of ours."""
+    *trainers, config = KINDS[kind]
+    logs = []
+    for trainer in trainers:
+        loaded: Any = model
+        if kind == "reward":
+            options["lora"] = {"task_type": "SEQ_CLS"}
+            torch.manual_seed(3)
+            loaded = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+        ours = {"eval_dataset": rows.select(range(4))}
+        logs.append(trained(build(trainer, loaded, rows, out, config=config, ours=ours, **{**OPTIONS, **options})))
+    return logs[0], logs[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_log_is_trls(kind: str, model_path: Path, tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"text": text} for text in TEXTS] if kind == "sft" else PAIRS)
+    theirs, ours = both(kind, model_path, tmp_path / "out", rows)
+    assert ours == theirs
+    assert any("eval_num_tokens" in row for row in ours) and len(ours) == 7
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_the_log_of_two_ranks_is_trls_with_one_collective_a_log(model_path: Path, tmp_path: Path) -> None:
+    port, children = free_port(), []
+    for rank in range(2):
+        child = os.fork()  # an import of everything takes longer than the test
+        if child == 0:
+            _run_rank(rank, port, lambda: _compare(model_path, tmp_path), tmp_path)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0, 0], "\n".join((tmp_path / f"rank{rank}").read_text() for rank in range(2))
+
+
+def _compare(model: Path, tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"text": text} for text in TEXTS[:13]])  # the last batch has fewer rows than ranks need
+    counts: list[Counter[str]] = []
+    for name in ("all_gather", "all_gather_into_tensor"):
+        setattr(torch.distributed, name, _counted(getattr(torch.distributed, name), counts))
+    options = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "max_steps": -1}
+    logs = []
+    for number, trainer in enumerate(KINDS["sft"][:2]):
+        counts.append(Counter())
+        out = tmp_path / f"out-{number}-{os.environ['RANK']}"
+        logs.append(trained(build(trainer, model, rows, out, **{**OPTIONS, "eval_strategy": "no", **options})))
+    assert logs[0] == logs[1], logs
+    logged = sum("loss" in row for row in logs[1])
+    stock, ours = (count["metrics"] for count in counts)
+    assert stock >= 2 * 4 * logged and ours <= logged + 1, (stock, ours, logged)
+
+
+def _counted(gather: Callable[..., Any], counts: list[Counter[str]]) -> Callable[..., Any]:
+    def counting(*arguments: Any, **keywords: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_name
+        counts[-1]["metrics" if caller == "_gpu_gather_one" else caller] += 1
+        return gather(*arguments, **keywords)
+
+    return counting
+
+
+def _run_rank(rank: int, port: int, work: Callable[[], None], tmp_path: Path) -> None:
+    """One rank of a CPU job: never returns."""
+    code = 1
+    try:
+        log = os.open(tmp_path / f"rank{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 2)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - it lives as long as the process
+        logging.basicConfig(force=True)
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in names.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        work()
+        torch.distributed.destroy_process_group()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
