@@ -76,7 +76,7 @@ def compare(card: CardMemory, setup: tuple[Any, ...]) -> dict[str, Any]:
     row = {"setup": name, "micro_batch": micro_batch, "length": length, "recomputed": recomputed}
     row |= {"published_gb": gigabytes, "planned_gb": round(planned, 2), "memory_ratio": round(planned / gigabytes, 2)}
     if tokens:
-        speed = found.speed.tokens_per_second
+        speed = found.tokens_per_second
         row |= {"published_tokens_s": tokens, "planned_tokens_s": round(speed), "speed_ratio": round(speed / tokens, 2)}
     return row | {"source": source, "reason": reason}
 

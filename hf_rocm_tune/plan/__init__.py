@@ -5,36 +5,10 @@ Reading order: `request` (the question), `sample` and `recorder` (one step of th
 `candidates` (what ``--auto_fit`` tries), and `command`. Only `sample` and `recorder` import torch.
 """
 
-from hf_rocm_tune.plan.estimate import CONTEXT_BYTES, GIB, CardMemory, Case, Estimate, estimate
-from hf_rocm_tune.plan.fit import Plan, SplitPlan, largest_models, over_cards, plan_for, split_plan
-from hf_rocm_tune.plan.request import (
-    PUBLIC_MODELS,
-    PlanRequest,
-    card_memory,
-    config_of,
-    from_training,
-    load_config,
-    public_model,
-)
+from hf_rocm_tune.plan.estimate import CONTEXT_BYTES, GIB, CardMemory, Estimate
+from hf_rocm_tune.plan.fit import plan_for, split_plan
+from hf_rocm_tune.plan.request import PUBLIC_MODELS, PlanRequest, card_memory, config_of, from_training, load_config
+from hf_rocm_tune.plan.request import public_model as public_model
 
-__all__ = [
-    "CONTEXT_BYTES",
-    "GIB",
-    "PUBLIC_MODELS",
-    "CardMemory",
-    "Case",
-    "Estimate",
-    "Plan",
-    "PlanRequest",
-    "SplitPlan",
-    "card_memory",
-    "config_of",
-    "estimate",
-    "from_training",
-    "largest_models",
-    "load_config",
-    "over_cards",
-    "plan_for",
-    "public_model",
-    "split_plan",
-]
+__all__ = ["CONTEXT_BYTES", "GIB", "PUBLIC_MODELS", "CardMemory", "Estimate", "PlanRequest", "card_memory"]
+__all__ += ["config_of", "from_training", "load_config", "plan_for", "public_model", "split_plan"]

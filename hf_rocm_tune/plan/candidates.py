@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.plan.estimate import SLACK_FLOOR, SLACK_SHARE, Estimate
+from hf_rocm_tune.plan.estimate import SLACK_FLOOR, SLACK_SHARE, Case, Estimate
 
 #: Tries above a way that is known to fit: each costs a step, and the estimates are within a few percent.
 MOST_UPWARD = 2
@@ -101,6 +101,10 @@ class Way:
         return f"micro-batch {self.micro_batch} x {self.accumulation} accumulated, activation checkpointing {on}"
 
 
+def _way(of: Way | Case) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in ("micro_batch", "accumulation", "checkpointing", "recompute")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Way):
     """A way that the plan has looked at."""
@@ -111,9 +115,8 @@ class Candidate(Way):
     @classmethod
     def of(cls, option: Estimate) -> Candidate:
         """A case of the plan."""
-        names = ("micro_batch", "accumulation", "checkpointing", "recompute")
-        way = {name: getattr(option.case, name) for name in names}
-        return cls(**way, predicted=int(option.allocated), tokens_per_second=option.speed.tokens_per_second)
+        speed = option.tokens_per_second
+        return cls(**_way(option.case), predicted=int(option.allocated), tokens_per_second=speed)
 
     def fits(self, budget: int, *, scale: float = 1.0) -> bool:
         """Whether its predicted peak, times ``scale``, and the allocator's slack fit."""
@@ -190,17 +193,8 @@ class Choice(Way):
     @classmethod
     def of(cls, candidate: Candidate, *, mode: str, budget: int, measured: int | None = None, tries: int = 0) -> Choice:
         """The choice of a way."""
-        return cls(
-            mode=mode,
-            micro_batch=candidate.micro_batch,
-            accumulation=candidate.accumulation,
-            checkpointing=candidate.checkpointing,
-            recompute=candidate.recompute,
-            budget_bytes=budget,
-            predicted_bytes=candidate.predicted,
-            measured_bytes=measured,
-            tries=tries,
-        )
+        figures = {"budget_bytes": budget, "predicted_bytes": candidate.predicted, "measured_bytes": measured}
+        return cls(**_way(candidate), **figures, mode=mode, tries=tries)
 
     @classmethod
     def from_record(cls, values: Mapping[str, Any], wanted: Demand) -> Choice:

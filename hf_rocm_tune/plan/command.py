@@ -32,6 +32,8 @@ from hf_rocm_tune.plan.request import (
 _PROGRAM = "hf-rocm-tune"
 _NO_DATA = "YOUR_DATA"
 _TWO_CARDS = "dual_rx7900xt"
+#: Flags of a job that change nothing of the plan.
+_PASSED_ON = ("dataset_name", "learning_rate", "num_train_epochs")
 
 
 def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
@@ -53,7 +55,10 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
         raise UsageError(f"give --model, a Hub id or a directory, or --largest; see `{_PROGRAM} plan --help`")
     if wanted.emit is not None:
         _check_recipe(wanted.emit, replace=wanted.force)
-    request = _request(wanted)
+    fields = {name: value for name, value in vars(wanted).items() if name in PlanRequest.__dataclass_fields__}
+    fields |= {"targets": as_targets(wanted.targets), "modules_to_save": tuple(wanted.modules_to_save)}
+    fields |= {"methods": wanted.method and (wanted.method,), "cards": wanted.cards if wanted.split is None else 1}
+    request = PlanRequest(**{name: value for name, value in fields.items() if value is not None})
     prepare()
     measured, note = measure() if wanted.measure else (None, "")
     card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib, measured=measured)
@@ -70,8 +75,7 @@ def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) ->
     with quiet():  # of kernels that would be faster, for example
         plan = plan_for(request, card=card, within_limit=wanted.length is None)
         savings = _savings(plan) if wanted.savings else []
-    request = plan.request
-    line = command(request, plan.nearest, _passed_on(wanted))
+    line = command(plan.request, plan.nearest, _passed_on(wanted))
     if wanted.json:
         print(json.dumps(as_values(plan, line) | ({"savings": savings} if savings else {})))
     else:
@@ -80,7 +84,7 @@ def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) ->
         missing = -plan.nearest.spare / GIB
         raise OutOfMemoryError(f"nothing fits: {missing:.1f} GiB are missing at the least. {_advice(plan)}")
     what = f"Planned for {plan.choice.total / GIB:.1f} GiB of the card; `{_PROGRAM} plan` says what takes it."
-    _write_recipe(wanted, what, request, plan.choice)
+    _write_recipe(wanted, what, plan.request, plan.choice)
     return 0
 
 
@@ -106,16 +110,16 @@ def _split(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -
 
 
 def _advice(plan: Plan) -> str:
-    request, ways = plan.request, []
-    if request.methods == ("full",) and request.dtype is None:
-        ways.append("--dtype bfloat16")
-    if "qlora" not in request.methods or any("--method qlora" in note for note in plan.notes):
-        ways.append("--method qlora")
-    if request.length > 512:
-        ways.append("a shorter --seq")
-    if request.modules_to_save:
-        ways.append("no --modules_to_save")
-    return f"Try {', '.join([*ways, 'a smaller model'])}; `{_PROGRAM} plan --largest` names the largest that fits"
+    request = plan.request
+    ways = {
+        "--dtype bfloat16": request.methods == ("full",) and request.dtype is None,
+        "--method qlora": "qlora" not in request.methods or any("--method qlora" in note for note in plan.notes),
+        "a shorter --seq": request.length > 512,
+        "no --modules_to_save": bool(request.modules_to_save),
+        "a smaller model": True,
+    }
+    some = ", ".join(way for way, helps in ways.items() if helps)
+    return f"Try {some}; `{_PROGRAM} plan --largest` names the largest that fits"
 
 
 def _largest(request: PlanRequest, card: CardMemory, *, as_json: bool) -> int:
@@ -140,7 +144,6 @@ _HOSTS = (16, 32)
 def as_text(plan: Plan, command: str) -> str:
     """The plan for a reader: the choice by parts, the grid, the command line."""
     card, found = plan.card, plan.nearest
-    cards = f", {found.case.cards} cards" if found.case.cards > 1 else ""
     told = (
         f"{name.replace('_', ' ')} {', '.join(value) if isinstance(value, list) else value}"
         for name, value in settings_of(plan).items()
@@ -151,14 +154,14 @@ def as_text(plan: Plan, command: str) -> str:
         f"{card.name}: {card.usable / GIB:.1f} GiB, of which others hold {card.desktop / GIB:.1f} "
         f"({card.desktop_source}) and the driver's context {card.context / GIB:.1f} ({card.context_source})",
         "",
-        _choice(plan, found, fits=plan.choice is not None, how=cards),
+        _choice(plan, found, plan.choice is not None, f", {found.case.cards} cards" if found.case.cards > 1 else ""),
         f"  for {'; '.join(told)}",
     ]
     if plan.choice:
         lines += _speed_lines(plan)
     lines += ["", *_parts(plan), "", _host_line(plan), "", *_grid(plan)]
     if plan.scales:
-        longest = ", ".join(f"{method} {plan.longest(method) or 'none known'}" for method in plan.variants)
+        longest = ", ".join(f"{method} {plan.longest(method) or 'none known'}" for method in plan.recordings)
         lines += ["", f"longest sequence that fits, micro-batch 1 with checkpointing: {longest}"]
     return "\n".join([*lines, *_end(plan, command)])
 
@@ -179,7 +182,7 @@ def as_values(plan: Plan, command: str) -> dict[str, Any]:
         "settings": settings_of(plan),
         "full_logits": plan.full_logits,
         "host": {"parts": parts, "total": sum(parts.values()), "fits_gib": fits},
-        "longest": {method: plan.longest(method) for method in plan.variants},
+        "longest": {method: plan.longest(method) for method in plan.recordings},
         "grid": [_values(each) for each in plan.grid],
         "command": command,
         "notes": list(plan.notes),
@@ -192,15 +195,10 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if method != "full":
         trained = max(plan.variants[method].weights.trained, key=lambda each: each.elements * each.count)
-        found = {
-            "rank": request.rank,
-            "alpha": request.alpha,
-            "dropout": request.dropout,
-            "targets": request.targets if isinstance(request.targets, str) else list(request.targets),
-            "modules_to_save": list(request.modules_to_save),
-            "dora": request.dora,
-            "adapter_dtype": {2: "bfloat16", 4: "float32"}[trained.itemsize],
-        }
+        found = {name: getattr(request, name) for name in ("rank", "alpha", "dropout", "targets")}
+        found["targets"] = request.targets if isinstance(request.targets, str) else list(request.targets)
+        found |= {"modules_to_save": list(request.modules_to_save), "dora": request.dora}
+        found["adapter_dtype"] = {2: "bfloat16", 4: "float32"}[trained.itemsize]
     return found | {
         "weight_dtype": request.dtype_of(method),
         "autocast": "bfloat16" if request.autocast else None,
@@ -211,16 +209,24 @@ def settings_of(plan: Plan) -> dict[str, Any]:
 
 def split_as_text(found: SplitPlan, command: str) -> str:
     """The plan of a split for a reader: the choice, each card by parts, the command line."""
+    names = [f"card {number}" for number in range(len(found.cards))]
     lines = [
         _model(found.plan),
         "",
-        _choice(found.plan, found.option, fits=found.fits, how=f", split over {len(found.cards)} cards"),
+        _choice(found.plan, found.option, found.fits, f", split over {len(found.cards)} cards"),
         "  the cards compute one after the other: a second one makes room, not speed",
         "",
         *memory_lines(found),
         "",
-        *_split_parts(found),
+        f"{'part, GiB':<{_WIDTH}}" + "".join(f"{name:>9}" for name in names),
     ]
+    rows = {name: [each.parts.get(name, 0.0) for each in found.estimates] for name in found.estimates[0].parts}
+    for name, sizes in (rows | {"total": [each.total for each in found.estimates]}).items():
+        if max(sizes) >= _LEAST:
+            lines.append(f"{name:<{_WIDTH}}" + "".join(f"{size / GIB:>9.2f}" for size in sizes))
+    moments = (each.moment.replace("of layer", "of its layer") for each in found.estimates)
+    told = ", ".join(f"{name}: {moment}" for name, moment in zip(names, moments, strict=True))
+    lines.append(f"at the peak of each card ({told}); allocator slack, context and desktop are assumed or read")
     return "\n".join([*lines, *_end(found.plan, command)])
 
 
@@ -247,7 +253,7 @@ def split_as_values(found: SplitPlan, command: str) -> dict[str, Any]:
 
 def _speed(plan: Plan) -> dict[str, Any]:
     """Tokens a second of the nearest case and hours of the data set, with their bounds."""
-    found, rates = plan.nearest.speed, plan.card.rates
+    found, rates = plan.nearest, plan.card.rates
     least, most = (share * found.tokens_per_second for share in (rates.least, rates.most))
     tokens = plan.request.rows * plan.request.length
     return {
@@ -292,14 +298,8 @@ def _savings(plan: Plan) -> list[dict[str, Any]]:
         split = split_plan(request, cards=[plan.card] * 2)
         rows.append(("--split", split.option, max(each.total for each in split.estimates), split.fits))
     return [
-        {
-            "change": name,
-            "micro_batch": found.case.micro_batch,
-            "checkpointing": found.case.checkpointing,
-            "total": total,
-            "fits": fits,
-            "tokens_per_second": found.speed.tokens_per_second,
-        }
+        {"change": name, "micro_batch": found.case.micro_batch, "checkpointing": found.case.checkpointing}
+        | {"total": total, "fits": fits, "tokens_per_second": found.tokens_per_second}
         for name, found, total, fits in rows
     ]
 
@@ -318,7 +318,7 @@ def _model(plan: Plan) -> str:
     return f"{name}: {plan.architecture}, {plan.parameters / 1e9:.2f} billion parameters, {plan.layers} layers"
 
 
-def _choice(plan: Plan, found: Estimate, *, fits: bool, how: str) -> str:
+def _choice(plan: Plan, found: Estimate, fits: bool, how: str) -> str:
     case = found.case
     return (
         f"{'choice' if fits else 'nothing fits; nearest'}: {found.variant}, micro-batch {case.micro_batch}"
@@ -329,8 +329,7 @@ def _choice(plan: Plan, found: Estimate, *, fits: bool, how: str) -> str:
 
 def _with(case: Case) -> str:
     if case.recompute is not None:
-        whole, selective = case.recompute
-        return f"{whole} layers whole and {selective} selective"
+        return "{} layers whole and {} selective".format(*case.recompute)
     return "with" if case.checkpointing else "without"
 
 
@@ -340,32 +339,20 @@ def _end(plan: Plan, command: str) -> list[str]:
 
 
 def _values(option: Estimate) -> dict[str, Any]:
-    return {
-        "method": option.variant,
-        **vars(option.case),
-        "fits": option.fits,
-        "tight": option.tight,
-        "total": option.total,
-        "spare": option.spare,
-        "allocator_peak": option.allocated,
-        "moment": option.moment,
-        "parts": dict(option.parts),
-        "moments": dict(option.moments),
-        "estimated_tokens_per_second": option.speed.tokens_per_second,
-    }
+    names = ("fits", "tight", "total", "spare", "moment")
+    found = {"method": option.variant, **vars(option.case), **{name: getattr(option, name) for name in names}}
+    found |= {"parts": dict(option.parts), "moments": dict(option.moments), "allocator_peak": option.allocated}
+    return found | {"estimated_tokens_per_second": option.tokens_per_second}
 
 
 def _parts(plan: Plan) -> Iterator[str]:
     found = plan.nearest
+    sources = {"allocator slack": "assumed", "context": plan.card.context_source, "desktop": plan.card.desktop_source}
+    sources["working memory"] = f"counted: {found.moment}"
     yield f"{'part':<{_WIDTH}} {'GiB':>6}  known by"
     for name, nbytes in found.parts.items():
-        if nbytes < _LEAST:
-            continue
-        sources = {"allocator slack": "assumed", "context": plan.card.context_source}
-        how = (sources | {"desktop": plan.card.desktop_source}).get(name, "counted")
-        if name == "working memory":
-            how = f"counted: {found.moment}"
-        yield f"{name:<{_WIDTH}} {nbytes / GIB:>6.2f}  {how}"
+        if nbytes >= _LEAST:
+            yield f"{name:<{_WIDTH}} {nbytes / GIB:>6.2f}  {sources.get(name, 'counted')}"
     rest = f"{found.spare / GIB:.2f} spare" if found.fits else f"{-found.spare / GIB:.2f} missing"
     tight = f", tight: what is assumed may be {TIGHT / GIB:.1f} GiB more" if found.tight else ""
     yield f"{'total':<{_WIDTH}} {found.total / GIB:>6.2f}  of {plan.card.usable / GIB:.2f}: {rest}{tight}"
@@ -379,20 +366,6 @@ def _parts(plan: Plan) -> Iterator[str]:
             kept = (twin.parts["activations kept"] + twin.parts["attention masks kept"]) / GIB
             total = f"{twin.total / GIB:.1f} GiB in total"
             yield f"{_with(twin.case)} checkpointing: {kept:.1f} GiB of activations kept, {total}"
-
-
-def _split_parts(found: SplitPlan) -> Iterator[str]:
-    yield f"{'part, GiB':<{_WIDTH}}" + "".join(f"{f'card {number}':>9}" for number in range(len(found.cards)))
-    for name in found.estimates[0].parts:
-        sizes = [estimate.parts.get(name, 0.0) for estimate in found.estimates]
-        if max(sizes) >= _LEAST:
-            yield f"{name:<{_WIDTH}}" + "".join(f"{size / GIB:>9.2f}" for size in sizes)
-    yield f"{'total':<{_WIDTH}}" + "".join(f"{estimate.total / GIB:>9.2f}" for estimate in found.estimates)
-    moments = ", ".join(
-        f"card {number}: {each.moment.replace('of layer', 'of its layer')}"
-        for number, each in enumerate(found.estimates)
-    )
-    yield f"at the peak of each card ({moments}); allocator slack, context and desktop are assumed or read"
 
 
 def _host(plan: Plan) -> tuple[dict[str, float], dict[int, bool]]:
@@ -411,10 +384,9 @@ def _host_line(plan: Plan) -> str:
 
 def _grid(plan: Plan) -> Iterator[str]:
     sizes = sorted({each.case.micro_batch for each in plan.grid})
-    columns = "".join(f"{size:>9}" for size in sizes)
-    best = plan.nearest.speed.tokens_per_second
+    best = plan.nearest.tokens_per_second
     yield "peak in GiB by micro-batch: [does not fit], ~tight, *choice; speed: the best that fits, the choice is 1"
-    yield f"{'length':>6}  {'method':<6} {'checkpointing':<13}{columns}    speed"
+    yield f"{'length':>6}  {'method':<6} {'checkpointing':<13}{''.join(f'{size:>9}' for size in sizes)}    speed"
     rows: dict[tuple[int, str, str], list[Estimate]] = {}
     for each in sorted(plan.grid, key=lambda each: each.case.length):
         how = "some" if each.case.recompute else "on" if each.case.checkpointing else "off"
@@ -424,29 +396,13 @@ def _grid(plan: Plan) -> Iterator[str]:
         for each in row:
             value = f"{'~' * each.tight}{each.total / GIB:.1f}"
             cells[each.case.micro_batch] = f"*{value}" if each is plan.choice else value if each.fits else f"[{value}]"
-        fitting = [each.speed.tokens_per_second for each in row if each.fits]
+        fitting = [each.tokens_per_second for each in row if each.fits]
         speed = f"{max(fitting) / best:.2f}" if fitting else "-"
         shown = "".join(f"{cells.get(size, ''):>9}" for size in sizes)
         yield f"{length:>6}  {method:<6} {checkpointing:<13}{shown}{speed:>9}"
 
 
 # ---- flags ------------------------------------------------------------------------------------------------------
-
-
-def _request(wanted: argparse.Namespace) -> PlanRequest:
-    fields = PlanRequest.__dataclass_fields__
-    given = {name: value for name, value in vars(wanted).items() if name in fields and value is not None}
-    if wanted.split is not None:
-        given["cards"] = 1  # one process
-    if wanted.method is not None:
-        given["methods"] = (wanted.method,)
-    given["targets"] = as_targets(wanted.targets)
-    given["modules_to_save"] = tuple(wanted.modules_to_save)
-    return PlanRequest(**given)
-
-
-#: Flags of a job that change nothing of the plan.
-_PASSED_ON = ("dataset_name", "learning_rate", "num_train_epochs")
 
 
 def _passed_on(wanted: argparse.Namespace) -> dict[str, Any]:
@@ -468,14 +424,8 @@ def _parser() -> argparse.ArgumentParser:
     flag("--vram", type=float, metavar="GIB", help="plan for a card of this size instead")
     flag("--desktop_gib", type=float, help="held by others (default: read from the card, else 1; headless: 0)")
     flag("--method", choices=METHODS, help="default: the faster of lora and qlora that fits")
-    flag(
-        "--seq",
-        "--max_length",
-        "--max_seq_length",
-        dest="length",
-        type=int,
-        help="tokens of a sequence (2048, or the model's limit)",
-    )
+    names = ("--seq", "--max_length", "--max_seq_length")
+    flag(*names, dest="length", type=int, help="tokens of a sequence (2048, or the model's limit)")
     flag("--effective_batch", type=int, default=usual.effective_batch, help="sequences a step, all cards (16)")
     names = ("--batch_size", "--micro_batch", "--per_device_train_batch_size")
     flag(*names, dest="micro_batch", type=int, help="sequences to one pass on a card (default: what is fastest)")
@@ -583,15 +533,14 @@ def _write_recipe(wanted: argparse.Namespace, what: str, request: PlanRequest, o
     path: Path | None = wanted.emit
     if path is None:
         return
-    _check_recipe(path, replace=wanted.force)
     start = f"{_PROGRAM} sft {f'--accelerate_config {_TWO_CARDS} ' if request.cards > 1 else ''}--config {path.name}"
     data = "" if wanted.dataset_name else f" --dataset_name {_NO_DATA}"
     content = settings(request, option.variant, option.case, _passed_on(wanted)) | more
-    given = yaml.safe_dump(
-        {name: value for name, value in content.items() if value is not None}, sort_keys=False, allow_unicode=True
-    )
+    content = {name: value for name, value in content.items() if value is not None}
+    given = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     try:
-        path.write_text(f"# {what}\n# Start: {start}{data}\n{given}", encoding="utf-8")
+        with path.open("w" if wanted.force else "x", encoding="utf-8") as file:
+            file.write(f"# {what}\n# Start: {start}{data}\n{given}")
     except OSError as error:
         raise UsageError(f"--emit {path} cannot be written: {error.strerror}; choose another file") from error
     if not wanted.json:

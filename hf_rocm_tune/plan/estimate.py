@@ -15,7 +15,6 @@ Speed is an estimate that ranks choices. It is no measurement and no figure of a
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +29,6 @@ Floats: TypeAlias = "npt.NDArray[np.float64]"
 Counts: TypeAlias = "tuple[int, ...]"
 
 GIB = 1 << 30
-
 #: Assumed, not measured on a 7900 XT: what the runtime holds before the first tensor, kernels and workspaces included.
 CONTEXT_BYTES = GIB // 2
 #: Assumed: share of what comes and goes that the caching allocator cannot reuse, and a floor.
@@ -40,7 +38,6 @@ SLACK_SHARE, SLACK_FLOOR = 0.05, GIB // 10
 TIGHT = 7 * GIB // 10
 #: Assumed where it cannot be read: a desktop session that draws on the card.
 DESKTOP_BYTES = GIB
-
 #: An operation reads about twice what it writes.
 MOVED_PER_WRITTEN = 3.0
 #: Assumed: seconds a launch costs, Python's share included.
@@ -49,9 +46,9 @@ LAUNCH = 10e-6
 BANDWIDTH_SHARE = 0.8
 #: Estimates of speed that differ by less are taken as equal.
 NEAR = 0.02
-
 #: Lengths are searched in steps of this many tokens.
 LENGTH_STEP = 128
+_OF_LAYERS = ("forward", "backward")
 
 
 # ---- recordings -------------------------------------------------------------------------------------------------
@@ -78,9 +75,8 @@ class Segment:
 class Tape:
     """What was recorded of one step."""
 
-    # batch, length: sequences and tokens of each
-    batch: int
-    length: int
+    batch: int  # sequences
+    length: int  # tokens of each
     segments: Sequence[Segment]  # in order of time; each pair of role and layer is there once
     # (segment, storage, +1 or -1) in order of time; 0 where a storage has become a parameter's gradient
     events: Sequence[tuple[int, int, int]]
@@ -88,11 +84,6 @@ class Tape:
     owners: Sequence[int]  # segment in which each storage came into being
     tiles: frozenset[int] = frozenset()  # storages whose size stops growing with the batch at ``tile_tokens`` tokens
     tile_tokens: int = 4096
-
-    @property
-    def tokens(self) -> int:
-        """Of all sequences."""
-        return self.batch * self.length
 
 
 #: Powers of batch and length with which a storage can grow.
@@ -143,20 +134,18 @@ class Growth:
         grows = after > before
         self._slope = np.where(grows, (others - sizes) / np.where(grows, after - before, 1.0), 0.0)
         self._fixed = sizes - self._slope * before
+        #: storages that grow with the square of the length: masks and attention scores
+        self.quadratic = (self._powers[1] == 2) & (self._slope > 0)
         # Bytes a token of a storage that stops growing. A recorded tile may be slightly less than a whole one, where
         # the last token of a sequence has no part.
         marked, self._tile_tokens = list(first.tiles), first.tile_tokens
         self._tile = np.zeros_like(sizes)
-        a_token = [each / min(t.tokens, t.tile_tokens) for each, t in ((sizes, first), (others, second))]
+        a_token = [each / min(t.batch * t.length, t.tile_tokens) for each, t in ((sizes, first), (others, second))]
         self._tile[marked] = np.maximum(*a_token)[marked]
 
     def _grown(self, batch: int, length: int) -> Floats:
         grown: Floats = float(batch) ** self._powers[0] * float(length) ** self._powers[1]
         return grown
-
-    def quadratic(self, sizes: Floats) -> Floats:
-        """Of the bytes of each storage those that grow with the square of the length: masks and attention scores."""
-        return np.where((self._powers[1] == 2) & (self._slope > 0), sizes, 0.0)
 
     def at(self, batch: int, length: int) -> Floats:
         """Bytes of each storage, never negative."""
@@ -166,41 +155,25 @@ class Growth:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peak:
-    """The highest level of a step, in bytes above what is there before it."""
-
-    total: float  # the level
-    # role, layer: the stretch in which it is reached; the layer is one of the real model, from 0, or -1
-    role: str
-    layer: int
-    kept: float  # activations kept for backward when that stretch begins
-    quadratic: float  # of those, what grows with the square of the length
-    gradients: float  # gradients of parameters that exist when that stretch begins
-    by_role: dict[str, float]  # the highest level in each kind of stretch
-    all_gradients: float  # bytes of the gradients when the step is done
-
-
-class Trace:
-    """A step as a function of batch size and sequence length.
+class Recording:
+    """A step of few layers, recorded at two shapes: what each of its stretches holds at any batch and length.
 
     Args:
-        first, second: recordings of the same step at two lengths, and at two batch sizes where it is to be known at
-            others. At one length only, it is known at that length only.
-        layer_of: for each layer of the real model, its stand-in among the recorded layers.
-        layers_only: the step as a card sees it that has layers of a split model and nothing else, beside copies of what
-            they are given.
+        first, second: at two lengths, and at two batch sizes where the step is to be known at others. Recorded at one
+            length only, it is known at that length only.
 
     Raises:
-        ValueError: the recordings differ in more than sizes or do not tell how those grow: the step cannot be scaled.
+        ValueError: they differ in more than sizes or do not tell how those grow: the step cannot be scaled.
     """
 
-    def __init__(self, first: Tape, second: Tape, layer_of: Sequence[int], *, layers_only: bool = False) -> None:
+    def __init__(self, first: Tape, second: Tape) -> None:
         if second.events != first.events or len(second.segments) != len(first.segments):
             raise ValueError("the step does other things at another length or batch size")
-        self._tapes = first, second
-        self._growth = Growth(first, second)
+        self._tapes, self._growth = (first, second), Growth(first, second)
         keys = [(segment.role, segment.layer) for segment in first.segments]
+        self.layers = 1 + max(layer for _, layer in keys)
+        #: stretches that belong to no layer
+        self.outside = [key for key in keys if key[1] < 0]
         owners = np.array([keys[owner][1] for owner in first.owners], dtype=np.int64)
         events = np.array(first.events, dtype=np.int64).reshape(-1, 3)
         self._stretches = {}
@@ -208,25 +181,97 @@ class Trace:
             storages, signs = events[events[:, 0] == index, 1:].T
             self._stretches[key] = storages, signs, owners[storages]
         self._sizes: dict[tuple[int, int], Floats] = {}
-        self._of_layers: dict[tuple[int, int, bool], dict[tuple[str, int], Floats]] = {}
-        self._take(layer_of, layers_only=layers_only)
+        self._of_layers: dict[tuple[str, tuple[int, int], bool], Floats] = {}
 
-    def _take(self, layer_of: Sequence[int], *, layers_only: bool) -> None:
-        self.layer_of, self.layers_only = tuple(layer_of), layers_only
-        recorded = 1 + max(key[1] for key in self._stretches)
-        #: how often each recorded layer is there; behind them, how often what belongs to none
-        self._counts = np.array([*(self.layer_of.count(layer) for layer in range(recorded)), 1], dtype=np.float64)
+    def of_layers(self, role: str, shape: tuple[int, int], accumulating: bool) -> Floats:
+        """What `level` gives for each recorded layer in that direction: (layers, 4)."""
+        asked = role, shape, accumulating
+        if asked not in self._of_layers:
+            ones = np.ones(self.layers + 1)
+            rows = [self.level((role, layer), shape, accumulating, ones) for layer in range(self.layers)]
+            self._of_layers[asked] = np.array(rows)
+        return self._of_layers[asked]
+
+    def level(self, key: tuple[str, int], shape: tuple[int, int], accumulating: bool, times: Floats) -> Floats:
+        """Of a stretch, in bytes: the change, the highest level in it, its gradients, and of the change what grows
+        with the square of the length.
+
+        ``times`` says for each recorded layer, and behind them for what belongs to none, how often what it made counts:
+        what a layer made and a stretch outside the layers ends (a cache of casts) ends there for every real layer.
+        """
+        if key not in self._stretches:  # a layer of which nothing needs a gradient
+            return np.zeros(4)
+        storages, signs, owners = self._stretches[key]
+        if shape not in self._sizes:
+            self._sizes[shape] = self._growth.at(*shape)
+        sizes = self._sizes[shape][storages] * times[owners]
+        changes, landed = sizes * signs, np.where(signs == 0, sizes, 0.0)
+        highest = np.cumsum(changes - landed if accumulating else changes).max(initial=0.0)
+        quadratic = changes[self._growth.quadratic[storages]].sum()
+        return np.array([changes.sum(), highest, landed.sum(), quadratic])
+
+    def work(self, shape: tuple[int, int], times: Floats) -> Floats:
+        """What the step computes, its layers and what belongs to none as often as ``times`` says; see `Step.work`.
+
+        Operations grow with tokens and with their product with the length, bytes written with tokens.
+        """
+        often = times[[each.layer for each in self._tapes[0].segments]]
+        names = ("flops", "written", "launches", "products", "unpacked")
+        (flops, written, *counts), (more_flops, more_written, *_) = (
+            [float(often @ np.array([getattr(each, name) for each in tape.segments])) for name in names]
+            for tape in self._tapes
+        )
+        (short, tokens), (long, more) = [(tape.length, tape.batch * tape.length) for tape in self._tapes]
+        square = (more_flops / more - flops / tokens) / (long - short) if long > short else 0.0
+        slope = flops / tokens - square * short
+        a_token = (more_written - written) / (more - tokens) if more > tokens else written / tokens
+        asked = shape[0] * shape[1]
+        flops, written = asked * (slope + square * shape[1]), written + a_token * (asked - tokens)
+        return np.array([max(0.0, flops), max(0.0, written), *counts])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The highest level of a step, in bytes above what is there before it."""
+
+    total: float  # the level
+    role: str  # the stretch in which it is reached
+    layer: int  # of the real model, from 0; -1: none
+    kept: float  # activations kept for backward when that stretch begins
+    quadratic: float  # of those, what grows with the square of the length
+    gradients: float  # gradients of parameters that exist when that stretch begins
+    by_role: dict[str, float]  # the highest level in each kind of stretch
+    all_gradients: float  # bytes of the gradients when the step is done
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the real model as a function of batch size and sequence length.
+
+    Its layers are runs, each from a recording of one way to recompute. What belongs to no layer is that of the first.
+    """
+
+    #: of each run its recording, and for each of its real layers the stand-in among the recorded ones
+    runs: tuple[tuple[Recording, Counts], ...]
+    #: as a card sees it that has layers of a split model and nothing else, beside copies of what they are given
+    layers_only: bool = False
 
     @property
-    def runs(self) -> tuple[Trace, ...]:
-        """The layers in order: runs of which each is recorded alike."""
-        return (self,)
+    def layers(self) -> int:
+        """Of the real model."""
+        return sum(len(layer_of) for _, layer_of in self.runs)
 
-    def part(self, start: int, stop: int, *, layers_only: bool | None = None) -> Trace:
+    def part(self, start: int, stop: int) -> Step:
         """The step on a card of a split model: its layers and, if it is the first, all that is no layer."""
-        found = copy.copy(self)
-        found._take(self.layer_of[start:stop], layers_only=start > 0 if layers_only is None else layers_only)
-        return found
+        found, before = [], 0
+        for recording, layer_of in self.runs:
+            found.append((recording, layer_of[max(start - before, 0) : max(stop - before, 0)]))
+            before += len(layer_of)
+        return Step(tuple(run for run in found if run[1]), self.layers_only or start > 0)
+
+    def _times(self, run: int, outside: bool) -> Floats:
+        recording, layer_of = self.runs[run]
+        return np.append(np.bincount(layer_of, minlength=recording.layers), outside).astype(np.float64)
 
     def peak(self, batch: int, length: int, *, accumulating: bool = False) -> Peak:
         """The peak of one step.
@@ -234,168 +279,59 @@ class Trace:
         Where it is ``accumulating``, gradients of earlier micro-batches are there already: one that is added to them
         goes when it lands.
         """
-        return _peak(self.runs, batch, length, accumulating)
+        asked = (batch, length), accumulating
+        first = self.runs[0][0]
+        outside = {key: first.level(key, *asked, self._times(0, True)) for key in first.outside}
+        # a card with layers only holds copies of what the embeddings and masks leave behind
+        start = max(0.0, outside["start", -1][0]) if self.layers_only else 0.0
+        for run, (recording, _) in enumerate(self.runs[1:], 1):
+            for key in recording.outside:
+                if key in outside:  # what layers of this run made and it ends
+                    outside[key] += recording.level(key, *asked, self._times(run, False)) * (1, 0, 1, 1)
+        blocks = []
+        for role in ("start", "forward", "head", "loss", "backward", "end"):
+            if role in _OF_LAYERS:
+                rows = [recording.of_layers(role, *asked)[list(layer_of)] for recording, layer_of in self.runs]
+                blocks.append((role, np.concatenate(rows)))
+            elif (role, -1) in outside and not self.layers_only:
+                blocks.append((role, outside[role, -1][None]))
+        blocks = [(role, rows[::-1] if role == "backward" else rows) for role, rows in blocks]
+        change, highest, landed, quadratic = np.concatenate([rows for _, rows in blocks]).T
+        kept = start + np.cumsum(change - landed) - (change - landed)
+        squares = np.cumsum(quadratic) - quadratic
+        all_gradients = float(landed.sum())
+        gradients = np.full_like(landed, all_gradients) if accumulating else np.cumsum(landed) - landed
+        levels = kept + gradients + highest
+        at = int(levels.argmax())
+        by_role, first_row, found = {}, 0, ("", 0)
+        for role, rows in blocks:
+            by_role[role] = float(levels[first_row : first_row + len(rows)].max())
+            if first_row <= at < first_row + len(rows):
+                found = role, at - first_row
+            first_row += len(rows)
+        layer = {"forward": found[1], "backward": self.layers - 1 - found[1]}.get(found[0], -1)
+        return Peak(
+            total=float(levels[at]),
+            role=found[0],
+            layer=layer,
+            kept=float(kept[at]),
+            quadratic=float(squares[at]),
+            gradients=float(gradients[at]),
+            by_role=by_role,
+            all_gradients=all_gradients,
+        )
 
-    @property
-    def outside(self) -> tuple[str, ...]:
-        """Its stretches that belong to no layer."""
-        return tuple(role for role, _ in self._stretches if not _of_layer(role))
-
-    def levels_of_layers(self, batch: int, length: int, accumulating: bool) -> dict[tuple[str, int], Floats]:
-        """Of each stretch of a recorded layer what `level` gives."""
-        asked = batch, length, accumulating
-        if asked not in self._of_layers:
-            layers = [key for key in self._stretches if _of_layer(key[0])]
-            self._of_layers[asked] = {key: self.level(key, *asked) for key in layers}
-        return self._of_layers[asked]
-
-    def level(
-        self, key: tuple[str, int], batch: int, length: int, accumulating: bool, *, layers_only: bool = False
-    ) -> Floats:
-        """Of a stretch, in bytes: the change, the highest level in it, its gradients, and of the change what grows
-        with the square of the length.
-
-        What a layer made and a stretch outside the layers ends (a cache of casts at the end of the forward pass) ends
-        there for every layer of the real model. With ``layers_only`` nothing else of such a stretch counts.
-        """
-        storages, signs, owners = self._stretches[key]
-        shape = batch, length
-        if shape not in self._sizes:
-            self._sizes[shape] = self._growth.at(batch, length)
-        sizes = self._sizes[shape]
-        times = np.ones(len(storages)) if _of_layer(key[0]) else self._counts[owners]
-        if layers_only:
-            times = np.where(owners >= 0, times, 0.0)
-        changes = sizes[storages] * signs * times
-        landed = np.where(signs == 0, sizes[storages] * times, 0.0)
-        highest = np.cumsum(changes - landed if accumulating else changes).max(initial=0.0)
-        quadratic = self._growth.quadratic(sizes)[storages] @ (signs * times)
-        return np.array([changes.sum(), highest, landed.sum(), quadratic])
-
-    def work(self, batch: int, length: int) -> tuple[float, float, float, float, float]:
+    def work(self, batch: int, length: int) -> tuple[float, ...]:
         """What one step computes, over all layers, recomputation included.
-
-        Operations grow with tokens and with their product with the length, bytes written with tokens.
 
         Returns:
             Floating point operations of matrix products and attention, bytes that other operations write,
             operations that write one, how many are such products, and elements of 4-bit weights that are unpacked.
         """
-        outside = 0 if self.layers_only else 1
-        times = np.array(
-            [self._counts[each.layer] if _of_layer(each.role) else outside for each in self._tapes[0].segments]
-        )
-        flops, written, launches, products, unpacked = (
-            [float(times @ np.array([getattr(each, name) for each in tape.segments])) for tape in self._tapes]
-            for name in ("flops", "written", "launches", "products", "unpacked")
-        )
-        (tokens, more), (short, long) = [[getattr(t, name) for t in self._tapes] for name in ("tokens", "length")]
-        square = (flops[1] / more - flops[0] / tokens) / (long - short) if long > short else 0.0
-        slope = flops[0] / tokens - square * short
-        a_token = (written[1] - written[0]) / (more - tokens) if more > tokens else written[0] / tokens
-        return (
-            max(0.0, batch * length * (slope + square * length)),
-            max(0.0, written[0] + a_token * (batch * length - tokens)),
-            launches[0],
-            products[0],
-            unpacked[0],
-        )
-
-
-class Mix:
-    """A step whose layers are recomputed in different ways: runs of layers from recordings of each way.
-
-    Args:
-        runs: in order. What is no layer is that of the first.
-    """
-
-    def __init__(self, runs: Iterable[Trace]) -> None:
-        self.runs = tuple(run for run in runs if run.layer_of)
-        assert self.runs, "a model has layers"
-
-    @property
-    def layer_of(self) -> Counts:
-        """As of a `Trace`."""
-        return tuple(layer for run in self.runs for layer in run.layer_of)
-
-    def part(self, start: int, stop: int) -> Mix:
-        """As of a `Trace`."""
-        found, before = [], 0
-        for run in self.runs:
-            low, high = (min(max(end - before, 0), len(run.layer_of)) for end in (start, stop))
-            found.append(run.part(low, high, layers_only=start > 0 or before > 0))
-            before += len(run.layer_of)
-        return Mix(found)
-
-    def peak(self, batch: int, length: int, *, accumulating: bool = False) -> Peak:
-        """As of a `Trace`."""
-        return _peak(self.runs, batch, length, accumulating)
-
-    def work(self, batch: int, length: int) -> tuple[float, float, float, float, float]:
-        """As of a `Trace`."""
-        flops, written, launches, products, unpacked = map(
-            sum, zip(*(run.work(batch, length) for run in self.runs), strict=True)
-        )
-        return flops, written, launches, products, unpacked
-
-
-Step: TypeAlias = "Trace | Mix"
-
-
-def _peak(runs: Sequence[Trace], batch: int, length: int, accumulating: bool) -> Peak:
-    """The peak of a step; outside the layers it is that of the first run, but for what other runs' layers end there."""
-    asked = batch, length, accumulating
-    first, *others = runs
-    outside = {role: first.level((role, -1), *asked) for role in first.outside}
-    # a card with layers only holds copies of what the embeddings and masks leave behind
-    copies = max(0.0, float(outside["start"][0])) if first.layers_only else 0.0
-    for run in others:
-        for role in outside.keys() & run.outside:
-            outside[role] += run.level((role, -1), *asked, layers_only=True) * (1, 0, 1, 1)
-    of_layers = [run.levels_of_layers(*asked) for run in runs]
-    layers = [(levels, recorded) for run, levels in zip(runs, of_layers, strict=True) for recorded in run.layer_of]
-    timeline = [
-        ("start", -1, outside.get("start")),
-        *(("forward", real, levels.get(("forward", layer))) for real, (levels, layer) in enumerate(layers)),
-        *((role, -1, outside.get(role)) for role in ("head", "loss")),
-        *(
-            ("backward", real, levels.get(("backward", layer)))
-            for real, (levels, layer) in reversed([*enumerate(layers)])
-        ),
-        ("end", -1, outside.get("end")),
-    ]
-    steps = [
-        (role, real, *map(float, found))
-        for role, real, found in timeline
-        if found is not None and (_of_layer(role) or not first.layers_only)
-    ]
-    all_gradients = sum(step[4] for step in steps)
-    level, kept_quadratic, gradients = copies, 0.0, all_gradients if accumulating else 0.0
-    best: Peak | None = None
-    by_role: dict[str, float] = {}
-    for role, real, net, highest, landed, quadratic in steps:
-        here = level + gradients + highest
-        by_role[role] = max(by_role.get(role, 0.0), here)
-        if best is None or here > best.total:
-            best = Peak(
-                total=here,
-                role=role,
-                layer=real,
-                kept=level,
-                quadratic=kept_quadratic,
-                gradients=gradients,
-                by_role=by_role,
-                all_gradients=all_gradients,
-            )
-        level += net - landed
-        kept_quadratic += quadratic
-        gradients += 0.0 if accumulating else landed
-    assert best is not None, "a step has stretches"
-    return best
-
-
-def _of_layer(role: str) -> bool:
-    return role in ("forward", "backward")
+        shape = batch, length
+        outside = [run == 0 and not self.layers_only for run in range(len(self.runs))]
+        rows = [self.runs[run][0].work(shape, self._times(run, outside[run])) for run in range(len(self.runs))]
+        return tuple(map(float, sum(rows)))
 
 
 # ---- optimizers -------------------------------------------------------------------------------------------------
@@ -488,13 +424,13 @@ def optimizer(name: str, *, on_cpu: bool = False) -> Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter or buffer that is there during the whole step."""
+    """A tensor that is there during the whole step."""
 
-    group: str  # ``base``, ``adapter``, ``quantisation`` or ``buffer``
+    part: str  # ``weights`` (buffers too), ``quantisation constants`` or ``adapters``
     layer: int  # position among the recorded layers, or -1 where it belongs to none
-    elements: int  # what it stands for, where it is packed
     nbytes: int  # what it takes
-    itemsize: int  # bytes of an element of its gradient
+    elements: int = 0  # of a parameter: what it stands for, where it is packed
+    itemsize: int = 0  # bytes of an element of its gradient
     trained: bool = False  # whether it has a gradient and optimizer state
 
 
@@ -502,7 +438,7 @@ class Weight:
 class Weights:
     """Totals of a model as it is trained."""
 
-    parts: Mapping[str, int]  # bytes by group: ``weights``, ``quantisation``, ``adapters``
+    parts: Mapping[str, int]  # bytes by part
     trained: tuple[Trained, ...]  # the tensors that have gradients
     parameters: int  # of the model, adapters not counted, packed ones as what they stand for
     largest: int  # bytes that the largest tensor has before it is quantised; 0 where nothing is
@@ -510,15 +446,14 @@ class Weights:
     @classmethod
     def total(cls, tensors: Iterable[Weight], layer_of: Sequence[int]) -> Weights:
         """Adds up the tensors of the recorded layers, each as often as the real model has such a layer."""
-        parts = {"weights": 0, "quantisation": 0, "adapters": 0}
+        parts = {"weights": 0, "quantisation constants": 0, "adapters": 0}
         trained, parameters, largest = [], 0, 0
         for tensor in tensors:
             count = 1 if tensor.layer < 0 else layer_of.count(tensor.layer)
-            part = {"adapter": "adapters", "quantisation": "quantisation"}.get(tensor.group, "weights")
-            parts[part] += tensor.nbytes * count
+            parts[tensor.part] += tensor.nbytes * count
             if tensor.trained:
                 trained.append(Trained(elements=tensor.elements, itemsize=tensor.itemsize, count=count))
-            if part == "weights":
+            if tensor.part == "weights":
                 parameters += tensor.elements * count
                 if tensor.elements * tensor.itemsize > tensor.nbytes:  # packed
                     largest = max(largest, 2 * tensor.elements)
@@ -597,22 +532,12 @@ class Variant:
     name: str  # ``lora``, ``qlora`` or ``full``
     weights: Weights  # its totals
     trace: Callable[[Case], Step]  # gives the recorded step for a case, scaled to its batch and length
-    exact: Callable[[Case], Step]  # the same, recorded at the case's own length
     optimizer: Optimizer  # the one that trains it
-    can_checkpoint: bool = True  # whether activations can be recomputed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """How fast a case is estimated to be."""
-
-    tokens_per_second: float  # on all cards, padding counted as tokens
-    shares: Mapping[str, float]  # of the time, by what takes it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a case takes."""
+    """What a case takes, and how fast it is estimated to be."""
 
     variant: str  # name of the method
     case: Case  # the case
@@ -621,7 +546,8 @@ class Estimate:
     moments: Mapping[str, float]  # highest level at each kind of moment, in bytes of torch's allocator
     total: float  # bytes of the card, everything included
     spare: float  # bytes left over; negative: missing
-    speed: Speed  # an estimate
+    tokens_per_second: float  # on all cards, padding counted as tokens
+    shares: Mapping[str, float]  # of the time, by what takes it
 
     @property
     def fits(self) -> bool:
@@ -639,32 +565,22 @@ class Estimate:
         return max(self.moments.values())
 
 
-_MOMENTS = {
-    "start": "embeddings and masks",
-    "head": "loss, forward",
-    "loss": "loss, backward",
-    "end": "backward of the embeddings",
-}
+_MOMENTS = {"start": "embeddings and masks", "head": "loss, forward", "loss": "loss, backward"}
+_MOMENTS |= {"end": "backward of the embeddings"}
 
 
 def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     """What one case takes of a card."""
-    weights, trace = variant.weights, variant.trace(case)
-    batch, length = case.shape
-    peak = trace.peak(batch, length, accumulating=case.accumulation > 1)
-    paged = variant.optimizer.paged
-    parts = {
-        "weights": float(weights.parts["weights"]),
-        "quantisation constants": float(weights.parts["quantisation"]),
-        "adapters": float(weights.parts["adapters"]),
-        "optimizer state": 0.0 if paged else float(variant.optimizer.kept(weights.trained)),
-    }
+    weights, step = variant.weights, variant.trace(case)
+    peak = step.peak(*case.shape, accumulating=case.accumulation > 1)
+    state = 0 if variant.optimizer.paged else variant.optimizer.kept(weights.trained)
+    parts = {name: float(nbytes) for name, nbytes in weights.parts.items()} | {"optimizer state": float(state)}
     if case.cards > 1:
         parts["gradient buckets"] = float(sum(tensor.nbytes for tensor in weights.trained))
     held = sum(parts.values())
-    moments = {f"{role} pass" if _of_layer(role) else role: held + level for role, level in peak.by_role.items()}
+    moments = {f"{role} pass" if role in _OF_LAYERS else role: held + at for role, at in peak.by_role.items()}
     moments["optimizer step"] = held + peak.all_gradients + variant.optimizer.taken(weights.trained)
-    moments["loading"] = weights.parts["weights"] + weights.parts["quantisation"] + weights.largest
+    moments["loading"] = weights.parts["weights"] + weights.parts["quantisation constants"] + weights.largest
     highest = max(moments, key=lambda name: moments[name])
     kept = quadratic = gradients = 0.0
     if highest == "optimizer step":
@@ -677,45 +593,41 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
         "attention masks kept": quadratic,
         "working memory": moments[highest] - held - kept - gradients,
     }
-    parts |= at_peak | {
-        "allocator slack": SLACK_SHARE * sum(at_peak.values()) + SLACK_FLOOR,
-        "context": float(card.context),
-        "desktop": float(card.desktop),
-    }
+    slack = SLACK_SHARE * sum(at_peak.values()) + SLACK_FLOOR
+    around = {"allocator slack": slack, "context": float(card.context), "desktop": float(card.desktop)}
+    parts |= at_peak | around
     total = sum(parts.values())
     in_layer = highest == f"{peak.role} pass"
+    moment = f"{peak.role} of layer {peak.layer + 1}" if in_layer else _MOMENTS.get(highest, highest)
+    seconds = _seconds(case, step, parts["weights"], card)
     return Estimate(
         variant=variant.name,
         case=case,
         parts=parts,
-        moment=f"{peak.role} of layer {peak.layer + 1}" if in_layer else _MOMENTS.get(highest, highest),
+        moment=moment,
         moments=moments,
         total=total,
         spare=card.usable - total,
-        speed=_speed(case, trace, parts["weights"], card),
+        tokens_per_second=case.cards * case.micro_batch * case.length / sum(seconds.values()),
+        shares={name: each / sum(seconds.values()) for name, each in seconds.items()},
     )
 
 
-def _speed(case: Case, trace: Step, weights: float, card: CardMemory) -> Speed:
+def _seconds(case: Case, step: Step, weights: float, card: CardMemory) -> dict[str, float]:
     """Matrix products, unpacking of 4-bit weights and memory traffic, each by its rate; or launches if longer.
 
     Frozen weights are read once in each direction and once more where a layer is recomputed whole.
     """
-    flops, written, launches, products, unpacked = trace.work(*case.shape)
+    flops, written, launches, products, unpacked = step.work(*case.shape)
     rates = card.rates
-    again = case.recompute[0] / len(trace.layer_of) if case.recompute else case.checkpointing
+    again = case.recompute[0] / step.layers if case.recompute else case.checkpointing
     moved = MOVED_PER_WRITTEN * written + (2 + again) * weights
     seconds = {
         "matrix products": flops / rates.products + products * rates.each,
         "4-bit weights": unpacked / rates.unpacked,
         "memory traffic": moved / (rates.bandwidth or BANDWIDTH_SHARE * card.bandwidth),
     }
-    seconds["waiting for launches"] = max(0.0, launches * LAUNCH - sum(seconds.values()))
-    total = sum(seconds.values())
-    return Speed(
-        tokens_per_second=case.cards * case.micro_batch * case.length / total,
-        shares={name: each / total for name, each in seconds.items()},
-    )
+    return seconds | {"waiting for launches": max(0.0, launches * LAUNCH - sum(seconds.values()))}
 
 
 # ---- choosing ---------------------------------------------------------------------------------------------------
@@ -729,8 +641,8 @@ def micro_batches(each: int) -> tuple[int, ...]:
 def fastest(options: Iterable[Estimate]) -> Estimate | None:
     """The one with the most tokens a second of those that fit; of near equals the one that leaves most memory."""
     fitting = [each for each in options if each.fits]
-    best = max((each.speed.tokens_per_second for each in fitting), default=0.0)
-    equals = [each for each in fitting if each.speed.tokens_per_second >= best * (1 - NEAR)]
+    best = max((each.tokens_per_second for each in fitting), default=0.0)
+    equals = [each for each in fitting if each.tokens_per_second >= best * (1 - NEAR)]
     return max(equals, key=lambda each: each.spare, default=None)
 
 
@@ -742,8 +654,6 @@ def longest(fits: Callable[[int], bool], *, limit: int) -> int | None:
     steps = range(LENGTH_STEP, max(LENGTH_STEP, limit) + 1, LENGTH_STEP)
     return LENGTH_STEP * bisect_left(steps, True, key=lambda length: not fits(length)) or None
 
-
-# ---- the host ---------------------------------------------------------------------------------------------------
 
 #: Assumed: the system and a desktop session; Python, torch, the ROCm runtime and its kernels in one training process;
 #: a data loader's worker.

@@ -24,10 +24,9 @@ from hf_rocm_tune.plan.estimate import (
     Case,
     Counts,
     Estimate,
-    Mix,
+    Recording,
     Step,
     Tape,
-    Trace,
     Variant,
     Weights,
     estimate,
@@ -70,8 +69,9 @@ class Recordings:
     request: PlanRequest  # what the planner is asked
     method: str  # one of its methods
     lengths: tuple[int, ...]  # the lengths that are asked for often, ascending
+    # by content of the rows, way to recompute, and batch and length, or the lengths between which they scale
     _tapes: dict[tuple[str, str, int, int], Tape] = field(default_factory=dict)
-    _traces: dict[tuple[str, str, int, int], Trace | None] = field(default_factory=dict)
+    _scales: dict[tuple[str, str, int, int], Recording | None] = field(default_factory=dict)
     _events: int = 0  # allocations and releases of the first recorded step
 
     @cached_property
@@ -79,8 +79,7 @@ class Recordings:
         """The model with few layers; with all of them, which takes longer, where it needs to know how many it has."""
         from hf_rocm_tune.plan.sample import KEEPS, build
 
-        refusal: UsageError | None = None
-        tried = ""
+        refusal, tried = UsageError("no way to keep layers"), ""
         for keep in KEEPS:
             if keep == tried:
                 continue
@@ -94,8 +93,12 @@ class Recordings:
                 raise
             except UsageError as error:
                 refusal = error
-        assert refusal is not None, "there is a way to keep layers"
         raise refusal
+
+    @cached_property
+    def can_checkpoint(self) -> bool:
+        """Whether activations can be recomputed."""
+        return bool(self.sample.base.supports_gradient_checkpointing)
 
     @cached_property
     def variant(self) -> Variant:
@@ -104,24 +107,16 @@ class Recordings:
             name=self.method,
             weights=Weights.total(self.sample.weights(), self.sample.layer_of),
             trace=self,
-            exact=self.exact,
             optimizer=optimizer(self.request.optim, on_cpu=self.request.platform == "cpu"),
-            can_checkpoint=bool(self.sample.base.supports_gradient_checkpointing),
         )
 
     def part(self, start: int, stop: int) -> Variant:
         """The same as a card sees it that has some of the layers, and if it is the first, what is no layer."""
-
-        @cache
-        def trace(step: Step, start: int, stop: int) -> Step:
-            return step.part(start, stop)
-
         weights = (each for each in self.sample.weights() if start == 0 or each.layer >= 0)
         return replace(
             self.variant,
             weights=Weights.total(weights, self.sample.layer_of[start:stop]),
-            trace=lambda case: trace(self(case), start, stop),
-            exact=lambda case: trace(self.exact(case), start, stop),
+            trace=lambda case: self(case).part(start, stop),
         )
 
     @cached_property
@@ -144,14 +139,6 @@ class Recordings:
         """Whether a step has so many operations that to record it takes a second rather than a tenth."""
         return self._events > _MANY_EVENTS
 
-    def __call__(self, case: Case) -> Step:
-        """The step of a case, scaled to its batch and length where that can be; else recorded at its own length."""
-        return self._of(case, self._alike)
-
-    def exact(self, case: Case) -> Step:
-        """The step of a case, recorded at its own length."""
-        return self._of(case, self._recorded)
-
     @cached_property
     def ways(self) -> tuple[str, ...]:
         """How each layer can be recomputed by itself: ``whole``, ``selective``; none of these, where only all can.
@@ -162,7 +149,7 @@ class Recordings:
         from hf_rocm_tune.models.recompute import layers_of
 
         layers = list(self.sample.layers)
-        if not self.sample.base.supports_gradient_checkpointing or layers_of(self.sample.base) != layers:
+        if not self.can_checkpoint or layers_of(self.sample.base) != layers:
             return ()
         plain = self._tape(_PROBE, 2, self.lengths[0])
         if len({each.layer for each in plain.segments if each.role == "backward"}) < len(layers):
@@ -173,26 +160,27 @@ class Recordings:
             return "whole", "selective"
         return ("whole",)
 
-    def _of(self, case: Case, step: Callable[[Case], Trace]) -> Step:
-        layers = len(self.sample.layer_of)
-        if case.recompute is None or case.recompute == (0, layers):
-            return step(case)
+    def __call__(self, case: Case, *, exact: bool = False) -> Step:
+        """The step of a case, scaled to its batch and length where that can be; else recorded at its own length.
+
+        With ``exact`` it is always recorded at its own length.
+        """
+        layer_of = self.sample.layer_of
+        if case.recompute is None:
+            return Step(((self._recording(case, exact), layer_of),))
         whole, some = case.recompute[0], sum(case.recompute)
+        plain = replace(case, recompute=None)
         runs = (
-            (0, whole, replace(case, recompute=None)),
-            (whole, some, replace(case, recompute=(0, layers))),
-            (some, layers, replace(case, checkpointing=False, recompute=None)),
+            (plain, layer_of[:whole]),
+            (replace(case, recompute=(0, len(layer_of))), layer_of[whole:some]),
+            (replace(plain, checkpointing=False), layer_of[some:]),
         )
-        return Mix(step(each).part(start, stop) for start, stop, each in runs if start < stop)
+        return Step(tuple((self._recording(each, exact), layers) for each, layers in runs if layers))
 
-    def _alike(self, case: Case) -> Trace:
-        if not self.fixed_length:
-            for low, high in self._around(case):
-                if found := self._scaled(case, low, high):
-                    return found
-        return self._recorded(case)
-
-    def _recorded(self, case: Case) -> Trace:
+    def _recording(self, case: Case, exact: bool) -> Recording:
+        for low, high in () if exact or self.fixed_length else self._around(case):
+            if found := self._scaled(case, low, high):
+                return found
         found = self._scaled(case, case.shape[1], case.shape[1])
         assert found is not None, "at one length a step is the same for every batch size"
         return found
@@ -203,7 +191,7 @@ class Recordings:
         Attention may change its ways between two lengths, at a window's width for example, but not twice.
         """
         length, kind = case.shape[1], (case.content, _way(case))
-        known = [key[2:] for key, found in self._traces.items() if key[:2] == kind and found and key[2] < key[3]]
+        known = [key[2:] for key, found in self._scales.items() if key[:2] == kind and found and key[2] < key[3]]
         widest = self._widest(case)
         yield from ((low, high) for low, high in (*known, widest) if low <= length <= high)
         usual = {*widest, *self.lengths, *(key[3] for key in self._tapes if key[:2] == kind)}
@@ -217,19 +205,19 @@ class Recordings:
         low, high = self.lengths[0], self.lengths[-1] * (self.request.each if case.packing else 1)
         return (low, high) if low < high else (max(2, low // 2), high)
 
-    def _scaled(self, case: Case, low: int, high: int) -> Trace | None:
+    def _scaled(self, case: Case, low: int, high: int) -> Recording | None:
         """The step between two lengths, or None where it does other things at each."""
         key = (case.content, _way(case), low, high)
-        if key not in self._traces:
-            self._traces[key] = None
+        if key not in self._scales:
+            self._scales[key] = None
             pairs = [(2, 3), (2, 4), (2, 6)] if case.content == "padded" else [(1, 1)]
             for few, many in pairs:  # the first that tells, with two lengths, how each storage grows
                 if told_apart((few, low), (many, high)):
                     tapes = self._tape(case, few, low), self._tape(case, many, high)
                     with suppress(ValueError):
-                        self._traces[key] = Trace(*tapes, self.sample.layer_of)
+                        self._scales[key] = Recording(*tapes)
                     break
-        return self._traces[key]
+        return self._scales[key]
 
     def _tape(self, case: Case, batch: int, length: int) -> Tape:
         key = (case.content, _way(case), batch, length)
@@ -257,14 +245,31 @@ class Plan:
     """The answer."""
 
     request: PlanRequest  # the question, with what was settled on the way
-    architecture: str  # name of the model's class
-    layers: int  # of the model
     card: CardMemory  # the memory that is planned for
     grid: tuple[Estimate, ...]  # every case that was considered, other lengths included
     recordings: dict[str, Recordings]  # by method, for what else one may ask
     limit: int | None  # tokens that the model was made for, or None
-    scales: bool  # whether the step is known at other lengths than the wanted one
     notes: tuple[str, ...]  # what a reader should know
+
+    @property
+    def sample(self) -> Sample:
+        """The model with few layers."""
+        return next(iter(self.recordings.values())).sample
+
+    @property
+    def architecture(self) -> str:
+        """Name of the model's class."""
+        return type(self.sample.base).__name__
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return len(self.sample.layer_of)
+
+    @property
+    def scales(self) -> bool:
+        """Whether the step is known at other lengths than the wanted one."""
+        return not any(each.fixed_length for each in self.recordings.values())
 
     @property
     def variants(self) -> dict[str, Variant]:
@@ -305,29 +310,21 @@ class Plan:
         The last step is recorded at that very length, because attention may change its ways on the road to it. None:
         none fits, or it is not known, because each length would have to be recorded or one takes too long to.
         """
-        variant, request = self.variants[method], self.request
-        if not self.scales or sum(variant.weights.parts.values()) > self.card.free:
+        recordings = self.recordings[method]
+        if not self.scales or sum(recordings.variant.weights.parts.values()) > self.card.free:
             return None
-        short = Case(
-            micro_batch=1,
-            length=2,
-            checkpointing=variant.can_checkpoint,
-            packing=request.packing,
-            accumulation=request.each,
-            cards=request.cards,
-        )
-        exact = replace(variant, trace=variant.exact)
+        short = replace(_case(self.request, 1, 2), checkpointing=recordings.can_checkpoint)
 
-        def fits(length: int, variant: Variant = variant) -> bool:
+        def fits(length: int, exact: bool = False) -> bool:
+            variant = replace(recordings.variant, trace=lambda case: recordings(case, exact=exact))
             return estimate(variant, replace(short, length=length), self.card).fits
 
-        try:
+        with suppress(TooManyOperations):
             found = longest(fits, limit=self.limit or LONGEST)
-            while found and not fits(found, exact):
+            while found and not fits(found, exact=True):
                 found = longest(fits, limit=found - LENGTH_STEP) if found > LENGTH_STEP else None
-        except TooManyOperations:
-            return None
-        return found
+            return found
+        return None
 
 
 def plan_for(
@@ -365,40 +362,43 @@ def plan_for(
         wanted = {max(2, request.length // 2), request.length, 2 * request.length}
         lengths = tuple(sorted(each for each in wanted if each <= max(limit or LONGEST, request.length)))
 
-    plans: list[Plan] = []
+    planned: dict[str, tuple[Recordings, list[Estimate]]] = {}
     refused: dict[str, UsageError] = {}
     for method in request.methods:
-        done = [each for plan in plans for each in plan.recordings.values()]
-        if slow := next((each.method for each in done if each.takes_long and each.fixed_length), None):
+        if slow := next((name for name, (each, _) in planned.items() if each.takes_long and each.fixed_length), None):
             refused[method] = UsageError(
                 f"not planned beside {slow}, because it takes long to record a step of this model; --method {method} "
                 "plans it"
             )
             continue
         try:
-            plans.append(_plan_method(request, method, card, config, limit, lengths))
+            recordings = Recordings(config, request, method, lengths)
+            planned[method] = recordings, _grid(recordings, card)
         except TooManyOperations as error:
             refused[method] = error
             break
         except UsageError as error:
             refused[method] = error
-    if not plans:
+    if not planned:
         first = next(iter(refused.values()))
         if too_long:
             raise UsageError(f"{first}; it was made for {limit} tokens, and {request.length} are more") from first
         raise first
-    notes += [f"{name}: {why}" for name, why in refused.items()]
-    scales = all(plan.scales for plan in plans)
-    if not scales:
-        notes.append("its step does other things at each length, or is long: only the wanted length was planned")
-    return replace(
-        plans[0],
-        request=replace(plans[0].request, methods=request.methods),
-        grid=tuple(each for plan in plans for each in plan.grid if scales or each.case.length == request.length),
-        recordings={name: each for plan in plans for name, each in plan.recordings.items()},
-        scales=scales,
-        notes=(*notes, *dict.fromkeys(note for plan in plans for note in plan.notes)),
+    plan = Plan(
+        request=request,
+        card=card,
+        grid=(),
+        recordings={name: each for name, (each, _) in planned.items()},
+        limit=limit,
+        notes=(),
     )
+    notes += [f"{name}: {why}" for name, why in refused.items()]
+    if not plan.scales:
+        notes.append("its step does other things at each length, or is long: only the wanted length was planned")
+    notes += dict.fromkeys(note for each in plan.recordings.values() for note in each.sample.notes)
+    cases = (each for _, found in planned.values() for each in found)
+    kept = tuple(each for each in cases if plan.scales or each.case.length == request.length)
+    return replace(plan, grid=kept, notes=tuple(notes))
 
 
 def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[str]]:
@@ -414,48 +414,18 @@ def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[
     bits = checkpoint_bits(config, request.model, on_card=request.platform != "cpu")
     left = tuple(each for each in request.methods if each != ("full" if bits else "qlora"))
     if not left:
-        what = (
-            f"{bits}-bit in its files: only adapters can be trained; give --method lora"
-            if bits
-            else ("quantised in its files, and made bfloat16 when it is loaded: give --method lora or full")
-        )
+        what = "quantised in its files, and made bfloat16 when it is loaded: give --method lora or full"
+        if bits:
+            what = f"{bits}-bit in its files: only adapters can be trained; give --method lora"
         raise UsageError(f"model {request.model} is {what}")
     if bits is None:
         return replace(request, methods=left), ["its quantised weights become bfloat16 when they are loaded"]
-    method = "qlora" if bits == 4 else "lora"
     note = f"its weights are {bits}-bit in its files (bitsandbytes) and planned so, whatever the method"
-    return replace(request, methods=(method,)), [note]
+    return replace(request, methods=("qlora" if bits == 4 else "lora",)), [note]
 
 
-def _plan_method(
-    request: PlanRequest, method: str, card: CardMemory, config: Any, limit: int | None, lengths: tuple[int, ...]
-) -> Plan:
-    recordings = Recordings(config, request, method, lengths)
-    sample = recordings.sample
-    if recordings.fixed_length:
-        lengths = (request.length,)
-    return Plan(
-        request=request,
-        architecture=type(sample.base).__name__,
-        layers=len(sample.layer_of),
-        card=card,
-        grid=tuple(
-            each
-            for length in lengths
-            for size in ((request.micro_batch,) if request.micro_batch else micro_batches(request.each))
-            for each in _ways(request, recordings, card, size, length)
-        ),
-        recordings={method: recordings},
-        limit=limit,
-        scales=not recordings.fixed_length,
-        notes=sample.notes,
-    )
-
-
-def _ways(request: PlanRequest, recordings: Recordings, card: CardMemory, size: int, length: int) -> Iterator[Estimate]:
-    """A micro-batch without and with checkpointing, and where only the latter fits with as little as needs be."""
-    variant, layers = recordings.variant, len(recordings.sample.layer_of)
-    case = Case(
+def _case(request: PlanRequest, size: int, length: int) -> Case:
+    return Case(
         micro_batch=size,
         length=length,
         checkpointing=True,
@@ -463,22 +433,33 @@ def _ways(request: PlanRequest, recordings: Recordings, card: CardMemory, size: 
         accumulation=max(1, request.each // size),
         cards=request.cards,
     )
-    if request.recompute is not None:
-        from hf_rocm_tune.models.recompute import check
 
-        check(request.recompute, layers if recordings.ways else 0)
-        yield estimate(variant, replace(case, recompute=request.recompute), card)
-        return
-    ways = [way for way in (False, True) if request.checkpointing in (None, way) and way <= variant.can_checkpoint]
+
+def _grid(recordings: Recordings, card: CardMemory) -> list[Estimate]:
+    """Every length and micro-batch with and without checkpointing, and where only the former fits with as little as
+    needs be."""
+    request, variant, layers = recordings.request, recordings.variant, len(recordings.sample.layer_of)
+    lengths = (request.length,) if recordings.fixed_length else recordings.lengths
+    sizes = (request.micro_batch,) if request.micro_batch else micro_batches(request.each)
+    ways = [way for way in (False, True) if request.checkpointing in (None, way) and way <= recordings.can_checkpoint]
     if not ways:
         raise UsageError("this architecture does not support checkpointing: leave it off")
-    found = [estimate(variant, replace(case, checkpointing=way), card) for way in ways]
-    yield from found
-    if request.mixes and [each.fits for each in found] == [False, True] and recordings.ways:
-        yield from _mixes(variant, case, card, layers, selective="selective" in recordings.ways)
+    grid = []
+    for case in (_case(request, size, length) for length in lengths for size in sizes):
+        if request.recompute is not None:
+            from hf_rocm_tune.models.recompute import check
+
+            check(request.recompute, layers if recordings.ways else 0)
+            grid.append(estimate(variant, replace(case, recompute=request.recompute), card))
+            continue
+        found = [estimate(variant, replace(case, checkpointing=way), card) for way in ways]
+        grid += found
+        if request.mixes and [each.fits for each in found] == [False, True] and recordings.ways:
+            grid += _mixes(variant, case, card, layers, selective="selective" in recordings.ways)
+    return grid
 
 
-def _mixes(variant: Variant, case: Case, card: CardMemory, layers: int, *, selective: bool) -> Iterator[Estimate]:
+def _mixes(variant: Variant, case: Case, card: CardMemory, layers: int, *, selective: bool) -> list[Estimate]:
     """The fastest case by estimate that fits and recomputes some layers, whole or selectively; nothing where none does.
 
     The more layers are recomputed whole, the fewer have to be selectively.
@@ -494,8 +475,7 @@ def _mixes(variant: Variant, case: Case, card: CardMemory, layers: int, *, selec
                 break
             fewest, best = count, each
         found += [best] if best is not None else []
-    if found:
-        yield max(found, key=lambda each: each.speed.tokens_per_second)
+    return sorted(found, key=lambda each: each.tokens_per_second)[-1:]
 
 
 def largest_models(request: PlanRequest, *, card: CardMemory) -> dict[str, str | None]:
@@ -527,10 +507,9 @@ class SplitPlan:
 
     plan: Plan  # the same question for one card, from which model, cases and speed are
     option: Estimate  # the case, as one card would have it
-    # counts, estimates, cards: of each card its layers, what they take, and its memory
-    counts: Counts
-    estimates: tuple[Estimate, ...]
-    cards: tuple[CardMemory, ...]
+    counts: Counts  # layers of each card
+    estimates: tuple[Estimate, ...]  # what they take
+    cards: tuple[CardMemory, ...]  # its memory
 
     @property
     def least_spare(self) -> float:
@@ -601,8 +580,8 @@ def over_cards(whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | Non
 
     found = [split(option) for option in whole.grid]
     if fitting := [each for each in found if each.fits]:
-        best = max(each.option.speed.tokens_per_second for each in fitting)
-        found = [each for each in fitting if each.option.speed.tokens_per_second >= best * (1 - NEAR)]
+        best = max(each.option.tokens_per_second for each in fitting)
+        found = [each for each in fitting if each.option.tokens_per_second >= best * (1 - NEAR)]
     return max(found, key=lambda each: each.least_spare)
 
 

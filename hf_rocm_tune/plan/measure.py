@@ -34,8 +34,7 @@ _DEADLINE_SECONDS = 300.0
 
 def kept(card: str) -> dict[str, Any] | None:
     """What was measured of a card on this kernel with these versions; None: nothing."""
-    everything = _read()
-    found = everything.get(_key(card)) if everything else None
+    found = _read().get(_key(card))
     return found if isinstance(found, dict) and found.keys() >= _FIELDS else None
 
 

@@ -16,7 +16,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -163,8 +163,8 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -
         return
 
     def contexts() -> tuple[Any, Any]:
-        first, again = recompute.contexts() if selective else (nullcontext(), nullcontext())
-        return first, _both(mode.again(), again)
+        first, second = recompute.contexts() if selective else (nullcontext(), nullcontext())
+        return first, mode.again(second)
 
     try:
         base.activation_checkpointing_enable(
@@ -172,14 +172,6 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -
         )
     except ValueError as error:
         raise UsageError(f"{type(base).__name__} does not support checkpointing: {error}") from error
-
-
-@contextmanager
-def _both(*contexts: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 # ---- storages --------------------------------------------------------------------------------------------------------
@@ -241,16 +233,9 @@ class Recorder(TorchDispatchMode):
 
     def tape(self, batch: int, length: int) -> Tape:
         """The recording, after the step."""
-        return Tape(
-            batch=batch,
-            length=length,
-            segments=tuple(self._segments),
-            events=tuple(self._events),
-            sizes=tuple(self._sizes),
-            owners=tuple(self._owners),
-            tiles=frozenset(self._tiles),
-            tile_tokens=TILE_TOKENS,
-        )
+        lists = {"segments": self._segments, "events": self._events, "sizes": self._sizes, "owners": self._owners}
+        marked = {"tiles": frozenset(self._tiles), "tile_tokens": TILE_TOKENS}
+        return Tape(batch=batch, length=length, **marked, **{name: tuple(each) for name, each in lists.items()})
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -430,11 +415,11 @@ class DeviceMode(TorchFunctionMode):
         self._caching = False
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, beside: Any) -> Iterator[None]:
         """A layer is recomputed, in an autocast of its own: it casts each parameter once more."""
         self._caching = True
         try:
-            with self:
+            with self, beside:
                 yield
         finally:
             self.forget_casts()

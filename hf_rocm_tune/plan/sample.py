@@ -57,7 +57,7 @@ class Sample:
             state = getattr(parameter, "quant_state", None)
             constants = 4 * len(parameter) if type(parameter).__name__ == "Int8Params" else 0  # one a row
             yield Weight(
-                group="adapter" if ".lora_" in name or "modules_to_save" in name else "base",
+                part="adapters" if ".lora_" in name or "modules_to_save" in name else "weights",
                 layer=layer,
                 elements=parameter.numel() if state is None else math.prod(state.shape),
                 nbytes=parameter.nbytes,
@@ -66,11 +66,9 @@ class Sample:
             )
             if state is not None:
                 constants = sum(tensor.nbytes for tensor in _state_tensors(state))
-            if constants:
-                yield Weight(group="quantisation", layer=layer, elements=0, nbytes=constants, itemsize=0)
+            yield Weight(part="quantisation constants", layer=layer, nbytes=constants)
         for buffer in self.model.buffers():
-            layer = owners.get(id(buffer), -1)
-            yield Weight(group="buffer", layer=layer, elements=0, nbytes=buffer.nbytes, itemsize=0)
+            yield Weight(part="weights", layer=owners.get(id(buffer), -1), nbytes=buffer.nbytes)
 
 
 #: Ways to keep layers, to be tried in this order: few, and the configuration counts those; few, and it counts as before

@@ -19,9 +19,10 @@ from hf_rocm_tune.plan.estimate import (
     Case,
     Estimate,
     Growth,
+    Recording,
     Segment,
+    Step,
     Tape,
-    Trace,
     Trained,
     Variant,
     Weight,
@@ -90,7 +91,12 @@ def written_down(batch: int, length: int) -> Tape:
 
 # ---- from recordings to a whole model --------------------------------------------------------------------------------
 
-TRACE = Trace(written_down(2, 100), written_down(3, 400), LAYER_OF)
+
+def step_of(first: Tape, second: Tape) -> Step:
+    return Step(((Recording(first, second), LAYER_OF),))
+
+
+TRACE = step_of(written_down(2, 100), written_down(3, 400))
 
 
 def test_the_peak_is_that_of_all_layers_and_not_of_the_recorded_ones() -> None:
@@ -133,13 +139,13 @@ def test_gradients_come_layer_by_layer_unless_there_are_some_already() -> None:
 def test_recordings_of_different_steps_are_refused() -> None:
     other = written_down(3, 400)
     with pytest.raises(ValueError, match="other things"):
-        Trace(written_down(2, 100), replace(other, events=other.events[:-1]), LAYER_OF)
+        step_of(written_down(2, 100), replace(other, events=other.events[:-1]))
 
 
 def test_one_recording_is_enough_at_its_own_length() -> None:
-    same = Trace(written_down(2, 100), written_down(3, 100), LAYER_OF)
+    same = step_of(written_down(2, 100), written_down(3, 100))
     assert same.peak(7, 100).total == pytest.approx(TRACE.peak(7, 100).total)
-    assert Trace(written_down(1, 64), written_down(1, 64), LAYER_OF).peak(1, 64).total == TRACE.peak(1, 64).total
+    assert step_of(written_down(1, 64), written_down(1, 64)).peak(1, 64).total == TRACE.peak(1, 64).total
 
 
 def _single(nbytes: int, batch: int, length: int, tiles: bool = False) -> Tape:
@@ -214,7 +220,7 @@ def test_work_counts_every_layer() -> None:
     segments = tuple(replace(each, flops=7, written=11, launches=3) for each in STEP)
     tapes = [replace(written_down(batch, 100), segments=segments) for batch in (2, 2)]
     stretches = 3 + 2 * 6
-    assert Trace(*tapes, LAYER_OF).work(2, 100) == pytest.approx((7 * stretches, 11 * stretches, 3 * stretches, 0, 0))
+    assert step_of(*tapes).work(2, 100) == pytest.approx((7 * stretches, 11 * stretches, 3 * stretches, 0, 0))
 
 
 # ---- what a case takes -----------------------------------------------------------------------------------------------
@@ -224,18 +230,17 @@ MIB = 1 << 20
 
 def variant(*, name: str = "qlora", optim: str = "adamw_torch_fused", megabytes: int = 100) -> Variant:
     """A model of six layers: packed weights in its layers, an embedding outside, an adapter in each layer."""
-    weights = [Weight(group="embeddings", layer=-1, elements=MIB, nbytes=2 * MIB, itemsize=2)]
+    weights = [Weight(part="weights", layer=-1, elements=MIB, nbytes=2 * MIB, itemsize=2)]
     for layer in (0, 1, 2):
         packed = megabytes * MIB
-        weights.append(Weight(group="base", layer=layer, elements=2 * packed, nbytes=packed, itemsize=1))
-        weights.append(Weight(group="quantisation", layer=layer, elements=0, nbytes=packed // 32, itemsize=0))
-        weights.append(Weight(group="adapter", layer=layer, elements=1000, nbytes=4000, itemsize=4, trained=True))
-    trace = Trace(written_down(2, 100), written_down(3, 400), LAYER_OF)
+        weights.append(Weight(part="weights", layer=layer, elements=2 * packed, nbytes=packed, itemsize=1))
+        weights.append(Weight(part="quantisation constants", layer=layer, nbytes=packed // 32))
+        weights.append(Weight(part="adapters", layer=layer, elements=1000, nbytes=4000, itemsize=4, trained=True))
+    trace = step_of(written_down(2, 100), written_down(3, 400))
     return Variant(
         name=name,
         weights=Weights.total(weights, LAYER_OF),
         trace=lambda case: trace,
-        exact=lambda case: trace,
         optimizer=optimizer(optim),
     )
 
@@ -247,7 +252,7 @@ CASE = Case(micro_batch=4, length=100_000, checkpointing=False)
 def test_layers_that_were_not_recorded_are_weighed_too() -> None:
     found = variant().weights
     assert found.parts["weights"] == 6 * 100 * MIB + 2 * MIB
-    assert found.parts["quantisation"] == 6 * 100 * MIB // 32
+    assert found.parts["quantisation constants"] == 6 * 100 * MIB // 32
     assert found.parts["adapters"] == 6 * 4000
     assert found.parameters == 6 * 200 * MIB + MIB
     assert found.largest == 2 * 200 * MIB  # bfloat16, before it is packed
@@ -275,7 +280,7 @@ def test_loading_or_the_optimizer_may_be_the_highest_moment() -> None:
     assert loading.moment == "loading"
     assert math.isclose(
         loading.allocated,
-        sum(variant().weights.parts[k] for k in ("weights", "quantisation")) + variant().weights.largest,
+        sum(variant().weights.parts[k] for k in ("weights", "quantisation constants")) + variant().weights.largest,
     )
     # copies of the trained tensors outweigh a step on one token
     stepping = estimate(replace(variant(optim="adamw_torch", megabytes=0)), tiny, CARD)
@@ -325,8 +330,8 @@ def test_the_choice_fits_and_nothing_that_fits_is_clearly_faster() -> None:
         assert (choice is None) == (not fitting)
         if choice is not None:
             assert choice.fits
-            quickest = max(each.speed.tokens_per_second for each in fitting)
-            assert choice.speed.tokens_per_second >= 0.98 * quickest
+            quickest = max(each.tokens_per_second for each in fitting)
+            assert choice.tokens_per_second >= 0.98 * quickest
 
 
 @pytest.mark.parametrize("usable", [GIB // 2, GIB, 2 * GIB, 3 * GIB])
@@ -345,7 +350,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not(usable: int) -> None:
 
 
 def test_shares_of_the_time_make_a_whole() -> None:
-    found = estimate(variant(), CASE, CARD).speed
+    found = estimate(variant(), CASE, CARD)
     assert math.isclose(sum(found.shares.values()), 1)
 
 

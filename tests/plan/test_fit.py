@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def test_checkpointing_trades_memory_for_time(plan: Plan) -> None:
                 if other.variant == each.variant and other.case == replace(case, checkpointing=False)
             )
             assert each.total < twin.total
-            assert 0.6 < each.speed.tokens_per_second / twin.speed.tokens_per_second < 0.8
+            assert 0.6 < each.tokens_per_second / twin.tokens_per_second < 0.8
 
 
 def test_where_not_all_activations_fit_as_few_as_needs_be_are_recomputed(plan: Plan) -> None:
@@ -98,21 +99,21 @@ def test_where_not_all_activations_fit_as_few_as_needs_be_are_recomputed(plan: P
         case = each.case
         off, on = (_find(plan, each.variant, case.micro_batch, checkpointing=way, length=case.length) for way in (0, 1))
         assert not off.fits and each.fits and on.fits
-        assert on.speed.tokens_per_second < each.speed.tokens_per_second < off.speed.tokens_per_second
+        assert on.tokens_per_second < each.tokens_per_second < off.tokens_per_second
     for each in {each.variant: each for each in mixes}.values():
         every = [
             estimate(plan.variants[each.variant], replace(each.case, recompute=(whole, some)), CARD)
             for whole in range(0, 33, 2)
             for some in range(0 if whole else 1, 33 - whole)
         ]
-        best = max(one.speed.tokens_per_second for one in every if one.fits)
-        assert each.speed.tokens_per_second >= best
+        best = max(one.tokens_per_second for one in every if one.fits)
+        assert each.tokens_per_second >= best
 
 
 def test_recomputing_all_layers_one_by_one_is_checkpointing(plan: Plan) -> None:
     usual = _find(plan, "lora", 2, checkpointing=True)
     mixed = estimate(plan.variants["lora"], replace(usual.case, recompute=(32, 0)), CARD)
-    assert (mixed.total, mixed.parts, mixed.speed) == (usual.total, usual.parts, usual.speed)
+    assert (mixed.total, mixed.parts, mixed.shares) == (usual.total, usual.parts, usual.shares)
 
 
 def test_the_command_line_of_a_mix_is_one_flag_that_a_job_asks_with_again(plan: Plan) -> None:
@@ -278,7 +279,8 @@ def test_a_window_between_the_lengths_costs_few_recordings(monkeypatch: pytest.M
     assert found.scales
     assert len(lengths) <= 16
     for each in found.grid:
-        exact = estimate(replace(found.variants["lora"], trace=found.variants["lora"].exact), each.case, CARD)
+        exact = partial(found.recordings["lora"], exact=True)
+        exact = estimate(replace(found.variants["lora"], trace=exact), each.case, CARD)
         assert each.allocated == pytest.approx(exact.allocated, rel=0.002)
 
 
@@ -403,7 +405,7 @@ def test_a_window_changes_no_case_but_its_own(window: int | None) -> None:
     recordings = _recordings(window)
     assert not recordings.fixed_length
     for case in [*_cases(), *_cases((192, 200, 320))]:
-        scaled, itself = (made(case).peak(*case.shape) for made in (recordings, recordings.exact))
+        scaled, itself = (recordings(case, exact=own).peak(*case.shape) for own in (False, True))
         assert scaled.total == pytest.approx(itself.total, rel=0.01), case
         assert scaled.role == itself.role, case
 

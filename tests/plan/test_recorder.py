@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.plan import recorder as shapes_device
-from hf_rocm_tune.plan.estimate import Case, Tape
+from hf_rocm_tune.plan.estimate import Case, Recording, Step, Tape, Weights
 from hf_rocm_tune.plan.recorder import DeviceMode, Recorder, autocast_flags, record, remembered
 from hf_rocm_tune.plan.request import PlanRequest, config_of
 from hf_rocm_tune.plan.sample import Sample, build
@@ -97,14 +97,12 @@ def kept_shapes(model: nn.Module, run: Callable[[], object]) -> Counter[tuple[tu
 @pytest.mark.parametrize("arch", sorted(MODELS))
 @pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_few_layers_tell_what_all_layers_take(arch: str, lora: bool) -> None:
-    from hf_rocm_tune.plan.estimate import Trace
-
     method = "lora" if lora else "full"
     few, whole = sample_of(MODELS[arch], method), sample_of(MODELS[arch], method, keep="all")
     assert len(few.layers) < len(whole.layers) == len(few.layer_of)
     for checkpointing in (False, True):
         case = replace(PADDED, checkpointing=checkpointing)
-        trace = Trace(record(few, case, 2, 128), record(few, case, 3, 512), few.layer_of)
+        trace = Step(((Recording(record(few, case, 2, 128), record(few, case, 3, 512)), few.layer_of),))
         for batch, length in ((4, 200), (2, 640)):
             whole_level = level(record(whole, case, batch, length))
             assert trace.peak(batch, length).total == pytest.approx(whole_level, rel=0.01)
@@ -128,8 +126,6 @@ def test_the_configuration_is_left_as_it_was() -> None:
 
 def test_weights_of_all_layers_are_those_of_the_real_model() -> None:
     from transformers import AutoModelForCausalLM
-
-    from hf_rocm_tune.plan.estimate import Weights
 
     for fields in MODELS.values():
         config = config_of(fields)

@@ -141,7 +141,7 @@ def test_the_fastest_that_fits_every_card_is_chosen(planned: Planned) -> None:
     assert roomy.option.case == replace(roomy.option.case, micro_batch=4, checkpointing=False)
     tight = planned(1200, 1200, micro_batch=None, checkpointing=None)
     assert tight.fits
-    assert tight.option.speed.tokens_per_second < roomy.option.speed.tokens_per_second
+    assert tight.option.tokens_per_second < roomy.option.tokens_per_second
 
 
 def test_more_cards_than_layers_are_refused(planned: Planned) -> None:
