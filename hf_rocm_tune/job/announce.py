@@ -13,7 +13,7 @@ from hf_rocm_tune.doctor.system import of_decision
 from hf_rocm_tune.machine import variables
 from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
-from hf_rocm_tune.models.adapter import trainable_parameters
+from hf_rocm_tune.models.factory import trainable_parameters
 from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.training.report import RunFacts
 from hf_rocm_tune.training.telemetry import describe_device

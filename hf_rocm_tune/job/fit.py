@@ -21,8 +21,7 @@ from transformers import AutoConfig
 
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
 from hf_rocm_tune.models import recompute
-from hf_rocm_tune.models.split import FLAG, Split, counts_for, parse, stack_of
-from hf_rocm_tune.models.split_mover import SplitMover
+from hf_rocm_tune.models.split import FLAG, Split, SplitMover, counts_for, parse, stack_of
 from hf_rocm_tune.plan import (
     CONTEXT_BYTES,
     GIB,
@@ -313,7 +312,7 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
     devices = _devices(training.device, len(wanted) if wanted else None, layers)
     training._n_gpu = 1  # with several cards visible transformers would count a batch for each of them
     counts = _planned_counts(arguments, config, devices, wanted, layers, say)
-    return SplitMover(Split.of(stack, counts), devices, settings=settings, faults=faults)
+    return SplitMover(Split(stack, counts), devices, settings=settings, faults=faults)
 
 
 def _refuse_split(arguments: Arguments) -> None:

@@ -28,10 +28,17 @@ from hf_rocm_tune.job.card import Cards
 from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
 from hf_rocm_tune.job.methods import check_method, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
-from hf_rocm_tune.models.adapter import check_targets, target_names
-from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
+from hf_rocm_tune.models.factory import (
+    ModelSource,
+    attest_files,
+    check_source,
+    check_targets,
+    load_model,
+    load_tokenizer,
+    target_names,
+)
 from hf_rocm_tune.models.placement import release_memory
-from hf_rocm_tune.models.split_mover import device_map
+from hf_rocm_tune.models.split import device_map
 from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.redaction import local_paths

@@ -193,7 +193,11 @@ class Choice(Way):
     @classmethod
     def of(cls, candidate: Candidate, *, mode: str, budget: int, measured: int | None = None, tries: int = 0) -> Choice:
         """The choice of a way."""
-        figures = {"budget_bytes": budget, "predicted_bytes": candidate.predicted, "measured_bytes": measured}
+        figures: dict[str, Any] = {
+            "budget_bytes": budget,
+            "predicted_bytes": candidate.predicted,
+            "measured_bytes": measured,
+        }
         return cls(**_way(candidate), **figures, mode=mode, tries=tries)
 
     @classmethod

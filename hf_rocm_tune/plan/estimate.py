@@ -303,7 +303,8 @@ class Step:
         gradients = np.full_like(landed, all_gradients) if accumulating else np.cumsum(landed) - landed
         levels = kept + gradients + highest
         at = int(levels.argmax())
-        by_role, first_row, found = {}, 0, ("", 0)
+        by_role: dict[str, float] = {}
+        first_row, found = 0, ("", 0)
         for role, rows in blocks:
             by_role[role] = float(levels[first_row : first_row + len(rows)].max())
             if first_row <= at < first_row + len(rows):

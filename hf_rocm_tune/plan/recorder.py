@@ -233,9 +233,16 @@ class Recorder(TorchDispatchMode):
 
     def tape(self, batch: int, length: int) -> Tape:
         """The recording, after the step."""
-        lists = {"segments": self._segments, "events": self._events, "sizes": self._sizes, "owners": self._owners}
-        marked = {"tiles": frozenset(self._tiles), "tile_tokens": TILE_TOKENS}
-        return Tape(batch=batch, length=length, **marked, **{name: tuple(each) for name, each in lists.items()})
+        return Tape(
+            batch=batch,
+            length=length,
+            segments=tuple(self._segments),
+            events=tuple(self._events),
+            sizes=tuple(self._sizes),
+            owners=tuple(self._owners),
+            tiles=frozenset(self._tiles),
+            tile_tokens=TILE_TOKENS,
+        )
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.adapter import adaptable, check_targets, target_names
+from hf_rocm_tune.models.factory import adaptable, check_targets, target_names
 from hf_rocm_tune.models.quantised import checkpoint_bits
 from hf_rocm_tune.plan.estimate import Counts, Weight
 from hf_rocm_tune.plan.request import ALL_LINEAR, FOREIGN_ERRORS, PlanRequest, first_line, text_config
@@ -274,9 +274,6 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
 
 # ---- quantised weights -----------------------------------------------------------------------------------------
 
-_BLOCK, _BLOCK_OF_CONSTANTS = 64, 256  # values that share a quantisation constant: bitsandbytes' defaults
-_CODES, _CONSTANT_CODES = 16, 256
-
 
 def _quantisation(config: Any, request: PlanRequest, method: str, dtype: torch.dtype) -> Any:
     """The checkpoint's own ``BitsAndBytesConfig``, else what ``--load_in_4bit`` makes; None: not quantised."""
@@ -285,14 +282,8 @@ def _quantisation(config: Any, request: PlanRequest, method: str, dtype: torch.d
     if checkpoint_bits(config, request.model, on_card=request.platform != "cpu"):
         given = config.quantization_config
         return BitsAndBytesConfig.from_dict(given if isinstance(given, dict) else given.to_dict())
-    if method != "qlora":
-        return None
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=request.nested,
-        bnb_4bit_compute_dtype=dtype,
-    )
+    more = {"bnb_4bit_use_double_quant": request.nested, "bnb_4bit_compute_dtype": dtype}
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **more) if method == "qlora" else None
 
 
 def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> list[str]:
@@ -306,6 +297,7 @@ def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> list[str]:
     Raises:
         UsageError: nothing in it can be quantised.
     """
+    import bitsandbytes
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.base import get_keys_to_not_convert
 
@@ -316,71 +308,26 @@ def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> list[str]:
         notes.append("outlier columns of 8-bit products, which activations decide, are not counted")
     skipped = settings.llm_int8_skip_modules
     replace_with_bnb_linear(base, get_keys_to_not_convert(base) if skipped is None else skipped, settings)
-    base.is_loaded_in_4bit, base.is_loaded_in_8bit, base.is_quantized = (
-        settings.load_in_4bit,
-        settings.load_in_8bit,
-        True,
-    )
+    base.is_loaded_in_4bit, base.is_loaded_in_8bit = settings.load_in_4bit, settings.load_in_8bit
+    base.is_quantized = True
     layers = [module for module in base.modules() if type(module).__name__ in ("Linear4bit", "Linear8bitLt")]
     if not layers:
         raise UsageError(f"{type(base).__name__} has no linear layer that bitsandbytes quantises: give --method lora")
-    with torch.device("meta"):
-        for layer in layers:
-            if settings.load_in_4bit:
-                _pack(layer, settings.bnb_4bit_use_double_quant, dtype)
-            else:
-                _pack_8bit(layer)
+    tables = dict(bitsandbytes.functional.name2qmap)
+    for layer in layers:
+        shape = layer.out_features, layer.in_features
+        if settings.load_in_4bit:
+            how = {"compress_statistics": settings.bnb_4bit_use_double_quant, "quant_type": "nf4"}
+            whole = torch.empty(shape, dtype=dtype, device="meta")
+            layer.weight = bitsandbytes.nn.Params4bit(whole, requires_grad=False, **how)._quantize(whole.device)
+            layer.quant_state = layer.weight.quant_state
+        else:  # its codes and a float32 constant a row, as if it was loaded
+            codes, constants = torch.empty(shape, dtype=torch.int8, device="meta"), torch.empty(shape[0], device="meta")
+            layer.weight = bitsandbytes.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=constants)
+    bitsandbytes.functional.name2qmap.clear()  # tables on the meta device would break real loading in this process
+    bitsandbytes.functional.name2qmap.update(tables)
     experts = any(parameter.ndim == 3 and "expert" in name for name, parameter in base.named_parameters())
     return [*notes, *(["the experts' weights are no linear layers: bitsandbytes does not quantise them"] * experts)]
-
-
-def _pack_8bit(module: Any) -> None:
-    """Gives an 8-bit layer its weight and one float32 constant a row, as if it was loaded."""
-    import bitsandbytes
-
-    shape = module.out_features, module.in_features
-    codes, constants = torch.empty(shape, dtype=torch.int8), torch.empty(shape[0])
-    module.weight = bitsandbytes.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=constants)
-
-
-def _pack(module: Any, nested: bool, dtype: torch.dtype) -> None:
-    """Gives a 4-bit layer the weight and the state that quantising would give it.
-
-    bitsandbytes quantises on the meta device itself, but leaves its table of codes there, which breaks real loading.
-    """
-    import bitsandbytes
-
-    make = bitsandbytes.functional.QuantState
-    shape = torch.Size((module.out_features, module.in_features))
-    blocks = -(-shape.numel() // _BLOCK)
-    constants = offset = None
-    absmax = torch.empty(blocks)
-    if nested:
-        outer = torch.empty(-(-blocks // _BLOCK_OF_CONSTANTS))
-        codes = torch.empty(_CONSTANT_CODES)
-        constants = make(absmax=outer, code=codes, blocksize=_BLOCK_OF_CONSTANTS, dtype=torch.float32)
-        absmax, offset = torch.empty(blocks, dtype=torch.uint8), torch.empty(())
-    state = make(
-        absmax=absmax,
-        shape=shape,
-        code=torch.empty(_CODES),
-        blocksize=_BLOCK,
-        quant_type="nf4",
-        dtype=dtype,
-        offset=offset,
-        state2=constants,
-    )
-    module.weight = bitsandbytes.nn.Params4bit(
-        torch.empty((-(-shape.numel() // 2), 1), dtype=torch.uint8),
-        requires_grad=False,
-        quant_state=state,
-        blocksize=_BLOCK,
-        compress_statistics=nested,
-        quant_type="nf4",
-        bnb_quantized=True,
-        module=module,
-    )
-    module.quant_state = state
 
 
 def _state_tensors(state: Any) -> Iterator[Tensor]:

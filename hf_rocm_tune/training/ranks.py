@@ -39,9 +39,7 @@ from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.models.sharding import shard
 from hf_rocm_tune.models.shards import fsdp_modules, is_sharded, reshard, rows_of, shard_digest
-from hf_rocm_tune.models.split import layer_stack
-from hf_rocm_tune.models.split_hops import Hops
-from hf_rocm_tune.models.split_mover import SplitMover
+from hf_rocm_tune.models.split import Hops, SplitMover, layer_stack
 from hf_rocm_tune.ranks.agree import everyone, highest
 from hf_rocm_tune.ranks.averaging import SyncSettings
 from hf_rocm_tune.ranks.fsdp import Traffic
@@ -466,18 +464,20 @@ def clip_over_cards(
 
 def describe_split(mover: SplitMover, model: nn.Module) -> dict[str, Any]:
     """For the report: what each card holds, and what crossed."""
-    held = [0] * mover.split.cards
+    held = [0] * len(mover.cards)
     for name, tensor in tensors_of(model):
         held[mover.split.card_of(name)] += tensor.numel() * tensor.element_size()
     rows = []
-    for stage, card, report in zip(mover.split.stages, mover.cards, mover.card_reports, strict=True):
+    for number, (layers, card, report) in enumerate(
+        zip(mover.split.ranges, mover.cards, mover.card_reports, strict=True)
+    ):
         counted = report.to_dict()
         rows.append(
             {
-                "card": stage.card,
+                "card": number,
                 "device": f"{card.device}{' (logical)' if mover.logical else ''}",
-                "layers": [stage.layers.start, stage.layers.stop - 1],
-                "model_bytes": held[stage.card],
+                "layers": [layers.start, layers.stop - 1],
+                "model_bytes": held[number],
                 "weights": counted["weights"],
                 BETWEEN_CARDS: counted[BETWEEN_CARDS],
             }

@@ -22,8 +22,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
-from hf_rocm_tune.models.attest import RECOMPUTED, TRAINED, is_recomputed
-from hf_rocm_tune.models.placement import findable_tensors_of, tensors_of
+from hf_rocm_tune.models.placement import RECOMPUTED, TRAINED, findable_tensors_of, is_recomputed, tensors_of
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.shards import is_sharded, local, reshard
 from hf_rocm_tune.transfer import Digest, QueuedDigests, digest

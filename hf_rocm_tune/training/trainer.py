@@ -33,10 +33,10 @@ from typing_extensions import override
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import Prefetch, require_unchanged, verify_loader
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
-from hf_rocm_tune.models.attest import attest
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import (
     Coverage,
+    attest,
     coverage,
     digests_before,
     mark_computed,
@@ -52,7 +52,7 @@ from hf_rocm_tune.models.quantised import (
 )
 from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.models.shards import is_sharded, local
-from hf_rocm_tune.models.split_mover import SplitMover
+from hf_rocm_tune.models.split import SplitMover
 from hf_rocm_tune.ranks.agree import everyone
 from hf_rocm_tune.ranks.averaging import Compression, SyncSettings, Way
 from hf_rocm_tune.training import ranks

@@ -1,7 +1,7 @@
 """One model over two logical cards through the real command line: the same run as on one, and proof of what crossed.
 
 Two stages on the CPU run the code of two cards, with real copies between them. What only cards can show (memory that
-lies apart, two devices' streams) is in tests marked `gpu` beside `models.split_hops`.
+lies apart, two devices' streams) is in tests marked `gpu` beside `models.split`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Every weight passes the mover, and the model that comes out is the one that plain transformers would have made."""
+"""Every weight passes the mover, the model that comes out is the one that plain transformers would have made, and a
+device that casts wrongly is caught; the targets of an adapter are matched as PEFT matches them."""
 
 from __future__ import annotations
 
@@ -9,17 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.models.factory import ModelSource, check_source, load_model
-from hf_rocm_tune.models.loading import verified_loading
+from hf_rocm_tune.models import loading
+from hf_rocm_tune.models.factory import (
+    ModelSource,
+    adaptable,
+    check_source,
+    check_targets,
+    load_model,
+    trainable_parameters,
+)
+from hf_rocm_tune.models.loading import SAMPLE_ELEMENTS, cast_verified, verified_loading
 from hf_rocm_tune.models.placement import coverage, tensors_of
-from hf_rocm_tune.transfer import FaultSpec, Mover, digest
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
 from tests import tiny
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
@@ -54,9 +64,7 @@ def stock(directory: Path, **options: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("arch", tiny.ARCHITECTURES)
-def test_every_architecture_loads_as_with_plain_transformers(
-    model_of: Callable[..., Path], make_mover: Callable[..., Any], arch: str
-) -> None:
+def test_every_architecture_loads_as_with_plain_transformers(model_of: Any, make_mover: Any, arch: str) -> None:
     for in_file, asked, shards in (
         (torch.float32, torch.bfloat16, 1),
         (torch.bfloat16, torch.float32, 3),
@@ -72,7 +80,7 @@ def test_every_architecture_loads_as_with_plain_transformers(
         assert coverage(model, mover).complete
 
 
-def test_tied_embeddings_stay_one_tensor(model_of: Callable[..., Path], mover: Any) -> None:
+def test_tied_embeddings_stay_one_tensor(model_of: Any, mover: Any) -> None:
     model: Any = load(model_of("gpt2"), mover, dtype=torch.float32)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
@@ -80,7 +88,7 @@ def test_tied_embeddings_stay_one_tensor(model_of: Callable[..., Path], mover: A
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("arch", ["llama3", "gpt2", "qwen3_moe"])
 def test_quantised_models_are_quantised_from_verified_weights(
-    model_of: Callable[..., Path], mover: Any, quantisation: Quantise, arch: str, bits: int
+    model_of: Any, mover: Any, quantisation: Any, arch: str, bits: int
 ) -> None:
     directory = model_of(arch)
     model = load(directory, mover, quantisation(bits), dtype=torch.bfloat16)
@@ -92,7 +100,7 @@ def test_quantised_models_are_quantised_from_verified_weights(
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_checkpoint_saved_quantised_loads_verified(
-    model_of: Callable[..., Path], mover: Any, quantisation: Quantise, tmp_path: Path, bits: int
+    model_of: Any, mover: Any, quantisation: Any, tmp_path: Path, bits: int
 ) -> None:
     saved: Any = stock(model_of("llama3"), dtype=torch.bfloat16, quantization_config=quantisation(bits))
     saved.save_pretrained(tmp_path)
@@ -104,7 +112,7 @@ def test_a_checkpoint_saved_quantised_loads_verified(
 
 @pytest.mark.parametrize("kind", ["zero", "flip", "swap", "drop", "late", "zero_range"])
 def test_one_harmed_weight_is_named_and_recovered(
-    model_of: Callable[..., Path], make_mover: Callable[..., Any], kind: str, monkeypatch: pytest.MonkeyPatch
+    model_of: Any, make_mover: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a late copy lands at the next use of the queue: with several loading threads that may be before the digest
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
@@ -129,12 +137,7 @@ def test_one_harmed_weight_is_named_and_recovered(
     ],
 )
 def test_a_weight_that_cannot_be_brought_over_stops_the_loading(
-    model_of: Callable[..., Path],
-    make_mover: Callable[..., Any],
-    quantisation: Quantise,
-    arch: str,
-    tensor: str,
-    bits: int | None,
+    model_of: Any, make_mover: Any, quantisation: Any, arch: str, tensor: str, bits: int | None
 ) -> None:
     mover = make_mover(faults=FaultSpec(kind="zero", tensor=tensor, persist=True))
     with pytest.raises(CorruptionError, match=r"weights tensor '.*' arrived wrong"):
@@ -154,7 +157,7 @@ def test_every_seam_is_as_before_after_the_block_also_after_an_exception(mover: 
 
 
 def test_a_failed_load_leaves_stock_loading_as_it_was(
-    model_of: Callable[..., Path], make_mover: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    model_of: Any, make_mover: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads of the failed load may end after it
     mover = make_mover(faults=FaultSpec(kind="zero", tensor=HARMED, persist=True))
@@ -192,3 +195,166 @@ def test_an_incident_names_the_file_that_the_tensor_came_from(tmp_path: Path, sh
     assert incident["tensor"] == HARMED and file.parent == directory
     with safe_open(file, framework="pt") as opened:
         assert HARMED in opened.keys()  # noqa: SIM118  # not a mapping
+
+
+# ---- casts --------------------------------------------------------------------------------------------------------
+
+
+BIG = 10 * SAMPLE_ELEMENTS + 7
+
+Harm = Callable[[int, int], None]
+
+
+@pytest.fixture
+def harm(monkeypatch: pytest.MonkeyPatch) -> Harm:
+    """The given element comes out with one bit wrong, in the first so many casts; a faulty kernel cannot be had."""
+
+    def install(element: int, times: int) -> None:
+        left = [times]
+        right = loading.cast_on_device
+
+        def wrong(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+            cast = right(tensor, dtype)
+            if left[0] > 0:
+                left[0] -= 1
+                cast.view(-1).view(torch.int16)[element] ^= 1
+            return cast
+
+        monkeypatch.setattr(loading, "cast_on_device", wrong)
+
+    return install
+
+
+def cast(mover: Mover, source: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return cast_verified(mover.move(source, name="w"), source, dtype, name="w", mover=mover)
+
+
+def counts(mover: Mover) -> tuple[int, int, int]:
+    found = mover.report.to_dict()["casts"]
+    return found["checked"], found["mismatches"], found["recovered"]
+
+
+@pytest.mark.parametrize("element", [0, BIG // 2, BIG - 1])
+def test_one_wrong_bit_in_the_sample_is_cast_again(mover: Any, harm: Any, element: int) -> None:
+    source = torch.randn(BIG)
+    harm(element, 1)
+    assert torch.equal(cast(mover, source), source.to(torch.bfloat16))
+    assert counts(mover) == (1, 1, 1)
+    assert [(row["tensor"], row["kind"], row["outcome"]) for row in mover.report.incidents] == [
+        ("w", "wrong cast", "recovered")
+    ]
+
+
+def test_a_device_that_casts_wrongly_twice_stops_with_the_name(mover: Any, harm: Any) -> None:
+    harm(0, 2)
+    with pytest.raises(
+        CorruptionError,
+        match=r"'w': cpu casts float32 to bfloat16 wrongly.*arithmetic, not transfer.*run hf-rocm-tune doctor --full",
+    ):
+        cast(mover, torch.randn(3, 5))
+    assert counts(mover) == (1, 1, 0) and mover.report.incidents[-1]["outcome"] == "stopped"
+
+
+@pytest.mark.parametrize("size", [0, 1, 3 * SAMPLE_ELEMENTS, 3 * SAMPLE_ELEMENTS + 1, BIG])
+def test_right_casts_of_any_size_are_no_false_alarm(mover: Any, size: int) -> None:
+    source = torch.randn(2, size)[1:]
+    assert torch.equal(cast(mover, source), source.to(torch.bfloat16))
+    assert torch.equal(cast(mover, source.t()), source.t().to(torch.bfloat16))
+    assert counts(mover) == (2, 0, 0)
+
+
+def test_the_payload_of_a_nan_is_no_fault_but_a_nan_for_a_number_is(mover: Any, harm: Any) -> None:
+    harm(3, 1)
+    source = torch.tensor([1.0, float("inf"), 2.0, float("nan")])
+    assert torch.isnan(cast(mover, source)).tolist() == [False, False, False, True]
+    assert counts(mover) == (1, 0, 0)
+    harm(1, 2)  # infinity with one more bit is a NaN
+    with pytest.raises(CorruptionError):
+        cast(mover, source)
+
+
+@pytest.mark.parametrize("verify", ["sample", "off"])
+def test_casts_are_compared_under_full_verification_only(make_mover: Any, harm: Any, verify: str) -> None:
+    mover = make_mover(settings=TransferSettings(verify=verify))
+    harm(0, 1)
+    source = torch.ones(4)
+    assert not torch.equal(cast(mover, source), source.to(torch.bfloat16))
+    assert counts(mover) == (0, 0, 0)
+
+
+def test_loading_compares_each_weight_that_it_casts(model_of: Any, make_mover: Any, harm: Any) -> None:
+    directory = model_of("llama3", dtype=torch.float32)
+
+    def load(dtype: torch.dtype) -> Any:
+        mover = make_mover()
+        load_model(ModelSource(name=str(directory), init={"dtype": dtype}), mover)
+        return mover
+
+    assert counts(load(torch.float32)) == (0, 0, 0)
+    mover = load(torch.bfloat16)
+    files = [name for _, name in mover.moved if name.endswith(".weight")]
+    assert counts(mover) == (len(files), 0, 0) and len(files) > 10
+    harm(0, 1 << 30)
+    with pytest.raises(CorruptionError, match=r"weights tensor '[\w.]+\.weight': cpu casts"):
+        load(torch.bfloat16)
+
+
+# ---- the targets of an adapter ------------------------------------------------------------------------------------
+
+
+TARGETS = (
+    ["q_proj"],
+    ["q_proj", "lm_head"],
+    ["model.layers.0.self_attn.q_proj"],
+    ["proj"],
+    ["q_pro"],
+    ["self_attn.q_proj"],
+    r".*\.layers\.1\..*_proj",
+    r".*\.nothing",
+    "q_proj",
+)
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+def test_a_target_is_refused_exactly_when_peft_finds_nothing(model_of: Any, targets: str | list[str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
+    try:
+        check_targets(model, targets)
+        message = ""
+    except UsageError as error:
+        message = str(error)
+    try:
+        get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM"))
+        peft_accepts = True
+    except ValueError:
+        peft_accepts = False
+    assert (not message) == peft_accepts
+    assert peft_accepts or "gate_proj" in message, "what exists is listed"
+
+
+def test_one_target_of_several_that_matches_nothing_is_named(model_of: Any) -> None:
+    """PEFT takes this in silence."""
+    model = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
+    with pytest.raises(UsageError, match="query_key_value match no module"):
+        check_targets(model, ["q_proj", "query_key_value"])
+
+
+def test_a_broken_expression_is_a_usage_error(model_of: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_of("gpt2"))
+    with pytest.raises(UsageError, match="regular expression"):
+        check_targets(model, "c_attn[")
+    with pytest.raises(UsageError, match="c_attn"):  # GPT-2's layers are Conv1D
+        check_targets(model, ["q_proj"])
+    for nothing_to_check in (None, "all-linear"):
+        check_targets(model, nothing_to_check)
+    assert "lm_head" not in adaptable(model)
+
+
+def test_packed_weights_count_as_what_they_stand_for(model_of: Any, quantisation: Any) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
+    total = sum(parameter.numel() for parameter in plain.parameters())
+    packed = AutoModelForCausalLM.from_pretrained(model_of("llama3"), quantization_config=quantisation(4))
+    assert trainable_parameters(packed)[1] == total
+    adapted = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    extra = adapted.get_nb_trainable_parameters()[0]
+    assert trainable_parameters(adapted) == (extra, total + extra)

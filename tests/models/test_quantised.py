@@ -1,20 +1,21 @@
-"""4-bit models keep training after an evaluation, and a damaged code table does not decode a single weight."""
+"""4-bit models keep training after an evaluation; a buffer that its own module writes stays verified."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.functional import has_avx512bf16
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, require_bitsandbytes
+from hf_rocm_tune import VerifiedTransferMixin
+from hf_rocm_tune.errors import MemoryFaultError, UsageError
+from hf_rocm_tune.models.quantised import WRITTEN, keep_trainable_on_cpu, require_bitsandbytes
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -23,7 +24,7 @@ TOKENS = torch.arange(64).reshape(2, 32) + 7
 
 
 @pytest.fixture
-def make_model(model_of: Callable[..., Path], quantisation: Callable[[int], BitsAndBytesConfig]) -> Callable[[], Any]:
+def make_model(model_of: Any, quantisation: Any) -> Callable[[], Any]:
     """A 4-bit model with an adapter that is not zero."""
 
     def make() -> Any:
@@ -51,7 +52,7 @@ def evaluate(model: Any) -> None:
         model(input_ids=TOKENS, labels=TOKENS, use_cache=False)
 
 
-def test_gradients_after_an_evaluation_equal_those_before_bit_for_bit(make_model: Callable[[], Any]) -> None:
+def test_gradients_after_an_evaluation_equal_those_before_bit_for_bit(make_model: Any) -> None:
     model = make_model()
     assert keep_trainable_on_cpu(model) > 0
     before = gradients(model)
@@ -62,7 +63,7 @@ def test_gradients_after_an_evaluation_equal_those_before_bit_for_bit(make_model
 
 
 @pytest.mark.skipif(not has_avx512bf16(), reason="bitsandbytes repacks 4-bit weights only on a CPU with AVX512-BF16")
-def test_without_the_switch_an_evaluation_changes_them(make_model: Callable[[], Any]) -> None:
+def test_without_the_switch_an_evaluation_changes_them(make_model: Any) -> None:
     """What the switch is for; once upstream has mended it, this fails and the switch can go."""
     model = make_model()
     before = gradients(model)
@@ -72,7 +73,7 @@ def test_without_the_switch_an_evaluation_changes_them(make_model: Callable[[], 
     assert before.keys() != after.keys() or any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_model_without_4_bit_layers_is_told_nothing(model_of: Callable[..., Path]) -> None:
+def test_a_model_without_4_bit_layers_is_told_nothing(model_of: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
     assert keep_trainable_on_cpu(model) == 0
 
@@ -85,3 +86,63 @@ def test_bitsandbytes_without_a_library_is_refused_before_loading(monkeypatch: p
     monkeypatch.setattr(cextension, "lib", broken)
     with pytest.raises(UsageError, match=r"--optim adamw_8bit: bitsandbytes has no native library for cpu"):
         require_bitsandbytes(torch.device("cpu"), "--optim adamw_8bit")
+
+
+# ---- buffers that a module writes ---------------------------------------------------------------------------------
+
+
+class VerifiedPlain(VerifiedTransferMixin, Trainer):
+    """In front of the plain trainer."""
+
+
+class Counting(nn.Module):
+    """Batch normalisation, a buffer that grows, one that is counted on in place, and one that is only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 1)
+        self.register_buffer("seen", torch.empty(0))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.seen = torch.cat([self.seen, x[:, 0].detach()])
+        self.steps += 1
+        found = self.head(self.norm(x * self.scale)).squeeze(-1)
+        return {"loss": ((found - labels) ** 2).mean(), "logits": found}
+
+
+@pytest.fixture
+def make(tmp_path: Any) -> Callable[[], Any]:
+    """A trainer that saves after steps 2 and 4."""
+
+    def build() -> Any:
+        torch.manual_seed(1)
+        rows = [{"x": torch.randn(4).tolist(), "labels": float(n)} for n in range(16)]
+        options = {"save_steps": 2, "max_steps": 4, "per_device_train_batch_size": 4, "use_cpu": True}
+        args = TrainingArguments(output_dir=str(tmp_path), report_to="none", disable_tqdm=True, **options)
+        return VerifiedPlain(Counting(), args, train_dataset=Dataset.from_list(rows), sentinel_every=1)
+
+    return build
+
+
+def test_what_a_module_writes_to_its_own_buffers_is_saved_as_it_is(make: Any, tmp_path: Any) -> None:
+    trainer = make()
+    trainer.train()
+    model = trainer.model
+    assert (len(model.seen), model.steps.item(), model.norm.num_batches_tracked.item()) == (16, 4, 4)
+    assert trainer.mover.reason(model.seen) == trainer.mover.reason(model.steps) == WRITTEN
+    assert trainer.weight_coverage().complete
+    resumed = make()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(resumed.model.seen, model.seen)
+
+
+@pytest.mark.parametrize("name", ["seen", "steps", "scale"])
+def test_a_change_from_outside_is_a_memory_fault(make: Any, name: str) -> None:
+    trainer = make()
+    trainer.train()
+    getattr(trainer.model, name).view(-1)[0] += 1
+    with pytest.raises(MemoryFaultError, match=name):
+        trainer._save_checkpoint(trainer.model, trial=None)

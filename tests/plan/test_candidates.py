@@ -27,12 +27,7 @@ MIB = 1 << 20
 
 def wanted(*given: str, effective: int | None = None, ranks: int = 1, micro: int = 8, steps: int = 1) -> Demand:
     return demand(
-        ranks=ranks,
-        effective_batch=effective,
-        micro_batch=micro,
-        accumulation=steps,
-        checkpointing=True,
-        given=given,
+        ranks=ranks, effective_batch=effective, micro_batch=micro, accumulation=steps, checkpointing=True, given=given
     )
 
 
@@ -195,10 +190,7 @@ def test_a_choice_comes_back_from_its_record() -> None:
     assert again == choice
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [{"micro_batch": 3}, {"micro_batch": None}, {"unknown": 1}, {"accumulation": "x"}],
-)
+@pytest.mark.parametrize("damage", [{"micro_batch": 3}, {"micro_batch": None}, {"unknown": 1}, {"accumulation": "x"}])
 def test_a_record_that_makes_no_sense_is_refused(damage: dict[str, object]) -> None:
     values = dataclasses.asdict(Choice.of(ways()[1], mode="plan", budget=1)) | damage
     with pytest.raises(UsageError, match=r"run\.json"):

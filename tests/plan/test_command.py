@@ -53,14 +53,20 @@ def changed(small: Path) -> Callable[..., str]:
 QUICK = ("--seq", "64", "--effective_batch", "1", "--gpu", "rx7900xt")
 
 
-def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = cli.main(["plan", *words])
-    shown = capsys.readouterr()
-    return code, shown.out, shown.err
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command; gives its exit code, what it printed and its errors."""
+
+    def command(*words: str) -> tuple[int, str, str]:
+        code = cli.main(["plan", *words])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return command
 
 
-def test_the_text_names_parts_grid_and_command(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = _run(capsys, "--model", str(small), "--seq", "512", "--effective_batch", "4", "--vram", "20")
+def test_the_text_names_parts_grid_and_command(small: Path, run: Any) -> None:
+    code, out, err = run("--model", str(small), "--seq", "512", "--effective_batch", "4", "--vram", "20")
     assert (code, err) == (0, "")
     for word in ("rank 16", "targets all-linear", "adapter dtype", "optimizer adamw_torch_fused"):
         assert word in out
@@ -70,8 +76,8 @@ def test_the_text_names_parts_grid_and_command(small: Path, capsys: pytest.Captu
     assert [line.strip()[:3] for line in out.splitlines() if "*" in line and "choice" not in line] == ["512"]
 
 
-def test_the_values_of_the_json_add_up(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = _run(capsys, "--model", str(small), "--seq", "512", "--method", "lora", "--json")
+def test_the_values_of_the_json_add_up(small: Path, run: Any) -> None:
+    code, out, _ = run("--model", str(small), "--seq", "512", "--method", "lora", "--json")
     found = json.loads(out)
     assert code == 0
     assert found["fits"]
@@ -80,56 +86,50 @@ def test_the_values_of_the_json_add_up(small: Path, capsys: pytest.CaptureFixtur
     assert {row["length"] for row in found["grid"]} == {256, 512, 1024}
 
 
-def test_what_leaves_less_than_is_assumed_wrong_is_called_tight(
-    small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_leaves_less_than_is_assumed_wrong_is_called_tight(small: Path, run: Any) -> None:
     words = ("--model", str(small), "--seq", "64", "--effective_batch", "1", "--method", "lora", "--desktop_gib", "0")
-    total = json.loads(_run(capsys, *words, "--vram", "20", "--json")[1])["choice"]["total"] / GIB
+    total = json.loads(run(*words, "--vram", "20", "--json")[1])["choice"]["total"] / GIB
     for spare, tight in ((0.6, True), (0.8, False)):
         vram = f"{(total + spare) / (19.9 / 20):.3f}"
-        out = _run(capsys, *words, "--vram", vram, "--no-checkpointing")[1]
+        out = run(*words, "--vram", vram, "--no-checkpointing")[1]
         assert f": {spare:.2f} spare" in out or f": {spare + 0.01:.2f} spare" in out or f": {spare - 0.01:.2f}" in out
         assert ("spare, tight: what is assumed may be 0.7 GiB more" in out) == tight
         assert any("*~" in line for line in out.splitlines()) == tight
 
 
-def test_full_logits_are_named_with_their_bytes(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_logits_are_named_with_their_bytes(small: Path, run: Any) -> None:
     """Logits in bfloat16, as float32, and their gradient: 10 bytes for each token and entry of the vocabulary."""
     words = ("--model", str(small), "--seq", "1024", "--effective_batch", "2", "--method", "lora", "--micro_batch", "2")
-    assert json.loads(_run(capsys, *words, "--json")[1])["full_logits"] == 2 * 1024 * 128256 * 10
-    assert "full logits would take 2.4 GiB more at the loss" in _run(capsys, *words)[1]
+    assert json.loads(run(*words, "--json")[1])["full_logits"] == 2 * 1024 * 128256 * 10
+    assert "full logits would take 2.4 GiB more at the loss" in run(*words)[1]
 
 
-def test_a_choice_can_be_fixed(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_choice_can_be_fixed(small: Path, run: Any) -> None:
     words = ("--model", str(small), "--seq", "256", "--effective_batch", "8", "--method", "lora")
-    code, out, _ = _run(capsys, *words, "--micro_batch", "2", "--checkpointing", "--json")
+    code, out, _ = run(*words, "--micro_batch", "2", "--checkpointing", "--json")
     rows = json.loads(out)["grid"]
     assert code == 0
     assert {(row["micro_batch"], row["accumulation"], row["checkpointing"]) for row in rows} == {(2, 4, True)}
     assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 4" in json.loads(out)["command"]
-    code, out, err = _run(capsys, *words, "--micro_batch", "3")
+    code, out, err = run(*words, "--micro_batch", "3")
     assert (code, out) == (2, "")
     assert "--batch_size 3 does not divide the 8 sequences of a card" in err
 
 
-def test_hours_follow_from_rows_and_carry_their_uncertainty(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hours_follow_from_rows_and_carry_their_uncertainty(small: Path, run: Any) -> None:
     words = ("--model", str(small), "--seq", "256", "--effective_batch", "8", "--method", "lora", "--gpu", "rx7900xt")
-    found = json.loads(_run(capsys, *words, "--rows", "100000", "--json")[1])["speed"]
+    found = json.loads(run(*words, "--rows", "100000", "--json")[1])["speed"]
     low, most = (100_000 * 256 / 3600 / found[name] for name in ("most", "least"))
     assert found["least"] < found["tokens_per_second"] < found["most"]
     assert found["hours"] == pytest.approx([low, most])
-    out = _run(capsys, *words, "--rows", "100000")[1]
+    out = run(*words, "--rows", "100000")[1]
     assert f"{low:.1f} to {most:.1f} hours for 100000 rows of 256 tokens" in out
     assert "assumed, not measured on this card" in out
 
 
-def test_four_bits_are_never_rated_faster_than_published_runs_were(
-    small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_four_bits_are_never_rated_faster_than_published_runs_were(small: Path, run: Any) -> None:
     """Of the same case, tokens a second of QLoRA over LoRA: 0.49 to 1.01 in published runs."""
-    rows = json.loads(_run(capsys, "--model", str(small), "--seq", "1024", "--effective_batch", "4", "--json")[1])[
-        "grid"
-    ]
+    rows = json.loads(run("--model", str(small), "--seq", "1024", "--effective_batch", "4", "--json")[1])["grid"]
     speeds: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:
         case = row["length"], row["micro_batch"], row["checkpointing"]
@@ -154,7 +154,7 @@ MEASURED = {
 
 
 def test_a_measurement_is_used_and_kept_for_its_card(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
 ) -> None:
     from hf_rocm_tune.machine import child
 
@@ -163,7 +163,7 @@ def test_a_measurement_is_used_and_kept_for_its_card(
     words += ("--micro_batch", "4", "--no-checkpointing")
 
     def planned(*more: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(_run(capsys, *words, *more)[1])
+        found: dict[str, Any] = json.loads(run(*words, *more)[1])
         return found
 
     before = planned("--gpu", "rx7900xt")
@@ -175,7 +175,7 @@ def test_a_measurement_is_used_and_kept_for_its_card(
         assert "measured on this card on 2026-11-22" in found["speed"]["rates"]
         assert found["speed"]["tokens_per_second"] < 0.6 * before["speed"]["tokens_per_second"]
     assert planned("--gpu", "rx7900xtx")["card"]["context_source"] == "assumed"
-    _, _, err = _run(capsys, *words, "--gpu", "rx7900xtx", "--measure")
+    _, _, err = run(*words, "--gpu", "rx7900xtx", "--measure")
     assert "planned for another, Radeon RX 7900 XTX" in err
     (tmp_path / "cache" / "hf_rocm_tune" / "rates.json").write_text("{")
     assert planned("--gpu", "rx7900xt")["speed"] == before["speed"]
@@ -183,7 +183,7 @@ def test_a_measurement_is_used_and_kept_for_its_card(
 
 @pytest.mark.parametrize("card", [False, True], ids=["cpu", "simulated"])
 def test_what_is_no_card_is_not_passed_off_as_one(
-    card: bool, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    card: bool, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
 ) -> None:
     if card:
         try:
@@ -194,34 +194,34 @@ def test_what_is_no_card_is_not_passed_off_as_one(
         for folder in environment["PYTHONPATH"].split(os.pathsep)[:2]:  # a child's path is that of this process
             monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    code, out, err = _run(capsys, "--model", str(small), *QUICK, "--method", "lora", "--measure")
+    code, out, err = run("--model", str(small), *QUICK, "--method", "lora", "--measure")
     assert code == 0
     assert ("measured on Simulated card, which is no card" if card else "torch sees no card here") in err
     assert "by rates assumed, not measured on this card" in out
     assert not (tmp_path / "cache" / "hf_rocm_tune").exists()
 
 
-def test_each_saving_is_what_its_own_plan_says(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_saving_is_what_its_own_plan_says(small: Path, run: Any) -> None:
     words = ("--model", str(small), "--seq", "512", "--effective_batch", "2", "--method", "lora", "--dropout", "0.05")
-    rows = {row["change"]: row for row in json.loads(_run(capsys, *words, "--savings", "--json")[1])["savings"]}
+    rows = {row["change"]: row for row in json.loads(run(*words, "--savings", "--json")[1])["savings"]}
     assert list(rows) == ["as asked", "--dropout 0", "--packing", "--optim adamw_8bit", "--cards 2", "--split"]
     for change in ("--dropout 0", "--cards 2"):
-        choice = json.loads(_run(capsys, *words, *change.split(), "--json")[1])["choice"]
+        choice = json.loads(run(*words, *change.split(), "--json")[1])["choice"]
         assert rows[change]["total"] == pytest.approx(choice["total"], rel=1e-3)
         assert rows[change]["tokens_per_second"] == pytest.approx(choice["estimated_tokens_per_second"], rel=1e-3)
     assert rows["--dropout 0"]["total"] < rows["as asked"]["total"]
     assert rows["--cards 2"]["tokens_per_second"] > 1.3 * rows["as asked"]["tokens_per_second"]
-    out = _run(capsys, *words, "--savings")[1]
+    out = run(*words, "--savings")[1]
     assert all(f"\n{change} " in out for change in rows)
 
 
-def test_a_recipe_is_the_planned_job(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_the_planned_job(small: Path, tmp_path: Path, run: Any) -> None:
     recipe = tmp_path / "recipe.yaml"
     data = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", 2)
     flags = ["--model", str(small), "--seq", "384", "--effective_batch", "6", "--rank", "8", "--targets", "q_proj"]
     flags += ["--method", "qlora"]
     flags += ["--modules_to_save", "lm_head", "--packing", "--dataset_name", str(data)]
-    code, out, err = _run(capsys, *flags, "--emit", str(recipe), "--json")
+    code, out, err = run(*flags, "--emit", str(recipe), "--json")
     assert code == 0, err
     choice = json.loads(out)["choice"]
     read = arguments.parse(["--config", str(recipe), "--output_dir", str(tmp_path / "out")], accelerator=False)
@@ -247,13 +247,13 @@ def test_a_recipe_is_the_planned_job(small: Path, tmp_path: Path, capsys: pytest
     )
 
 
-def test_the_command_line_is_the_recipe(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_is_the_recipe(small: Path, tmp_path: Path, run: Any) -> None:
     import shlex
 
     recipe = tmp_path / "recipe.yaml"
     flags = ["--model", str(small), "--seq", "512", "--effective_batch", "2", "--method", "lora", "--dora"]
     flags += ["--dataset_name", "rows"]
-    _, out, _ = _run(capsys, *flags, "--emit", str(recipe), "--json")
+    _, out, _ = run(*flags, "--emit", str(recipe), "--json")
     words = shlex.split(json.loads(out)["command"])
     assert words[:2] == ["hf-rocm-tune", "sft"]
     # what follows from the card is said, because there is none here
@@ -263,20 +263,20 @@ def test_the_command_line_is_the_recipe(small: Path, tmp_path: Path, capsys: pyt
     assert by_flags.resolved() == by_recipe.resolved()
 
 
-def test_a_file_is_never_replaced_unasked(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_never_replaced_unasked(small: Path, tmp_path: Path, run: Any) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("precious: true\n")
     flags = ("--model", str(small), "--seq", "256", "--effective_batch", "1", "--method", "lora", "--emit", str(recipe))
-    code, out, err = _run(capsys, *flags)
+    code, out, err = run(*flags)
     assert (code, out) == (2, "")
     assert "--force" in err
     assert recipe.read_text() == "precious: true\n"
-    assert _run(capsys, *flags, "--force")[0] == 0
+    assert run(*flags, "--force")[0] == 0
     assert yaml.safe_load(recipe.read_text())["model_name_or_path"] == str(small)
 
 
-def test_what_does_not_fit_is_told_with_the_nearest(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = _run(capsys, "--model", str(small), "--vram", "2", "--seq", "2048", "--method", "full")
+def test_what_does_not_fit_is_told_with_the_nearest(small: Path, run: Any) -> None:
+    code, out, err = run("--model", str(small), "--vram", "2", "--seq", "2048", "--method", "full")
     assert code == 5
     assert "nothing fits; nearest" in out
     assert "missing" in out
@@ -284,12 +284,10 @@ def test_what_does_not_fit_is_told_with_the_nearest(small: Path, capsys: pytest.
     assert "--dtype bfloat16" in err
 
 
-def test_a_method_that_was_left_out_for_time_is_advised(
-    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_that_was_left_out_for_time_is_advised(small: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_rocm_tune.plan.fit._MANY_EVENTS", 10)
     monkeypatch.setattr("hf_rocm_tune.plan.fit._MOST_EVENTS", 10)
-    code, out, err = _run(capsys, "--model", str(small), "--vram", "2", "--seq", "512", "--json")
+    code, out, err = run("--model", str(small), "--vram", "2", "--seq", "512", "--json")
     found = json.loads(out)
     assert code == 5
     assert "Try --method qlora" in err
@@ -313,8 +311,8 @@ def test_a_method_that_was_left_out_for_time_is_advised(
         (("--model", LLAMA, "--emit", "/nowhere/recipe.yaml"), "/nowhere/recipe.yaml"),
     ],
 )
-def test_wrong_words_are_one_line(words: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = _run(capsys, *words)
+def test_wrong_words_are_one_line(words: tuple[str, ...], named: str, run: Any) -> None:
+    code, out, err = run(*words)
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert named in err
@@ -323,15 +321,13 @@ def test_wrong_words_are_one_line(words: tuple[str, ...], named: str, capsys: py
 # ---- what the configuration says -------------------------------------------------------------------------------------
 
 
-def test_a_bitsandbytes_checkpoint_is_planned_as_it_is(
-    changed: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bitsandbytes_checkpoint_is_planned_as_it_is(changed: Any, run: Any) -> None:
     """Its weights take what its bits say, without the flag as with it; the command trains adapters on them."""
     taken = {}
     for bits, method in ((16, "lora"), (8, "lora"), (4, "qlora")):
         given = {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True, "bnb_4bit_use_double_quant": True}
         model = changed(quantization_config=given if bits < 16 else None)
-        code, out, err = _run(capsys, "--model", model, *QUICK, "--method", "lora", "--json")
+        code, out, err = run("--model", model, *QUICK, "--method", "lora", "--json")
         assert (code, err) == (0, "")
         found = json.loads(out)
         assert found["choice"]["method"] == method
@@ -340,16 +336,14 @@ def test_a_bitsandbytes_checkpoint_is_planned_as_it_is(
         linear = 4 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192)  # of 4 layers
         taken[bits] = found["choice"]["parts"]["weights"]
         assert taken[16] - taken[bits] == pytest.approx(linear * (2 - bits / 8), rel=0.001)
-    code, out, err = _run(capsys, "--model", changed(), *QUICK, "--method", "full")
+    code, out, err = run("--model", changed(), *QUICK, "--method", "full")
     assert (code, out) == (2, "")
     assert "only adapters can be trained" in err
 
 
-def test_what_transformers_makes_bfloat16_is_planned_so(
-    changed: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_transformers_makes_bfloat16_is_planned_so(changed: Any, run: Any) -> None:
     model = changed(quantization_config={"quant_method": "fp8", "dequantize": True})
-    code, out, _ = _run(capsys, "--model", model, *QUICK)
+    code, out, _ = run("--model", model, *QUICK)
     assert code == 0
     assert "become bfloat16" in out
     assert "--load_in_4bit" not in out  # transformers refuses it for such a checkpoint
@@ -380,30 +374,26 @@ def test_what_transformers_makes_bfloat16_is_planned_so(
     ],
     ids=lambda value: value.split()[0] if isinstance(value, str) else "",
 )
-def test_a_configuration_that_is_no_job_is_one_line(
-    fields: dict[str, Any], named: str, changed: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = _run(capsys, "--model", changed(**fields), *QUICK, "--method", "lora")
+def test_a_configuration_that_is_no_job_is_one_line(fields: dict[str, Any], named: str, changed: Any, run: Any) -> None:
+    code, out, err = run("--model", changed(**fields), *QUICK, "--method", "lora")
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert named in err
 
 
-def test_a_model_that_sees_is_planned_for_text_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_sees_is_planned_for_text_and_says_so(tmp_path: Path, run: Any) -> None:
     text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     fields = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
     fields["vision_config"] = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "image_size": 28}
     fields["vision_config"] |= {"num_attention_heads": 2, "patch_size": 14}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    code, out, err = _run(capsys, "--model", str(tmp_path), *QUICK, "--method", "lora")
+    code, out, err = run("--model", str(tmp_path), *QUICK, "--method", "lora")
     assert (code, err) == (0, "")
     assert "note: only text is counted: vision input" in out
 
 
-def test_code_of_the_model_itself_is_planned_with_consent_only(
-    small: Path, changed: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_of_the_model_itself_is_planned_with_consent_only(small: Path, changed: Any, run: Any) -> None:
     (small / "own.py").write_text(
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
@@ -411,10 +401,10 @@ def test_code_of_the_model_itself_is_planned_with_consent_only(
     )
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
     model = changed(model_type="own", architectures=["OwnForCausalLM"], auto_map=own)
-    code, out, err = _run(capsys, "--model", model, *QUICK, "--method", "lora", "--trust_remote_code")
+    code, out, err = run("--model", model, *QUICK, "--method", "lora", "--trust_remote_code")
     assert (code, err) == (0, "")
     assert "OwnForCausalLM, " in out and "--trust_remote_code" in out
-    code, out, err = _run(capsys, "--model", model, *QUICK, "--method", "lora")
+    code, out, err = run("--model", model, *QUICK, "--method", "lora")
     assert (code, out, err.count("\n")) == (2, "", 1)
 
 
@@ -430,20 +420,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 TINY = ("--seq", "32", "--effective_batch", "2", "--method", "lora", "--gpu", "rx7900xt", "--desktop_gib", "0")
 
 
-def test_each_card_is_shown_and_the_recipe_splits_alike(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_card_is_shown_and_the_recipe_splits_alike(model: str, tmp_path: Path, run: Any) -> None:
     recipe = tmp_path / "split.yaml"
-    given = ["plan", "--model", model, "--cards", "2", "--split", *TINY]
-    assert cli.main([*given, "--emit", str(recipe), "--dataset_name", "org/data"]) == 0
-    shown = capsys.readouterr().out
+    given = ["--model", model, "--cards", "2", "--split", *TINY]
+    code, shown, _ = run(*given, "--emit", str(recipe), "--dataset_name", "org/data")
+    assert code == 0
     assert "card 0: layers 0 to 0, embeddings, head and loss:" in shown and "card 1: layers 1 to 1:" in shown
     assert "--split_layers 1,1" in shown and f"recipe: {recipe}" in shown
     assert yaml.safe_load(recipe.read_text())["split_layers"] == "1,1"
     job = arguments.parse(["--config", str(recipe)], accelerator=False)
     assert job.ranks.split_layers == "1,1"
-    assert cli.main([*given, "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(run(*given, "--json")[1])
     assert values["fits"] and [row["layers"] for row in values["cards"]] == [1, 1]
     assert all(row["total"] + row["spare"] == pytest.approx(row["usable"]) for row in values["cards"])
     assert values["cards"][0]["usable"] == pytest.approx(19.9 * GIB, rel=1e-6)
@@ -458,17 +445,13 @@ def test_each_card_is_shown_and_the_recipe_splits_alike(
         (["--split", "1", "--cards", "3"], "is for 2 cards, --cards says 3"),
     ],
 )
-def test_what_cannot_be_is_one_line(
-    flags: list[str], said: str, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["plan", "--model", model, *flags, *TINY]) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1
+def test_what_cannot_be_is_one_line(flags: list[str], said: str, model: str, run: Any) -> None:
+    code, _, err = run("--model", model, *flags, *TINY)
+    assert code == 2 and said in err and err.count("\n") == 1
 
 
-def test_what_fits_nowhere_is_shown_and_ends_with_code_5(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fits_nowhere_is_shown_and_ends_with_code_5(model: str, run: Any) -> None:
     small = ["--seq", "32", "--effective_batch", "1", "--method", "lora", "--vram", "1", "--desktop_gib", "1"]
-    assert cli.main(["plan", "--model", model, "--split", *small]) == 5
-    printed = capsys.readouterr()
-    assert "nothing fits; nearest: lora" in printed.out
-    assert "GiB are missing on the fullest of 2 cards" in printed.err
+    code, out, err = run("--model", model, "--split", *small)
+    assert code == 5 and "nothing fits; nearest: lora" in out
+    assert "GiB are missing on the fullest of 2 cards" in err

@@ -238,10 +238,7 @@ def variant(*, name: str = "qlora", optim: str = "adamw_torch_fused", megabytes:
         weights.append(Weight(part="adapters", layer=layer, elements=1000, nbytes=4000, itemsize=4, trained=True))
     trace = step_of(written_down(2, 100), written_down(3, 400))
     return Variant(
-        name=name,
-        weights=Weights.total(weights, LAYER_OF),
-        trace=lambda case: trace,
-        optimizer=optimizer(optim),
+        name=name, weights=Weights.total(weights, LAYER_OF), trace=lambda case: trace, optimizer=optimizer(optim)
     )
 
 

@@ -19,14 +19,13 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.job.fit import _devices
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.loading import verified_loading
-from hf_rocm_tune.models.split import Split
-from hf_rocm_tune.models.split_mover import SplitMover, device_map, without_dispatch
+from hf_rocm_tune.models.split import Split, SplitMover, device_map, without_dispatch
 from hf_rocm_tune.training.ranks import clip_over_cards
 from hf_rocm_tune.transfer import FaultSpec, Mover
 from tests import tiny
 
 CPU = torch.device("cpu")
-SPLIT = Split.of("model.layers", (1, 1))
+SPLIT = Split("model.layers", (1, 1))
 
 
 class VerifiedPlain(VerifiedTransferMixin, Trainer):
