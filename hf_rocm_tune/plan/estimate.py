@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -71,18 +71,18 @@ class Segment:
     unpacked: int = 0  # elements of 4-bit weights that were made whole
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Tape:
     """What was recorded of one step."""
 
     batch: int  # sequences
     length: int  # tokens of each
-    segments: Sequence[Segment]  # in order of time; each pair of role and layer is there once
+    segments: list[Segment] = field(default_factory=list)  # in order of time; each pair of role and layer is there once
     # (segment, storage, +1 or -1) in order of time; 0 where a storage has become a parameter's gradient
-    events: Sequence[tuple[int, int, int]]
-    sizes: Sequence[int]  # bytes of each storage
-    owners: Sequence[int]  # segment in which each storage came into being
-    tiles: frozenset[int] = frozenset()  # storages whose size stops growing with the batch at ``tile_tokens`` tokens
+    events: list[tuple[int, int, int]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # bytes of each storage
+    owners: list[int] = field(default_factory=list)  # segment in which each storage came into being
+    tiles: set[int] = field(default_factory=set)  # storages that stop growing with the batch at ``tile_tokens`` tokens
     tile_tokens: int = 4096
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -62,7 +62,8 @@ def record(
     name = type(sample.base).__name__
     parameters = list(sample.model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    recorder = Recorder([*parameters, *sample.model.buffers()], _workspaces(platform), sample.kernels)
+    tape = Tape(batch=batch, length=length, tile_tokens=TILE_TOKENS)
+    recorder = Recorder(tape, [*parameters, *sample.model.buffers()], _workspaces(platform), sample.kernels)
     mode = DeviceMode(platform=platform, autocast=autocast, content_is_plain=case.content == "plain")
     _set_checkpointing(sample.base, mode if case.checkpointing else None, selective=case.recompute is not None)
     hooks = _watch(sample, trained, recorder)
@@ -75,7 +76,6 @@ def record(
             recorder.segment("loss")
             loss.backward()
             del loss  # with it goes what only the graph still held
-            tape = recorder.tape(batch, length)
         for segment in tape.segments:
             if case.recompute is not None and segment.role == "forward":
                 segment.launches *= _SELECTIVE_LAUNCHES
@@ -102,9 +102,13 @@ def _forward(sample: Sample, shape: tuple[int, int], packed: bool, recorder: Rec
         extra["output_router_logits"] = True
     outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra)
     loss = _loss_of(outputs.last_hidden_state, labels, sample.base.get_output_embeddings(), recorder, cpu=cpu)
-    if balanced and outputs.router_logits:
+    if balanced and outputs.router_logits:  # the auxiliary loss of experts, by the function that TRL calls
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
         logits = _of_all_layers(sample, outputs.router_logits)
-        loss = loss + _balancing_loss(logits, config, extra.get("attention_mask"))
+        experts = getattr(config, "num_experts", None) or config.num_local_experts
+        mask = extra.get("attention_mask")
+        loss = loss + load_balancing_loss_func(tuple(logits), experts, config.num_experts_per_tok, mask)
     return loss
 
 
@@ -187,6 +191,7 @@ class Recorder(TorchDispatchMode):
     Raises :class:`TooManyOperations` in there when it goes on for too long.
 
     Args:
+        tape: what is recorded goes there.
         existing: tensors that are there before the step, and do not count.
         workspaces: bytes that a kernel takes for itself while it runs, by operator; called with its arguments.
         kernels: what operators gave before; see `remembered`.
@@ -194,23 +199,15 @@ class Recorder(TorchDispatchMode):
 
     def __init__(
         self,
+        tape: Tape,
         existing: Iterable[Tensor],
         workspaces: dict[Any, Callable[..., int]],
         kernels: dict[Any, Any] | None = None,
     ) -> None:
         super().__init__()
-        self._kernels = {} if kernels is None else kernels
-        self._workspaces = workspaces
-        self._known: dict[int, object] = {}
-        for tensor in existing:
-            storage = tensor.untyped_storage()
-            self._known[id(storage)] = storage
-        self._segments: list[Segment] = []
-        self._events: list[tuple[int, int, int]] = []
-        self._sizes: list[int] = []
-        self._owners: list[int] = []
+        self._tape, self._workspaces, self._kernels = tape, workspaces, {} if kernels is None else kernels
+        self._known: dict[int, object] = {id(storage): storage for storage in map(Tensor.untyped_storage, existing)}
         self._index: dict[int, int] = {}
-        self._tiles: set[int] = set()
         self._landed: set[int] = set()
         self._operations = 0
         self._next: Segment | None = None
@@ -222,7 +219,7 @@ class Recorder(TorchDispatchMode):
 
     def mark_tile(self, tensor: Tensor) -> None:
         """Says that this tensor's size stops growing at a number of tokens."""
-        self._tiles.add(self._index[id(tensor.untyped_storage())])
+        self._tape.tiles.add(self._index[id(tensor.untyped_storage())])
 
     def landed(self, gradient: Tensor) -> None:
         """Says that this tensor has become a parameter's gradient; where it is added to an earlier one, it goes now."""
@@ -230,19 +227,6 @@ class Recorder(TorchDispatchMode):
         if index is not None and index not in self._landed:
             self._landed.add(index)
             self._event(index, 0)
-
-    def tape(self, batch: int, length: int) -> Tape:
-        """The recording, after the step."""
-        return Tape(
-            batch=batch,
-            length=length,
-            segments=tuple(self._segments),
-            events=tuple(self._events),
-            sizes=tuple(self._sizes),
-            owners=tuple(self._owners),
-            tiles=frozenset(self._tiles),
-            tile_tokens=TILE_TOKENS,
-        )
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -255,9 +239,9 @@ class Recorder(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         if self._next is not None:
-            self._segments.append(self._next)
+            self._tape.segments.append(self._next)
             self._next = None
-        segment = self._segments[-1]
+        segment = self._tape.segments[-1]
         written = segment.written
         self._operations += 1
         if self._operations > MOST_OPERATIONS:
@@ -269,8 +253,10 @@ class Recorder(TorchDispatchMode):
             segment.launches += 1
             segment.flops += flops
             segment.products += flops > 0
-            if func.namespace == "bitsandbytes":
-                segment.unpacked += _unpacked_elements(func.name(), args, out)
+            if func.name() == "bitsandbytes::gemm_4bit":
+                segment.unpacked += math.prod(args[2])
+            elif func.name() == "bitsandbytes::dequantize_4bit":
+                segment.unpacked += out.numel()
             if flops or func is aten._to_copy.default or func.namespace == "bitsandbytes":
                 segment.written = written
         if workspace is not None:
@@ -278,7 +264,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _event(self, index: int, sign: int) -> None:
-        self._events.append((len(self._segments) - 1, index, sign))
+        self._tape.events.append((len(self._tape.segments) - 1, index, sign))
 
     def _enter(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -290,11 +276,11 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _new(self, nbytes: int) -> int:
-        index = len(self._sizes)
-        self._sizes.append(nbytes)
-        self._owners.append(len(self._segments) - 1)
+        index = len(self._tape.sizes)
+        self._tape.sizes.append(nbytes)
+        self._tape.owners.append(len(self._tape.segments) - 1)
         self._event(index, 1)
-        self._segments[-1].written += nbytes
+        self._tape.segments[-1].written += nbytes
         return index
 
     def _leave(self, key: int, index: int, _: object) -> None:
@@ -565,24 +551,14 @@ def _workspaces(platform: str) -> dict[Any, Callable[..., int]]:
 
 
 def _flash_backward_cuda(grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **more: Any) -> int:
-    del grad, rest, more
     groups = query.shape[1] // key.shape[1]
-    expanded = 2 * key.numel() * groups * key.element_size() if groups > 1 else 0
-    return query.numel() * 4 + expanded
+    return query.numel() * 4 + (2 * key.numel() * groups * key.element_size() if groups > 1 else 0)
 
 
 def _unpacked(x: Tensor, packed: Tensor, shape: tuple[int, ...], *rest: Any, **more: Any) -> int:
-    del packed, rest
     elements = math.prod(shape)
     constants = 2 * 4 * (elements // 64) if more.get("absmax_8bit") is not None else 0
     return elements * x.element_size() + constants
-
-
-def _unpacked_elements(name: str, args: tuple[Any, ...], out: Any) -> int:
-    """Elements of a 4-bit weight that an operator makes whole."""
-    if name == "bitsandbytes::gemm_4bit":
-        return math.prod(args[2])
-    return int(out.numel()) if name == "bitsandbytes::dequantize_4bit" else 0
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -688,15 +664,3 @@ class _Selected(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Zeros, into which the rows are put."""
         return grad.new_zeros(ctx.shape)
-
-
-def _balancing_loss(router_logits: Sequence[Tensor], config: Any, mask: Tensor | None) -> Tensor:
-    """The auxiliary loss of a mixture of experts, by the function that TRL calls.
-
-    ``router_logits`` is one (B * S, experts) for each layer, ``mask`` the (B, S) attention mask or None.
-    """
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    experts = getattr(config, "num_experts", None) or config.num_local_experts
-    loss: Tensor = load_balancing_loss_func(tuple(router_logits), experts, config.num_experts_per_tok, mask)
-    return loss

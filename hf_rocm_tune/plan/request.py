@@ -399,41 +399,33 @@ class PublicModel:
     fields: Mapping[str, Any] = field(repr=False)
 
 
-_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {"vocab_size": 128256, "max_position_embeddings": 131072}),
-    "qwen3": ("Qwen3ForCausalLM", {"vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128}),
-    "mistral": (
-        "MistralForCausalLM",
-        {"vocab_size": 131072, "max_position_embeddings": 32768, "head_dim": 128, "sliding_window": None},
-    ),
-    "gemma3_text": (
-        "Gemma3ForCausalLM",
-        {"vocab_size": 262144, "max_position_embeddings": 32768, "head_dim": 256, "sliding_window": 512},
-    ),
-    "phi3": ("Phi3ForCausalLM", {}),
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "max_position_embeddings": 131072},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "max_position_embeddings": 40960}
+    | {"head_dim": 128},
+    "mistral": {"architectures": ["MistralForCausalLM"], "vocab_size": 131072, "max_position_embeddings": 32768}
+    | {"head_dim": 128, "sliding_window": None},
+    "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], "vocab_size": 262144, "max_position_embeddings": 32768}
+    | {"head_dim": 256, "sliding_window": 512},
+    "phi3": {"architectures": ["Phi3ForCausalLM"]},
 }
 _WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
 def _model(name: str, billions: float, family: str, *widths: int, tied: bool = False, **more: Any) -> PublicModel:
-    architecture, fields = _FAMILIES[family]
-    own = {"model_type": family, "architectures": [architecture], "tie_word_embeddings": tied}
-    return PublicModel(
-        name=name, billions=billions, fields=fields | own | dict(zip(_WIDTHS, widths, strict=True)) | more
-    )
+    own = {"model_type": family, "tie_word_embeddings": tied, **dict(zip(_WIDTHS, widths, strict=True))}
+    return PublicModel(name=name, billions=billions, fields=_FAMILIES[family] | own | more)
 
 
-_PHI4_MINI: dict[str, Any] = {
+_PHI4_MINI: dict[str, Any] = {"original_max_position_embeddings": 4096} | {
     "pad_token_id": 199999,
     "vocab_size": 200064,
     "max_position_embeddings": 131072,
-    "original_max_position_embeddings": 4096,
 }
-_PHI4: dict[str, Any] = {
+_PHI4: dict[str, Any] = {"original_max_position_embeddings": 16384} | {
     "pad_token_id": 100349,
     "vocab_size": 100352,
     "max_position_embeddings": 16384,
-    "original_max_position_embeddings": 16384,
 }
 PUBLIC_MODELS: tuple[PublicModel, ...] = (
     _model("Qwen/Qwen3-0.6B", 0.60, "qwen3", 1024, 3072, 28, 16, 8, tied=True),
@@ -455,16 +447,12 @@ PUBLIC_MODELS: tuple[PublicModel, ...] = (
     _model("Qwen/Qwen3-32B", 32.76, "qwen3", 5120, 25600, 64, 64, 8),
     _model("meta-llama/Llama-3.1-70B", 70.55, "llama", 8192, 28672, 80, 64, 8),
 )
-_TUNED = ("-instruct", "-it", "-base", "-instruct-2407", "-instruct-2501", "-pt", "-base-2407", "-base-2501")
 
 
 def public_model(name: str) -> PublicModel | None:
     """The entry of a Hub id, also of one that differs only in being tuned for chats, which changes no shape."""
 
     def stem(text: str) -> str:
-        plain = text.lower()
-        for ending in _TUNED:
-            plain = plain.removesuffix(ending)
-        return plain
+        return re.sub(r"(-(instruct|it|base|pt))?(-25\d\d|-24\d\d)?$", "", text.lower())
 
     return next((model for model in PUBLIC_MODELS if stem(model.name) == stem(name)), None)

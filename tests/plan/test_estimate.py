@@ -86,7 +86,7 @@ def written_down(batch: int, length: int) -> Tape:
         gradient = new(segment, 300)
         events.append((segment, gradient, 0))
         events.append((segment, storage, -1))
-    return Tape(batch=batch, length=length, segments=STEP, events=events, sizes=sizes, owners=owners)
+    return Tape(batch=batch, length=length, segments=list(STEP), events=events, sizes=sizes, owners=owners)
 
 
 # ---- from recordings to a whole model --------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Every architecture of transformers that has a causal language model is planned, or refused in one line that is known.
+"""Predictions against the peaks of real training steps with every allocation counted, and every architecture of
+transformers, planned or refused in one line that is known.
 
 The configurations are the default ones of transformers; ``benchmarks/plan_architectures.py`` tells how long each takes.
 """
@@ -6,10 +7,14 @@ The configurations are the default ones of transformers; ``benchmarks/plan_archi
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
+from benchmarks import plan_errors
 from benchmarks.plan_architectures import architectures, walk
+from benchmarks.plan_cases import CPU_CASES, Case, gpu_cases
+from benchmarks.plan_errors import compare
 
 #: Why it cannot be planned, in words of the refusal.
 REFUSED = {
@@ -100,3 +105,53 @@ def test_a_model_whose_steps_take_long_to_record_is_planned_for_one_method() -> 
 def test_all_architectures_are_planned_or_refused() -> None:
     assert _surprises(architectures()) == []
     assert set(REFUSED) <= set(architectures())
+
+
+# ---- predicted and measured ---------------------------------------------------------------------------------------
+
+
+LIMIT_PERCENT = 10.0
+MEASURED = (
+    ("Llama", "lora", False, "float32"),
+    ("Gemma 3", "full", False, "float32"),
+    ("Llama, mix", "lora", True, "float32"),
+)
+
+
+def _errors(cases: list[Case], device: str) -> list[tuple[str, Any]]:
+    rows = compare(cases, device=device)
+    return [
+        (f"{row['model']} {row['method']} {row['way']}", row["error_percent"])
+        for row in rows
+        if row["error_percent"] is None or abs(row["error_percent"]) > LIMIT_PERCENT
+    ]
+
+
+@pytest.mark.parametrize("wanted", MEASURED, ids=lambda wanted: "-".join(map(str, wanted[:2])))
+def test_the_prediction_is_what_a_real_step_takes(wanted: tuple[str, str, bool, str]) -> None:
+    cases = [
+        case
+        for case in CPU_CASES
+        if (case.name, case.request.methods[0], case.request.checkpointing, case.label()) == wanted
+    ]
+    assert len(cases) == 1
+    assert _errors(cases, "cpu") == []
+
+
+def test_a_prediction_that_is_far_off_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(case: Case, *, device: str) -> dict[str, float]:
+        return {"peak": plan_errors.predict(case, device=device).allocated * 0.85}
+
+    monkeypatch.setattr(plan_errors, "measure", measured)
+    assert len(_errors(list(CPU_CASES[:1]), "cpu")) == 1
+
+
+@pytest.mark.long
+def test_every_prediction_is_what_a_real_step_takes() -> None:
+    assert _errors(list(CPU_CASES), "cpu") == []
+
+
+@pytest.mark.gpu
+def test_predictions_hold_on_a_card_of_20_gib() -> None:
+    """1B, 3B and 8B shapes with random weights; Llama-3.1-8B with 2 x 2048 tokens runs as LoRA and as QLoRA."""
+    assert _errors(list(gpu_cases()), "cuda") == []
