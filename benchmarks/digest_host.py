@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from hf_rocm_tune.transfer import digest, digest_on_device
-from hf_rocm_tune.transfer.digest_host import host_method, torch_sums
+from hf_rocm_tune.transfer.digest import host_method, plain_sums
 
 Way = Callable[[], object]
 
@@ -88,10 +88,10 @@ def ways(data: torch.Tensor) -> dict[str, Way]:
         table[f"NumPy uint64, einsum, block {block}"] = numpy_blocks(data, block, einsum=True)
     if importlib.util.find_spec("numba"):
         table["Numba, block 65536"] = numba_blocks(data, 1 << 16)
-    table["plain torch (the fallback)"] = lambda: torch_sums(data, 0)
+    table["plain torch (the fallback)"] = lambda: plain_sums(data, 0)
     table[f"digest ({host_method().name}, as shipped)"] = lambda: digest(data)
     table["reading alone, two threads"] = in_two_threads(lambda half: half.numpy().view(np.uint64).sum(), data)
-    table["plain torch, two threads"] = in_two_threads(lambda half: torch_sums(half, 0), data)
+    table["plain torch, two threads"] = in_two_threads(lambda half: plain_sums(half, 0), data)
     table[f"digest ({host_method().name}), two threads"] = in_two_threads(digest, data)
     table["digest_on_device, on the CPU"] = lambda: digest_on_device(data)
     return table

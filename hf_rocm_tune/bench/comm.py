@@ -36,7 +36,7 @@ from hf_rocm_tune.models.placement import place
 from hf_rocm_tune.ranks.averaging import HostAveraging, SyncSettings
 from hf_rocm_tune.ranks.gradients import GradientCheck, watch
 from hf_rocm_tune.transfer import Mover, TransferSettings
-from hf_rocm_tune.transfer.raw_copies import wait_for
+from hf_rocm_tune.transfer.damage import wait_for
 
 SMALLEST = 1 << 10
 GOAL = 1.05

@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.transfer import digest, map_tensors, tree_tensors
-from hf_rocm_tune.transfer.tree import named_tensors
+from hf_rocm_tune.transfer.raw_bytes import named_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -35,7 +35,7 @@ from hf_rocm_tune.machine.process import choose, users_environ, visible_nodes
 from hf_rocm_tune.machine.software import Software, TorchDevice, read_software
 from hf_rocm_tune.machine.survey import Gpu, JoinedDevice, Machine, join, record
 from hf_rocm_tune.machine.variables import MARK_SET, MachineFacts
-from hf_rocm_tune.ranks.trials import DEVICE_ERRORS
+from hf_rocm_tune.ranks.preflight import DEVICE_ERRORS
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
 #: Tables that checks look things up in (`knowledge_data`); all other files hold rows.

@@ -6,7 +6,7 @@ What a link can carry, by arithmetic: a lane carries its transfers less the shar
 and 128b/130b above (PCI Express base specification). PCIe 4.0 x16 gives 31.5 * 10^9 bytes a second in each direction;
 packet headers take about a tenth more. Not covered: PCIe 6.0, which has no such code.
 
-Faults: ``slow`` of ``bandwidth``; those of ``raw_copies`` for pairs (``where=cuda:1 to cuda:0`` harms one direction,
+Faults: ``slow`` of ``bandwidth``; ``transfer.damage``'s for pairs (``where=cuda:1 to cuda:0`` harms one direction,
 ``where=cold`` the first copy, ``where=strided`` or ``where=cast`` those that a kernel makes, ``where=through the host``
 the staged copy); those of ``trial_measures`` for sums, which harm the last rank on every way, unless
 ``where=over nccl`` picks one.
@@ -36,8 +36,16 @@ from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.machine.gpus import Link, read_upward
 from hf_rocm_tune.machine.survey import Gpu, survey
 from hf_rocm_tune.machine.sysfs import LiveTree, Reading
-from hf_rocm_tune.ranks.preflight import PreflightFault, SyncWay, try_machine
-from hf_rocm_tune.ranks.trials import PairTrial, ReduceTrial, Way, try_all_reduce, try_pairs
+from hf_rocm_tune.ranks.preflight import (
+    PairTrial,
+    PreflightFault,
+    ReduceTrial,
+    SyncWay,
+    Way,
+    try_all_reduce,
+    try_machine,
+    try_pairs,
+)
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _CORRECTED = "correctable"
@@ -218,7 +226,7 @@ def bandwidth(request: Mapping[str, Any]) -> list[Finding]:
     import torch
 
     from hf_rocm_tune.transfer import gb_per_s
-    from hf_rocm_tune.transfer.raw_copies import RawCopies, wait_for
+    from hf_rocm_tune.transfer.damage import RawCopies, wait_for
 
     device = device_of(request)
     slow = (request.get("fault") or {}).get("kind") == "slow"

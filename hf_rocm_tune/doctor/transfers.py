@@ -1,7 +1,7 @@
 """One card's transfers and memory: bytes there and back (``round_trip``), mapped files (``mmap_heap``), changes of
 dtype (``casts``), and memory that must not change while other memory comes and goes (``canaries``).
 
-Faults: those of ``raw_copies``, where ``where=to cuda:0`` harms the way there, ``where=back`` the way back,
+Faults: those of ``transfer.damage``, where ``where=to cuda:0`` harms the way there, ``where=back`` the way back,
 ``where=non_blocking`` or ``where=torch.bfloat16`` some casts; ``slow`` is of the mapped copy; of a canary, in the
 second cycle, ``zeros`` zeroes a range and ``flip`` one bit.
 """
@@ -28,9 +28,17 @@ from hf_rocm_tune.doctor.findings import Again, Finding, from_row, problem_lines
 from hf_rocm_tune.integrity.canaries import Canaries, CanarySettings, watch
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
-from hf_rocm_tune.transfer.damage import POISON, Damage, count_wrong, examine, fill_with_pattern
+from hf_rocm_tune.transfer.damage import (
+    POISON,
+    Copies,
+    Damage,
+    copies_for,
+    count_wrong,
+    examine,
+    fill_with_pattern,
+    wait_for,
+)
 from hf_rocm_tune.transfer.raw_bytes import typed_view
-from hf_rocm_tune.transfer.raw_copies import Copies, copies_for, wait_for
 
 SIZES = (1, 3, 255, 4096, 4097, 65_536, (1 << 20) - 4, (1 << 20) + 4, 2 << 20, (20 << 20) + 4, 64 << 20, 256 << 20)
 """Bytes. 1 MiB: HIP changes engine for copies between cards there; 2 and 20 MiB: sizes of pages and of segments."""

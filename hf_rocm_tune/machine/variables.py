@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO, TypeVar, get_args, get_type_hints
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.process import FILTERS
 from hf_rocm_tune.machine.sysfs import Reading, table_rows
 
+Spec = TypeVar("Spec")
 Action = Literal["set", "keep", "info", "warn", "error"]
 
 MARK_SET = "HF_ROCM_TUNE_SET"
@@ -562,3 +563,46 @@ def read_pairs(variable: str, text: str, keys: Iterable[str], *, required: Mappi
         if key not in values:
             raise UsageError(f"{variable}: '{key}' is missing; give {expected}")
     return values
+
+
+def read_spec(
+    spec: type[Spec],
+    variable: str,
+    text: str,
+    *,
+    allowed: Mapping[str, tuple[str, ...]],
+    least: Mapping[str, int] | None = None,
+    required: Mapping[str, str] | None = None,
+) -> Spec:
+    """A dataclass that says which faults to inject, from its text; a key for each field, all of them read alike.
+
+    Args:
+        spec: with fields of `str`, `bool` (0 or 1), `float` (0 to 1) and `int`.
+        variable, text, required: as for `read_pairs`; required is ``kind`` unless given.
+        allowed: the values that a key of text may have.
+        least: the least value of a key of a number.
+
+    Raises:
+        UsageError: see `read_pairs`; or a value is not valid, with what is.
+    """
+    hints, values, least = get_type_hints(spec), dict[str, Any](), least or {}
+    required = required or {"kind": f"kind= one of {' '.join(allowed['kind'])}"}
+    for key, value in read_pairs(variable, text, hints, required=required).items():
+        kind = next(one for one in (bool, float, int, str) if one in (hints[key], *get_args(hints[key])))
+        try:
+            found: Any = value == "1" if kind is bool else kind(value)
+        except ValueError:
+            found = None
+        if key in allowed:
+            expected, right = f"one of {' '.join(allowed[key])}", value in allowed[key]
+        elif kind is bool:
+            expected, right = "0 or 1", value in ("0", "1")
+        elif kind is float:
+            expected, right = "a number from 0 to 1", found is not None and 0 <= found <= 1
+        else:
+            expected = f"a whole number from {least[key]} on" if key in least else "a whole number"
+            right = found is not None and (key not in least or found >= least[key])
+        if not right:
+            raise UsageError(f"{variable}: {key}={value} is not valid; expected {expected}")
+        values[key] = found
+    return spec(**values)

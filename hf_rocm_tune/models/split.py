@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.transfer import Digest, FaultSpec, Mover, TransferReport, TransferSettings, map_tensors
-from hf_rocm_tune.transfer.fetch import Fetched
+from hf_rocm_tune.transfer.copies import Fetched
+from hf_rocm_tune.transfer.raw_bytes import named_tensors
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
-from hf_rocm_tune.transfer.tree import named_tensors
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

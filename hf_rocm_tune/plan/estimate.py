@@ -659,7 +659,7 @@ def longest(fits: Callable[[int], bool], *, limit: int) -> int | None:
 #: Assumed: the system and a desktop session; Python, torch, the ROCm runtime and its kernels in one training process;
 #: a data loader's worker.
 SYSTEM_BYTES, PROCESS_BYTES, WORKER_BYTES = 5 * GIB // 2, 3 * GIB, GIB // 2
-#: The page-locked ring of the verified transfer: 4 slots of 32 MiB (``transfer/settings.py``).
+#: The page-locked ring of the verified transfer: 4 slots of 32 MiB (``transfer/copies.py``).
 RING_BYTES = 4 * 32 * (1 << 20)
 
 

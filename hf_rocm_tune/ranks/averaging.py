@@ -1,7 +1,7 @@
 """How the ranks average one bucket of gradients: by the process group, or staged through the host over gloo.
 
 Through the host nothing runs over the path between cards. Each bucket is brought to the host in pieces as large as a
-page-locked slot (`transfer.fetch`, verified), averaged over gloo, and brought back through the mover (verified). Two
+page-locked slot (verified), averaged over gloo, and brought back through the mover (verified). Two
 threads do it while backward goes on: one checks what has arrived and begins the collectives, in the order of the
 buckets, which is the same on all ranks; the other waits for them and brings the averages back. As many pieces as there
 are slots are under way at once.
@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.transfer import Mover
-from hf_rocm_tune.transfer.fetch import Fetched, Fetcher
+from hf_rocm_tune.transfer.copies import Fetched, Fetcher
 from hf_rocm_tune.transfer.host_group import averages_group
 
 Way = Literal["ddp", "host"]
@@ -273,7 +273,7 @@ class HostAveraging:
         for start in starts:
             stop = min(start + step, local.numel())
             part = name if len(starts) == 1 else f"{name} from {start}"
-            fetched = self._fetcher.begin(local[start:stop], self._mover.errand(f"{part} to host", STAGE))
+            fetched = self._fetcher.begin(local[start:stop], name=f"{part} to host", stage=STAGE)
             piece = _Piece(average=average, start=start, stop=stop, name=part, fetched=fetched)
             self._lanes[0].put(partial(self._average_piece, piece))
         return average.landed

@@ -5,7 +5,7 @@ part. Both are done by the stock collectives; this stands around them, through F
 (``set_custom_all_gather``, ``set_custom_reduce_scatter``):
 
 * of weights, each rank takes the digest of what it sends, before the collective, and of each rank's part as it arrived;
-* of gradients, it takes two projections of what it sends to each rank, and of the part that it gets (`projections`).
+* of gradients, it takes two projections of what it sends to each rank, and of the part that it gets.
 
 They are queued on the stream that FSDP2 communicates on, so they wait for nothing on the host. Every rank runs the same
 collectives in the same order, so the n-th record of one is the n-th of all. At the end of the micro-step one exchange
@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,15 +32,25 @@ from torch.distributed.tensor import DTensor
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, SeamError
-from hf_rocm_tune.ranks.gradients import beyond_rounding
-from hf_rocm_tune.ranks.projections import MAGNITUDE, digest_words, project
+from hf_rocm_tune.ranks.gradients import (
+    MAGNITUDE,
+    STAGE,
+    AverageJudge,
+    WrongAverage,
+    beyond_rounding,
+    digest_words,
+    exchange,
+    kind_of,
+    marked,
+    project,
+)
 from hf_rocm_tune.transfer import Mover, digest
 from hf_rocm_tune.transfer.host_group import host_group
 
-STAGE, GATHERED = "gradients", "gathered"
+GATHERED = "gathered"
 _READS = 3
 _SUMS = 2
-_SENT, _AVERAGED = 3, 2
+_SENT, _AVERAGED = 3, 2  # projections of a block, before and after averaging
 _ADVICE = (
     "The step was not used and the checkpoints already written are intact: run the doctor, then start the same command "
     "again to continue from the newest one, or train without FSDP2"
@@ -80,20 +90,6 @@ class _Reduction:
         flag = torch.full((1,), int(failed), dtype=torch.int64, device=self.average.device)
         got = project(self.average)[:, :MAGNITUDE]
         return torch.cat([flag, *(each.flatten().view(torch.int64) for each in (self.projected, got.contiguous()))])
-
-
-_Record = TypeVar("_Record", bound=_Gather | _Reduction)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Wrong(Generic[_Record]):
-    """A record of this rank whose collective went wrong, on which ranks, and how; not ``finite``: nothing was compared,
-    because gradients were not finite before."""
-
-    record: _Record
-    ranks: tuple[int, ...]
-    kind: str
-    finite: bool = True
 
 
 class _Gathers(DefaultAllGather):
@@ -140,7 +136,7 @@ class _Reduces(DefaultReduceScatter):
         return work
 
 
-class Traffic:
+class Traffic(AverageJudge[_Reduction]):
     """Watches one sharded model. Made on every rank at the same time.
 
     Args:
@@ -149,14 +145,16 @@ class Traffic:
         mover: brings averages back to the device, holds the settings, the report and injected faults.
     """
 
+    _rung = "reduce_scatter"
+
     def __init__(self, model: nn.Module, units: Sequence[tuple[str, Any]], mover: Mover) -> None:
+        super().__init__(mover)
         for seam in ("fsdp2_gather", "fsdp2_reduce"):
             upstream.resolve(seam)
-        self._model, self._mover = model, mover
+        self._model = model
         self._gathers: list[_Gather] = []
         self._reductions: list[_Reduction] = []
         self._averaged = self._reductions_made = self._steps = self._bytes = 0
-        self._named_not_finite = False
         host_group()  # made here, on every rank: not in the middle of a step
         numbers = itertools.count()  # counts the collectives of the whole run, alike on all ranks
         for name, module in units:
@@ -198,7 +196,7 @@ class Traffic:
         self._gathers.clear()
         self._reductions.clear()
         records: list[_Gather | _Reduction] = [*gathers, *reductions]
-        words = _exchange([record.words() for record in records])
+        words = exchange(_joined([record.words() for record in records]))
         self._mover.report.count(GATHERED, checked=len(gathers))
         self._mover.report.count(STAGE, buckets=len(reductions))
         self._averaged += len(reductions)
@@ -207,18 +205,15 @@ class Traffic:
         bad, words = _judge_gathers(gathers, words)
         if bad:
             self._mover.report.count(GATHERED, mismatches=len(bad))
-            self._tell(GATHERED, bad, step, "all_gather", "stopped")
+            for name, ranks in bad:
+                row = {"step": step, "stage": GATHERED, "tensor": name, "ranks": ranks, "kind": "other bytes"}
+                self._mover.report.incident({**row, "rung": "all_gather", "outcome": "stopped"})
+            (name, ranks), *others = bad
             raise CorruptionError(
-                f"weights of {bad[0].record.name} that FSDP2 gathered from the other cards arrived wrong at step "
-                f"{step} on ranks {list(bad[0].ranks)}{_more(bad)}. {_ADVICE}"
+                f"weights of {name} that FSDP2 gathered from the other cards arrived wrong at step {step} on ranks "
+                f"{ranks}{_more(others)}. {_ADVICE}"
             )
-        judged = _judge_reductions(reductions, words)
-        if not self._named_not_finite:  # once for each stretch of steps: NaN of backward's are no fault of a transfer
-            self._tell(STAGE, [each for each in judged if not each.finite], step, "none", "passed on")
-        self._named_not_finite = not all(each.finite for each in judged)
-        if wrong := [each for each in judged if each.finite]:
-            self._mover.report.count(STAGE, mismatches=len(wrong))
-            self._recover(wrong, step)
+        self._conclude(_judge_reductions(reductions, words), step)
 
     def describe(self) -> dict[str, Any]:
         """For the report: how gradients were averaged, and what travelled between the ranks for it and for weights."""
@@ -232,31 +227,21 @@ class Traffic:
             "bytes_between_ranks_per_step": round(self._bytes / max(self._steps, 1)),
         }
 
-    def _recover(self, wrong: Sequence[_Wrong[_Reduction]], step: int) -> None:
-        if self._mover.settings.on_corruption == "stop":
-            self._tell(STAGE, wrong, step, "reduce_scatter", "stopped")
-            raise _refusal(wrong, step, "--on_corruption stop was asked for")
-        records = [each.record for each in wrong]
-        failures = [self._average_again(record) for record in records]
-        words = _exchange(
-            [record.words(failed=failure is not None) for record, failure in zip(records, failures, strict=True)]
+    def _judge_again(self, records: Sequence[_Reduction], failed: Sequence[bool]) -> list[WrongAverage[_Reduction]]:
+        mine = [record.words(failed=flag) for record, flag in zip(records, failed, strict=True)]
+        return _judge_reductions(records, exchange(_joined(mine)))
+
+    def _refusal(self, wrong: Sequence[WrongAverage[_Reduction]], step: int, why: str) -> CorruptionError:
+        first, *others = wrong
+        return CorruptionError(
+            f"the average of the gradients of {first.record.name}{_more(others)} is wrong at step {step} on ranks "
+            f"{list(first.ranks)} ({first.kind}), and {why}. {_ADVICE}"
         )
-        again = {id(each.record) for each in _judge_reductions(records, words)}
-        still = [each for each in wrong if id(each.record) in again]
-        right = [each for each in wrong if id(each.record) not in again]
-        self._tell(STAGE, right, step, "host_staged", "recovered")
-        self._tell(STAGE, still, step, "host_staged", "failed")
-        self._mover.report.count(STAGE, recovered=len(right))
-        if still:
-            own = next((failure for failure in failures if failure), "averaging it again through the host did not help")
-            raise _refusal(still, step, own)
+
+    def _place(self, wrong: WrongAverage[_Reduction]) -> dict[str, Any]:
+        return {"tensor": wrong.record.name}
 
     def _average_again(self, record: _Reduction) -> str | None:
-        """Average through the host and put this rank's part where the optimizer reads it. Collective.
-
-        Returns:
-            None, or what went wrong on this rank.
-        """
         group = host_group()
         right, host = digest(record.sent), record.sent.cpu()
         for _ in range(_READS - 1):
@@ -286,32 +271,15 @@ class Traffic:
             isinstance(each, DTensor) and each._local_tensor.untyped_storage().data_ptr() == place for each in gradients
         )
 
-    def _tell(self, stage: str, found: Sequence[_Wrong[Any]], step: int, rung: str, outcome: str) -> None:
-        for each in found:
-            self._mover.report.incident(
-                {
-                    "step": step,
-                    "stage": stage,
-                    "tensor": each.record.name,
-                    "ranks": list(each.ranks),
-                    "kind": each.kind,
-                    "rung": rung,
-                    "outcome": outcome,
-                }
-            )
+
+def _joined(words: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(words)).cpu() if words else torch.zeros(0, dtype=torch.int64)
 
 
-def _exchange(mine: Sequence[Tensor]) -> list[Tensor]:
-    """By rank the int64 words of all records, joined. One collective, over gloo."""
-    joined = torch.cat(list(mine)).cpu() if mine else torch.zeros(0, dtype=torch.int64)
-    group = host_group()
-    everyone = [torch.empty_like(joined) for _ in range(group.size())]
-    dist.all_gather(everyone, joined, group=group)
-    return everyone
-
-
-def _judge_gathers(gathers: Sequence[_Gather], words: Sequence[Tensor]) -> tuple[list[_Wrong[_Gather]], list[Tensor]]:
-    """Those that arrived wrong, and the words that are left.
+def _judge_gathers(
+    gathers: Sequence[_Gather], words: Sequence[Tensor]
+) -> tuple[list[tuple[str, list[int]]], list[Tensor]]:
+    """Name and ranks of those that arrived wrong, and the words that are left.
 
     Args:
         gathers: of this rank.
@@ -322,21 +290,18 @@ def _judge_gathers(gathers: Sequence[_Gather], words: Sequence[Tensor]) -> tuple
     table = torch.stack([mine[:end] for mine in words]).view(ranks, len(gathers), 1 + ranks, _SUMS)
     sent, arrived = table[:, :, 0], table[:, :, 1:]  # [from, gather, sums], [at, gather, from, sums]
     right = (arrived == sent.transpose(0, 1)[None]).all(dim=3).all(dim=2)  # [at, gather]
-    bad = [
-        _Wrong(record=gathers[number], ranks=_where(~right[:, number]), kind="other bytes")
-        for number in _where((~right).any(dim=0))
-    ]
+    bad = [(gathers[number].name, list(marked(~right[:, number]))) for number in marked((~right).any(dim=0))]
     return bad, [mine[end:] for mine in words]
 
 
-def _judge_reductions(reductions: Sequence[_Reduction], words: Sequence[Tensor]) -> list[_Wrong[_Reduction]]:
+def _judge_reductions(reductions: Sequence[_Reduction], words: Sequence[Tensor]) -> list[WrongAverage[_Reduction]]:
     """Those whose average is wrong somewhere, or could not be judged.
 
     An average is wrong when a projection on some rank is further from the mean of the sent ones than rounding may bring
     it, or when a rank says that it failed.
     """
     ranks, start = len(words), 0
-    found: list[_Wrong[_Reduction]] = []
+    found: list[WrongAverage[_Reduction]] = []
     for record in reductions:
         blocks = record.projected.shape[1]
         end = start + 1 + blocks * (ranks * _SENT + _AVERAGED)
@@ -346,28 +311,15 @@ def _judge_reductions(reductions: Sequence[_Reduction], words: Sequence[Tensor])
         sent = numbers[:, : ranks * blocks * _SENT].view(ranks, ranks, blocks, _SENT)  # [from, to, ...]
         got = numbers[:, ranks * blocks * _SENT :].view(ranks, blocks, _AVERAGED)
         expected = sum(sent[1:], start=sent[0]) / ranks
-        if failed := _where(mine[:, 0] != 0):
-            found.append(_Wrong(record=record, ranks=failed, kind="not made again"))
+        if failed := marked(mine[:, 0] != 0):
+            found.append(WrongAverage(record=record, ranks=failed, kind="not made again"))
         elif not expected.isfinite().all():
-            where = _where((~sent.isfinite()).flatten(1).any(dim=1))
-            found.append(_Wrong(record=record, ranks=where, kind="not finite", finite=False))
+            where = marked((~sent.isfinite()).flatten(1).any(dim=1))
+            found.append(WrongAverage(record=record, ranks=where, kind="not finite", finite=False))
         elif (wrong := beyond_rounding(got, expected, dtype=record.sent.dtype, ranks=ranks)).any():
-            kind = "zeros" if bool((got[wrong] == 0).all()) else "wrong average"
-            found.append(_Wrong(record=record, ranks=_where(wrong.any(dim=1)), kind=kind))
+            found.append(WrongAverage(record=record, ranks=marked(wrong.any(dim=1)), kind=kind_of(got[wrong])))
     return found
 
 
-def _where(mask: Tensor) -> tuple[int, ...]:
-    return tuple(mask.nonzero().flatten().tolist())
-
-
-def _more(found: Sequence[_Wrong[Any]]) -> str:
-    return f" (and {len(found) - 1} more times)" if len(found) > 1 else ""
-
-
-def _refusal(wrong: Sequence[_Wrong[_Reduction]], step: int, why: str) -> CorruptionError:
-    first = wrong[0]
-    return CorruptionError(
-        f"the average of the gradients of {first.record.name}{_more(wrong)} is wrong at step {step} on ranks "
-        f"{list(first.ranks)} ({first.kind}), and {why}. {_ADVICE}"
-    )
+def _more(others: Sequence[Any]) -> str:
+    return f" (and {len(others)} more times)" if others else ""

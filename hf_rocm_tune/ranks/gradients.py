@@ -2,7 +2,7 @@
 
 A communication hook of DistributedDataParallel (its official extension point: buckets, overlap and ``no_sync`` stay)
 records each bucket and has it averaged (`averaging`). After backward, before gradients are clipped, each rank packs
-what it knows of all buckets of the step (projections of what it sent and of what it got, see `projections`, and a
+what it knows of all buckets of the step (projections of what it sent and of what it got, see `project`, and a
 digest of the average) into one int64 tensor; one gather over gloo makes all of it known to all. The verdict is
 arithmetic on these very numbers, so every rank comes to the same one and no rank waits in a collective that another
 does not enter. A wrong average is made again through the host from the gradients that were kept, and judged again;
@@ -23,9 +23,11 @@ backward itself; of several synchronising backward passes in one step, all but t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from functools import cache
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -34,8 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError, device_shortage
 from hf_rocm_tune.ranks.averaging import GradBucket, GroupAveraging, HostAveraging, SyncSettings
-from hf_rocm_tune.ranks.projections import MAGNITUDE, block_elements, digest_words, project, rounding_bound
-from hf_rocm_tune.transfer import Mover
+from hf_rocm_tune.transfer import Mover, digest, digest_on_device
 from hf_rocm_tune.transfer.host_group import host_group
 
 STAGE = "gradients"
@@ -147,21 +148,87 @@ class Bucket:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Verdict:
-    """On the average of one bucket; first and last element of the wrong blocks, or of all when the place is unknown."""
+Record = TypeVar("Record")
 
-    finite: bool = True  # no rank's gradients held NaN or an infinity; otherwise nothing was compared
-    ranks: tuple[int, ...] = ()  # whose average is wrong, or whose gradients were not finite
-    kind: str | None = None  # ``zeros``, ``wrong average``, ``differs between ranks``, ``not made``; None when right
+
+@dataclass(frozen=True, kw_only=True)
+class WrongAverage(Generic[Record]):
+    """An average that is wrong, or, not ``finite``, could not be judged because gradients held NaN or an infinity.
+
+    Attributes:
+        record: what this rank knows of it.
+        ranks: whose average is wrong, or whose gradients were not finite.
+        kind: ``zeros``, ``wrong average``, ``differs between ranks``, ``not made``, ``not finite``.
+        first, last: element of the wrong blocks, or of all when the place is unknown.
+    """
+
+    record: Record
+    ranks: tuple[int, ...]
+    kind: str
+    finite: bool = True
     first: int = 0
     last: int = 0
 
 
-_Found = tuple[Bucket, _Verdict]
+class AverageJudge(Generic[Record]):
+    """What follows a verdict, for the averages of DistributedDataParallel and of FSDP2 alike."""
+
+    _rung: str  # how averages are made at first
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._named_not_finite = False
+
+    def _conclude(self, judged: Sequence[WrongAverage[Record]], step: int) -> None:
+        """Make wrong averages again through the host. Collective: the verdicts are the same on all ranks."""
+        bad = [each for each in judged if not each.finite]
+        if not self._named_not_finite:  # once for each stretch of steps: NaN of backward's are no fault of a transfer
+            self._tell(bad, step, "none", "passed on")
+        self._named_not_finite = bool(bad)
+        wrong = [each for each in judged if each.finite]
+        if not wrong:
+            return
+        self._mover.report.count(STAGE, mismatches=len(wrong))
+        if self._mover.settings.on_corruption == "stop":
+            self._tell(wrong, step, self._rung, "stopped")
+            raise self._refusal(wrong, step, "--on_corruption stop was asked for")
+        records = [each.record for each in wrong]
+        failures = [self._average_again(record) for record in records]
+        again = self._judge_again(records, [failure is not None for failure in failures])
+        bad_again = {id(each.record) for each in again if each.finite}
+        still = [each for each in wrong if id(each.record) in bad_again]
+        right = [each for each in wrong if id(each.record) not in bad_again]
+        self._tell(right, step, "host_staged", "recovered")
+        self._tell(still, step, "host_staged", "failed")
+        self._mover.report.count(STAGE, recovered=len(right))
+        if still:
+            own = next((failure for failure in failures if failure), "averaging it again through the host did not help")
+            raise self._refusal(still, step, own)
+
+    def _average_again(self, record: Record) -> str | None:
+        """Average through the host. Collective, so a rank that cannot go on takes part all the same.
+
+        Returns:
+            None, or what went wrong on this rank.
+        """
+        raise NotImplementedError
+
+    def _judge_again(self, records: Sequence[Record], failed: Sequence[bool]) -> Sequence[WrongAverage[Record]]:
+        raise NotImplementedError
+
+    def _refusal(self, wrong: Sequence[WrongAverage[Record]], step: int, why: str) -> CorruptionError:
+        raise NotImplementedError
+
+    def _tell(self, found: Sequence[WrongAverage[Record]], step: int, rung: str, outcome: str) -> None:
+        for each in found:
+            common = {"step": step, "stage": STAGE, "ranks": list(each.ranks), "kind": each.kind}
+            self._mover.report.incident({**common, **self._place(each), "rung": rung, "outcome": outcome})
+
+    def _place(self, wrong: WrongAverage[Record]) -> dict[str, Any]:
+        raise NotImplementedError
 
 
-class GradientCheck:
+class GradientCheck(AverageJudge[Bucket]):
     """Has the gradients of one wrapped model averaged, and watches the averages. Made on every rank at the same time.
 
     Args:
@@ -177,6 +244,8 @@ class GradientCheck:
         UsageError: the model has a communication hook already.
     """
 
+    _rung = "all_reduce"
+
     def __init__(self, model: DistributedDataParallel, mover: Mover, settings: SyncSettings | None = None) -> None:
         if model._comm_hooks:
             raise UsageError(
@@ -184,7 +253,8 @@ class GradientCheck:
                 "comm_hook from the DistributedDataParallelKwargs, or train with --verify off, --grad_sync ddp and "
                 "--grad_compression none"
             )
-        self.model, self._mover = model, mover
+        super().__init__(mover)
+        self.model = model
         self.settings = settings or SyncSettings()
         self.judging = mover.settings.verify != "off"
         self._through_host = HostAveraging(mover, self.settings)
@@ -194,7 +264,7 @@ class GradientCheck:
         host_group()  # made here, on every rank: not in the middle of a step
         self._pending: list[Bucket] = []
         self._packed: Tensor | None = None
-        self._short_of_memory = self._named_not_finite = False
+        self._short_of_memory = False
         self._backwards = self._recorded = 0
         model.register_comm_hook(self, _record_and_average)
 
@@ -290,41 +360,15 @@ class GradientCheck:
         packed, self._packed = self._packed, None
         assert packed is not None
         self._mover.report.count(STAGE, buckets=len(buckets))
-        found = list(zip(buckets, _verdicts(buckets, packed), strict=True))
-        bad = [(bucket, verdict) for bucket, verdict in found if not verdict.finite]
-        if not self._named_not_finite:  # once for each stretch of steps: NaN of backward's are no fault of a transfer
-            self._tell(bad, step, "none", "passed on")
-        self._named_not_finite = bool(bad)
-        if wrong := [(bucket, verdict) for bucket, verdict in found if verdict.kind is not None]:
-            self._mover.report.count(STAGE, mismatches=len(wrong))
-            self._recover(wrong, step)
+        self._conclude(_verdicts(buckets, packed), step)
 
-    def _recover(self, wrong: Sequence[_Found], step: int) -> None:
-        if self._mover.settings.on_corruption == "stop":
-            self._tell(wrong, step, "all_reduce", "stopped")
-            raise self._refusal(wrong, step, "--on_corruption stop was asked for")
-        buckets = [bucket for bucket, _ in wrong]
-        failures = [self._average_again(bucket) for bucket in buckets]
-        again = _verdicts(buckets, _pack(buckets, [failure is not None for failure in failures]))
-        bad = {bucket.number for bucket, verdict in zip(buckets, again, strict=True) if verdict.kind is not None}
-        still = [(bucket, verdict) for bucket, verdict in wrong if bucket.number in bad]
-        right = [(bucket, verdict) for bucket, verdict in wrong if bucket.number not in bad]
-        self._tell(right, step, "host_staged", "recovered")
-        self._tell(still, step, "host_staged", "failed")
-        self._mover.report.count(STAGE, recovered=len(right))
-        if still:
-            own = next((failure for failure in failures if failure), "averaging it again through the host did not help")
-            raise self._refusal(still, step, own)
+    def _judge_again(self, records: Sequence[Bucket], failed: Sequence[bool]) -> list[WrongAverage[Bucket]]:
+        return _verdicts(records, _pack(records, failed))
 
-    def _average_again(self, bucket: Bucket) -> str | None:
-        """Average a bucket through the host. Collective, so a rank that cannot go on takes part all the same.
-
-        The same operations as the stock average over gloo, in the same dtype: bit for bit its result. Only PowerSGD's
-        is replaced by the average itself.
-
-        Returns:
-            None, or what went wrong on this rank.
-        """
+    def _average_again(self, record: Bucket) -> str | None:
+        # The same operations as the stock average over gloo, in the same dtype: bit for bit its result. Only PowerSGD's
+        # is replaced by the average itself.
+        bucket = record
         changed = bucket.changed_since()
         self._through_host.step_begins()
         average = self._through_host.begin(bucket.sent, name=bucket.name, number=bucket.number, is_last=False).wait()
@@ -344,40 +388,27 @@ class GradientCheck:
         self._mover.inject(average, name=bucket.name, stage=STAGE, number=bucket.number, attempt=attempt)
         return average
 
-    def _refusal(self, wrong: Sequence[_Found], step: int, why: str) -> CorruptionError:
-        bucket, verdict = wrong[0]
+    def _refusal(self, wrong: Sequence[WrongAverage[Bucket]], step: int, why: str) -> CorruptionError:
+        first = wrong[0]
         more = f" (and {len(wrong) - 1} more buckets)" if len(wrong) > 1 else ""
         return CorruptionError(
-            f"the average of the gradients in {bucket.name}{more} is wrong at step {step} on ranks "
-            f"{list(verdict.ranks)} ({verdict.kind} in {self._where(bucket, verdict)}), and {why}. It was not used; "
+            f"the average of the gradients in {first.record.name}{more} is wrong at step {step} on ranks "
+            f"{list(first.ranks)} ({first.kind} in {self._where(first)}), and {why}. It was not used; "
             "the checkpoints already written are intact: run the doctor, then start the same command again to continue "
             "from the newest one"
         )
 
-    def _tell(self, found: Sequence[_Found], step: int, rung: str, outcome: str) -> None:
-        for bucket, verdict in found:
-            size = bucket.sent.element_size()
-            self._mover.report.incident(
-                {
-                    "step": step,
-                    "stage": STAGE,
-                    "tensor": self._where(bucket, verdict),
-                    "bucket": bucket.index,
-                    "ranks": list(verdict.ranks),
-                    "kind": verdict.kind or "not finite",
-                    "first_offset": verdict.first * size,
-                    "length": (verdict.last + 1 - verdict.first) * size,
-                    "rung": rung,
-                    "outcome": outcome,
-                }
-            )
+    def _place(self, wrong: WrongAverage[Bucket]) -> dict[str, Any]:
+        size, bytes_from = wrong.record.sent.element_size(), wrong.first
+        place = {"first_offset": bytes_from * size, "length": (wrong.last + 1 - bytes_from) * size}
+        return {"tensor": self._where(wrong), "bucket": wrong.record.index, **place}
 
-    def _where(self, bucket: Bucket, verdict: _Verdict) -> str:
+    def _where(self, wrong: WrongAverage[Bucket]) -> str:
         """The parameter whose gradient is wrong, or the first and the last of them."""
         names = [
             self._names[id(place.parameter)]
-            for place in bucket.places
-            if place.start <= verdict.last and verdict.first < place.start + place.parameter.numel()
+            for place in wrong.record.places
+            if place.start <= wrong.last and wrong.first < place.start + place.parameter.numel()
         ]
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
@@ -419,21 +450,28 @@ def _pack(buckets: Sequence[Bucket], failed: Sequence[bool]) -> Tensor:
     return torch.cat([bucket.pack(failed=flag) for bucket, flag in zip(buckets, failed, strict=True)]).cpu()
 
 
-def _verdicts(buckets: Sequence[Bucket], mine: Tensor) -> list[_Verdict]:
-    """Exchange what each rank packed, and judge. Collective."""
+def exchange(mine: Tensor) -> list[Tensor]:
+    """The int64 words of all ranks, of which each has as many. One collective, over gloo."""
     group = host_group()
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
-    found, start = [], 0
+    return everyone
+
+
+def _verdicts(buckets: Sequence[Bucket], mine: Tensor) -> list[WrongAverage[Bucket]]:
+    """Exchange what each rank packed, and judge. Collective. Those that are wrong, or could not be judged."""
+    everyone, start = exchange(mine), 0
+    found: list[WrongAverage[Bucket]] = []
     for bucket in buckets:
         end = start + _HEADER + bucket.projected.shape[0] * (_SENT + _AVERAGED)
-        found.append(_judge(bucket, [words[start:end] for words in everyone]))
+        verdict = _judge(bucket, [words[start:end] for words in everyone])
+        found += [verdict] if verdict is not None else []
         start = end
     return found
 
 
-def _judge(bucket: Bucket, words: Sequence[Tensor]) -> _Verdict:
-    """The verdict on a bucket from every rank's words, on the host.
+def _judge(bucket: Bucket, words: Sequence[Tensor]) -> WrongAverage[Bucket] | None:
+    """The verdict on a bucket from every rank's words, on the host; None when its average is right.
 
     An average is wrong when a projection on some rank is further from the mean of the sent ones than rounding may
     bring it, when the ranks hold other bits than each other, or when a rank says that it failed. Of a bucket without
@@ -445,23 +483,28 @@ def _judge(bucket: Bucket, words: Sequence[Tensor]) -> _Verdict:
     sent = numbers[:, : blocks * _SENT].view(len(words), blocks, _SENT)
     averaged = numbers[:, blocks * _SENT :].view(len(words), blocks, _AVERAGED)
     last = bucket.sent.numel() - 1
-    if failed := _marked(header[:, 0] != 0):
-        return _Verdict(ranks=failed, kind="not made", last=last)
-    differing = _marked((header[:, 1:] != header[0, 1:]).any(dim=1))
+    if failed := marked(header[:, 0] != 0):
+        return WrongAverage(record=bucket, ranks=failed, kind="not made", last=last)
+    differing = marked((header[:, 1:] != header[0, 1:]).any(dim=1))
     if bucket.wire is not None:
         expected = sum(sent[1:], start=sent[0]) / len(words)
         if not expected.isfinite().all():
-            ranks = _marked((~sent.isfinite()).flatten(1).any(dim=1))
             first, last = _span(~expected.isfinite().all(dim=1), bucket)
-            return _Verdict(finite=False, ranks=ranks, first=first, last=last)
+            ranks = marked((~sent.isfinite()).flatten(1).any(dim=1))
+            return WrongAverage(record=bucket, ranks=ranks, kind="not finite", finite=False, first=first, last=last)
         wrong = beyond_rounding(averaged, expected, dtype=bucket.wire, ranks=len(words))
         if wrong.any():
             first, last = _span(wrong.any(dim=0), bucket)
-            kind = "zeros" if bool((averaged[wrong] == 0).all()) else "wrong average"
-            return _Verdict(ranks=_marked(wrong.any(dim=1)), kind=kind, first=first, last=last)
+            ranks, kind = marked(wrong.any(dim=1)), kind_of(averaged[wrong])
+            return WrongAverage(record=bucket, ranks=ranks, kind=kind, first=first, last=last)
     if differing:
-        return _Verdict(ranks=differing, kind="differs between ranks", last=last)
-    return _Verdict()
+        return WrongAverage(record=bucket, ranks=differing, kind="differs between ranks", last=last)
+    return None
+
+
+def kind_of(wrong: Tensor) -> str:
+    """What wrong projections of an average say of it."""
+    return "zeros" if bool((wrong == 0).all()) else "wrong average"
 
 
 def beyond_rounding(averaged: Tensor, expected: Tensor, *, dtype: torch.dtype, ranks: int) -> Tensor:
@@ -481,15 +524,15 @@ def beyond_rounding(averaged: Tensor, expected: Tensor, *, dtype: torch.dtype, r
     return ~(off <= 1).all(dim=2)
 
 
-def _marked(mask: Tensor) -> tuple[int, ...]:
+def marked(mask: Tensor) -> tuple[int, ...]:
+    """The places that a mask of one dimension marks."""
     return tuple(mask.nonzero().flatten().tolist())
 
 
 def _span(blocks: Tensor, bucket: Bucket) -> tuple[int, int]:
     """First and last element of the blocks that a bool mask marks."""
-    marked = _marked(blocks)
-    size = block_elements(bucket.wire or bucket.sent.dtype)
-    return marked[0] * size, min((marked[-1] + 1) * size, bucket.sent.numel()) - 1
+    places, size = marked(blocks), block_elements(bucket.wire or bucket.sent.dtype)
+    return places[0] * size, min((places[-1] + 1) * size, bucket.sent.numel()) - 1
 
 
 def _project_sent(flat: Tensor, wire: torch.dtype | None) -> Tensor:
@@ -515,3 +558,114 @@ def _record_and_average(
 
 # DistributedDataParallel compares the annotations themselves, and here they are text.
 _record_and_average.__annotations__ = get_type_hints(_record_and_average)
+
+
+# ---- projections --------------------------------------------------------------------------------------------
+#
+# A bucket of gradients `g` is cut into blocks. Of each block are taken, in float64,
+#
+#     P1 = sum(g[i])        P2 = sum(w[i] * g[i])        A = sum(|g[i]|)
+#
+# with fixed weights `-1 <= w[i] < 1`, all different within a block and neighbours far apart. Both projections are
+# linear, so those of an average over R ranks equal the average of the ranks' projections, but for rounding. P1 sees
+# what is lost, zeroed or added; P2 sees what changed places. Blocks are short (`block_elements`), because the bound
+# below grows with the block and a fault does not.
+#
+# Gradients that are cast for the way between the ranks are projected as they are after the cast, which each rank makes
+# by itself: what is compared is what travels, and the rounding of the cast needs no allowance.
+#
+# **The bound.** `e` is the spacing at 1 (torch.finfo.eps) of the dtype in which the ranks' gradients are added up,
+# twice what rounding to nearest may do, so it holds for any faithful rounding. An element of the average comes from R
+# divisions by R and R-1 additions, in any order. A division by a power of two is exact, so each summand passes through
+# `k = R-1` (R a power of two) or `k = R` roundings, and the element is off by at most
+# `((1+e)^k - 1) * mean_r |g_r[i]|` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). With
+# `|w| <= 1` both projections of a block are off by at most `((1+e)^k - 1) * mean_r A_r`. To that come
+#
+# * `3 R t` an element for underflow: each input, quotient and partial sum may lose up to `t`, the smallest normal
+#   number where an accelerator may flush denormals (float32, bfloat16), else the smallest denormal (float16);
+# * the rounding of the projections themselves: with n elements a block and `u = 2^-53`, taking them costs at most
+#   `(n+1) u A` on each side, averaging them and the magnitudes `(n+2R) u A` more; `(4n + 4R + 16) u A` covers it
+#   as long as the first term is below A.
+#
+# A block that holds NaN or an infinity has no bound: it is not compared.
+#
+# Not seen: a wrong average within the bound. For float32 that is a change below `5e-4` of the mean magnitude of an
+# element, for bfloat16 (two ranks) below 2 of them, in a block of 4,096 and of 256 elements.
+
+MAGNITUDE = 2
+"""Column of `project` that holds the sum of magnitudes; the projections stand before it."""
+
+_SLAB = 1 << 18
+"""Elements converted to float64 at a time: 2 MiB, which stays in a processor's cache."""
+_DEVICE_SLAB = 1 << 22
+
+
+def block_elements(dtype: torch.dtype) -> int:
+    """Elements of a block of gradients of this dtype: few for 16 bits, more for wider ones."""
+    return 256 if dtype.itemsize < 4 else 4096
+
+
+def project(flat: Tensor, *, wire: torch.dtype | None = None) -> Tensor:
+    """Block sums of a bucket of gradients that an average must keep.
+
+    What they are, and the bound, stands above.
+
+    Args:
+        flat: floating point, 1-dimensional and contiguous, on any device.
+        wire: dtype in which the ranks' gradients are added up, which decides the size of the blocks; that of `flat`
+            unless given. `flat` is not cast to it.
+
+    Returns:
+        float64[blocks, 3] on the same device: sum, weighted sum, sum of magnitudes. The last block may be short.
+    """
+    size = block_elements(wire or flat.dtype)
+    weights = _weights(size, flat.device)
+    columns = torch.empty(-(-flat.numel() // size), 3, dtype=torch.float64, device=flat.device)
+    step = min(_SLAB if flat.device.type == "cpu" else _DEVICE_SLAB, columns.shape[0] * size)
+    scratch = torch.empty(step, dtype=torch.float64, device=flat.device)
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step]
+        slab = scratch[: -(-piece.numel() // size) * size]
+        slab[: piece.numel()] = piece
+        slab[piece.numel() :] = 0
+        slab = slab.view(-1, size)
+        rows = columns[start // size : start // size + slab.shape[0]]
+        rows[:, :MAGNITUDE] = slab @ weights.t()
+        rows[:, MAGNITUDE] = slab.abs_().sum(1)
+    return columns
+
+
+def rounding_bound(magnitude: Tensor, *, dtype: torch.dtype, ranks: int) -> Tensor:
+    """How far a projection of an average may be from the average of the projections; see `project`.
+
+    Args:
+        magnitude: float64[blocks], mean over the ranks of each block's sum of magnitudes.
+        dtype: in which the gradients were averaged.
+        ranks: over how many ranks.
+
+    Returns:
+        float64[blocks], in the unit of the gradients.
+    """
+    kind = torch.finfo(dtype)
+    elements = block_elements(dtype)
+    roundings = ranks - 1 if ranks & (ranks - 1) == 0 else ranks
+    averaging = math.expm1(roundings * math.log1p(kind.eps))
+    projecting = (4 * elements + 4 * ranks + 16) * 2.0**-53
+    lost = kind.smallest_normal * (kind.eps if dtype == torch.float16 else 1.0)
+    return magnitude * (averaging + projecting) + 3 * ranks * elements * lost
+
+
+def digest_words(flat: Tensor) -> Tensor:
+    """int64[2]: the digest's sums, on the device of ``flat``. Nothing is waited for on an accelerator."""
+    if flat.device.type != "cpu":
+        return digest_on_device(flat)
+    found = digest(flat)
+    return torch.tensor([found.s1, found.s2], dtype=torch.uint64).view(torch.int64)
+
+
+@cache
+def _weights(size: int, device: torch.device) -> Tensor:
+    """float64[2, size]: ones, and multiples of the golden ratio modulo 1, stretched to [-1, 1). Exact everywhere."""
+    index = torch.arange(1, size + 1, device=device)
+    golden = (index * 40503 % 65536).to(torch.float64) / 32768 - 1  # 40503 = 2^16 / 1.618, odd: no value comes twice
+    return torch.stack([torch.ones_like(golden), golden])

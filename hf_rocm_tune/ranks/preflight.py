@@ -9,27 +9,320 @@ From the fastest way to the safest: RCCL (NCCL) as the environment has it; RCCL 
 is needs right copies between all pairs of cards as well, because that is what it does; and every way needs gloo, over
 which averages are judged while the run goes on (`gradients`). What could not be tried in time counts for nothing.
 
-The ranks meet in a directory (`meeting`), so each machine decides for its own cards. Not covered: RCCL between
-machines; peer copies of a model that is split over cards. Imports no torch.
+The ranks meet in a directory, so each machine decides for its own cards. Not covered: RCCL between machines; peer
+copies of a model that is split over cards. Imports no torch.
+
+Each trial is made in child processes, ``python -m hf_rocm_tune.ranks.preflight pair|rank`` with the request on stdin,
+which are killed at a deadline; what they measure is `trial_measures`. The doctor uses them too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
+import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
-from hf_rocm_tune.machine.child import ENDINGS
-from hf_rocm_tune.machine.variables import read_pairs
-from hf_rocm_tune.ranks import meeting
-from hf_rocm_tune.ranks.trials import FAILED, PairTrial, ReduceTrial, Way, try_all_reduce, try_at_once
+from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, answer, run_groups, run_together, step
+from hf_rocm_tune.machine.variables import read_spec
+from hf_rocm_tune.ranks.stall_report import born, is_alive, make_place, read_note, write_note
+
+# ---- trials --------------------------------------------------------------------------------------------------
+
+Verdict = Literal["right", "wrong", "hung", "died", "untried"]
+"""``untried``: a child was still importing torch at the deadline, or ended with an exception that is no device's (a
+broken installation, no memory): that says nothing about the cards."""
+FAILED: frozenset[Verdict] = frozenset({"wrong", "hung", "died"})
+Way = Literal["rccl", "rccl_without_p2p", "gloo"]
+"""How ranks average: over RCCL (or NCCL) as the environment has it, with NCCL_P2P_DISABLE=1, or through the host."""
+
+DEVICE_ERRORS = ("RuntimeError", "AcceleratorError", "CorruptionError", "Dist")
+"""How the names of those exceptions begin that a device, its driver or RCCL is the reason of."""
+IMPORTING = "importing torch"
+"""The step of a child that has not begun to measure yet."""
+
+_MODULE = "hf_rocm_tune.ranks.preflight"
+_Environ = Mapping[str, str | None]
+
+
+class _Trial:
+    """What pairs and sums have in common: the outcomes of their children; ``telling`` is the one that says most."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def telling(self) -> Outcome:
+        return self.outcomes[0]
+
+    @property
+    def verdict(self) -> Verdict:
+        statuses = {outcome.status for outcome in self.outcomes}
+        if any(outcome.error and not outcome.error.startswith(DEVICE_ERRORS) for outcome in self.outcomes):
+            return "untried"
+        if statuses & {"died", "garbage"}:
+            return "died"
+        late = [outcome for outcome in self.outcomes if outcome.status == "timeout"]
+        if late:
+            return "untried" if any(outcome.step == IMPORTING for outcome in late) else "hung"
+        wrong = any(outcome.result["wrong"] for outcome in self.outcomes if outcome.result)
+        return "wrong" if wrong else "right"
+
+    @property
+    def seconds(self) -> float:
+        """That the slowest child took, the imports included."""
+        return max(outcome.seconds for outcome in self.outcomes)
+
+    @property
+    def problem(self) -> dict[str, Any] | None:
+        """The first wrong copy or sum, see `trial_measures`."""
+        problems = (self.telling.result or {}).get("problems")
+        return problems[0] if problems else None
+
+    @property
+    def reason(self) -> str:
+        """What came out, in one line."""
+        raise NotImplementedError
+
+    def told(self) -> str:
+        """The reason, what stood there instead, and how long it took."""
+        damage = (self.problem or {}).get("damage")
+        instead = ""
+        if damage:
+            instead = (
+                f"; {damage['wrong']:,} of {damage['nbytes']:,} bytes ({damage['kind']}) from offset "
+                f"{damage['first_offset']:,}: {damage['found']} instead of {damage['right']}"
+            )
+        return f"{self.reason}{instead} ({self.seconds:.1f} s)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTrial(_Trial):
+    """Copies from one card to another: ``source`` and ``destination`` as asked for, ``cuda:0``; the child's outcome."""
+
+    source: str
+    destination: str
+    outcome: Outcome
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:  # type: ignore[override]
+        return (self.outcome,)
+
+    @property
+    def reason(self) -> str:
+        said, result = f"copies {self.source} -> {self.destination}:", self.outcome.result
+        if result is None:
+            return f"{said} the trial {self.outcome.how}"
+        if not result["wrong"]:
+            return f"{said} {result['cases']} right"
+        return f"{said} {result['wrong']} of {result['cases']} wrong, the first {result['problems'][0]['case']}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceTrial(_Trial):
+    """An all-reduce over all ranks: how it was made, and the outcomes of the ranks in their order."""
+
+    way: Way
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def telling(self) -> Outcome:
+        return self.outcomes[self.telling_rank]
+
+    @property
+    def reason(self) -> str:
+        """Where a rank died, it is that one, and not those that waited for it."""
+        said = f"all-reduce over {self.way}:"
+        if "timeout" in {outcome.status for outcome in self.outcomes} and self.verdict != "died":
+            return f"{said} {'; '.join(f'rank {rank} {outcome.how}' for rank, outcome in enumerate(self.outcomes))}"
+        rank, result = self.telling_rank, self.telling.result
+        if result is None:
+            return f"{said} rank {rank} {self.telling.how}"
+        if not result["wrong"]:
+            return f"{said} {result['cases']} sums right on {len(self.outcomes)} ranks"
+        first = result["problems"][0]["case"]
+        return f"{said} rank {rank} got {result['wrong']} of {result['cases']} sums wrong, the first: {first}"
+
+    @property
+    def telling_rank(self) -> int:
+        """The rank whose outcome says most: the first to die, by a signal rather than of a broken connection."""
+        ranks = range(len(self.outcomes))
+        dead = [rank for rank in ranks if self.outcomes[rank].status in ("died", "garbage")]
+        if dead:
+            return min(dead, key=lambda rank: (bool(self.outcomes[rank].error), self.outcomes[rank].seconds))
+        late = [rank for rank in ranks if self.outcomes[rank].status == "timeout"]
+        wrong = [rank for rank in ranks if (self.outcomes[rank].result or {}).get("wrong")]
+        return (late or wrong or [0])[0]
+
+
+def try_pairs(
+    devices: Sequence[Mapping[str, Any]],
+    *,
+    deadline_s: float,
+    largest: int,
+    repeats: int = 10,
+    environ: _Environ | None = None,
+    fault: Mapping[str, str] | None = None,
+) -> list[PairTrial]:
+    """Copy between every ordered pair, each in a fresh process, one after the other.
+
+    Args:
+        devices: ``device`` (``cuda:0``; ``cpu`` in tests) and ``address`` (PCI, or None) of each.
+        deadline_s: seconds for each pair, the imports included.
+        largest: bytes of the largest copy.
+        repeats: of the copy of 1 MiB.
+        environ: variables of the children.
+        fault: see `trial_measures.measure_pair`.
+    """
+    trials = []
+    for source, destination in itertools.permutations(devices, 2):
+        task = _pair_task(source, destination, {"largest": largest, "repeats": repeats}, environ, fault)
+        outcome = run_together([task], deadline_s=deadline_s)[0]
+        trials.append(PairTrial(source=source["device"], destination=destination["device"], outcome=outcome))
+    return trials
+
+
+def try_at_once(
+    devices: Sequence[Mapping[str, Any]],
+    *,
+    pairs: bool,
+    sums: Mapping[str, Way],
+    deadline_s: float,
+    largest: int,
+    repeats: int,
+    faults: Mapping[str, Mapping[str, Any] | None] | None = None,
+) -> tuple[list[PairTrial], dict[str, ReduceTrial]]:
+    """Copy between every ordered pair and sum over all ranks, all at the same time.
+
+    Trials do not disturb each other where they are right. What hangs on a card may hold up the others on it, so what
+    fails beside a failed pair is to be tried again alone.
+
+    Args:
+        devices: see `try_pairs`.
+        pairs: whether copies are tried.
+        sums: ways to sum, by a name each.
+        deadline_s: seconds for all of it, the imports included.
+        largest: bytes of the largest copy and sum.
+        repeats: of the copy of 1 MiB and of the sum of 25 MiB.
+        faults: by the name of a sum, or ``pairs``; see `trial_measures`.
+
+    Returns:
+        The trials of the pairs, and those of the sums by their names.
+    """
+    harmed = faults or {}
+    couples = list(itertools.permutations(devices, 2)) if pairs else []
+    common = {"largest": largest, "repeats": repeats}
+    groups = [[_pair_task(*couple, common, _threads(), harmed.get("pairs"))] for couple in couples]
+    with contextlib.ExitStack() as stack:
+        for name, way in sums.items():
+            groups.append(stack.enter_context(_rank_tasks(devices, way, deadline_s, common, None, harmed.get(name))))
+        outcomes = run_groups(groups, deadline_s=deadline_s)
+    copied, summed = outcomes[: len(couples)], outcomes[len(couples) :]
+    trials = [
+        PairTrial(source=source["device"], destination=destination["device"], outcome=outcome)
+        for (source, destination), [outcome] in zip(couples, copied, strict=True)
+    ]
+    found = zip(sums.items(), summed, strict=True)
+    return trials, {name: ReduceTrial(way=way, outcomes=tuple(outcome)) for (name, way), outcome in found}
+
+
+def try_all_reduce(
+    devices: Sequence[Mapping[str, Any]],
+    way: Way,
+    *,
+    deadline_s: float,
+    largest: int = (64 << 20),
+    repeats: int = 5,
+    environ: _Environ | None = None,
+    fault: Mapping[str, Any] | None = None,
+) -> ReduceTrial:
+    """Sum over one rank for each device, each rank in a fresh process.
+
+    Args:
+        devices: see `try_pairs`. On the CPU the only way is gloo.
+        way: see `Way`.
+        deadline_s: seconds for all of it, the imports included.
+        largest: bytes of the largest sum.
+        repeats: of the sum of 25 MiB.
+        environ: variables of the children.
+        fault: see `trial_measures.measure_sums`; ``rank`` says which rank is harmed, the last unless given.
+    """
+    common = {"largest": largest, "repeats": repeats}
+    with _rank_tasks(devices, way, deadline_s, common, environ, fault) as tasks:
+        return ReduceTrial(way=way, outcomes=tuple(run_together(tasks, deadline_s=deadline_s)))
+
+
+def _pair_task(
+    source: Mapping[str, Any],
+    destination: Mapping[str, Any],
+    common: Mapping[str, int],
+    environ: _Environ | None,
+    fault: Mapping[str, Any] | None,
+) -> Task:
+    request = {"source": dict(source), "destination": dict(destination), **common, "fault": dict(fault or {}) or None}
+    return Task(module=_MODULE, arguments=("pair",), request=request, environ=environ or {})
+
+
+@contextlib.contextmanager
+def _rank_tasks(
+    devices: Sequence[Mapping[str, Any]],
+    way: Way,
+    deadline_s: float,
+    common: Mapping[str, int],
+    environ: _Environ | None,
+    fault: Mapping[str, Any] | None,
+) -> Iterator[list[Task]]:
+    """The tasks of all ranks, as long as the folder in which they meet is there."""
+    variables = _threads()
+    if "NCCL_DEBUG" not in os.environ:
+        variables["NCCL_DEBUG"] = "WARN"  # RCCL's own warnings, on the IOMMU for one, are evidence
+    if way == "rccl_without_p2p":
+        variables["NCCL_P2P_DISABLE"] = "1"
+    victim = int((fault or {}).get("rank", len(devices) - 1))
+    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-ranks-", ignore_cleanup_errors=True) as folder:
+        shared = {
+            "world": len(devices),
+            "backend": "gloo" if way == "gloo" else "nccl",
+            "store": str(Path(folder) / "store"),
+            # Longer than the deadline: the children are ended from here, and say where they stood.
+            "timeout_s": 2 * deadline_s,
+            **common,
+        }
+        yield [
+            Task(
+                module=_MODULE,
+                arguments=("rank",),
+                request={**device, **shared, "rank": rank, "fault": dict(fault) if fault and rank == victim else None},
+                environ={**variables, **(environ or {})},
+            )
+            for rank, device in enumerate(devices)
+        ]
+
+
+def _threads() -> dict[str, str | None]:
+    """One thread for each of several processes, as torchrun sets it, where nobody has said otherwise."""
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+
+
+def _measure(request: dict[str, Any]) -> dict[str, Any]:
+    """The child's part."""
+    if sys.argv[1:] not in (["pair"], ["rank"]):
+        raise UsageError(f"got {' '.join(sys.argv[1:]) or 'nothing'} to measure: give pair or rank")
+    step(IMPORTING)
+    from hf_rocm_tune.ranks import trial_measures
+
+    return (trial_measures.measure_pair if sys.argv[1] == "pair" else trial_measures.measure_sums)(request)
+
+
+# ---- the preflight -------------------------------------------------------------------------------------------
 
 LIMIT_S = 30.0
 """Seconds for all trials of a machine, killing included."""
@@ -67,7 +360,6 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "host": _SUM_FAULTS,
     "ranks": ("absent", "kill", "stop"),
 }
-_KEYS = ("trial", "kind", "where", "rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +414,7 @@ class PreflightFault:
         if not text:
             return None
         example = dict.fromkeys(("trial", "kind"), "both, for example trial=ddp,kind=hang")
-        values = read_pairs(VARIABLE, text, _KEYS, required=example)
-        rank = values.pop("rank", None)
-        if rank is not None and not rank.isdecimal():
-            raise UsageError(f"{VARIABLE}: rank={rank} is not valid; give the number of a rank")
-        return cls(**values, rank=None if rank is None else int(rank))
+        return read_spec(cls, VARIABLE, text, allowed={"trial": tuple(_KINDS)}, least={"rank": 0}, required=example)
 
     def of(self, trial: str) -> dict[str, Any] | None:
         """The fault as the child of a trial takes it; None where it is for another trial."""
@@ -136,11 +424,6 @@ class PreflightFault:
         first = "copying" if trial == "pairs" else "summing"
         where = self.where or (first if self.kind in ENDINGS else "")
         return {"kind": self.kind, "where": where} | ({} if self.rank is None else {"rank": self.rank})
-
-    def text(self) -> str:
-        """As it was asked for."""
-        given = {"trial": self.trial, "kind": self.kind, "where": self.where, "rank": self.rank}
-        return ",".join(f"{key}={value}" for key, value in given.items() if value not in ("", None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,10 +500,10 @@ def run(
     harmed = fault if fault is not None and fault.trial == "ranks" else None
     while harmed and harmed.kind == "absent" and rank == (world - 1 if harmed.rank is None else harmed.rank):
         time.sleep(0.2)
-    meeting.make_place(place)
+    make_place(place)
     (place / f"left-{rank}").unlink(missing_ok=True)  # of a job that was killed here
-    mine = {"rank": rank, "pid": os.getpid(), "born": meeting.born(os.getpid()), "device": dict(device)}
-    meeting.write(place / f"rank-{rank}", mine)
+    mine = {"rank": rank, "pid": os.getpid(), "born": born(os.getpid()), "device": dict(device)}
+    write_note(place / f"rank-{rank}", mine)
     ranks = range(rank // here * here, rank // here * here + here)
     try:
         members = _meet(place, ranks, world, meet_s)
@@ -238,7 +521,7 @@ def run(
         raise StallError(said["error"])
     choice = GradSyncChoice(**{**said, "evidence": tuple(said["evidence"])})
     seconds = time.monotonic() - began
-    return Preflight(asked=asked, choice=choice, seconds=seconds, fault=fault.text() if fault else "")
+    return Preflight(asked=asked, choice=choice, seconds=seconds, fault=environ.get(VARIABLE, "").strip())
 
 
 def _try_and_tell(place: Path, devices: Sequence[Mapping[str, Any]], **wanted: Any) -> dict[str, Any]:
@@ -247,7 +530,7 @@ def _try_and_tell(place: Path, devices: Sequence[Mapping[str, Any]], **wanted: A
         said = try_machine(devices, **wanted).to_dict()
     except TuneError as error:
         said = {"error": str(error)}
-    meeting.write(place / "choice", {"pid": os.getpid(), "choice": said})
+    write_note(place / "choice", {"pid": os.getpid(), "choice": said})
     return said
 
 
@@ -255,8 +538,8 @@ def _leave(place: Path, rank: int, ranks: range) -> None:
     """This rank has heard all; the last one takes the directory away."""
     with contextlib.suppress(OSError):
         (place / f"left-{rank}").touch()
-    files = {other: meeting.read(place / f"rank-{other}") for other in ranks if not (place / f"left-{other}").exists()}
-    if not any(said is not None and meeting.is_alive(said["pid"], said["born"]) for said in files.values()):
+    files = {other: read_note(place / f"rank-{other}") for other in ranks if not (place / f"left-{other}").exists()}
+    if not any(said is not None and is_alive(said["pid"], said["born"]) for said in files.values()):
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -266,8 +549,8 @@ def _meet(place: Path, ranks: range, world: int, limit_s: float) -> list[dict[st
     found: dict[int, dict[str, Any]] = {}
     while missing := [rank for rank in ranks if rank not in found]:
         for rank in missing:
-            said = meeting.read(place / f"rank-{rank}")
-            if said is not None and meeting.is_alive(said["pid"], said["born"]):
+            said = read_note(place / f"rank-{rank}")
+            if said is not None and is_alive(said["pid"], said["born"]):
                 found[rank] = said
         if time.monotonic() > ends_at:
             raise StallError(
@@ -284,8 +567,8 @@ def _hear(place: Path, first: Mapping[str, Any], limit_s: float) -> dict[str, An
     who, ends_at = f"rank {first['rank']} (process {first['pid']})", time.monotonic() + limit_s
     try:
         while True:
-            alive = meeting.is_alive(first["pid"], first["born"])  # before its file is looked for
-            told = meeting.read(place / "choice")
+            alive = is_alive(first["pid"], first["born"])  # before its file is looked for
+            told = read_note(place / "choice")
             if told is not None and told["pid"] == first["pid"]:
                 return dict(told["choice"])
             if not alive:
@@ -302,7 +585,7 @@ def _hear(place: Path, first: Mapping[str, Any], limit_s: float) -> dict[str, An
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
         # A launcher whose rank has died asks the others to end: what they waited for says why.
-        if meeting.is_alive(first["pid"], first["born"]):
+        if is_alive(first["pid"], first["born"]):
             raise
         raise StallError(f"{who} ended while it tried the cards for the preflight; start the job again") from None
 
@@ -440,3 +723,7 @@ def choose(
         return GradSyncChoice(way="one_card", reason=against[0], evidence=evidence, shown=False)
     reason = f"the trials say nothing about these cards: {[*untried, 'there was no time for any'][0]}"
     return GradSyncChoice(way=otherwise, reason=reason, evidence=evidence, shown=False)
+
+
+if __name__ == "__main__":
+    sys.exit(answer(_measure))

@@ -25,9 +25,18 @@ from torch import Tensor
 
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import gb_per_s
-from hf_rocm_tune.transfer.damage import PIECE_WORDS, POISON, Damage, examine, fill_with_pattern, pattern
+from hf_rocm_tune.transfer.damage import (
+    PIECE_WORDS,
+    POISON,
+    Copies,
+    Damage,
+    copies_for,
+    examine,
+    fill_with_pattern,
+    pattern,
+    wait_for,
+)
 from hf_rocm_tune.transfer.raw_bytes import as_bytes
-from hf_rocm_tune.transfer.raw_copies import Copies, copies_for, wait_for
 
 SIZES = (4 << 10, 512 << 10, (1 << 20) - 4, (1 << 20) + 4, 64 << 20, 1 << 30)
 """Bytes: on both sides of the threshold, a page, and what weights have."""

@@ -32,8 +32,8 @@ from typing import Any, NoReturn
 import psutil
 
 from hf_rocm_tune.errors import StallError
-from hf_rocm_tune.ranks import meeting, stall_report
-from hf_rocm_tune.ranks.stall_report import Rank, process_state
+from hf_rocm_tune.ranks import stall_report
+from hf_rocm_tune.ranks.stall_report import Rank, born, is_alive, make_place, process_state, read_note, write_note
 
 _TICK_SECONDS = 3.0
 """A rank that has not ticked for so long is not waited for."""
@@ -84,7 +84,7 @@ class Standing:
     @property
     def alive(self) -> bool:
         """Whether its process still runs."""
-        return meeting.is_alive(self.pid, self.born)
+        return is_alive(self.pid, self.born)
 
     @property
     def can_answer(self) -> bool:
@@ -111,14 +111,14 @@ class Board:
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory, self.rank = directory, rank
-        self._born = meeting.born(os.getpid())
+        self._born = born(os.getpid())
         self._file = self._open()
         self.show(tick=0, silent_s=0.0, overdue=False)
         self.mark("at the start")
 
     def _open(self) -> int:
         for attempt in range(_TRIES):
-            meeting.make_place(self._directory)
+            make_place(self._directory)
             try:
                 return os.open(self._of(self.rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:  # the last rank to leave has just taken it away
@@ -164,11 +164,11 @@ class Board:
 
     def state(self, statement: Mapping[str, Any]) -> None:
         """Leave this rank's statement, in place of an earlier one."""
-        meeting.write(self._directory / f"statement-{self.rank}", statement)
+        write_note(self._directory / f"statement-{self.rank}", statement)
 
     def statement(self, rank: int) -> dict[str, Any] | None:
         """What a rank has stated."""
-        return meeting.read(self._directory / f"statement-{rank}")
+        return read_note(self._directory / f"statement-{rank}")
 
     def finish(self) -> None:
         """Let those that answered go."""
@@ -338,7 +338,7 @@ class Watchdog:
         ended = [rank.pid for rank in mute if rank.pid in alive]
         below = [child for pid in [*ended, os.getpid()] for child in descendants(pid)]
         stuck = [pid for pid in [*ended, *below] if (state := process_state(pid)) is not None and state.state == "D"]
-        processes = [(pid, alive.get(pid) or meeting.born(pid)) for pid in stuck]
+        processes = [(pid, alive.get(pid) or born(pid)) for pid in stuck]
         if self._board is not None:
             self._board.finish()
             self._board.leave(without=ended)
@@ -400,7 +400,7 @@ def _kill(pids: Iterable[int]) -> None:
 def _wait_until_gone(processes: list[tuple[int, float]], seconds: float) -> list[int]:
     """Wait for processes to end; those that have not."""
     deadline = time.monotonic() + seconds
-    while left := [pid for pid, since in processes if meeting.is_alive(pid, since)]:
+    while left := [pid for pid, since in processes if is_alive(pid, since)]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)

@@ -20,22 +20,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
-from hf_rocm_tune.machine.variables import read_pairs
+from hf_rocm_tune.machine.variables import read_spec
 from hf_rocm_tune.transfer import TransferReport, tree_tensors
 
 CRASH_VARIABLE = "HF_ROCM_TUNE_CRASH"
 STEP_VARIABLE = "HF_ROCM_TUNE_STEP_FAULT"
 # The underscore keeps it out of transformers' uploads, which ignore "_*".
 COUNT_FILE = "_crashes.json"
-
-Spec = TypeVar("Spec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +63,7 @@ class CrashSpec:
             UsageError: names the key that is unknown, given twice, missing or has a wrong value, and what is valid.
         """
         kinds = {"kind": tuple(_CRASHES), "at": ("start", "step", "save")}
-        return _parse(cls, text, CRASH_VARIABLE, kinds, {"step": 1, "times": 1, "rank": 0})
+        return read_spec(cls, CRASH_VARIABLE, text, allowed=kinds, least={"step": 1, "times": 1, "rank": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,34 +97,13 @@ class StepFaultSpec:
         """Read ``key=value`` pairs joined by commas; raises as `CrashSpec.parse`."""
         kinds = {"kind": ("oom", "nan"), "where": ("forward", "backward")}
         least = {"rows": 0, "tokens": 0, "rank": 0, "first": 1, "count": 1}
-        found = _parse(cls, text, STEP_VARIABLE, kinds, least)
-        if not 0 <= found.rate <= 1:
-            raise UsageError(f"{STEP_VARIABLE}: rate={found.rate} is not valid; expected a number from 0 to 1")
-        return found
+        return read_spec(cls, STEP_VARIABLE, text, allowed=kinds, least=least)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> StepFaultSpec | None:
         """What `HF_ROCM_TUNE_STEP_FAULT` asks for; None when it is unset or empty. Raises as `parse`."""
         text = environ.get(STEP_VARIABLE, "").strip()
         return cls.parse(text) if text else None
-
-
-def _parse(
-    spec: type[Spec], text: str, variable: str, allowed: Mapping[str, tuple[str, ...]], least: Mapping[str, int]
-) -> Spec:
-    hints, values = get_type_hints(spec), dict[str, Any]()
-    kind = f"kind= one of {' '.join(allowed['kind'])}"
-    for key, value in read_pairs(variable, text, hints, required={"kind": kind}).items():
-        read = float if hints[key] is float else str if key in allowed else int
-        try:
-            values[key] = read(value)
-        except ValueError:
-            raise UsageError(f"{variable}: {key}={value} is not valid; expected a number") from None
-        if key in allowed and value not in allowed[key]:
-            raise UsageError(f"{variable}: {key}={value} is not valid; expected one of {' '.join(allowed[key])}")
-        if key in least and values[key] < least[key]:
-            raise UsageError(f"{variable}: {key}={value} is not valid; expected a whole number from {least[key]} on")
-    return spec(**values)
 
 
 # ---- crashes ------------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from hf_rocm_tune.redaction import redact_json
 from hf_rocm_tune.training.supervised import is_supervised, survival
 from hf_rocm_tune.training.telemetry import describe_device
 from hf_rocm_tune.transfer import STAGES, TransferReport
-from hf_rocm_tune.transfer.digest_device import device_method
-from hf_rocm_tune.transfer.digest_host import host_method
+from hf_rocm_tune.transfer.digest import device_method, host_method
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 
 if TYPE_CHECKING:

@@ -1,21 +1,19 @@
 """Verified transfers to the device: every byte is digested at its source and again where it will be read.
 
-Reading order: `mover` (the door), `shipment` (packing and sending), `ring`, `digest`, `ladder`, `damage`, then the
-backends: `backend` (the interface, plain CPU), `accelerator` (HIP and CUDA), `faults` (faults on purpose).
+Reading order: `mover` (the only way to the device), `copies` (staging memory, packing, sending, bringing back),
+`digest`, `ladder` (what follows a mismatch), `damage`, `backend` (CPU; HIP and CUDA), `faults`, `redirect`.
 """
 
 from __future__ import annotations
 
-from hf_rocm_tune.transfer.accelerator import AcceleratorBackend
-from hf_rocm_tune.transfer.backend import Backend, HostBackend
+from hf_rocm_tune.transfer.backend import AcceleratorBackend, Backend, HostBackend
+from hf_rocm_tune.transfer.copies import Ring, TransferSettings
 from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, combine, digest, digest_on_device
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.mover import Mover, was_verified
+from hf_rocm_tune.transfer.raw_bytes import map_tensors, named_tensors, tree_tensors
 from hf_rocm_tune.transfer.redirect import redirected
 from hf_rocm_tune.transfer.report import STAGES, TransferReport, gb_per_s
-from hf_rocm_tune.transfer.ring import Ring
-from hf_rocm_tune.transfer.settings import TransferSettings
-from hf_rocm_tune.transfer.tree import map_tensors, tree_tensors
 
 __all__ = [
     "STAGES",
@@ -35,6 +33,7 @@ __all__ = [
     "digest_on_device",
     "gb_per_s",
     "map_tensors",
+    "named_tensors",
     "redirected",
     "tree_tensors",
     "was_verified",

@@ -1,24 +1,27 @@
-"""How bytes that were read differ from what they should be: where, how much, and what is there instead.
+"""How bytes that were read differ from what they should be; and what checks send to find that out.
 
-Bytes are compared as integers, all of them. `Diagnosis` describes the shipments of a run in the same terms.
+Checks (the doctor's, the preflight's) put torch's own copies to the test, not verified and not staged by us; faults can
+be put into these, too (`FaultyCopies`).
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.transfer.backend import Backend
-from hf_rocm_tune.transfer.raw_bytes import gather
-from hf_rocm_tune.transfer.shipment import Parcel, Shipment
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, typed_view
+
+POISON = 0xA5
+"""Byte with which memory is filled before bytes are sent again: what is still there never arrived."""
+ALIGNMENTS = (20 << 20, 2 << 20, 64 << 10, 4 << 10, 256, 64, 4, 1)
 
 _SLAB_BYTES = 4 << 20
 _SHOWN_BYTES = 16
+_JOINED_GAP = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class Damage:
     Attributes:
         nbytes: bytes that were compared.
         wrong: how many of them are wrong.
-        first_offset: of the first.
+        first_offset: of the first of them, in bytes.
         length: bytes of the first wrong run; right bytes between wrong ones count when fewer than 64 stand together.
         alignment: the largest of 20 MiB, 2 MiB, 64 KiB, 4 KiB, 256, 64, 4, 1 bytes that divides the offset; of offset
             0, that divides the length.
@@ -52,7 +55,10 @@ class Damage:
 
     @property
     def kind(self) -> str:
-        """``zeros``, ``poison``, ``stale`` or ``bit_flip`` where all wrong bytes are that; ``mixed``, ``other``."""
+        """``zeros``, ``poison``, ``stale`` or ``bit_flip`` where all wrong bytes are that; ``mixed``, ``other``;
+        ``late`` where none is wrong any more."""
+        if not self.wrong:
+            return "late"
         if self.wrong == self.flips and self.wrong <= 2:
             return "bit_flip"  # before the others, which a single flipped bit may happen to look like
         for kind in ("zeros", "poison", "stale"):
@@ -81,7 +87,7 @@ def examine(found: Tensor, right: Tensor, *, earlier: Tensor | None = None) -> D
         read, wanted = found[start : start + _SLAB_BYTES], right[start : start + _SLAB_BYTES]
         wrong = read != wanted
         if open_run:
-            begin, last, goes_on = first_run(wrong, already_in_one=first >= 0)
+            begin, last, goes_on = _first_run(wrong, already_in_one=first >= 0)
             if last > begin:
                 first = start + begin if first < 0 else first
                 end = start + last
@@ -116,160 +122,7 @@ def _counts(read: Tensor, wanted: Tensor, wrong: Tensor, earlier: Tensor | None)
     return torch.stack([wrong.sum(), zeros.sum(), poison.sum(), stale, one_bit.sum()])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Where and how received bytes differ from what was sent, and what is known to cause that.
-
-POISON = 0xA5
-"""Byte with which memory is filled before bytes are sent again: what is still there never arrived."""
-ALIGNMENTS = (20 << 20, 2 << 20, 64 << 10, 4 << 10, 256, 64, 4, 1)
-
-_READ_BYTES = 4 << 20
-_JOINED_GAP = 64
-_REMEMBERED_BYTES = 64 << 10
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first run of wrong bytes in a tensor.
-
-    Attributes:
-        first_offset: byte offset in the tensor.
-        length: bytes of the run; right bytes between wrong ones count when fewer than 64 stand together.
-        alignment: the largest of 20 MiB, 2 MiB, 64 KiB, 4 KiB, 256, 64, 4, 1 bytes that divides the offset.
-        kind: what is there instead: ``zeros``, ``poison``, ``stale`` (an earlier transfer's bytes), ``bit_flip``,
-            ``other``; ``late`` when the bytes were right when read again.
-        found: the first bytes found there, in hexadecimal.
-    """
-
-    first_offset: int
-    length: int
-    alignment: int
-    kind: str
-    found: str
-
-
-LATE = Difference(0, 0, ALIGNMENTS[0], "late", "")
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A likely cause with its public source."""
-
-    kinds: tuple[str, ...]
-    text: str
-    source: str
-    least_alignment: int = 1
-
-
-CAUSES = (
-    Cause(
-        ("zeros",),
-        "virtual-memory mapping (expandable_segments or a stream-ordered allocator): whole segments read as zeros",
-        "ROCm/ROCm#6603, rocm-systems#10943",
-        least_alignment=4 << 10,
-    ),
-    Cause(("zeros", "poison", "late"), "fresh mapping visible late, stores lost", "rocm-systems#11693"),
-    Cause(("zeros",), "page-locked memory allocated and freed by many processes at once", "rocm-systems#5815"),
-    Cause(("stale",), "staging memory rewritten before its copy had ended", "pytorch/tutorials#3261"),
-    Cause(("stale", "late", "other"), "memory used on another stream without a wait", "ComfyUI#10501"),
-    Cause(("other",), "kernel and driver mix that is not supported", "ROCm/ROCm#6123"),
-    Cause(
-        ("bit_flip", "other"),
-        "marginal hardware: overclocking, undervolting, riser; GDDR6 has no ECC",
-        "rocm-libraries#12344",
-    ),
-)
-"""Of host-to-device transfers: what is found at the destination, and what has been seen to cause it."""
-
-HOST_CAUSES = (
-    Cause(("bit_flip", "other", "zeros", "poison", "stale", "late"), "marginal hardware", "rocm-libraries#12344"),
-)
-
-
-def likely_causes(difference: Difference, device_type: str) -> list[str]:
-    """Causes that fit, the source in brackets. A plain-CPU run has none of an accelerator's."""
-    rows = HOST_CAUSES if device_type == "cpu" else CAUSES
-    return [
-        f"{row.text} ({row.source})"
-        for row in rows
-        if difference.kind in row.kinds and difference.alignment >= row.least_alignment
-    ]
-
-
-class Examiner:
-    """Looks at what arrived. Remembers the beginnings of recent transfers, to tell stale bytes from others."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._recent: deque[Tensor] = deque(maxlen=32)
-        self._lock = threading.Lock()  # other threads send and remember while one looks at what went wrong
-
-    def remember(self, shipment: Shipment) -> None:
-        """Keep up to 64 KiB of each tensor of a shipment that arrived right."""
-        heads = [_head(parcel) for parcel in shipment.parcels if parcel.nbytes]
-        with self._lock:
-            self._recent.extend(heads)
-
-    def differences(self, shipment: Shipment, buffer: Tensor) -> list[tuple[Parcel, Difference]]:
-        """The tensors that are wrong in device memory. Never empty: if all is right now, it arrived late."""
-        wrong = []
-        for parcel in shipment.parcels:
-            place = buffer[parcel.offset : parcel.offset + parcel.nbytes]
-            if not parcel.nbytes:
-                continue
-            if self._backend.digest(place, parcel.offset // 4).result() != parcel.digest:
-                wrong.append((parcel, self._first_difference(shipment, parcel, place) or LATE))
-        return wrong or [(shipment.parcels[0], LATE)]
-
-    def _first_difference(self, shipment: Shipment, parcel: Parcel, place: Tensor) -> Difference | None:
-        first, end = -1, -1
-        runs: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, parcel.nbytes, _READ_BYTES):
-            stop = min(start + _READ_BYTES, parcel.nbytes)
-            found = self._backend.read_back(place[start:stop])
-            expected = torch.empty_like(found)
-            gather(parcel.source, start, stop, expected)
-            begin, last, goes_on = first_run(found != expected, already_in_one=first >= 0)
-            if last > begin:
-                first = start + begin if first < 0 else first
-                end = start + last
-                runs.append((found[begin:last], expected[begin:last]))
-            if first >= 0 and not goes_on:
-                break
-        if first < 0:
-            return None
-        found = torch.cat([run for run, _ in runs])
-        flipped = sum(int(byte).bit_count() for run, right in runs for byte in (run ^ right)[:16].tolist())
-        kind = self._kind(shipment, parcel, first, found, flipped)
-        alignment = next(size for size in ALIGNMENTS if first % size == 0)
-        return Difference(first, end - first, alignment, kind, bytes(found[:16].tolist()).hex())
-
-    def _kind(self, shipment: Shipment, parcel: Parcel, first: int, found: Tensor, flipped: int) -> str:
-        if not found.any():
-            return "zeros"
-        if found.numel() == 1 and flipped == 1:
-            return "bit_flip"  # before poison, which a single flipped bit may happen to look like
-        if bool((found == POISON).all()):
-            return "poison"
-        siblings = (_head(other) for other in shipment.parcels if other is not parcel)
-        with self._lock:
-            recent = list(self._recent)
-        for head in itertools.chain(recent, siblings):
-            earlier = head[first : first + found.numel()]
-            if earlier.numel() >= 8 and torch.equal(earlier, found[: earlier.numel()]):
-                return "stale"
-        return "other"
-
-
-def _head(parcel: Parcel) -> Tensor:
-    end = min(parcel.nbytes, _REMEMBERED_BYTES)
-    with torch.inference_mode(False):
-        head = torch.empty(end, dtype=torch.uint8)
-    gather(parcel.source, 0, end, head)
-    return head
-
-
-def first_run(wrong: Tensor, *, already_in_one: bool) -> tuple[int, int, bool]:
+def _first_run(wrong: Tensor, *, already_in_one: bool) -> tuple[int, int, bool]:
     """(begin, end, may go on behind it) of the first run in a bool mask; it begins at 0 when already in one."""
     places = wrong.nonzero().flatten()
     if not places.numel() or (already_in_one and int(places[0]) > _JOINED_GAP):
@@ -279,8 +132,7 @@ def first_run(wrong: Tensor, *, already_in_one: bool) -> tuple[int, int, bool]:
     return 0 if already_in_one else int(places[0]), end, not breaks.numel() and wrong.numel() - end <= _JOINED_GAP
 
 
-# ----------------------------------------------------------------------------------------------------
-# Bytes of which each tells where it belongs: what checks send, and what memory must go on holding.
+# ---- bytes of which each tells where it belongs -------------------------------------------------------------
 #
 # A constant, or random bytes without a key, would not show that something came from the wrong place.
 
@@ -342,3 +194,93 @@ def _bytes(number: int, start: int, piece: Tensor, keep: int) -> Tensor:
     """What should stand in a piece that begins at byte `start`, a multiple of 4."""
     right = pattern(number, start // 4, -(-piece.numel() // 4), piece.device).view(torch.uint8)[: piece.numel()]
     return right if keep == 0xFF else right & keep
+
+
+# ---- torch's own copies, and faulty ones --------------------------------------------------------------------
+
+FAULTS = ("zeros", "zero_range", "flip", "stale", "drop", "unstable")
+"""What can be done to a copy: its destination zeroed wholly or from a 4 KiB boundary on, one bit flipped, the bytes of
+the copy before it, no copy at all, or other wrong bytes each time."""
+
+_RANGE_BYTES = 4096
+
+
+class Copies(Protocol):
+    """What copies."""
+
+    def copy(self, destination: Tensor, source: Tensor, *, what: str, non_blocking: bool = False) -> None:
+        """Copy as ``destination.copy_(source)`` does.
+
+        Args:
+            destination: written to.
+            source: of the same shape; any device, any dtype, any strides.
+            what: the case that this copy belongs to, in words.
+            non_blocking: as torch's.
+        """
+
+
+class RawCopies:
+    """As they are."""
+
+    def copy(self, destination: Tensor, source: Tensor, *, what: str, non_blocking: bool = False) -> None:
+        """See `Copies`."""
+        destination.copy_(source, non_blocking=non_blocking)
+
+
+class FaultyCopies:
+    """Copies that go wrong on purpose.
+
+    Args:
+        kind: one of `FAULTS`.
+        where: only copies whose case has this text in its words.
+    """
+
+    def __init__(self, kind: str, where: str = "") -> None:
+        assert kind in FAULTS, kind
+        self._kind, self._where = kind, where
+        self._earlier: Tensor | None = None
+        self._count = 0
+
+    def copy(self, destination: Tensor, source: Tensor, *, what: str, non_blocking: bool = False) -> None:
+        """See `Copies`."""
+        hit = self._where in what and destination.numel() > 0
+        if not (hit and self._kind == "drop"):
+            destination.copy_(source, non_blocking=non_blocking)
+        if not hit or self._kind == "drop":
+            return
+        wait_for(destination)  # what is written here comes after the copy, whatever stream that used
+        data = as_bytes(destination.contiguous()).cpu().clone()
+        harmed = self._harmed(data)
+        destination.copy_(typed_view(harmed, 0, destination.dtype, destination.shape))
+        wait_for(destination)
+
+    def _harmed(self, data: Tensor) -> Tensor:
+        """The bytes that shall be there instead."""
+        harmed, third = data.clone(), data.numel() // 3
+        self._count += 1
+        if self._kind == "zeros":
+            harmed.zero_()
+        elif self._kind == "zero_range":
+            harmed[data.numel() // 2 // _RANGE_BYTES * _RANGE_BYTES :] = 0
+        elif self._kind == "flip":
+            harmed[third] ^= 4
+        elif self._kind == "unstable":
+            harmed[third:] ^= 1 + self._count % 255
+        elif self._earlier is not None:
+            size = min(self._earlier.numel(), data.numel())
+            harmed[:size] = self._earlier[:size]
+        self._earlier = data
+        return harmed
+
+
+def copies_for(request: Mapping[str, Any]) -> Copies:
+    """The copies that a request to a check asks for: faulty ones where its ``fault`` is one of ours."""
+    fault = request.get("fault") or {}
+    kind = fault.get("kind")
+    return FaultyCopies(kind, fault.get("where", "")) if kind in FAULTS else RawCopies()
+
+
+def wait_for(*tensors: Tensor) -> None:
+    """Wait until all that was queued on the devices of these tensors has ended."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)

@@ -29,29 +29,42 @@ regular distances) have no better odds here, because ``h`` is not linear. Nothin
 
 It is additive: the digest of a range taken with its `word_offset` adds up with its neighbours'. The sums come out the
 same however the range is split, as long as every piece but the last is a multiple of 4 bytes.
+
+Three ways compute it, bit-identical; each is used once it has given the same sums as plain torch (`device_method`,
+`host_method`): Triton on an accelerator (`digest_triton`), a small C function on the host, plain torch elsewhere.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.transfer.digest_device import digest_on_device
-from hf_rocm_tune.transfer.digest_host import host_sums
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather
 from hf_rocm_tune.transfer.report import count_crossing
 
-PIECE_BYTES = 256 << 10
-"""Bytes of a strided tensor that are gathered and digested at a time."""
-
-__all__ = ["Digest", "QueuedDigests", "combine", "digest", "digest_on_device", "digest_range", "from_sums"]
+BLOCK_WORDS = 1 << 16
+"""Words per block of the definition; also the host's working set: 256 KiB of input, 512 KiB of table."""
+PIECE_BYTES = 4 * BLOCK_WORDS
+"""Bytes that are gathered from a strided tensor, or digested by plain torch on the host, at a time."""
+CHUNK_BLOCKS = 64
+"""Blocks that plain torch digests in one go on a device: 16 MiB of input, two temporaries of 32 MiB."""
 
 _M64 = 0xFFFFFFFFFFFFFFFF
+T = TypeVar("T", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -172,20 +185,309 @@ def digest_range(
 
 
 def _digest_gathered(tensor: Tensor, start: int, stop: int, word_offset: int) -> Iterator[Digest]:
-    """Digests of consecutive pieces of a strided tensor, each gathered into the thread's own memory."""
+    """Digests of consecutive pieces of a strided tensor."""
+    with torch.inference_mode(False):
+        memory = torch.empty(min(PIECE_BYTES, stop - start), dtype=torch.uint8)
     for position in range(start, stop, PIECE_BYTES):
-        end = min(stop, position + PIECE_BYTES)
-        piece = _gathered.memory[: end - position]
-        gather(tensor, position, end, piece)
-        yield digest_range(piece, 0, end - position, word_offset=word_offset + (position - start) // 4)
+        piece = memory[: min(stop - position, PIECE_BYTES)]
+        gather(tensor, position, position + piece.numel(), piece)
+        yield digest_range(piece, 0, piece.numel(), word_offset=word_offset + (position - start) // 4)
 
 
-class _Gathered(threading.local):
-    """Memory of one thread, made once, when the thread first digests a strided tensor."""
-
-    def __init__(self) -> None:
-        with torch.inference_mode(False):
-            self.memory = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+# ---- the weights h(i) = A(lo) * m(b) + c(b), in plain integers and in torch --------------------------------
 
 
-_gathered = _Gathered()
+def mix(x: T) -> T:
+    """Wellons' lowbias32 on a number below 2^32, or on an int64 tensor of such; the same bits in both."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def block_factor(block: T) -> T:
+    """``m(b)``."""
+    return (mix((block + 1) & 0xFFFFFFFF) << 32) + 1
+
+
+def block_term(block: T) -> T:
+    """``c(b)``."""
+    return (mix((block + (1 << 31)) & 0xFFFFFFFF) << 32) + (block << 16)
+
+
+class _Once:
+    """Results of a function by its arguments, each made once, whatever the threads."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self.known: dict[Hashable, Any] = {}
+
+    def __call__(self, *key: Hashable) -> Any:
+        if key not in self.known:
+            with self._lock:
+                if key not in self.known:
+                    self.known[key] = self._make(*key)
+        return self.known[key]
+
+
+@_Once
+def place_weights(device: torch.device) -> Tensor:
+    """``A`` as int64[BLOCK_WORDS], computed on the device itself: no table crosses the link that is being checked."""
+    with torch.inference_mode(False):
+        low = torch.arange(BLOCK_WORDS, dtype=torch.int64, device=device)
+        lower = (mix(low + BLOCK_WORDS) & 0xFFFF0000) | low
+        table = (mix(low + 1) << 32) | lower
+    if device.type == "cuda":
+        # Once: other streams use the table too, and have nothing else that makes them wait for it.
+        torch.cuda.current_stream(device).synchronize()
+    return table
+
+
+# ---- on a device --------------------------------------------------------------------------------------------
+
+Sums = Callable[[Tensor, int], Tensor]
+"""uint8[n] and a word offset to int64[2]: ``s1`` and ``s2`` as two's complement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigestMethod:
+    """How digests are computed, and the reason in words for a report."""
+
+    name: str
+    reason: str
+
+
+def digest_on_device(tensor: Tensor, word_offset: int = 0) -> Tensor:
+    """Digest on the tensor's own device and current stream; nothing is waited for, but once for the choice of a method.
+
+    Returns:
+        int64[2] on the tensor's device: ``s1`` and ``s2`` as two's complement.
+    """
+    flat = as_bytes(tensor if tensor.is_contiguous() else tensor.detach().contiguous())
+    sums: Tensor = _chosen(flat.device)[0](flat, word_offset)
+    return sums
+
+
+def device_method(device: torch.device) -> DigestMethod:
+    """Which method `digest_on_device` uses for tensors of `device`, and why; tries the kernel when it must."""
+    method: DigestMethod = _chosen(device)[1]
+    return method
+
+
+@_Once
+def _chosen(device: torch.device) -> tuple[Sums, DigestMethod]:
+    if device.type != "cuda":
+        return _plain(f"Triton has no kernels for {device.type}")
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        return _plain("TRITON_INTERPRET=1 would run the kernel on the host")
+    try:
+        from hf_rocm_tune.transfer.digest_triton import triton_sums
+    except ImportError as error:
+        return _plain(f"Triton cannot be imported: {error}")
+    try:
+        differs = _differs(triton_sums, device)
+    # Whatever Triton raises (no C compiler, an architecture that it does not know, a driver that it does not find):
+    # plain torch gives the same digest, and the reason is kept.
+    except Exception as error:
+        return _plain(f"Triton cannot run the kernel: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    if differs:
+        return _plain(f"the Triton kernel gave other sums than plain torch {differs}")
+    return triton_sums, DigestMethod(name="triton", reason="gives the same sums as plain torch on this device")
+
+
+def _plain(reason: str) -> tuple[Sums, DigestMethod]:
+    return torch_sums, DigestMethod(name="torch", reason=reason)
+
+
+def _differs(sums: Sums, device: torch.device) -> str:
+    """Where `sums` and plain torch differ on `device`; empty when they agree. Waits for the device."""
+    data = place_weights(device).view(torch.uint8)
+    for start, stop, offset in ((0, data.numel() - 5, 0), (16, 4003, 70001), (3, 1000, 0)):
+        piece = data[start:stop]
+        if not torch.equal(sums(piece, offset), torch_sums(piece, offset)):
+            return f"for {stop - start} bytes at word {offset}"
+    return ""
+
+
+def torch_sums(flat: Tensor, word_offset: int) -> Tensor:
+    """The digest of uint8[n] in plain torch, for any device."""
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    table = place_weights(flat.device)
+    position, index = 0, word_offset
+    while position < flat.numel():
+        low = index % BLOCK_WORDS
+        room = BLOCK_WORDS - low if low else BLOCK_WORDS * CHUNK_BLOCKS
+        piece = flat[position : position + 4 * room]
+        words = _words(piece)
+        whole = words.numel() // BLOCK_WORDS if low == 0 else 0
+        if whole:
+            body = words[: whole * BLOCK_WORDS].view(whole, BLOCK_WORDS)
+            sums += _reduce_rows(body, table, index // BLOCK_WORDS)
+        rest = words[whole * BLOCK_WORDS :]
+        if rest.numel():
+            sums += _reduce_rows(rest[None], table[low : low + rest.numel()], index // BLOCK_WORDS + whole)
+        position += 4 * room
+        index += room
+    return sums
+
+
+def _words(piece: Tensor) -> Tensor:
+    """uint8[n] to int64[ceil(n / 4)] in 0 .. 2^32 - 1."""
+    padding = -piece.numel() % 4
+    if padding:
+        piece = torch.nn.functional.pad(piece, (0, padding))
+    elif piece.storage_offset() % 4 or piece.data_ptr() % 4:
+        piece = piece.clone()
+    return piece.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
+
+
+def _reduce_rows(words: Tensor, table: Tensor, first_block: int) -> Tensor:
+    """int64[2] of rows that are consecutive blocks, or parts that start at the same place in their block."""
+    totals = words.sum(1)
+    weighted = (words * table).sum(1)
+    blocks = torch.arange(first_block, first_block + words.shape[0], dtype=torch.int64, device=words.device)
+    return torch.stack((totals.sum(), (weighted * block_factor(blocks) + totals * block_term(blocks)).sum()))
+
+
+# ---- on the host --------------------------------------------------------------------------------------------
+#
+# A C function is compiled at first use by the system's compiler, for this very processor, into the user's cache
+# directory; without one plain torch does the same. The library is named by its source and the processor, so neither an
+# update nor a home directory shared between machines can bring up one that does not fit.
+#
+# Measured with `python benchmarks/digest_host.py --mib 256 --rounds 9` on two cores of an AMD EPYC (AVX-512) that other
+# programs used as well; GB/s, median: C 11.9, NumPy (best of six ways) 5.3, reading alone 20.3. Numba gave 14.2 and
+# would bring LLVM into every installation. A second thread gained nothing, and the callers run beside each other
+# already; a copy made on the way is worth several where it is large, since it writes too.
+
+HostSums = Callable[[Tensor, int, Tensor | None], tuple[int, int]]
+"""As `host_sums`."""
+NativeSums = Callable[[int, int | None, int, int, int, int], tuple[int, int]]
+"""Address, address of a copy to be made or None, bytes, index of the first word, address of the table and threads to
+``(s1, s2)`` modulo 2^64."""
+BYTES_A_THREAD = 4 << 20
+THREADS = 4
+SOURCE = Path(__file__).with_name("digest_host.c")
+FLAGS = ("-O3", "-march=native", "-pthread", "-shared", "-fPIC")
+COMPILE_SECONDS = 60
+
+
+def host_sums(flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
+    """The digest's two sums modulo 2^64, and a copy of the bytes in the same pass over them.
+
+    Args:
+        flat: uint8[n], contiguous, on the host.
+        index: that of its first word.
+        copy_to: uint8[n], contiguous, on the host, apart from `flat`; None for no copy.
+    """
+    sums: tuple[int, int] = _chosen_on_host()[0](flat, index, copy_to)
+    return sums
+
+
+def host_method() -> DigestMethod:
+    """How `host_sums` computes, and why; compiles when it must."""
+    method: DigestMethod = _chosen_on_host()[1]
+    return method
+
+
+@_Once
+def _chosen_on_host() -> tuple[HostSums, DigestMethod]:
+    native, reason = load_native()
+    if native is None:
+        return plain_sums, DigestMethod(name="torch", reason=reason)
+    sums = with_table(native)
+    # Every place of a block, a start within one, the end of one, a tail, an odd address, a copy by threads.
+    data = place_weights(torch.device("cpu")).view(torch.uint8)
+    large = data.repeat(1 + 2 * BYTES_A_THREAD // data.numel())
+    for piece, index in ((data[:-5], 0), (data[3:4002], 2 * BLOCK_WORDS - 99), (large, 7)):
+        copy = ~piece
+        expected = plain_sums(piece, index)
+        if expected != sums(piece, index, None) or expected != sums(piece, index, copy) or not torch.equal(copy, piece):
+            return plain_sums, DigestMethod(name="torch", reason=f"other sums than plain torch when {reason}")
+    return sums, DigestMethod(name="native", reason=reason)
+
+
+def with_table(native: NativeSums) -> HostSums:
+    """The compiled function on tensors."""
+    table = place_weights(torch.device("cpu"))
+    threads = min(THREADS, len(os.sched_getaffinity(0)))
+
+    def sums(flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
+        if copy_to is None:
+            return native(flat.data_ptr(), None, flat.numel(), index, table.data_ptr(), 1)
+        assert copy_to.numel() == flat.numel()
+        wanted = min(threads, flat.numel() // BYTES_A_THREAD)
+        return native(flat.data_ptr(), copy_to.data_ptr(), flat.numel(), index, table.data_ptr(), wanted)
+
+    return sums
+
+
+def plain_sums(flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
+    """The same as `host_sums` in plain torch, on pieces that stay in the cache."""
+    s1 = s2 = 0
+    for start in range(0, flat.numel(), PIECE_BYTES):
+        piece = flat[start : start + PIECE_BYTES]
+        plain, weighted = torch_sums(piece, index + start // 4).tolist()
+        s1, s2 = s1 + plain, s2 + weighted
+        if copy_to is not None:
+            copy_to[start : start + PIECE_BYTES].copy_(piece)
+    return s1 & _M64, s2 & _M64
+
+
+def cache_directory() -> Path:
+    """Where compiled libraries are kept: ``hf_rocm_tune`` in ``XDG_CACHE_HOME``, which is ``~/.cache`` by default."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_rocm_tune" / "native"
+
+
+def load_native() -> tuple[NativeSums | None, str]:
+    """The compiled function, unchecked, or None; and in words what it was compiled with, or why there is none."""
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    if compiler is None:
+        return None, "there is no C compiler (cc, or what CC names)"
+    try:
+        library = cache_directory() / f"digest-{_key(compiler)}.so"
+        if not library.exists():
+            _compile(compiler, library)
+        return _bind(library), f"compiled with {compiler} {' '.join(FLAGS)}"
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        return None, f"{compiler} failed: {lines[0][:200]}"
+    # A home that cannot be found, a directory that cannot be written, a library that cannot be loaded, a time-out.
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _key(compiler: str) -> str:
+    """Changes with the source, the flags, the compiler's path and the processor's instruction set."""
+    content = hashlib.sha256(SOURCE.read_bytes())
+    content.update(repr((FLAGS, compiler, platform.machine(), _instruction_set())).encode())
+    return content.hexdigest()[:24]
+
+
+def _instruction_set() -> list[str]:
+    """The lines of ``/proc/cpuinfo`` that decide what ``-march=native`` means, without repetition."""
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return sorted({line for line in lines if line.partition("\t")[0].partition(":")[0].strip() in names})
+
+
+def _compile(compiler: str, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+        fresh = Path(directory) / library.name
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh)]
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL)
+        fresh.replace(library)  # at once: other processes may be compiling, or loading, the same
+
+
+def _bind(library: Path) -> NativeSums:
+    function = ctypes.CDLL(str(library)).hf_rocm_tune_digest  # a CDLL's functions run without the interpreter's lock
+    pointer = ctypes.c_void_p
+    function.argtypes = (pointer, pointer, ctypes.c_uint64, ctypes.c_uint64, pointer, ctypes.c_int, pointer)
+    function.restype = None
+
+    def sums(address: int, copy: int | None, nbytes: int, index: int, table: int, threads: int) -> tuple[int, int]:
+        result = (ctypes.c_uint64 * 2)()
+        function(address, copy, nbytes, index, table, threads, result)
+        return result[0], result[1]
+
+    return sums

@@ -1,4 +1,4 @@
-"""The digest as one Triton kernel, for HIP and CUDA; the definition is in `digest`, the choice in `digest_device`.
+"""The digest as one Triton kernel, for HIP and CUDA; the definition and the choice are in `digest`.
 
 Work is laid out so that a word costs three multiplications and no table. A program owns ``TILE`` consecutive places of
 a block (256 KiB) and visits the same places of up to `MAX_BLOCKS` blocks. Every place keeps, over the blocks ``b``,

@@ -1,6 +1,7 @@
-"""What faults to inject, parsed from the text that a user or a test gives.
+"""Faults on purpose: ``HF_ROCM_TUNE_FAULT="kind=zero,rate=0.02,seed=7,persist=0"``, and a backend that makes them.
 
-``HF_ROCM_TUNE_FAULT="kind=zero,rate=0.02,seed=7,persist=0"``
+Everything above the backend runs unchanged, so a fault that goes by unseen here would go by unseen in a real run. A
+fault that would leave the bytes as they are (zeroing zeros, stale data that is equal) is not made and not counted.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ import os
 import random
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.variables import read_pairs
+from hf_rocm_tune.machine.variables import read_spec
 from hf_rocm_tune.transfer.backend import Backend, Label, Part, PendingDigest, Ticket
 from hf_rocm_tune.transfer.digest import Digest
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS, STAGES
@@ -57,15 +57,6 @@ class FaultSpec:
     first: int = 1
     count: int | None = None
 
-    def __post_init__(self) -> None:
-        _check("kind", self.kind, self.kind in KINDS, "one of " + " ".join(KINDS))
-        _check("rate", self.rate, 0 <= self.rate <= 1, "a number from 0 to 1")
-        _check(
-            "stage", self.stage, self.stage is None or self.stage in FAULT_STAGES, "one of " + " ".join(FAULT_STAGES)
-        )
-        _check("first", self.first, self.first >= 1, "a number from 1 on")
-        _check("count", self.count, self.count is None or self.count >= 1, "a number from 1 on")
-
     @classmethod
     def parse(cls, text: str) -> FaultSpec:
         """Read ``key=value`` pairs joined by commas.
@@ -73,14 +64,8 @@ class FaultSpec:
         Raises:
             UsageError: names the key that is unknown, given twice, missing or has a wrong value, and what is valid.
         """
-        values: dict[str, object] = {}
-        kind = f"kind= one of {' '.join(KINDS)}"
-        for key, value in read_pairs(VARIABLE, text, _READERS, required={"kind": kind}).items():
-            try:
-                values[key] = _READERS[key](value)
-            except ValueError:
-                raise UsageError(f"{VARIABLE}: {key}={value} is not valid; expected {_EXPECTED[key]}") from None
-        return cls(**values)  # type: ignore[arg-type]  # each value was read by its own key's reader
+        allowed = {"kind": KINDS, "stage": FAULT_STAGES}
+        return read_spec(cls, VARIABLE, text, allowed=allowed, least={"first": 1, "count": 1})
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> FaultSpec | None:
@@ -92,42 +77,6 @@ class FaultSpec:
         text = environ.get(VARIABLE, "").strip()
         return cls.parse(text) if text else None
 
-
-def _check(key: str, value: object, valid: bool, expected: str) -> None:
-    if not valid:
-        raise UsageError(f"{VARIABLE}: {key}={value} is not valid; expected {expected}")
-
-
-def _flag(value: str) -> bool:
-    if value not in ("0", "1"):
-        raise ValueError(value)
-    return value == "1"
-
-
-_READERS: dict[str, Callable[[str], object]] = {
-    "kind": str,
-    "rate": float,
-    "seed": int,
-    "persist": _flag,
-    "stage": str,
-    "tensor": str,
-    "first": int,
-    "count": int,
-}
-_EXPECTED = {
-    "rate": "a number from 0 to 1",
-    "seed": "a whole number",
-    "persist": "0 or 1",
-    "first": "a whole number from 1 on",
-    "count": "a whole number from 1 on",
-}
-
-
-# ----------------------------------------------------------------------------------------------------
-# A backend that harms copies on purpose, wrapped round a real one.
-#
-# Everything above the backend runs unchanged, so a fault that goes by unseen here would go by unseen in a real run. A
-# fault that would leave the bytes as they are (zeroing zeros, stale data that is equal) is not made and not counted.
 
 _REMEMBERED_BYTES = 4 << 20
 _REMEMBERED_PLANS = 4096
@@ -164,6 +113,8 @@ class FaultyBackend:
         self.inner, self.spec = inner, spec
         self.device, self.staging_grows = inner.device, inner.staging_grows
         self.default_slot_bytes = inner.default_slot_bytes
+        self.staging, self.allocate, self.follow = inner.staging, inner.allocate, inner.follow
+        self.read_back, self.hand_out = inner.read_back, inner.hand_out
         self.injected = 0
         self._lock = threading.RLock()
         self._matched = 0
@@ -172,15 +123,6 @@ class FaultyBackend:
         self._earlier: dict[int, list[Tensor]] = {}
         self._late: list[_Later] = []
         self._after: list[_Later] = []
-
-    def staging(self, nbytes: int) -> Tensor:
-        return self.inner.staging(nbytes)
-
-    def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
-        return self.inner.allocate(nbytes, long_lived=long_lived)
-
-    def follow(self, source: Tensor) -> None:
-        self.inner.follow(source)
 
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
         with self._lock:
@@ -214,12 +156,6 @@ class FaultyBackend:
             mine = [later for later in self._after if _same_storage(later.target, target)]
             self._after = [later for later in self._after if not _same_storage(later.target, target)]
         return _SpoiledAfterVerdict(self, pending, mine)
-
-    def read_back(self, target: Tensor) -> Tensor:
-        return self.inner.read_back(target)
-
-    def hand_out(self, buffer: Tensor, ticket: Ticket) -> None:
-        self.inner.hand_out(buffer, ticket)
 
     def close(self) -> None:
         with self._lock:

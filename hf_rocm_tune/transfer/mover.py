@@ -10,26 +10,84 @@ import time
 import weakref
 from collections import Counter
 from contextlib import AbstractContextManager
-from types import TracebackType
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.transfer.accelerator import AcceleratorBackend
-from hf_rocm_tune.transfer.backend import Backend, HostBackend, Label, Part
+from hf_rocm_tune.transfer.backend import Backend, Label, Part, backend_for
+from hf_rocm_tune.transfer.copies import ALIGNMENT, Fetched, Fetcher, Parcel, Ring, Sender, Shipment, TransferSettings
 from hf_rocm_tune.transfer.digest import Digest, QueuedDigests
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
-from hf_rocm_tune.transfer.fetch import Errand, Fetched, Fetcher
 from hf_rocm_tune.transfer.ladder import Ladder
-from hf_rocm_tune.transfer.raw_bytes import as_bytes, check_plain, storage_bytes, typed_view
-from hf_rocm_tune.transfer.registry import Entry, Registry
+from hf_rocm_tune.transfer.raw_bytes import (
+    as_bytes,
+    check_plain,
+    map_tensors,
+    named_tensors,
+    storage_bytes,
+    tree_tensors,
+    typed_view,
+)
 from hf_rocm_tune.transfer.report import TransferReport
-from hf_rocm_tune.transfer.ring import Ring
-from hf_rocm_tune.transfer.settings import TransferSettings
-from hf_rocm_tune.transfer.shipment import ALIGNMENT, Parcel, Sender, Shipment
-from hf_rocm_tune.transfer.tree import map_tensors, named_tensors, tree_tensors
+
+
+@dataclass
+class Entry:
+    """Provenance of one storage.
+
+    Attributes:
+        provenance: ``transferred`` (verified on the way), ``derived`` (computed from such), ``unverified``.
+        reason: why it counts as derived or unverified.
+        shipment: of a batch, for its sources and verdict; None for weights, whose host source is not kept.
+        digest: of all bytes of the storage, as they arrived or were computed; not known for batches.
+    """
+
+    provenance: str
+    reason: str | None = None
+    shipment: Shipment | None = None
+    digest: Digest | QueuedDigests | None = None
+
+    def known_digest(self) -> Digest | None:
+        """The digest; waits for one that is still queued."""
+        if isinstance(self.digest, QueuedDigests):
+            (self.digest,) = self.digest.result()
+        return self.digest
+
+
+class Registry:
+    """What is known of device tensors, by the storage that they share, without keeping them alive.
+
+    By storage, so that views, ``param.data = moved`` and a ``Parameter`` made from a moved tensor are known too, and a
+    new tensor that happens to get the same address is not. Each step is one dict operation, so it needs no lock, not
+    even in a weak reference's end.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], Entry]] = {}
+
+    def put(self, tensor: Tensor, entry: Entry) -> None:
+        """Remember `entry` for the storage of `tensor`, in place of what was known before."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._entries[key] = (weakref.ref(storage, partial(self._forget, key)), entry)
+
+    def get(self, tensor: Tensor) -> Entry | None:
+        """What is known of the storage of `tensor`; None for sparse tensors, which have none."""
+        if tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        reference, entry = self._entries.get(storage._cdata, (None, None))
+        return entry if reference is not None and reference() is storage else None
+
+    def _forget(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        known = self._entries.get(key)
+        if known is not None and known[0] is reference:
+            del self._entries[key]
+
 
 _live: weakref.WeakSet[Mover] = weakref.WeakSet()
 
@@ -67,14 +125,14 @@ class Mover:
     ) -> None:
         self.settings = settings or TransferSettings()
         self.report = report or TransferReport()
-        plain = backend or _backend_for(device)
+        plain = backend or backend_for(device)
         self._faulty = FaultyBackend(plain, faults) if faults else None
         self._backend: Backend = self._faulty or plain
         self.device = plain.device
         slot_bytes = self.settings.slot_bytes or plain.default_slot_bytes
         self._sender = Sender(self._backend, Ring(self._backend, slot_bytes=slot_bytes, slots=self.settings.slots))
         self._ladder = Ladder(self._backend, self._sender, self.settings, self.report)
-        self._fetcher = Fetcher(plain, self._faulty, self.settings, self.report)
+        self._fetcher = Fetcher(plain, self._faulty, self.settings, self.report, self._enter)
         self._registry = Registry()
         self.loaded: dict[tuple[str, str], Digest] = {}
         self._numbers = itertools.count()
@@ -103,7 +161,6 @@ class Mover:
             CorruptionError: it could not be brought over right (`SourceChangedError`: `tensor` changed meanwhile).
             UsageError: it is not a dense host tensor.
         """
-        self._check_open()
         self._check_host(tensor, name)
         shipment = self._new_shipment(stage, [Parcel(name, tensor, 0, source)])
         buffer = self._backend.allocate(shipment.nbytes, long_lived=True)
@@ -112,7 +169,7 @@ class Mover:
         with torch.inference_mode(False):
             moved = typed_view(buffer, 0, tensor.dtype, tensor.shape)
         arrived = shipment.parcels[0].digest
-        self._registry.put(moved, Entry("transferred", digest=arrived) if shipment.verify else _not_verified(self))
+        self._registry.put(moved, Entry("transferred", digest=arrived) if shipment.verify else self._not_verified())
         if source is not None and shipment.verify:
             self.loaded[source.rpartition("/")[2], name] = arrived
         return moved
@@ -129,22 +186,17 @@ class Mover:
         return self.move(tensor, name=name, stage=stage, source=source)
 
     def fetched(self, tensor: Tensor, *, name: str, stage: str) -> AbstractContextManager[Fetched]:
-        """The bytes of a tensor of this device on the host, verified, for the length of a block; see `transfer.fetch`.
+        """The bytes of a tensor of this device on the host, verified, for the length of a block; see `copies.Fetcher`.
 
         Raises:
             CorruptionError: it could not be brought over right.
         """
-        return self._fetcher.fetched(tensor, self.errand(name, stage))
-
-    def errand(self, name: str, stage: str) -> Errand:
-        """For what `another_fetcher` is to bring: numbered among the transfers, verified as the settings say."""
         self._check_open()
-        number, verify = self._next_number(stage)
-        return Errand(name, stage, number, verify, self.step)
+        return self._fetcher.fetched(tensor, name=name, stage=stage)
 
     def another_fetcher(self) -> Fetcher:
-        """A way back with a queue and slots of its own, for tensors that cross beside what is sent."""
-        return Fetcher(_backend_for(self.device), self._faulty, self.settings, self.report)
+        """A way to the host with a queue and slots of its own, for tensors that cross beside what is sent."""
+        return Fetcher(backend_for(self.device), self._faulty, self.settings, self.report, self._enter)
 
     def begin(self, tree: Any, *, stage: str = "batches") -> Any:
         """Start the transfer of all host tensors of a nested batch, in one copy into one device allocation.
@@ -204,7 +256,7 @@ class Mover:
                         everything = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                         everything.set_(tensor.untyped_storage(), 0, (shipment.nbytes,), (1,))
                     self._finish(shipment, everything)
-                    known = Entry("transferred") if shipment.verify else _not_verified(self)
+                    known = Entry("transferred") if shipment.verify else self._not_verified()
                     entry.provenance, entry.reason = known.provenance, known.reason
 
     def _finish(self, shipment: Shipment, buffer: Tensor) -> None:
@@ -235,19 +287,23 @@ class Mover:
         # Only now, not behind the copy: a batch may have waited for its use since, and memory changes bits.
         if not shipment.matches(self._backend.digest(buffer).result()):
             self._ladder.recover(shipment, buffer)
-        self._ladder.examiner.remember(shipment)
+        self._ladder.remember(shipment)
 
     def _new_shipment(self, stage: str, parcels: list[Parcel]) -> Shipment:
-        number, verify = self._next_number(stage)
+        number, verify, _ = self._enter(stage)
         return Shipment(number, stage, parcels, verify=verify)
 
-    def _next_number(self, stage: str) -> tuple[int, bool]:
-        """The number of a transfer, and whether it is verified."""
+    def _enter(self, stage: str) -> tuple[int, bool, int | None]:
+        """The number of a new transfer, whether it is verified, and the training step."""
+        self._check_open()
         with self._lock:
             number, earlier = next(self._numbers), self._sent[stage]
             self._sent[stage] += 1
         sampled = self.settings.verify == "sample" and earlier % self.settings.sample_every == 0
-        return number, self.settings.verify == "full" or sampled
+        return number, self.settings.verify == "full" or sampled, self.step
+
+    def _not_verified(self) -> Entry:
+        return Entry("unverified", f"moved under --verify {self.settings.verify}, not among the verified")
 
     def _check_open(self) -> None:
         # Before any lock is touched: a thread that does not exist here may have held it at the fork.
@@ -369,24 +425,10 @@ class Mover:
     def __enter__(self) -> Mover:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def was_verified(tensor: Tensor) -> bool:
     """Whether any mover of this process has verified `tensor`."""
     return any(mover.was_verified(tensor) for mover in list(_live))
-
-
-def _backend_for(device: torch.device) -> Backend:
-    if device.type == "cpu":
-        return HostBackend()
-    if device.type == "cuda":
-        return AcceleratorBackend(device)
-    raise UsageError(f"device '{device}' is not supported; use cuda (HIP and CUDA) or cpu")
-
-
-def _not_verified(mover: Mover) -> Entry:
-    return Entry("unverified", f"moved under --verify {mover.settings.verify}, not among the verified")

@@ -1,12 +1,15 @@
-"""The raw bytes of a tensor, in logical order, whatever its dtype, strides or subclass.
+"""The raw bytes of a tensor, whatever its dtype, strides or subclass, and the tensors of nested batches.
 
-Everything in this layer works on bytes. These helpers go through the storage instead of ``Tensor.view(dtype)``, which
-refuses some dtypes, some strides and 0-dimensional tensors.
+Bytes are reached through the storage: ``Tensor.view(dtype)`` refuses some dtypes, some strides and 0-dim tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,11 +45,8 @@ def typed_view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[
     view = torch.empty(0, dtype=dtype, device=buffer.device)
     start = buffer.storage_offset() + offset
     assert start % view.element_size() == 0, "slot offsets are aligned to more than any element size"
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return view.set_(buffer.untyped_storage(), start // view.element_size(), tuple(shape), tuple(reversed(strides)))
+    strides = torch.empty(shape, device="meta").stride()
+    return view.set_(buffer.untyped_storage(), start // view.element_size(), tuple(shape), strides)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -91,13 +91,65 @@ def _gather_elements(tensor: Tensor, start: int, stop: int, out: Tensor) -> None
     if first == last:
         _gather_elements(tensor[first], start - first * row, stop - first * row, out)
         return
-    done = 0
-    if start % row:
-        done = (first + 1) * row - start
-        _gather_elements(tensor[first], start - first * row, row, out[:done])
+    done = -start % row  # of a row that is cut by `start`
+    if done:
+        _gather_elements(tensor[first], row - done, row, out[:done])
         first += 1
-    middle = (last - first) * row
-    if middle:
-        out[done : done + middle].view(last - first, *tensor.shape[1:]).copy_(tensor[first:last])
+    end = done + (last - first) * row
+    if end > done:
+        out[done:end].view(last - first, *tensor.shape[1:]).copy_(tensor[first:last])
     if stop % row:
-        _gather_elements(tensor[last], 0, stop - last * row, out[done + middle :])
+        _gather_elements(tensor[last], 0, stop - last * row, out[end:])
+
+
+def tree_tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors of a nested structure, in order; one that stands in two places comes twice."""
+    for _, tensor in named_tensors(tree):
+        yield tensor
+
+
+def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Tensors with their dotted path; a bare tensor is called ``tensor``."""
+    if isinstance(tree, Tensor):
+        yield prefix or "tensor", tree
+        return
+    for key, value in _children(tree):
+        yield from named_tensors(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def map_tensors(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure, each container rebuilt with its own type, with `replace` applied to the tensors.
+
+    Everything else is kept as it is, the very same object; the containers given are not changed.
+    """
+    if isinstance(tree, Tensor):
+        return replace(tree)
+    values = {key: map_tensors(value, replace) for key, value in _children(tree)}
+    if isinstance(tree, Mapping):
+        if isinstance(tree, (dict, UserDict)):
+            # A copy keeps what such types carry beside their items (default factory, token encodings).
+            rebuilt = copy.copy(tree)
+            for key, value in values.items():
+                rebuilt[key] = value
+            return rebuilt
+        return type(tree)(values)  # type: ignore[call-arg]  # mappings are built from a dict by convention
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*values.values())
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(values.values())
+    if values:  # of a dataclass
+        rebuilt = copy.copy(tree)
+        for key, value in values.items():
+            object.__setattr__(rebuilt, key, value)
+        return rebuilt
+    return tree
+
+
+def _children(tree: Any) -> list[tuple[Any, Any]]:
+    if isinstance(tree, Mapping):
+        return list(tree.items())
+    if isinstance(tree, (list, tuple)):
+        return list(enumerate(tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return []

@@ -28,9 +28,9 @@ from hf_rocm_tune.doctor.drill import (
     send_clean,
 )
 from hf_rocm_tune.transfer import STAGES, Digest, HostBackend, Mover
+from hf_rocm_tune.transfer.copies import Shipment
 from hf_rocm_tune.transfer.faults import KINDS
 from hf_rocm_tune.transfer.raw_bytes import byte_count
-from hf_rocm_tune.transfer.shipment import Shipment
 
 CPU = torch.device("cpu")
 

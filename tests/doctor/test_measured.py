@@ -26,7 +26,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.child import ENDINGS, Outcome
 from hf_rocm_tune.machine.survey import CARDS
 from hf_rocm_tune.transfer import Mover
-from hf_rocm_tune.transfer.raw_copies import FAULTS
+from hf_rocm_tune.transfer.damage import FAULTS
 from tests.doctor.together import together
 
 LATE = 120.0

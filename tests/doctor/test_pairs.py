@@ -11,8 +11,7 @@ from hf_rocm_tune.doctor import links
 from hf_rocm_tune.doctor.diagnose import MEASURED, DoctorFault, run_measured
 from hf_rocm_tune.doctor.findings import Finding
 from hf_rocm_tune.machine.child import Outcome
-from hf_rocm_tune.ranks.preflight import GradSyncChoice, PreflightFault, SyncWay
-from hf_rocm_tune.ranks.trials import PairTrial, ReduceTrial, Way
+from hf_rocm_tune.ranks.preflight import GradSyncChoice, PairTrial, PreflightFault, ReduceTrial, SyncWay, Way
 
 CARDS = {"devices": [{"device": "cuda:0"}, {"device": "cuda:1"}]}
 WRONG = {"cases": 9, "wrong": 2, "problems": [{"case": "cold"}], "staged_wrong": 0, "peer_access": True}

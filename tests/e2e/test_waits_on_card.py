@@ -12,7 +12,7 @@ from tests.e2e.command import CommandServer
 from tests.e2e.conftest import flags
 from tests.simcard.log import Event, Log
 
-VERDICT = "transfer/accelerator.py:_EventDigest.result"
+VERDICT = "transfer/backend.py:_EventDigest.result"
 """A batch's, which must be there before its forward. It follows the copy on a queue of its own, not the computation."""
 GUARD = "training/guard.py:TrainingGuard.judge"
 """Loss and gradient norm, before they are used. Upstream has just waited to ask whether the loss is NaN."""

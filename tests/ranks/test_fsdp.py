@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import tiny
 from tests.ranks.fsdp_rank import CASES, EMBEDDINGS
-
-Outcomes = list[dict[str, dict[str, Any]]]
-
+from tests.ranks.pair import Outcomes, run_pair
 
 pytestmark = pytest.mark.long  # tests/e2e/test_fsdp.py has the sample
 
@@ -25,26 +19,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Outcom
     folder = tmp_path_factory.mktemp("fsdp")
     for arch in {case.arch for case in CASES.values()}:
         (folder / arch).symlink_to(tiny.build(arch, folder / "models"))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.ranks.fsdp_rank", str(rank), folder / "store", folder],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=checkout,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        ended = [rank.communicate(timeout=600) for rank in ranks]
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(error[-2000:] for _, error in ended)
-    rows = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in ended]
-    return [{row["case"]: row for row in one} for one in rows]
+    return run_pair("tests.ranks.fsdp_rank", folder / "store", checkout, str(folder))
 
 
 @pytest.mark.parametrize("case", ["clean", "tied", "bf16"])

@@ -1,16 +1,24 @@
 """Two real ranks whose gradients are averaged through the host: bit for bit DistributedDataParallel's over gloo, and
-nothing that goes wrong on the way reaches the optimizer or leaves a rank waiting.
+nothing that goes wrong on the way reaches the optimizer or leaves a rank waiting. On an accelerator, one rank.
 """
 
 from __future__ import annotations
 
+import gc
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.ranks.averaging import SyncSettings
+from hf_rocm_tune.ranks.averaging import HostAveraging, SyncSettings
+from hf_rocm_tune.ranks.gradients import watch
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
+from tests.ranks.gradient_rank import Net
 from tests.ranks.host_sync_rank import LONG
 from tests.ranks.pair import Outcomes, run_pair, start_pair, wait_for
 
@@ -175,7 +183,7 @@ def test_what_cannot_be_made_right_stops_both_ranks_in_the_same_step(outcomes: O
 
 @pytest.mark.long
 def test_a_rank_that_dies_in_a_step_leaves_no_other_waiting(tmp_path: Path, checkout: Path) -> None:
-    ranks = start_pair("tests.ranks.host_sync_dying", tmp_path / "store", checkout)
+    ranks = start_pair("tests.ranks.host_sync_rank", tmp_path / "store", checkout, "dying")
     (said, complaint), (_, other) = wait_for(ranks)
     assert ranks[1].returncode == -signal.SIGKILL, other
     assert ranks[0].returncode == 0, complaint
@@ -194,3 +202,63 @@ def test_a_rank_that_dies_in_a_step_leaves_no_other_waiting(tmp_path: Path, chec
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         SyncSettings(**settings)  # type: ignore[arg-type]
+
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A gloo process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    gc.collect()  # a process group held in a cycle may abort the interpreter at its end
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.gpu
+@pytest.mark.usefixtures("alone")
+def test_what_the_compute_stream_is_still_writing_is_waited_for(dtype: torch.dtype) -> None:
+    settings = TransferSettings(slot_bytes=64 << 10)
+    with Mover(DEVICE, settings=settings) as mover:
+        averaging = HostAveraging(mover, SyncSettings(way="host"))
+        slow = torch.randn(4096, 4096, device=DEVICE)
+        for size in (1, 1000, 32_768, 300_001):
+            for _ in range(20):
+                slow = torch.tanh(slow @ slow)
+            local = slow.flatten()[:size].to(dtype)
+            average = averaging.begin(local, name="bucket", number=0, is_last=True).wait()
+            twice = average * 2  # on the compute stream, which must have waited
+            averaging.check()
+            assert torch.equal(twice, local * 2)
+        crossed = mover.report.to_dict()["buckets"]
+    assert crossed["mismatches"] == 0 and crossed["verified_bytes"] == crossed["bytes"] > 0
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+@pytest.mark.parametrize("fault", [None, "stage=buckets,kind=zero,rate=0.5", "stage=gradients,kind=flip,rate=0.5"])
+@pytest.mark.gpu
+@pytest.mark.usefixtures("alone")
+def test_training_is_that_of_stock_averages(fault: str | None, compression: str) -> None:
+    weights = []
+    for way in ("ddp", "host"):
+        torch.manual_seed(0)
+        net = Net()
+        net.unused.requires_grad_(False)
+        model = DistributedDataParallel(net.to(DEVICE), bucket_cap_mb=0.02)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        faults = FaultSpec.parse(fault) if fault and way == "host" else None
+        with Mover(DEVICE, faults=faults) as mover:
+            check = watch(model, mover, None, SyncSettings(way=way, compression=compression))  # type: ignore[arg-type]
+            assert check is not None
+            for step in range(1, 6):
+                model(
+                    torch.randn(8, 64, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(step))
+                ).square().mean().backward()
+                check.settle(step=step)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert (mover.report.incidents != []) == (faults is not None)
+        weights.append({name: digest(weight.detach()).hex() for name, weight in net.named_parameters()})
+    assert weights[0] == weights[1]

@@ -91,7 +91,7 @@ def test_nonsense_in_the_counts_counts_as_none(tmp_path: Path, content: str) -> 
         ("rate=1", "'kind' is missing"),
         ("kind=oom,rate=2", "from 0 to 1"),
         ("kind=oom,rows=-1", "from 0 on"),
-        ("kind=oom,rows=two", "expected a number"),
+        ("kind=oom,rows=two", "expected a whole number"),
         ("kind=oom,where=left", "forward backward"),
         ("kind=oom,first=0", "from 1 on"),
         ("kind=oom,count=0", "from 1 on"),

@@ -25,13 +25,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, accelerator, digest, digest_device, digest_weights
-from hf_rocm_tune.transfer.accelerator import AcceleratorBackend, _EventDigest, _EventTicket
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
+from hf_rocm_tune.transfer.backend import AcceleratorBackend, _EventDigest, _EventTicket
+from hf_rocm_tune.transfer.copies import Fetched, Slot
 from hf_rocm_tune.transfer.digest import from_sums
-from hf_rocm_tune.transfer.fetch import Fetched
-from hf_rocm_tune.transfer.ring import Slot
 
 CARD = torch.device("cuda", 0)
+digests_of = sys.modules["hf_rocm_tune.transfer.digest"]  # the package has a function of that name
 SIZE = 40_000
 Problems = Iterator[str]
 
@@ -165,7 +165,7 @@ def fetched_and_dropped(verify: str) -> Problems:
     source = mover.move(torch.randn(2000), name="w")
     torch.cuda.synchronize()
     slow(fetcher.backend._stream)  # type: ignore[attr-defined]
-    found = fetcher.begin(source * 2, mover.errand("u", "adapter"))
+    found = fetcher.begin(source * 2, name="u", stage="adapter")
     others = [torch.empty(2000, device=CARD).fill_(9.0) for _ in range(3)]
     found.settle()
     if not torch.equal(found.host, source.cpu() * 2):
@@ -178,7 +178,7 @@ def digests(verify: str) -> Problems:
     mover, _ = made(verify)
     fetcher = mover.another_fetcher()
     sources = [mover.move(torch.randn(size), name="w") for size in (2000, 3000)]
-    queued = [fetcher.begin(source, mover.errand("w", "adapter")) for source in sources]
+    queued = [fetcher.begin(source, name="w", stage="adapter") for source in sources]
     torch.cuda.synchronize()
     for each in queued:
         each.settle()
@@ -192,9 +192,9 @@ def first_digests(verify: str) -> Problems:
     source = torch.randn(2000)
     moved = source.to(CARD)
     torch.cuda.synchronize()
-    digest_weights._tables.pop(CARD, None)
+    digests_of.place_weights.known.pop((CARD,), None)
     slow(fetcher.backend._stream, 1000)  # type: ignore[attr-defined]
-    queued = fetcher.begin(moved, mover.errand("w", "adapter"))
+    queued = fetcher.begin(moved, name="w", stage="adapter")
     if digest(moved) != digest(source):
         yield "a digest beside the queue differs"
     queued.settle()
@@ -318,14 +318,14 @@ def _blocking_not_waited_for(self: Any, target: Tensor, source: Tensor, label: A
 
 def _digest_on_callers_stream(self: Any, target: Tensor, word_offset: int = 0) -> Any:
     landing = torch.empty(2, dtype=torch.int64, pin_memory=True)
-    landing.copy_(accelerator.digest_on_device(target, word_offset), non_blocking=True)
+    landing.copy_(digests_of.digest_on_device(target, word_offset), non_blocking=True)
     return _EventDigest(torch.cuda.current_stream().record_event(), landing, target.numel())
 
 
 def _one_landing_for_all(self: Any, target: Tensor, word_offset: int = 0) -> Any:
     with torch.cuda.stream(self._stream):
         landing = vars(self).setdefault("landing", torch.empty(2, dtype=torch.int64, pin_memory=True))
-        landing.copy_(accelerator.digest_on_device(target, word_offset), non_blocking=True)
+        landing.copy_(digests_of.digest_on_device(target, word_offset), non_blocking=True)
         return _EventDigest(self._stream.record_event(), landing, target.numel())
 
 
@@ -334,12 +334,15 @@ def _read_back_without_wait(self: Any, target: Tensor) -> Tensor:
         return torch.full(target.shape, 17, dtype=target.dtype).pin_memory().copy_(target, non_blocking=True)
 
 
+_tables: dict[torch.device, Tensor] = {}
+
+
 def _table_without_wait(device: torch.device) -> Tensor:
-    if device not in digest_weights._tables:
-        low = torch.arange(digest_weights.BLOCK_WORDS, dtype=torch.int64, device=device)
-        lower = (digest_weights.mix(low + digest_weights.BLOCK_WORDS) & 0xFFFF0000) | low
-        digest_weights._tables[device] = (digest_weights.mix(low + 1) << 32) | lower
-    return digest_weights._tables[device]
+    if device not in _tables:
+        low = torch.arange(digests_of.BLOCK_WORDS, dtype=torch.int64, device=device)
+        lower = (digests_of.mix(low + digests_of.BLOCK_WORDS) & 0xFFFF0000) | low
+        _tables[device] = (digests_of.mix(low + 1) << 32) | lower
+    return _tables[device]
 
 
 def _source_not_kept(self: Any, *arguments: Any) -> None:
@@ -390,7 +393,7 @@ MUTANTS: dict[str, tuple[tuple[str, ...], Any, str, Any]] = {
     "digest on the caller's stream": (FULL, AcceleratorBackend, "digest", _digest_on_callers_stream),
     "digest read early": (FULL, _EventDigest, "result", lambda self: from_sums(self._landing, self._nbytes)),
     "one landing for all digests": (FULL, AcceleratorBackend, "digest", _one_landing_for_all),
-    "table used before it is made": (FULL, digest_device, "place_weights", _table_without_wait),
+    "table used before it is made": (FULL, digests_of, "place_weights", _table_without_wait),
     "fill on the caller's stream": (FULL, AcceleratorBackend, "fill", lambda self, target, value: target.fill_(value)),
     "read back without a wait": (FULL, AcceleratorBackend, "read_back", _read_back_without_wait),
 }

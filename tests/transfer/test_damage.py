@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.transfer.damage import POISON, Damage, count_wrong, examine, fill_with_pattern, pattern
-from hf_rocm_tune.transfer.raw_copies import FAULTS, FaultyCopies, RawCopies, copies_for
+from hf_rocm_tune.transfer.damage import (
+    FAULTS,
+    POISON,
+    Damage,
+    FaultyCopies,
+    RawCopies,
+    copies_for,
+    count_wrong,
+    examine,
+    fill_with_pattern,
+    pattern,
+)
 
 CPU = torch.device("cpu")
 SLAB = 4 << 20

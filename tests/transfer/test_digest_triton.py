@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_rocm_tune.transfer import digest, digest_device, digest_on_device
-from hf_rocm_tune.transfer.digest_device import device_method, torch_sums
+from hf_rocm_tune.transfer import digest, digest_on_device
+from hf_rocm_tune.transfer.digest import _differs, device_method, torch_sums
 from tests.transfer.digest_reference import BLOCK, random_bytes, reference
 
 CHILD = Path(__file__).with_name("triton_interpreted.py")
@@ -190,9 +190,9 @@ def test_choice_is_plain_torch_with_a_reason_where_there_is_no_accelerator() -> 
 
 def test_a_kernel_with_other_sums_is_found_out() -> None:
     host = torch.device("cpu")
-    assert digest_device._differs(torch_sums, host) == ""
-    assert digest_device._differs(lambda flat, offset: torch_sums(flat, offset) + 1, host)
-    assert digest_device._differs(lambda flat, offset: torch_sums(flat, 0), host)
+    assert _differs(torch_sums, host) == ""
+    assert _differs(lambda flat, offset: torch_sums(flat, offset) + 1, host)
+    assert _differs(lambda flat, offset: torch_sums(flat, 0), host)
 
 
 @pytest.mark.gpu

@@ -129,3 +129,36 @@ def test_from_an_accelerator_after_the_kernels_that_write_it() -> None:
             product = left @ left
             assert torch.equal(fetch(mover, product), product.cpu())
         assert mover.report.to_dict()[STAGE]["mismatches"] == 0
+
+
+def test_several_are_under_way_and_end_in_any_order() -> None:
+    with mover_with(slot_bytes=4096, slots=2) as mover:
+        fetcher = mover.another_fetcher()
+        tensors = [torch.full((100,), value) for value in (1.0, 2.0)]
+        first, second = (
+            fetcher.begin(tensor, name=str(number), stage="buckets") for number, tensor in enumerate(tensors)
+        )
+        second.settle()
+        first.settle()
+        assert torch.equal(first.host, tensors[0]) and torch.equal(second.host, tensors[1])
+        first.host.zero_()  # it is staging memory, not the source
+        assert tensors[0].all()
+        for each in (first, second, first):  # the last does nothing
+            each.release()
+        again = fetcher.begin(tensors[1], name="2", stage="buckets")
+        again.settle()
+        assert torch.equal(again.host, tensors[1])
+
+
+def test_what_cannot_be_read_right_gives_its_slot_back() -> None:
+    tensor = torch.arange(1, 100)
+    with mover_with("kind=zero,tensor=bad,persist=1", slot_bytes=4096, slots=2) as mover:
+        for _ in range(3):  # more often than there are slots
+            with (
+                pytest.raises(CorruptionError, match="3 ways of reading it did not help"),
+                mover.fetched(tensor, name="bad", stage="buckets"),
+            ):
+                pass
+        with mover.fetched(tensor, name="good", stage="buckets") as found:
+            assert torch.equal(found.host, tensor)
+    assert mover.report.to_dict()["buckets"]["mismatches"] == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import sys
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,16 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest, tree_tensors, was_verified
+from hf_rocm_tune.transfer import (
+    FaultSpec,
+    Mover,
+    TransferReport,
+    TransferSettings,
+    digest,
+    gb_per_s,
+    tree_tensors,
+    was_verified,
+)
 
 from .test_digest import DTYPES
 
@@ -154,7 +164,7 @@ def test_provenance_follows_the_storage_and_dies_with_it(mover: Mover) -> None:
     assert mover.provenance(torch.ones(1)) is None
     del moved, parameter
     gc.collect()
-    assert len(mover._registry) == 0
+    assert len(mover._registry._entries) == 0
 
 
 def test_marks_are_told_apart(mover: Mover) -> None:
@@ -178,7 +188,7 @@ def test_host_source_is_kept_with_the_batch_and_freed_with_it(mover: Mover) -> N
     assert mover.host_source(labels) is None
     del arrived
     gc.collect()
-    assert len(mover._registry) == 0
+    assert len(mover._registry._entries) == 0
 
 
 def test_off_and_sample_say_what_was_not_verified() -> None:
@@ -246,7 +256,7 @@ def test_a_clean_soak_raises_no_alarm() -> None:
         assert batches["tensors"] == 20_000
         assert batches["mismatches"] == 0
         assert batches["verified_bytes"] == batches["bytes"] == sum(sizes)
-        assert len(mover._registry) <= 1
+        assert len(mover._registry._entries) <= 1
 
 
 def test_many_threads_recover_while_others_send() -> None:
@@ -262,3 +272,36 @@ def test_many_threads_recover_while_others_send() -> None:
         sys.setswitchinterval(usual)
     assert all(torch.equal(a, b) for a, b in zip(moved, sources, strict=True))
     assert mover.report.to_dict()["weights"]["recovered"] > 100
+
+
+def test_ranks_add_up_and_incidents_name_theirs() -> None:
+    ranks = []
+    for number in range(2):
+        report = TransferReport()
+        report.add(
+            "weights", tensors=2, bytes=2_000_000_000, verified_bytes=5, transfer_seconds=0.5, verify_seconds=0.5
+        )
+        report.count("gradients", buckets=3, mismatches=number)
+        report.watched("frozen", passes=1, tensors=7, new_mismatches=0)
+        report.watched("frozen", passes=2, tensors=7, new_mismatches=1)
+        report.incident({"step": number, "kind": "zeros"})
+        ranks.append(json.loads(json.dumps(report.to_dict())))
+    merged = TransferReport.merge(ranks)
+    assert merged["weights"] == {
+        "tensors": 4, "bytes": 4_000_000_000, "verified_bytes": 10, "mismatches": 0, "recovered": 0,
+        "transfer_seconds": 1.0, "verify_seconds": 1.0, "seconds": 2.0, "gb_per_s": 2.0,
+    }  # fmt: skip
+    assert merged["gradients"] == {"buckets": 6, "mismatches": 1, "recovered": 0}
+    assert merged["frozen"] == {"passes": 4, "tensors": 14, "mismatches": 2}
+    assert [row["rank"] for row in merged["incidents"]] == [0, 1]
+    assert TransferReport.merge(ranks[:1]) == ranks[0]
+
+
+def test_an_unknown_counter_is_our_bug() -> None:
+    with pytest.raises(AssertionError):
+        TransferReport().add("weights", tensor=1)
+
+
+def test_gb_per_s_is_decimal() -> None:
+    assert gb_per_s(3e9, 2) == 1.5
+    assert gb_per_s(1, 0) == 0
