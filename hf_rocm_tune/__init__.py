@@ -10,14 +10,43 @@ Variables: HF_ROCM_TUNE_SPLIT=1 leaves all discrete cards visible to one process
 and errors only.
 """
 
-from hf_rocm_tune import safe_path  # noqa: F401 - before any other, also that of __future__: see there
+# Until the working directory is out of the search, nothing may be imported that Python has not loaded itself.
+import os
+import sys
+
+
+def _leave_working_directory() -> None:
+    """Import nothing from the working directory, which ``python -m`` looks through first: a ``yaml.py`` beside
+    somebody's data would be run.
+
+    What a user's own program imports is theirs to say. Processes that this one starts are told the same by
+    PYTHONSAFEPATH, unless the package itself is found in the working directory only: then that is looked through last.
+    Not covered: what Python imports before it finds this package; ``hf-rocm-tune`` and ``python -P`` have no such
+    moment.
+    """
+    by_name = sys.argv[:1] == ["-m"] and any(f"{word}.".startswith(f"{__name__}.") for word in sys.orig_argv)
+    if not by_name and os.path.basename(sys.argv[0] if sys.argv else "") != "hf-rocm-tune":
+        return
+    try:
+        here = os.getcwd()
+    except OSError:  # it was deleted
+        here = ""
+    if by_name and not sys.flags.safe_path and sys.path[:1] == [here]:
+        del sys.path[0]
+    if any(finder.find_spec(__name__, None) for finder in sys.meta_path if hasattr(finder, "find_spec")):
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
+    else:
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+_leave_working_directory()
 
 # isort: split
 import importlib
+import importlib.util
 import logging
-import os
-import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.machine import gpus, process, variables
@@ -50,6 +79,20 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
 
 
+class _OtherMethods:
+    """``python -m hf_rocm_tune.dpo`` and the like run ``sft.py``, which takes its method from the name."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        package, _, method = name.rpartition(".")
+        if package != __name__ or method not in ("dpo", "kto", "reward", "grpo"):
+            return None
+        return importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), "sft.py"))
+
+
+sys.meta_path.append(_OtherMethods)
+
+
 def _choose_card(topology: gpus.Topology, rocm: bool | None, torch_loaded: bool) -> list[variables.Decision]:
     """Choose the cards that this process sees and write them to the environment, unless torch is there already."""
     choice = process.choose(
@@ -60,22 +103,22 @@ def _choose_card(topology: gpus.Topology, rocm: bool | None, torch_loaded: bool)
         processes=process.local_processes(os.environ),
         split=os.environ.get("HF_ROCM_TUNE_SPLIT", "").strip() == "1",
     )
+
+    def decision(variable: str, action: Action, value: str | None) -> variables.Decision:
+        return variables.Decision(
+            variable=variable, action=action, value=value, reason=choice.reason, source=_CHOICE_SOURCE
+        )
+
     kept = [name for name in process.FILTERS if name in process.users_environ(os.environ)]
-    made = [_decision(name, "keep", os.environ[name], choice) for name in kept]
-    made += [_decision(name, "set", value, choice) for name, value in choice.variables.items()]
+    made = [decision(name, "keep", os.environ[name]) for name in kept]
+    made += [decision(name, "set", value) for name, value in choice.variables.items()]
     if choice.troubled:
-        made.append(_decision(process.OURS, "warn", None, choice))
+        made.append(decision(process.OURS, "warn", None))
     if not torch_loaded:
         process.enact(choice, os.environ)
         return made
     late = {name for name, value in choice.variables.items() if os.environ.get(name) != value}
     return [variables.too_late(one) if one.action == "set" and one.variable in late else one for one in made]
-
-
-def _decision(variable: str, action: Action, value: str | None, choice: process.CardChoice) -> variables.Decision:
-    return variables.Decision(
-        variable=variable, action=action, value=value, reason=choice.reason, source=_CHOICE_SOURCE
-    )
 
 
 def _matters(record: logging.LogRecord) -> bool:

@@ -16,12 +16,15 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
 from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.settings import names
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.configs import NamedFiles
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,35 +77,93 @@ def run(argv: Sequence[str]) -> int:
 
 def configs(argv: Sequence[str]) -> int:
     """accelerate configurations, by name: how a job is launched, on which cards (`--accelerate_config`)"""
-    from hf_rocm_tune import configs as shipped
+    from hf_rocm_tune.configs import CONFIGS
 
-    parser = CommandParser(prog=f"{PROGRAM} configs", description=configs.__doc__)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|path|cp")
-    actions.add_parser("ls", help="list the names, with what each is for")
-    actions.add_parser("path", help="print the path of one").add_argument("name")
-    copy = actions.add_parser("cp", help="copy one, to edit it")
-    copy.add_argument("name")
-    copy.add_argument("dest", help="a file, or a directory that exists")
-    copy.add_argument("--force", action="store_true", help="replace a file that is there")
-    wanted = parser.parse_args(argv)
+    wanted = _shipped(CONFIGS, configs, argv, path="print the path of one")
     if wanted.action == "ls":
-        width = max(map(len, shipped.names()), default=0)
-        for name in shipped.names():
-            print(f"{name:<{width}}  {shipped.describe(name)}")
+        width = max(map(len, CONFIGS.names()))
+        for name in CONFIGS.names():
+            print(f"{name:<{width}}  {CONFIGS.describe(name)}")
     elif wanted.action == "path":
-        print(shipped.path(wanted.name))
-    else:
-        print(shipped.copy(wanted.name, wanted.dest, overwrite=wanted.force))
+        print(CONFIGS.path(wanted.name))
     return 0
 
 
 def recipes(argv: Sequence[str]) -> int:
     """recipes, by name: what a job trains, all its settings (`sft --config`)"""
-    from hf_rocm_tune.recipes import command
+    from hf_rocm_tune.configs import RECIPES, planned_memory
 
-    parser = CommandParser(prog=f"{PROGRAM} recipes", description=recipes.__doc__)
-    command.add_actions(parser)
-    return command.run(parser.parse_args(argv))
+    check = "check one, by name or path, as far as it goes without model, data and card"
+    wanted = _shipped(RECIPES, recipes, argv, show="print one, by name or path", validate=check)
+    if wanted.action == "ls":
+        for name in RECIPES.names():
+            print(f"{name}\n  {RECIPES.describe(name)}\n  memory: {planned_memory(name)}")
+        print("\nStart one with `hf-rocm-tune sft --config NAME`; every flag after it wins over the recipe.")
+    elif wanted.action == "show":
+        print(names.read_recipe(wanted.name).path.read_text(encoding="utf-8"), end="")
+    elif wanted.action == "validate":
+        _validate(wanted.name)
+    return 0
+
+
+def _shipped(
+    files: NamedFiles, verb: Callable[[Sequence[str]], int], argv: Sequence[str], **others: str
+) -> argparse.Namespace:
+    """Read the command line of a verb that lists and copies files; the copy is made here."""
+    parser = CommandParser(prog=f"{PROGRAM} {verb.__name__}", description=verb.__doc__)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="|".join(["ls", *others, "cp"]))
+    actions.add_parser("ls", help="list the names, with what each is for")
+    for action, meaning in others.items():
+        actions.add_parser(action, help=meaning).add_argument("name")
+    copy = actions.add_parser("cp", help="copy one, to edit it")
+    copy.add_argument("name")
+    copy.add_argument("dest", help="a file, or a directory that exists")
+    copy.add_argument("--force", action="store_true", help="replace a file that is there")
+    wanted = parser.parse_args(argv)
+    if wanted.action == "cp":
+        print(files.copy(wanted.name, wanted.dest, overwrite=wanted.force))
+    return wanted
+
+
+def _validate(name: str) -> None:
+    """Check a recipe: its YAML, names, types, bounds, what excludes what, loggers, optimizer, variables, local paths.
+
+    On a machine without a GPU, settings that need one are left out of the check and named as unchecked.
+
+    Raises:
+        UsageError: it cannot be used; one message names all that could be found at once.
+    """
+    from hf_rocm_tune.machine import process, variables
+
+    process.prepare_process(os.environ)  # before the libraries that what follows imports
+    from hf_rocm_tune.settings import arguments
+    from hf_rocm_tune.training.refusals import check_loggers, check_offloads
+
+    recipe = names.read_recipe(name)
+    need_a_card = ("bf16", "fp16", "activation_offloading")
+    left_out = [name for name in need_a_card if recipe.values.get(name) and not process.has_accelerator()]
+    overrides = [f"--{name}=false" for name in left_out]
+    job = arguments.parse([names.CONFIG, str(recipe.path), *overrides])  # its `env` is in place from here on
+    check_loggers(job.training.report_to)
+    check_offloads(job.training)
+    paths = {
+        "model_name_or_path": job.model.model_name_or_path,
+        "dataset_name": job.script.dataset_name,
+        "chat_template_path": job.training.chat_template_path,
+    }
+    lost = [
+        f"{name} {value} does not exist"
+        for name, value in paths.items()
+        if value and value.startswith((".", "/", "~")) and not Path(value).expanduser().exists()
+    ]
+    if lost:
+        raise UsageError("; ".join(lost) + ": correct the path, or give a Hub id")
+    for one in variables.evaluate(os.environ, variables.known_facts() or variables.read_facts()):
+        if one.action in ("warn", "error") and one.variable in recipe.env:
+            print(f"warning: {one.variable}: {one.reason} ({one.source})")
+    count = len(recipe.values) + len(recipe.env)
+    unchecked = ", ".join(["the model", "the data", *(f"{name} (there is no GPU here)" for name in left_out)])
+    print(f"{recipe.path}: {count} settings, all valid; only a run can check {unchecked}")
 
 
 def version(argv: Sequence[str]) -> int:
@@ -146,16 +207,12 @@ def doctor(argv: Sequence[str]) -> int:
 
 def plan(argv: Sequence[str]) -> int:
     """what a training job takes of the card, and the fastest way that fits; no weights, no GPU"""
+    from hf_rocm_tune.launch import environment
     from hf_rocm_tune.plan.command import main as plan_job
-    from hf_rocm_tune.quick_start import uncollected, uncompiled
+    from hf_rocm_tune.sft import prepare, uncollected
 
-    def prepare() -> None:
-        from hf_rocm_tune.machine.process import check_bitsandbytes, prepare_process
-
-        prepare_process(os.environ)  # or libraries remark on this machine's lack of a GPU while they are imported
-        check_bitsandbytes()  # PEFT imports it
-
-    with uncollected(), uncompiled():
+    # bitsandbytes compiles four functions for CPUs when it is imported, and for that loads torch's whole compiler.
+    with uncollected(), environment({"TORCHDYNAMO_DISABLE": "1"}):
         return plan_job(argv, prepare=prepare)
 
 
@@ -323,16 +380,10 @@ def _with_model(
     add_flags(parser)
     wanted = parser.parse_args(argv)
 
-    def prepare() -> None:
-        from hf_rocm_tune.machine.process import check_bitsandbytes, prepare_process
-        from hf_rocm_tune.quick_start import uncollected
-
-        with uncollected():
-            prepare_process(os.environ)
-            check_bitsandbytes()
+    from hf_rocm_tune.sft import prepare, uncollected
 
     with sigterm_as_interrupt() if sigterm_interrupts else nullcontext():
-        return run_command(wanted, prepare)
+        return run_command(wanted, uncollected()(prepare))
 
 
 def _help() -> str:

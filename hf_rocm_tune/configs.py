@@ -1,7 +1,7 @@
-"""The accelerate configurations that ship with the package: list them, find them, copy them.
+"""The accelerate configurations and the recipes that ship with the package: list them, find them, copy them.
 
-They stand in ``accelerate_configs/`` at the top of a checkout, and inside the package in an installed wheel; the
-callers need not know which. `NamedFiles`, a directory of YAML files with names, serves recipes too.
+A recipe is a complete set of settings of a training job; its opening comment says what it is for, how to start it, what
+it needs and what memory is planned for it. Reading one is :mod:`hf_rocm_tune.settings.names`'.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _SUFFIX = ".yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class NamedFiles:
-    """YAML files that ship with the package, found by name."""
+    """A directory of YAML files, found by name."""
 
-    what: str  # one of them, in words, for messages
-    directory: Callable[[], Path]  # gives the directory that they stand in
+    what: str  # one of them, in words
+    directory: Callable[[], Path]
 
     def names(self) -> list[str]:
         """All names, sorted, without ``.yaml``."""
@@ -80,12 +80,23 @@ class NamedFiles:
         return target
 
 
+_PACKAGE = Path(__file__).resolve().parent
+
+
 def _directory() -> Path:
-    """Where the files are: in the installed package, else beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    installed = package / "accelerate_configs"
-    return installed if installed.is_dir() else package.parent / "accelerate_configs"
+    """Where the configurations are: in the installed package, else beside it in a checkout."""
+    installed = _PACKAGE / "accelerate_configs"
+    return installed if installed.is_dir() else _PACKAGE.parent / "accelerate_configs"
 
 
-_FILES = NamedFiles(what="accelerate configuration", directory=lambda: _directory())
-names, path, describe, copy = _FILES.names, _FILES.path, _FILES.describe, _FILES.copy
+CONFIGS = NamedFiles(what="accelerate configuration", directory=lambda: _directory())
+names, path, describe, copy = CONFIGS.names, CONFIGS.path, CONFIGS.describe, CONFIGS.copy
+RECIPES = NamedFiles(what="recipe", directory=lambda: _PACKAGE / "recipes")
+#: Begins the line of a recipe's opening comment that ``scripts/recipe_memory.py`` writes.
+MEMORY = "# Memory:"
+
+
+def planned_memory(name: str) -> str:
+    """What the planner said of one recipe, as its opening comment has it."""
+    lines = RECIPES.path(name).read_text(encoding="utf-8").splitlines()
+    return next(line.removeprefix(MEMORY).strip() for line in lines if line.startswith(MEMORY))

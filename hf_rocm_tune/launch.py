@@ -45,7 +45,6 @@ from hf_rocm_tune.exits import (
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.settings import names
-from hf_rocm_tune.settings import recipe as recipe_file
 from hf_rocm_tune.training.supervised import leave_terminal
 
 CONFIG_FLAG = "--accelerate_config"
@@ -73,7 +72,7 @@ def split(argv: Sequence[str]) -> CommandLine:
     Raises:
         UsageError: ``--accelerate_config`` has no value.
     """
-    accelerate_config, rest = recipe_file.take_flag(argv, CONFIG_FLAG)
+    accelerate_config, rest = names.take_flag(argv, CONFIG_FLAG)
     launcher: list[str] = []
     job: list[str] = []
     arguments = iter(rest)
@@ -107,7 +106,7 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
     Raises:
         UsageError: the configuration or a launcher flag is wrong.
     """
-    recipe_file.apply_environment(argv, os.environ)
+    names.apply_environment(argv, os.environ)
     arguments = _parse_launcher_flags([*_config_flags(accelerate_config, extra), *extra, "-m", entry, *argv])
     kind = _distributed_type(arguments)
     flagged = arguments.multi_gpu or arguments.use_fsdp or arguments.use_deepspeed or arguments.tpu
@@ -136,7 +135,7 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
         variables = _meeting(arguments, given, Path(directory))
         record, asked = Path(directory) / "exit.json", Path(directory) / ASKED_FILE
         try:
-            with _environment({**variables, EXIT_FILE_VARIABLE: str(record)}), _signals_passed_on(asked):
+            with environment({**variables, EXIT_FILE_VARIABLE: str(record)}), _signals_passed_on(asked):
                 status, rank = _run(arguments)
                 if status == 0:
                     complete()
@@ -331,7 +330,7 @@ def _name(argument: str) -> str:
 
 
 @contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """``variables`` set for the processes that are started meanwhile."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -1,33 +1,35 @@
 """Supervised fine-tuning: ``accelerate launch -m hf_rocm_tune.sft`` (or ``hf-rocm-tune sft``); and the start of others.
 
-Only the start: names of flags are checked and variables of a recipe applied before torch is imported, and one boundary
-turns errors into one line and an exit code. The run itself is told in :mod:`hf_rocm_tune.job.run`.
+The modules ``hf_rocm_tune.dpo``, ``kto``, ``reward`` and ``grpo`` are this file under other names (see the package's
+``__init__``). Only the start: names of flags are checked and variables of a recipe applied before torch is imported,
+and one boundary turns errors into one line and an exit code. The run itself is told in :mod:`hf_rocm_tune.job.run`.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
 
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.machine import process, variables
-from hf_rocm_tune.quick_start import uncollected
 from hf_rocm_tune.settings import names
-from hf_rocm_tune.settings import recipe as recipe_file
 from hf_rocm_tune.training.supervised import outlive_terminal
 
 if TYPE_CHECKING:
     from hf_rocm_tune.data.formats import Method
 
+_METHOD = __spec__.name.rpartition(".")[2] if __spec__ is not None else "sft"
 
-def main(argv: Sequence[str] | None = None, *, method: Method = "sft") -> int:
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs one training job.
 
     Args:
         argv: the command line without the program's name; ``sys.argv`` unless given.
-        method: of the training; the modules beside this one that start the others name theirs.
 
     Returns:
         The exit code: 0 done, 2 wrong input, 3 corruption that could not be recovered, 4 stall, 5 out of memory,
@@ -36,27 +38,52 @@ def main(argv: Sequence[str] | None = None, *, method: Method = "sft") -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         outlive_terminal()
-    return run_guarded(lambda: _start(arguments, method), argv=arguments, process_ends=argv is None)
+    return run_guarded(lambda: _start(arguments), argv=arguments, process_ends=argv is None)
 
 
 @sigterm_as_interrupt()
-def _start(argv: list[str], method: Method) -> int:
+def _start(argv: list[str]) -> int:
+    method = cast("Method", _METHOD)
     if names.answered(method, argv):
         return 0
     if sys.stderr.isatty():
         os.environ.setdefault("TQDM_LEAVE", "")  # tqdm's own: bars of libraries go when they are full
     before = dict(os.environ)
-    recipe_file.apply_environment(argv, os.environ)
+    names.apply_environment(argv, os.environ)
     if os.environ != before:
         # The policy looked at the environment without the recipe's part.
         variables.announce(variables.apply(os.environ))
-    recipe_file.show_all_cards(argv, os.environ)
+    names.show_all_cards(argv, os.environ)
     with uncollected():
-        process.prepare_process(os.environ)
-        process.check_bitsandbytes()
+        prepare()
         from hf_rocm_tune.job import run as job
 
     return job.run(argv, method=method)
+
+
+def prepare() -> None:
+    """Before the libraries are imported: or they remark on this machine's lack of a GPU, or fail in a traceback."""
+    process.prepare_process(os.environ)
+    process.check_bitsandbytes()  # PEFT imports it
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Nothing is collected within the block, and what is there at its end never will be: for the imports of a process.
+
+    Python's garbage collector looks through all that torch and the Hugging Face libraries import, again and again while
+    they do and once more at the end: a quarter of the time of a short command. Where torch is there before, the process
+    is not ours alone (a notebook's, for example), and nothing is changed.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import re
 import sys
 from dataclasses import replace
 
-from hf_rocm_tune import recipes
+from hf_rocm_tune.configs import MEMORY, RECIPES
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.models.split import parse
 from hf_rocm_tune.plan import GIB, CardMemory, PlanRequest, card_memory, from_training, plan_for, split_plan
@@ -26,8 +26,8 @@ def main() -> int:
     """Brings all recipes up to date and says what changed. Returns 0."""
     process.prepare_process(os.environ)
     card = card_memory(name="rx7900xt", desktop_gib=DESKTOP_GIB)
-    for name in recipes.names():
-        file = recipes.path(name)
+    for name in RECIPES.names():
+        file = RECIPES.path(name)
         before = file.read_text(encoding="utf-8")
         after = updated(before, *planned(name, card))
         if after != before:
@@ -48,7 +48,7 @@ def updated(text: str, memory: str, case: Case) -> str:
         text = re.sub(rf"^{name}:.*$", f"{name}: {value}", text, flags=re.MULTILINE)
     batch = f"Effective batch: {case.micro_batch} x {case.accumulation} accumulated"
     text = re.sub(r"Effective batch: \d+ x \d+ accumulated", batch, text)
-    return re.sub(rf"^{re.escape(recipes.MEMORY)}.*$", f"{recipes.MEMORY}  {memory}", text, flags=re.MULTILINE)
+    return re.sub(rf"^{re.escape(MEMORY)}.*$", f"{MEMORY}  {memory}", text, flags=re.MULTILINE)
 
 
 def planned(name: str, card: CardMemory) -> tuple[str, Case]:
@@ -61,7 +61,7 @@ def planned(name: str, card: CardMemory) -> tuple[str, Case]:
     settings = job.resolved() | {"bf16": True}  # as on the card, whatever this machine is
     if "dtype" not in job.given:
         settings["dtype"] = "bfloat16"
-    cards = 2 if "dual_rx7900xt" in recipes.path(name).read_text(encoding="utf-8") else 1
+    cards = 2 if "dual_rx7900xt" in RECIPES.path(name).read_text(encoding="utf-8") else 1
     # a mix of recomputation would fill the card to the last of what is assumed: that is for --auto_fit to find
     request = replace(from_training(settings, cards=cards), mixes=False)
     if settings["split_layers"]:

@@ -17,8 +17,7 @@ from trl.scripts._hf_argparser import string_to_bool
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.settings import arguments as command_line
-from hf_rocm_tune.settings.arguments import Arguments, build_parser, parse
-from hf_rocm_tune.settings.flags import RanksArguments, TuneArguments
+from hf_rocm_tune.settings.arguments import Arguments, RanksArguments, TuneArguments, build_parser, parse
 
 OUR_TYPES = (TuneArguments, RanksArguments)
 TRL_TYPES = (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)

@@ -177,7 +177,7 @@ def test_an_earlier_job_from_the_same_shell_neither_silences_nor_refuses_the_nex
 
 
 def test_what_starts_and_ends_a_job_imports_no_torch() -> None:
-    modules = "hf_rocm_tune.exits, hf_rocm_tune.settings.recipe, hf_rocm_tune.launch, hf_rocm_tune.supervisor"
+    modules = "hf_rocm_tune.exits, hf_rocm_tune.settings.names, hf_rocm_tune.launch, hf_rocm_tune.supervisor"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -207,7 +207,7 @@ def test_the_flags_that_both_have_are_the_known_ones() -> None:
     from accelerate.commands.launch import launch_command_parser
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-    from hf_rocm_tune.settings.flags import RanksArguments, TuneArguments
+    from hf_rocm_tune.settings.arguments import RanksArguments, TuneArguments
 
     owners = (TuneArguments, RanksArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
     job = {field.name for owner in owners for field in fields(owner) if field.init}

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune.quick_start import uncompiled
-
 _OURSELVES = """
 import gc, sys
-from hf_rocm_tune.quick_start import uncollected
+from hf_rocm_tune.sft import uncollected
 if sys.argv[1] == "loaded":
     import torch
 if sys.argv[1] == "disabled":
@@ -52,22 +50,6 @@ def _python(code: str, *words: str, environ: dict[str, str] | None = None) -> su
 def test_the_collector_rests_in_a_process_of_our_own_only(case: str, told: str) -> None:
     done = _python(_OURSELVES, case)
     assert done.stdout.strip() == told, done.stderr
-
-
-@pytest.mark.parametrize("before", [None, "0", "1"])
-def test_the_compiler_is_as_it_was_afterwards(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    if before is not None:
-        monkeypatch.setenv("TORCHDYNAMO_DISABLE", before)
-
-    @uncompiled()
-    def fail() -> None:
-        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert os.environ.get("TORCHDYNAMO_DISABLE") == before
 
 
 def test_planning_loads_no_compiler_and_collects_nothing_at_its_end() -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune.errors import StallError, UsageError
+from hf_rocm_tune.job import refusals
 from hf_rocm_tune.ranks import preflight
 from hf_rocm_tune.ranks.preflight import GradSyncChoice, Preflight, SyncWay
-from hf_rocm_tune.settings import flags as ranks_arguments
-from hf_rocm_tune.settings.arguments import parse
-from hf_rocm_tune.settings.flags import RanksArguments, process_group
+from hf_rocm_tune.settings.arguments import RanksArguments, parse, process_group
 from hf_rocm_tune.training.run import fingerprint
 
 
@@ -84,9 +83,7 @@ def decide(environ: dict[str, str], said: list[str], *, accelerator: bool = Fals
     def say(*lines: str) -> None:
         said.extend(lines)
 
-    return ranks_arguments.decide(
-        RanksArguments(**flags), accelerator, 4, environ=environ, place=Path("place"), say=say
-    )
+    return refusals.decide(RanksArguments(**flags), accelerator, 4, environ=environ, place=Path("place"), say=say)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_rocm_tune import cli, recipes
+from hf_rocm_tune import cli
+from hf_rocm_tune.configs import RECIPES as recipes
+from hf_rocm_tune.configs import planned_memory
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.settings import arguments
-from hf_rocm_tune.settings import recipe as recipe_file
+from hf_rocm_tune.settings import names as recipe_file
 
 NAMES = [
     "llama_1b_lora",
@@ -87,7 +89,7 @@ def test_listed_with_purpose_and_memory(run: Run) -> None:
     code, out, _ = run("ls")
     assert code == 0
     for name in NAMES:
-        assert f"{name}\n  {recipes.describe(name)}\n  memory: {recipes.planned_memory(name)}\n" in out
+        assert f"{name}\n  {recipes.describe(name)}\n  memory: {planned_memory(name)}\n" in out
 
 
 def test_shown_as_it_stands_and_copied_once(run: Run, tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.settings.recipe import asks_for_split
+from hf_rocm_tune.settings.names import asks_for_split
 
 # Two cards and the processor's own GPU, as the kernel's driver lists them.
 PROGRAM = """
 import json, os, sys
 import hf_rocm_tune
-from hf_rocm_tune.settings import recipe as split_start
+from hf_rocm_tune.settings import names as split_start
 from hf_rocm_tune.machine import gpus
 assert "torch" not in sys.modules
 node = lambda index, arch, gib: gpus.GpuNode(

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import str_to_bool
 from transformers import AutoConfig
 
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
+from hf_rocm_tune.job.refusals import is_sharded
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.split import FLAG, Split, SplitMover, counts_for, parse, stack_of
 from hf_rocm_tune.plan import (
@@ -173,9 +173,7 @@ def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
 
 
 def _refuse_fit(training: Any) -> None:
-    variables = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
-    sharded = any(str_to_bool(os.environ.get(name) or "false") for name in variables)
-    if sharded or training.fsdp or training.deepspeed:
+    if is_sharded(os.environ) or training.fsdp or training.deepspeed:
         raise UsageError("--auto_fit plans for cards that hold the whole model each, not for FSDP or DeepSpeed")
     if training.auto_find_batch_size:
         raise UsageError("--auto_fit and --auto_find_batch_size both choose the micro-batch; keep one")

@@ -24,9 +24,8 @@ from hf_rocm_tune.data.formats import FormatInfo, Method, as_trl, check_format
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.errors import MemoryFaultError
 from hf_rocm_tune.job import announce
-from hf_rocm_tune.job.card import Cards
 from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
-from hf_rocm_tune.job.methods import check_method, reward_functions
+from hf_rocm_tune.job.refusals import check_method, decide, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.factory import (
     ModelSource,
@@ -43,7 +42,7 @@ from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.redaction import local_paths
 from hf_rocm_tune.settings import arguments as command_line
-from hf_rocm_tune.settings import flags, names
+from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.training import report, seam_probe, stall, telemetry
 from hf_rocm_tune.training.device_memory import explain_native_exits, warm_up
@@ -80,7 +79,7 @@ class Job:
     guard: StallGuard
     rewards: list[Any] | None = None  # GRPO's reward functions, and the name of a reward model
     findings: tuple[dict[str, Any], ...] = ()
-    cards: Cards | None = None  # made with the trainer
+    cards: announce.Cards | None = None  # made with the trainer
 
     def write_card(self, directory: Path) -> None:
         """The model card of what is saved, once there is a run to tell of."""
@@ -100,7 +99,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     """
     met_at = exits.meeting_place()
     place = met_at.with_name(f"{met_at.name}-preflight") if met_at is not None else None
-    preflight = partial(flags.decide, environ=os.environ, place=place, say=announce.say)
+    preflight = partial(decide, environ=os.environ, place=place, say=announce.say)
     arguments = command_line.parse(argv, method=method, before_meeting=preflight)
     if arguments.tune.print_config:
         print(arguments.to_yaml(), end="")
@@ -206,13 +205,11 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
     shown = telemetry.show(trainer, report=job.mover.report, telemetry=job.telemetry)
-    cards = job.cards = Cards(
+    cards = job.cards = announce.Cards(
         arguments=job.arguments,
         data=job.data.description,
-        method=announce.method(trainer),
         trainer=trainer,
         facts=facts,
-        say=announce.say,
     )
     try:
         with trainer.stop_requests.installed():  # the save of the result is not torn by a Ctrl-C either
@@ -253,7 +250,7 @@ def _plan(arguments: Arguments, asked: dict[str, Any], *, going_back: bool = Fal
     )
 
 
-def _train(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts, cards: Cards) -> None:
+def _train(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts, cards: announce.Cards) -> None:
     training = job.arguments.training
     trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
     trainer.save_model(training.output_dir)

@@ -1,9 +1,12 @@
-"""The flags of a training verb before torch, transformers and TRL are imported: aliases, a check of names, ``--help``.
+"""What is read of a command line before torch, transformers and TRL are imported: names of flags, ``--help``, recipes.
 
 Importing those takes ten seconds, and a mistyped flag or a look at the help needs none of them. So the names, defaults
 and spellings of flags are read from the sources of the very classes that the parser in ``arguments`` is built from,
 upstream's as they are installed and ours. That parser still decides: what is refused here it would refuse as well, and
 where a source cannot be read nothing is refused here. Values are not looked at.
+
+A recipe is the YAML mapping behind ``--config``, with the names of the flags and an ``env`` mapping, which is in place
+before torch reads it.
 """
 
 from __future__ import annotations
@@ -13,14 +16,21 @@ import difflib
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from hf_rocm_tune.configs import RECIPES
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.settings import recipe as recipe_file
+from hf_rocm_tune.machine import gpus, process, variables
+from hf_rocm_tune.redaction import one_line, remember
+
+CONFIG = "--config"
 
 #: Names that people type, and the flags that they stand for; in recipes too.
 ALIASES = {
@@ -48,7 +58,7 @@ class Verb:
     @property
     def owners(self) -> tuple[tuple[str, str], ...]:
         """Module and name of the classes that the parser is built from, in its order."""
-        ours = tuple(("hf_rocm_tune.settings.flags", name) for name in ("TuneArguments", "RanksArguments"))
+        ours = tuple(("hf_rocm_tune.settings.arguments", name) for name in ("TuneArguments", "RanksArguments"))
         return (*ours, self.script, *(("trl", name) for name in (self.config, "ModelConfig", _MIXTURE)))
 
     @property
@@ -115,11 +125,9 @@ def check(verb: Method, argv: Sequence[str]) -> None:
     Raises:
         UsageError: one line with all of them and the nearest names; or the recipe cannot be read.
     """
-    try:
-        known = {option for flag in flags(verb).values() for option in flag.options}
-    except _Unreadable:
+    if not (known := {option for flag in flags(verb).values() for option in flag.options}):
         return
-    path, rest = recipe_file.take_flag(canonical(argv), recipe_file.FLAG)
+    path, rest = take_flag(canonical(argv), CONFIG)
     given = []
     for argument in rest:
         if argument == "--":
@@ -131,7 +139,7 @@ def check(verb: Method, argv: Sequence[str]) -> None:
     if faults := [unknown(name, names, dashes="--") for name in given if name not in known]:
         raise UsageError("; ".join(faults))
     if path is not None:
-        recipe = recipe_file.read_recipe(path)
+        recipe = read_recipe(path)
         keys = canonical_keys(recipe)
         if faults := [unknown(key, names, dashes="") for key, name in keys.items() if name not in names]:
             raise UsageError(f"recipe {recipe.path}: {'; '.join(faults)}")
@@ -148,7 +156,7 @@ def canonical(argv: Sequence[str]) -> list[str]:
     return [renamed(argument) for argument in argv]
 
 
-def canonical_keys(recipe: recipe_file.Recipe) -> dict[str, str]:
+def canonical_keys(recipe: Recipe) -> dict[str, str]:
     """The keys of a recipe and the flags that they stand for: with dashes, with leading ones, or by an alias.
 
     Raises:
@@ -185,98 +193,69 @@ def unknown(name: str, names: Sequence[str], *, dashes: str) -> str:
 
 # ---- the help: one screen -----------------------------------------------------------------------------------------
 
-_SECTIONS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
-    (
-        "model and data",
-        (
-            ("model_name_or_path", "NAME", "Hub id or directory"),
-            ("dataset_name", "NAME", "Hub id, directory or file"),
-            ("config", "RECIPE", "flags from a YAML file, or of `recipes ls`"),
-            ("output_dir", "DIR", "what is trained, with its report"),
-            ("max_length", "N", "tokens of a row; longer ones are cut"),
-            ("packing", "", "several short examples to a row"),
-            ("assistant_only_loss", "", "learn the assistant's turns only"),
-        ),
-    ),
-    (
-        "method",
-        (
-            ("use_peft", "BOOL", "LoRA; false trains all weights"),
-            ("load_in_4bit", "", "QLoRA: LoRA on a base in 4 bits"),
-            ("lora_r", "N", "rank of the adapters"),
-            ("lora_alpha", "N", "their scale, divided by the rank"),
-            ("lora_dropout", "X", "share of their inputs left out"),
-            ("lora_target_modules", "NAME ...", "layers that get one"),
-        ),
-    ),
-    (
-        "steps",
-        (
-            ("num_train_epochs", "X", "times through the data"),
-            ("max_steps", "N", "end after so many; -1: no limit"),
-            ("learning_rate", "X", "learning rate"),
-            ("per_device_train_batch_size", "N", "rows to one pass on a card"),
-            ("gradient_accumulation_steps", "N", "passes to one step"),
-            ("warmup_steps", "N", "steps until the full rate"),
-            ("eval_strategy", "no|steps|epoch", "when to evaluate"),
-            ("save_steps", "N", "steps between two checkpoints"),
-            ("logging_steps", "N", "steps between two rows of the log"),
-            ("seed", "N", "of everything random"),
-        ),
-    ),
-    (
-        "memory",
-        (
-            ("auto_fit", "off|plan|probe", "choose batch and checkpointing"),
-            ("activation_checkpointing", "BOOL", "recompute instead of keep"),
-            ("split_layers", "auto|N,N", "one model over several cards"),
-            ("on_oom", "step_down|stop", "smaller passes, or exit code 5"),
-        ),
-    ),
-    (
-        "verification and result",
-        (
-            ("verify", "full|sample|off", "which transfers are verified"),
-            ("on_corruption", "recover|stop", "send again, or exit code 3"),
-            ("overwrite_output_dir", "", "replace another run that is there"),
-            ("push_to_hub", "", "upload the result, and verify it there"),
-            ("report_to", "NAME", "tensorboard, trackio, wandb ..."),
-        ),
-    ),
-)
+_SCREEN = """\
+model and data:
+  --model NAME                    Hub id or directory
+  --dataset NAME                  Hub id, directory or file
+  --config RECIPE                 flags from a YAML file, or of `recipes ls`
+  --output_dir DIR                what is trained, with its report
+  --max_seq_length N              tokens of a row; longer ones are cut
+  --packing                       several short examples to a row
+  --assistant_only_loss           learn the assistant's turns only
+
+method:
+  --use_peft BOOL                 LoRA; false trains all weights
+  --load_in_4bit                  QLoRA: LoRA on a base in 4 bits
+  --lora_r N                      rank of the adapters
+  --lora_alpha N                  their scale, divided by the rank
+  --lora_dropout X                share of their inputs left out
+  --lora_target_modules NAME ...  layers that get one
+
+steps:
+  --epochs X                      times through the data
+  --max_steps N                   end after so many; -1: no limit
+  --lr X                          learning rate
+  --batch_size N                  rows to one pass on a card
+  --gradient_accumulation_steps N passes to one step
+  --warmup_steps N                steps until the full rate
+  --eval_strategy no|steps|epoch  when to evaluate
+  --save_steps N                  steps between two checkpoints
+  --logging_steps N               steps between two rows of the log
+  --seed N                        of everything random
+
+memory:
+  --auto_fit off|plan|probe       choose batch and checkpointing
+  --activation_checkpointing BOOL recompute instead of keep
+  --split_layers auto|N,N         one model over several cards
+  --on_oom step_down|stop         smaller passes, or exit code 5
+
+verification and result:
+  --verify full|sample|off        which transfers are verified
+  --on_corruption recover|stop    send again, or exit code 3
+  --overwrite_output_dir          replace another run that is there
+  --push_to_hub                   upload the result, and verify it there
+  --report_to NAME                tensorboard, trackio, wandb ...
+"""
+_MORE = f"""
+more:
+  --accelerate_config NAME        how it is launched: of `configs ls`, or a file
+  --print_config                  print all settings as a recipe, and end
+  -v                              say more at the start
+  {HELP_ALL}                      every flag: ours, TRL's and the launcher's"""
 
 
 def screen(verb: Method) -> str:
     """The usual flags of a verb with the defaults that a run of ours has, on one screen."""
-    about, known = VERBS[verb], _flags_or_none(verb)
-    typed = {full: alias for alias, full in ALIASES.items()}
-    lines = [f"usage: hf-rocm-tune {verb} --model NAME --dataset NAME [flags]", "", about.what]
-    for title, rows in _SECTIONS:
-        lines += ["", f"{title}:"]
-        for name, metavar, text in rows:
-            if known is not None and name not in known:
-                continue
-            default = about.ours.get(name) or (_shown(known[name].default) if known else "")
-            told = f"{text} [{default}]" if default else text
-            lines.append(f"  {f'--{typed.get(name, name)} {metavar}':<32}{told}".rstrip())
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "more:",
-            "  --accelerate_config NAME        how it is launched: of `configs ls`, or a file",
-            "  --print_config                  print all settings as a recipe, and end",
-            "  -v                              say more at the start",
-            f"  {HELP_ALL}                      every flag: ours, TRL's and the launcher's",
-        ]
-    )
-
-
-def _flags_or_none(verb: Method) -> dict[str, Flag] | None:
-    try:
-        return flags(verb)
-    except _Unreadable:
-        return None
+    about, known = VERBS[verb], flags(verb)
+    lines = [f"usage: hf-rocm-tune {verb} --model NAME --dataset NAME [flags]", "", about.what, ""]
+    for line in _SCREEN.splitlines():
+        typed = line.split()[0].removeprefix("--") if line.startswith("  --") else None
+        name = ALIASES.get(typed or "", typed)
+        if name is not None and known and name not in known:
+            continue
+        default = about.ours.get(name or "") or (_shown(known[name].default) if name in known else "")
+        lines.append(f"{line} [{default}]" if default else line)
+    return "\n".join(lines) + "\n" + _MORE
 
 
 def _shown(default: object) -> str:
@@ -299,20 +278,15 @@ class Flag:
     options: tuple[str, ...]  # the spellings that the parser accepts
 
 
-class _Unreadable(Exception):
-    """A class was not found in the sources."""
-
-
 @functools.cache
 def flags(verb: Method) -> dict[str, Flag]:
-    """All flags of a verb by name.
-
-    Raises:
-        _Unreadable: a class was not found.
-    """
-    found = {recipe_file.FLAG.removeprefix("--"): Flag(default=None, options=(recipe_file.FLAG,))}
-    for module, name in VERBS[verb].owners:
-        found |= _fields(module, name)
+    """All flags of a verb by name; none where a class is not found in the sources."""
+    found = {CONFIG.removeprefix("--"): Flag(default=None, options=(CONFIG,))}
+    try:
+        for module, name in VERBS[verb].owners:
+            found |= _fields(module, name)
+    except LookupError:
+        return {}
     return found
 
 
@@ -358,12 +332,10 @@ def _flag(name: str, kind: str, value: ast.expr | None) -> Flag | None:
         default = _literal(settings["default"]) if "default" in settings else _NO_LITERAL
     if "init" in settings and _literal(settings["init"]) is False:
         return None
-    aliases: list[str] = []
-    if isinstance(metadata := settings.get("metadata"), ast.Dict):
-        for key, each in zip(metadata.keys, metadata.values, strict=True):
-            if key is not None and _literal(key) == "aliases":
-                told = _literal(each)
-                aliases = [told] if isinstance(told, str) else list(told)
+    metadata = settings.get("metadata")
+    told = dict(zip(metadata.keys, metadata.values, strict=True)) if isinstance(metadata, ast.Dict) else {}
+    aliases: Any = next((_literal(each) for key, each in told.items() if key and _literal(key) == "aliases"), [])
+    aliases = [aliases] if isinstance(aliases, str) else aliases
     spelled = [name]
     if default is True and kind in ("bool", "bool | None"):
         spelled.append(f"no_{name}")
@@ -388,7 +360,7 @@ def _find(module: str, name: str) -> tuple[str, ast.ClassDef]:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
                     return _find(_absolute(module, node), alias.name)
-    raise _Unreadable(f"{module}.{name}")
+    raise LookupError(f"{module}.{name}")
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -425,3 +397,184 @@ def _source(module: str) -> Path | None:
         return None
     place = Path(spec.submodule_search_locations[0], *rest)
     return next((file for file in (place / "__init__.py", place.with_name(f"{place.name}.py")) if file.is_file()), None)
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a recipe file says."""
+
+    path: Path
+    values: Mapping[str, Any]  # YAML values by name, not yet checked
+    env: Mapping[str, str]  # environment variables, of those that `variables` has a row on
+
+    def apply_environment(self, environ: MutableMapping[str, str]) -> None:
+        """Put ``env`` into ``environ``, and say so on stdout; a variable that is set there already is kept."""
+        for name, value in self.env.items():
+            if name not in environ:
+                environ[name] = value
+                if environ.get("RANK", "0") == "0":
+                    # As a YAML comment, so that `--print_config > recipe.yaml` stays a recipe.
+                    print(f"# hf-rocm-tune: {one_line(f'recipe {self.path} sets {name}={value}')}", flush=True)
+
+
+def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
+    """Take ``FLAG VALUE`` or ``FLAG=VALUE`` out of a command line.
+
+    Returns:
+        The last value given (as argparse has it) or None, and the other arguments.
+
+    Raises:
+        UsageError: the flag is there without a value.
+    """
+    value, rest, arguments = None, [], iter(argv)
+    for argument in arguments:
+        if argument == flag:
+            value = next(arguments, "")
+            if not value or value.startswith("--"):
+                raise UsageError(f"{flag} needs a value after it")
+        elif argument.startswith(f"{flag}="):
+            value = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    return value, rest
+
+
+def find_recipe(given: str | Path) -> Path:
+    """The file that ``--config`` means: a file of that path wins over a recipe of that name.
+
+    Raises:
+        UsageError: there is neither; the message gives the nearest name where the value could be one.
+    """
+    path = Path(given)
+    if path.is_file():
+        return path
+    if str(given) in RECIPES.names():
+        return RECIPES.path(str(given))
+    if path.exists():
+        return path  # a directory or a device: reading it says what is wrong
+    nearest = difflib.get_close_matches(path.stem, RECIPES.names(), n=1, cutoff=0.5) if path.name == str(given) else []
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    raise UsageError(
+        f"recipe {given} does not exist: {hint}give {CONFIG} the path of a YAML file, or a name that "
+        "`hf-rocm-tune recipes ls` lists"
+    )
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """Read a recipe file.
+
+    Args:
+        path: of the file, or the name of one that ships with the package (`find_recipe`).
+
+    Raises:
+        UsageError: it is missing or unreadable, is not YAML (with the line), is not a mapping, gives a key twice, or
+            sets a variable that is not a recipe's to set.
+    """
+    path = find_recipe(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe {path} cannot be read: {error}") from error
+    try:
+        content = yaml.load(text, Loader=_NoDuplicates)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UsageError(f"recipe {path}{where} is not valid YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"recipe {path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        found = "an empty file" if content is None else f"a {type(content).__name__}"
+        raise UsageError(f"recipe {path} must be a mapping of flag names to values, got {found}")
+    env = content.pop("env", None) or {}
+    if not isinstance(env, dict) or any(isinstance(v, dict | list) or v is None for v in env.values()):
+        raise UsageError(f"recipe {path}: `env` must map variable names to plain values, got {env!r}")
+    if foreign := [str(name) for name in env if not variables.covers(str(name))]:
+        raise UsageError(
+            f"recipe {path}: `env` may set what `hf-rocm-tune env` knows of ROCm, RCCL and torch, "
+            f"not {', '.join(foreign)}: take them out, or set them in your shell"
+        )
+    remember(content)
+    return Recipe(
+        path=path,
+        values={str(key): value for key, value in content.items()},
+        env={str(key): str(value) for key, value in env.items()},
+    )
+
+
+def apply_environment(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Apply the ``env`` of the recipe on this command line: call it before torch is imported.
+
+    Raises:
+        UsageError: as ``read_recipe``.
+    """
+    path, _ = take_flag(argv, CONFIG)
+    if path is not None:
+        read_recipe(path).apply_environment(environ)
+
+
+class _NoDuplicates(yaml.SafeLoader):
+    """A YAML loader that refuses a key that is given twice: YAML's own keeps the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key_node.value!r} is given twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+_SPLIT = "--split_layers"
+
+
+def asks_for_split(argv: Sequence[str]) -> bool:
+    """Whether a command line, or the recipe on it, splits a model.
+
+    Raises:
+        UsageError: the recipe cannot be read.
+    """
+    value, rest = take_flag([argument.replace("--split-layers", _SPLIT) for argument in argv], _SPLIT)
+    path, _ = take_flag(rest, CONFIG)
+    if value is not None or path is None:
+        return value is not None
+    values = read_recipe(path).values
+    return any(key.removeprefix("--").replace("-", "_") == _SPLIT.removeprefix("--") for key in values)
+
+
+def show_all_cards(
+    argv: Sequence[str], environ: MutableMapping[str, str], *, topology: gpus.Topology | None = None
+) -> None:
+    """Choose the cards again where the job splits a model, and say so; nothing once torch is imported.
+
+    Args:
+        argv: of the job.
+        environ: the process's variables; changed.
+        topology: of the machine; it is read unless given.
+    """
+    if not asks_for_split(argv) or "torch" in sys.modules:
+        return
+    environ["HF_ROCM_TUNE_SPLIT"] = "1"  # for processes that this one starts
+    found = gpus.read_topology() if topology is None else topology
+    rocm = variables.read_facts(archs=()).is_rocm
+    choice = process.choose(
+        () if rocm is False else found.nodes,
+        environ,
+        complete=found.complete,
+        processes=process.local_processes(environ),
+        split=True,
+    )
+    process.enact(choice, environ)
+    made = [
+        variables.Decision(variable=name, action="set", value=value, reason=choice.reason, source="--split_layers")
+        for name, value in choice.variables.items()
+    ]
+    variables.remember(made)
+    variables.announce(made)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune import recipes
+from hf_rocm_tune.configs import RECIPES as recipes
 from tests.e2e.command import TIMEOUT, CommandServer
 from tests.e2e.conftest import flags, report_of, sampled
 

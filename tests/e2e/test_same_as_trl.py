@@ -22,7 +22,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from hf_rocm_tune.settings.flags import RanksArguments, TuneArguments
+from hf_rocm_tune.settings.arguments import RanksArguments, TuneArguments
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer
 from tests.e2e.conftest import flags

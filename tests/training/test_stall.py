@@ -14,7 +14,7 @@ import pytest
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.ranks.stall_report import PeerLostError
-from hf_rocm_tune.settings.flags import RanksArguments
+from hf_rocm_tune.settings.arguments import RanksArguments
 from hf_rocm_tune.supervisor import Settings, Watch
 from hf_rocm_tune.training import supervised
 from hf_rocm_tune.training.stall import Limits, Pace, watched

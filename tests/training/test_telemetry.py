@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from hf_rocm_tune.doctor.findings import knowledge_data
 from hf_rocm_tune.machine.sysfs import LiveTree
-from hf_rocm_tune.settings.flags import TuneArguments
+from hf_rocm_tune.settings.arguments import TuneArguments
 from hf_rocm_tune.training import telemetry
 from hf_rocm_tune.training.telemetry import HOTSPOT_WARN_C, Sample, Telemetry, of_device, sample
 from tests.training.telemetry_card import ADDRESS, CURRENT_BIT, FIT_BIT, HOTSPOT_BIT, POWER_BIT, VR_BIT, Card

@@ -1,19 +1,28 @@
-"""What only some methods of training have: settings that do not go with them, and GRPO's reward functions."""
+"""What a run refuses or decides before a model is loaded: settings that do not go with a method or with each other,
+GRPO's reward functions, and how several ranks average their gradients."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import str_to_bool
 
-from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.settings.arguments import Arguments
+from hf_rocm_tune.errors import StallError, UsageError
+from hf_rocm_tune.machine.child import pci_address
+from hf_rocm_tune.ranks import preflight
+from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
 
 _SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+
+
+def is_sharded(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher asks for FSDP or DeepSpeed."""
+    return any(str_to_bool(environ.get(name) or "no") for name in _SHARDED)
 
 
 def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
@@ -25,7 +34,7 @@ def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
     method, training, model = arguments.method, arguments.training, arguments.model
     if method == "sft":
         return
-    sharded = training.fsdp or training.deepspeed or any(str_to_bool(environ.get(name) or "no") for name in _SHARDED)
+    sharded = training.fsdp or training.deepspeed or is_sharded(environ)
     reasons = {
         "FSDP and DeepSpeed": bool(sharded),
         "--split_layers": arguments.ranks.split_layers is not None,
@@ -93,3 +102,70 @@ def _imported(name: str, known: Mapping[str, Any]) -> Any:
     if not callable(found):
         raise UsageError(f"--reward_funcs {name} is a {type(found).__name__}, not a function")
     return found
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def decide(
+    ranks: RanksArguments,
+    accelerator: bool,
+    accumulation: int,
+    *,
+    environ: MutableMapping[str, str],
+    place: Path | None,
+    say: Callable[..., None],
+) -> preflight.Preflight | None:
+    """Make the preflight where there are several ranks and it is wanted. Every rank calls it.
+
+    It works the same however the ranks were started: what it needs is in the environment that every launcher fills.
+
+    Args:
+        ranks: ``--preflight`` and ``--grad_sync``.
+        accelerator: whether this rank trains on one.
+        accumulation: ``--gradient_accumulation_steps``, for the command that trains on one card.
+        environ: of this rank; ``NCCL_P2P_DISABLE`` is set where RCCL works only so.
+        place: see `preflight.run`.
+        say: takes the lines for the user.
+
+    Returns:
+        The decision; None where there was nothing to decide.
+
+    Raises:
+        UsageError: the fault that is asked for does not exist.
+        StallError: a rank is missing, nothing works, or not what the user has asked for.
+    """
+    world = int(environ.get("WORLD_SIZE", "1"))
+    if world < 2 or place is None or ranks.preflight == "off" or (ranks.preflight == "auto" and not accelerator):
+        return None
+    device = _device(int(environ["LOCAL_RANK"]), accelerator)
+    done = preflight.run(asked=ranks.grad_sync, device=device, environ=environ, place=place)
+    say(*done.lines())
+    config = "single_rx7900xt" if accelerator else "cpu"
+    one_card = (
+        f"`hf-rocm-tune sft --accelerate_config {config} --gradient_accumulation_steps {world * accumulation}` and "
+        "your other flags (the same effective batch)"
+    )
+    preflight.insist(done, one_card=one_card)
+    if done.choice.way == "host" and is_sharded(environ):
+        raise StallError(
+            f"gradients can only be averaged through host memory here ({done.choice.reason}), which FSDP and DeepSpeed "
+            f"cannot do: train without them (--accelerate_config dual_rx7900xt), or on one card with {one_card}"
+        )
+    several_machines = environ.get("LOCAL_WORLD_SIZE", str(world)) != str(world)
+    if done.choice.way == "host" and ranks.grad_sync != "host" and several_machines:
+        raise StallError(
+            f"gradients can only be averaged through host memory on this machine ({done.choice.reason}), and the "
+            "others do not know of it: start all of them again with --grad_sync host"
+        )
+    if done.choice.way == "ddp_without_p2p":
+        environ[preflight.P2P_VARIABLE] = "1"
+    return done
+
+
+def _device(local_rank: int, accelerator: bool) -> dict[str, Any]:
+    """Of this rank, by Accelerate's rule: the card of its number on this machine."""
+    if not accelerator:
+        return {"device": "cpu", "address": None}
+    seen = local_rank < torch.cuda.device_count()  # else its trials say that it is not there
+    return {"device": f"cuda:{local_rank}", "address": pci_address(local_rank) if seen else None}
