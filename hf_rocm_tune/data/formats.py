@@ -6,9 +6,9 @@ ready ``input_ids`` (SFTTrainer); ``chosen`` and ``rejected``, with or without `
 toolkits read is given TRL's columns by `as_trl`: Alpaca's and other pairs of question and answer, and ShareGPT's
 ``conversations``. A row that does not fit would otherwise end in a traceback in the midst of tokenizing.
 
-Covered: every row of a dataset with plain columns, by Arrow, without making Python objects. Rows that Arrow cannot
-judge (differing fields, tools, messages with empty content) are read in Python, at most `PYTHON_ROWS` of them; of a
-streamed dataset the first `STREAMED_ROWS`. Not covered: whether a chat template accepts the order of the roles.
+Covered: every row of a dataset (some 30 seconds to a million conversations, of the many minutes that TRL then takes to
+tokenize them); of a streamed dataset the first `STREAMED_ROWS`. Not covered: whether a chat template accepts the order
+of the roles.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from datasets import Dataset, IterableDataset
 
     Rows: TypeAlias = Dataset | IterableDataset
 
 STREAMED_ROWS = 100
-PYTHON_ROWS = 20_000
 _BATCH = 1000
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -53,48 +51,19 @@ _ACCEPTED: dict[Method, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatInfo:
-    """What the rows are, for a line at start and for the settings that depend on it.
-
-    Attributes:
-        kind: which of TRL's shapes, as `as_trl` makes it.
-        conversational: whether a chat template is applied.
-        has_tools: whether there is a ``tools`` column.
-        checked_rows: how many rows were looked at.
-        mapping: how `as_trl` changes the rows, in words; None where TRL reads them as they are.
-        unusual_roles: roles other than system, developer, user, assistant, tool in the first rows, which a chat
-            template may not know.
-    """
-
-    kind: Kind
-    conversational: bool
-    has_tools: bool
-    checked_rows: int
-    layout: _Layout
-    mapping: str | None = None
-    unusual_roles: tuple[str, ...] = ()
-
-    @property
-    def description(self) -> str:
-        """One phrase, such as ``messages (conversational, with tools)``."""
-        traits = ["conversational"] * self.conversational + ["with tools"] * self.has_tools
-        return self.kind.replace("_", "/") + (f" ({', '.join(traits)})" if traits else "")
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Layout:
     """The shape that all rows of a split must have, in the dataset's own names."""
 
     kind: Kind
     content: Mapping[str, str]  # TRL's name of each column that is trained on, and the name that it has here
-    messages: frozenset[str] = frozenset()  # those of them that hold lists of messages
-    single: frozenset[str] = frozenset()  # those of them that hold one message, not in a list
-    more: tuple[str, ...] = ()  # text that may be missing and goes into the prompt
-    dropped: tuple[str, ...] = ()  # columns that TRL would take for something else
-    has_tools: bool = False
-    needs_assistant: bool = False  # every row must have an assistant turn
-    role_key: str = "role"
-    content_key: str = "content"
+    messages: frozenset[str]  # those of them that hold lists of messages
+    single: frozenset[str]  # those of them that hold one message, not in a list
+    more: tuple[str, ...]  # text that may be missing and goes into the prompt
+    dropped: tuple[str, ...]  # columns that TRL would take for something else
+    has_tools: bool
+    needs_assistant: bool  # every row must have an assistant turn
+    role_key: str
+    content_key: str
 
     @property
     def columns(self) -> list[str]:
@@ -106,6 +75,36 @@ class _Layout:
     def labels(self) -> list[str]:
         """The columns that say whether an answer is wanted."""
         return ["label"] * (self.kind == "unpaired")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatInfo:
+    """What the rows are, for a line at start and for the settings that depend on it.
+
+    Attributes:
+        layout: which of TRL's shapes (`kind`), as `as_trl` makes it, and of which columns.
+        conversational: whether a chat template is applied.
+        checked_rows: how many rows were looked at.
+        mapping: how `as_trl` changes the rows, in words; None where TRL reads them as they are.
+        unusual_roles: roles other than system, developer, user, assistant, tool, which a chat template may not know.
+    """
+
+    layout: _Layout
+    conversational: bool
+    checked_rows: int
+    mapping: str | None
+    unusual_roles: tuple[str, ...]
+
+    @property
+    def kind(self) -> Kind:
+        """Which of TRL's shapes."""
+        return self.layout.kind
+
+    @property
+    def description(self) -> str:
+        """One phrase, such as ``messages (conversational, with tools)``."""
+        traits = ["conversational"] * self.conversational + ["with tools"] * self.layout.has_tools
+        return self.kind.replace("_", "/") + (f" ({', '.join(traits)})" if traits else "")
 
 
 def check_format(
@@ -131,23 +130,20 @@ def check_format(
     columns = list(dataset.column_names or first)
     layout = _layout(columns, first, method, dataset_text_field, split, needs_assistant=assistant_only_loss)
     _check_flags(layout, columns, completion_only_loss, split)
-    checked = _check_rows(dataset, layout, split)
+    checked, roles = _check_rows(dataset, layout, split)
     if layout.messages and not has_chat_template:
         raise UsageError(
             f"the '{split}' rows are conversations, but the tokenizer of '{model_name}' has no chat template: name a "
             "template file, or a model whose template to take, with --chat_template_path"
         )
-    roles = _roles(dataset, layout)
     renamed = any(name != column for name, column in layout.content.items()) and layout.kind != "text"
     mixed = bool(layout.messages) and len(layout.messages) < len(layout.content)
     others = bool(layout.single or layout.dropped or mixed or layout.role_key == "from" or roles & _ROLES.keys())
     conversational = bool(layout.messages) or (renamed and has_chat_template)
     return FormatInfo(
-        kind=layout.kind,
-        conversational=conversational,
-        has_tools=layout.has_tools,
-        checked_rows=checked,
         layout=layout,
+        conversational=conversational,
+        checked_rows=checked,
         mapping=_in_words(layout, conversational, roles) if renamed or others else None,
         unusual_roles=tuple(sorted(roles - _KNOWN_ROLES - _ROLES.keys())),
     )
@@ -336,31 +332,25 @@ def _check_flags(layout: _Layout, columns: list[str], completion_only_loss: bool
         )
 
 
-def _check_rows(dataset: Rows, layout: _Layout, split: str) -> int:
+def _check_rows(dataset: Rows, layout: _Layout, split: str) -> tuple[int, set[str]]:
+    """How many rows were looked at, and the roles in them."""
+    number, roles = 0, set[str]()
+    for number, row in enumerate(_rows(dataset, layout), start=1):
+        if fault := _fault_in(row, layout):
+            raise UsageError(f"row {number} of the '{split}' split: {fault}; the row begins {_beginning(row, layout)}")
+        roles.update(turn[layout.role_key] for column in layout.messages for turn in _turns(row[column]))
+    return number, roles
+
+
+def _rows(dataset: Rows, layout: _Layout) -> Iterator[dict[str, Any]]:
     from datasets import Dataset
 
     if not isinstance(dataset, Dataset):
-        return _check_in_python(islice(dataset, STREAMED_ROWS), layout, split, start=0)
-    arrow = dataset.select_columns(layout.columns).with_format("arrow")
-    plain = dataset.select_columns(layout.columns).with_format(None)
-    checked = read = 0
-    for start in range(0, len(dataset), _BATCH):
-        table = arrow[start : start + _BATCH]
-        if not _is_clean(table, layout):
-            if read >= PYTHON_ROWS:
-                continue
-            rows = (plain[number] for number in range(start, start + table.num_rows))
-            read += _check_in_python(rows, layout, split, start=start)
-        checked += table.num_rows
-    return checked
-
-
-def _check_in_python(rows: Iterator[dict[str, Any]], layout: _Layout, split: str, *, start: int) -> int:
-    number = start
-    for number, row in enumerate(rows, start=start + 1):
-        if fault := _fault_in(row, layout):
-            raise UsageError(f"row {number} of the '{split}' split: {fault}; the row begins {_beginning(row, layout)}")
-    return number - start
+        yield from islice(dataset, STREAMED_ROWS)
+        return
+    for batch in dataset.select_columns(layout.columns).with_format(None).iter(batch_size=_BATCH):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
 
 
 def _beginning(row: dict[str, Any], layout: _Layout) -> str:
@@ -368,83 +358,7 @@ def _beginning(row: dict[str, Any], layout: _Layout) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _roles(dataset: Rows, layout: _Layout) -> set[str]:
-    """The roles of the first rows."""
-    return {
-        turn[layout.role_key]
-        for row in islice(iter(dataset), STREAMED_ROWS if layout.messages else 0)
-        for column in layout.messages
-        for turn in _turns(row[column])
-    }
-
-
-# ---- one batch of rows: by Arrow without Python objects, and in Python with words for what is wrong -----------------
-
-
-def _is_clean(table: pa.Table, layout: _Layout) -> bool:
-    """Whether Arrow alone can tell that all these rows are right. False means: look closer."""
-    if "tools" in layout.columns:
-        return False
-    check = _are_token_lists if layout.kind == "tokenized" else _are_strings
-    return (
-        all(
-            _are_messages(table.column(column), layout, column)
-            if column in layout.messages
-            else check(table.column(column))
-            for column in layout.content.values()
-        )
-        and all(_are_strings(table.column(column), null=True) for column in layout.more)
-        and all(str(table.column(column).type) == "bool" for column in layout.labels)
-        and not any(table.column(column).null_count for column in layout.labels)
-    )
-
-
-def _are_strings(column: pa.ChunkedArray, *, null: bool = False) -> bool:
-    import pyarrow.types as types
-
-    if null and types.is_null(column.type):
-        return True
-    return bool(types.is_string(column.type) or types.is_large_string(column.type)) and (null or not column.null_count)
-
-
-def _are_lists(column: pa.ChunkedArray) -> bool:
-    """Whether all of them are lists with at least one entry."""
-    import pyarrow.compute as pc
-    import pyarrow.types as types
-
-    if not (types.is_list(column.type) or types.is_large_list(column.type)) or column.null_count:
-        return False
-    return bool(pc.min(pc.list_value_length(column)).as_py())
-
-
-def _are_token_lists(column: pa.ChunkedArray) -> bool:
-    import pyarrow.compute as pc
-    import pyarrow.types as types
-
-    if not _are_lists(column) or not types.is_integer(column.type.value_type):
-        return False
-    return int(pc.list_flatten(column).null_count) == 0
-
-
-def _are_messages(column: pa.ChunkedArray, layout: _Layout, name: str) -> bool:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    import pyarrow.types as types
-
-    if not _are_lists(column) or not types.is_struct(column.type.value_type):
-        return False
-    messages = pc.list_flatten(column)
-    names = {messages.type.field(index).name for index in range(messages.type.num_fields)}
-    if messages.null_count or not {layout.role_key, layout.content_key} <= names:
-        return False
-    roles = pc.struct_field(messages, layout.role_key)
-    if not (_are_strings(roles) and _are_strings(pc.struct_field(messages, layout.content_key))):
-        return False
-    if not layout.needs_assistant or layout.content.get("prompt") == name:
-        return True
-    spelled = pa.array(["assistant", *(role for role, ours in _ROLES.items() if ours == "assistant")])
-    with_assistant = pc.filter(pc.list_parent_indices(column), pc.is_in(roles, value_set=spelled))
-    return len(pc.unique(with_assistant)) == len(column)
+# ---- what is wrong with one row -------------------------------------------------------------------------------------
 
 
 def _fault_in(row: dict[str, Any], layout: _Layout) -> str | None:
@@ -501,8 +415,10 @@ def _fault_in_content(message: dict[str, Any], key: str) -> str | None:
 def _fault_in_tokens(value: Any) -> str | None:
     if not isinstance(value, list) or not value:
         return f"column 'input_ids' holds {_named(value)}, not a list of token ids"
-    wrong = [token for token in value if not isinstance(token, int) or isinstance(token, bool)]
-    return f"column 'input_ids' has {_named(wrong[0])} among its token ids" if wrong else None
+    if set(map(type, value)) == {int}:
+        return None
+    wrong = next(token for token in value if type(token) is not int)
+    return f"column 'input_ids' has {_named(wrong)} among its token ids"
 
 
 def _fault_in_tools(value: Any) -> str | None:

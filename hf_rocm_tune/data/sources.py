@@ -3,8 +3,7 @@
 `datasets` does the loading. This module decides which of its doors to use, picks the splits, and turns each mistake
 of the user into one line with what was found and what to do.
 
-Not covered: errors further on in a streamed source. Only its first row is read here; `_explain_read_error` puts a
-later one into words.
+Not covered: errors further on in a streamed source. Only its first row is read here.
 """
 
 from __future__ import annotations
@@ -189,30 +188,35 @@ def _local_files(part: DatasetConfig) -> list[Path]:
     return [Path(name) for name in names if Path(name).is_file()]
 
 
-def _explain_read_error(error: BaseException, name: str, *, files: Sequence[Path] | None = None) -> UsageError:
-    """Put an error of `datasets` while reading ``name`` into words, with file and line where they can be found."""
-    for file in _data_files(Path(name).expanduser()) if files is None else files:
-        if fault := _find_fault(file):
-            return UsageError(fault)
-    cause = error.__cause__ or error
-    text = str(cause).strip() or type(cause).__name__
-    return UsageError(f"the dataset '{name}' could not be read: {text.splitlines()[0]}")
-
-
 def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str, Rows]:
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
     path = Path(name).expanduser()
     _check_readable(path, name)
     with _explained(name):
         if path.is_file():
-            splits = _load_file(path, streaming=streaming)
+            if path.stat().st_size == 0:
+                raise UsageError(f"{path} is empty (0 bytes)")
+            # `datasets` takes a file name for a pattern: brackets in it have to be escaped.
+            files = {"train": glob.escape(str(path.absolute()))}
+            splits = dict(load_dataset(str(_reader_of(path)), data_files=files, streaming=streaming))
         elif _is_saved(path):
-            splits = _load_saved(path, streaming=streaming)
+            try:
+                saved = load_from_disk(str(path))
+            except IndexError as error:  # what `datasets` raises for a saved table of no rows
+                raise UsageError(f"the dataset saved in '{path}' is empty") from error
+            splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
+            if streaming:
+                splits = {key: rows.to_iterable_dataset() for key, rows in splits.items()}
         elif path.is_dir():
-            splits = _load(str(path), name=config, streaming=streaming)
+            splits = dict(load_dataset(str(path), name=config, streaming=streaming))
         else:
             _refuse_missing_path(name)
             return _load_from_hub(name, config=config, streaming=streaming)
-        _check_encoding(splits)
+        # Arrow's JSON reader lets bytes through that are no UTF-8; they would fail in the middle of tokenizing.
+        for rows in splits.values():
+            if isinstance(rows, Dataset):
+                rows.data.table.validate(full=True)
     return splits
 
 
@@ -234,37 +238,13 @@ def _check_readable(path: Path, name: str) -> None:
         raise UsageError(f"'{name}' may not be read (permission denied)") from error
 
 
-def _load(source: str, **arguments: Any) -> dict[str, Rows]:
-    from datasets import load_dataset
-
-    return dict(load_dataset(source, **arguments))
-
-
-def _load_file(path: Path, *, streaming: bool) -> dict[str, Rows]:
-    if path.stat().st_size == 0:
-        raise UsageError(f"{path} is empty (0 bytes)")
-    # `datasets` takes a file name for a pattern: brackets in it have to be escaped.
-    files = {"train": glob.escape(str(path.absolute()))}
-    return _load(str(_reader_of(path)), data_files=files, streaming=streaming)
-
-
-def _load_saved(path: Path, *, streaming: bool) -> dict[str, Rows]:
-    from datasets import DatasetDict, load_from_disk
-
-    try:
-        saved = load_from_disk(str(path))
-    except IndexError as error:  # what `datasets` raises for a saved table of no rows
-        raise UsageError(f"the dataset saved in '{path}' is empty") from error
-    splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
-    return {key: rows.to_iterable_dataset() if streaming else rows for key, rows in splits.items()}
-
-
 def _load_from_hub(name: str, *, config: str | None, streaming: bool) -> dict[str, Rows]:
+    from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return _load(name, name=config, streaming=streaming)
+        return dict(load_dataset(name, name=config, streaming=streaming))
     except (ConnectionError, DatasetNotFoundError, FileNotFoundError, HFValidationError) as error:
         raise UsageError(
             f"no dataset '{name}': there is no file or folder of that name, and the Hugging Face Hub either does not "
@@ -302,22 +282,14 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
     try:
         yield
     except foreign as error:
-        raise _explain_read_error(error, name, files=files) from error
+        for file in _data_files(Path(name).expanduser()) if files is None else files:
+            if fault := _find_fault(file):
+                raise UsageError(fault) from error
+        cause = error.__cause__ or error
+        text = str(cause).strip() or type(cause).__name__
+        raise UsageError(f"the dataset '{name}' could not be read: {text.splitlines()[0]}") from error
     finally:
         logging.set_verbosity(level)
-
-
-def _check_encoding(splits: dict[str, Rows]) -> None:
-    """Arrow's JSON reader lets bytes through that are no UTF-8; they would fail in the middle of tokenizing.
-
-    Raises:
-        pyarrow.ArrowInvalid: for the caller to explain.
-    """
-    from datasets import Dataset
-
-    for rows in splits.values():
-        if isinstance(rows, Dataset):
-            rows.data.table.validate(full=True)
 
 
 def _data_files(path: Path) -> list[Path]:
@@ -389,19 +361,15 @@ def _reader_of(path: Path) -> str | None:
 
 
 def _find_fault(path: Path) -> str | None:
-    """Say what is wrong with a data file, or None if nothing was found.
-
-    Args:
-        path: an existing file with a supported suffix.
-
-    Returns:
-        A sentence that names the file and, where there is one, the line or the byte offset (counted from 0).
-    """
+    """Say what is wrong with a data file, with the line or the byte offset (from 0) where there is one; None if nothing
+    was found."""
     try:
         if path.stat().st_size == 0:
             return f"{path} is empty (0 bytes)"
         reader = _reader_of(path)
-        return _FINDERS[reader](path) if reader else None
+        if reader == "parquet":
+            return _parquet_fault(path)
+        return _encoding_fault(path) or {"json": _json_fault, "csv": _csv_fault}.get(reader or "", lambda _: None)(path)
     except PermissionError:
         return f"{path} may not be read (permission denied)"
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -412,72 +380,51 @@ def _open(path: Path) -> BinaryIO:
     return io.BufferedReader(gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Line number from 1, byte offset of its start, and its bytes."""
+def _encoding_fault(path: Path) -> str | None:
     offset = 0
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
-            yield number, offset, line
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return (
+                    f"{path} is not UTF-8: byte 0x{line[error.start]:02x} in line {number}, byte offset "
+                    f"{offset + error.start}; convert it, for example with `iconv -f latin1 -t utf-8`"
+                )
             offset += len(line)
-
-
-def _encoding_fault(path: Path) -> str | None:
-    for number, offset, line in _lines(path):
-        try:
-            line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            return (
-                f"{path} is not UTF-8: byte 0x{line[error.start]:02x} in line {number}, byte offset "
-                f"{offset + error.start}; convert it, for example with `iconv -f latin1 -t utf-8`"
-            )
     return None
 
 
 def _json_fault(path: Path) -> str | None:
-    if fault := _encoding_fault(path):
-        return fault
+    """Of a file that is one array, or of one with a row on each line."""
     with _open(path) as file:
-        if file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-            return _json_array_fault(path)
-    for number, _, line in _lines(path):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            return f"{path}, line {number}, column {error.colno}: not valid JSON ({error.msg})"
-        if not isinstance(row, dict):
-            return f"{path}, line {number}: a row has to be a JSON object, this is a {type(row).__name__}"
-    return None
-
-
-def _json_array_fault(path: Path) -> str | None:
-    with _open(path) as file:
-        text = file.read().decode("utf-8-sig")
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        return f"{path}, line {error.lineno}, column {error.colno}: not valid JSON ({error.msg})"
-    if not rows:
-        return f"{path} has no rows: it is an empty list"
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            return f"{path}, row {number}: a row has to be a JSON object, this is a {type(row).__name__}"
+        array = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        file.seek(0)
+        for number, text in enumerate([file.read()] if array else file, start=1):
+            if not text.strip():
+                continue
+            try:
+                found = json.loads(text)
+            except json.JSONDecodeError as error:
+                line = error.lineno if array else number
+                return f"{path}, line {line}, column {error.colno}: not valid JSON ({error.msg})"
+            if array and not found:
+                return f"{path} has no rows: it is an empty list"
+            for count, row in enumerate(found if array else [found], start=1):
+                if not isinstance(row, dict):
+                    place = f"row {count}" if array else f"line {number}"
+                    return f"{path}, {place}: a row has to be a JSON object, this is a {type(row).__name__}"
     return None
 
 
 def _csv_fault(path: Path) -> str | None:
-    if fault := _encoding_fault(path):
-        return fault
     with _open(path) as file:
         rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
         header = next(rows, [])
         for row in rows:
             if len(row) > len(header):
                 return f"{path}, line {rows.line_num}: {len(row)} fields, but the header has {len(header)}"
-        if rows.line_num <= 1:
-            return f"{path} has a header and no rows"
-    return None
+        return f"{path} has a header and no rows" if rows.line_num <= 1 else None
 
 
 def _parquet_fault(path: Path) -> str | None:
@@ -488,14 +435,6 @@ def _parquet_fault(path: Path) -> str | None:
         with pq.ParquetFile(path) as file:
             for group in range(file.num_row_groups):
                 file.read_row_group(group)
-            return None if file.metadata.num_rows else f"{path} has no rows"
     except (pa.ArrowException, OSError) as error:
         return f"{path} is cut off or damaged, or not a parquet file: {str(error).splitlines()[0]}"
-
-
-_FINDERS: dict[str, Callable[[Path], str | None]] = {
-    "json": _json_fault,
-    "csv": _csv_fault,
-    "parquet": _parquet_fault,
-    "text": _encoding_fault,
-}
+    return None
