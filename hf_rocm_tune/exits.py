@@ -97,8 +97,10 @@ def run_guarded(
     except Exception as error:
         known = as_tune_error(error)
         follows = getattr(known, "follows", False)
-        if (known is None or follows) and _follows_from_a_peer(error, group):
-            return 1
+        # The communication back ends raise RuntimeError or a subclass for a peer that is gone.
+        from_a_peer = (known is None or follows) and isinstance(error, RuntimeError | TuneError)
+        if from_a_peer and group is not None and group.spoken():
+            return 1  # only the broken connection to a rank that has ended and said why
         if known is None:
             lines = "".join(traceback.format_exception(error))
             print(redaction.redact(lines), file=sys.stderr, end="", flush=True)
@@ -125,29 +127,11 @@ def _ignore_signals() -> None:
             signal.signal(ending, signal.SIG_IGN)
 
 
-def is_restart(environ: Mapping[str, str]) -> bool:
-    """Whether torch's agent has started this group before."""
-    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
-
-
-def last_ending(environ: Mapping[str, str]) -> str | None:
-    """What the last try of this group said when it ended, where it could; see `is_restart`."""
-    group = Group.of(environ)
-    return group.last_message() if group else None
-
-
 def speak(error: TuneError, *, environ: Mapping[str, str] | None = None) -> None:
     """Print and record an error as the ending of this process, which the caller ends itself: see the watchdog."""
     environ = os.environ if environ is None else environ
     ending = Ending(code=error.exit_code, message=str(error), rank=number(environ, "RANK"))
     _end(ending, Group.of(environ), environ)
-
-
-def meeting_place(environ: Mapping[str, str] | None = None) -> Path | None:
-    """A directory, not made yet, that this try's ranks of one machine have in common and nobody else; None for a
-    process that was started alone."""
-    group = Group.of(os.environ if environ is None else environ)
-    return group.meeting_place() if group else None
 
 
 @contextmanager
@@ -218,16 +202,6 @@ def _end(ending: Ending, group: Group | None, environ: Mapping[str, str]) -> Non
         write_atomically(Path(wanted), json.dumps(told))
 
 
-def _follows_from_a_peer(error: Exception, group: Group | None) -> bool:
-    """Whether ``error`` is only the broken connection to a rank that has ended and said why.
-
-    The communication back ends raise ``RuntimeError`` or a subclass for a peer that is gone.
-    """
-    if group is None or not isinstance(error, RuntimeError | TuneError):
-        return False
-    return group.spoken()
-
-
 def _is_the_agents(environ: Mapping[str, str]) -> bool:
     """Whether a SIGTERM came from torch's agent: this process has one, and nobody asked the launcher above it."""
     asked = Path(environ.get(EXIT_FILE_VARIABLE, os.devnull)).with_name(ASKED_FILE)
@@ -251,7 +225,7 @@ class Ending:
 
 
 class Group:
-    """The ranks that one launcher started on this machine, and the record of how they ended.
+    """The ranks that one launcher started on this machine, and the record of how they ended (see `of`).
 
     One file for each try (torchrun restarts a group): the file appears complete or not at all. It stands beside the
     file that our launcher asks for, so that two launches by one process do not meet, else in the temporary directory.
@@ -320,7 +294,7 @@ class Group:
         return [path for path in found if path != self._path() and self._counts(path)]
 
     def meeting_place(self) -> Path:
-        """See the function of this name."""
+        """A directory, not made yet, that this try's ranks of one machine have in common and nobody else."""
         return self._directory / f"{self._key}-{self._attempt}-ranks"
 
     def _path(self) -> Path:

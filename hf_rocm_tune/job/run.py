@@ -97,7 +97,8 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     Returns:
         0; whatever goes wrong is raised.
     """
-    met_at = exits.meeting_place()
+    group = exits.Group.of(os.environ)
+    met_at = group.meeting_place() if group else None
     place = met_at.with_name(f"{met_at.name}-preflight") if met_at is not None else None
     preflight = partial(decide, environ=os.environ, place=place, say=announce.say)
     arguments = command_line.parse(argv, method=method, before_meeting=preflight)
@@ -119,7 +120,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         )
     with stall.watched(
         arguments.ranks.stall_timeout,
-        place=exits.meeting_place(),
+        place=met_at,
         tell=exits.speak,
         collective_s=arguments.training.ddp_timeout if several else None,
     ) as guard:
@@ -130,7 +131,7 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
     asked = {**arguments.resolved(), "world_size": arguments.training.world_size}
     if arguments.method != "sft":  # runs of older versions have no method
         asked["method"] = arguments.method
-    restarted = bool(highest([int(exits.is_restart(os.environ))])[0])
+    restarted = bool(highest([exits.number(os.environ, "TORCHELASTIC_RESTART_COUNT")])[0])
     plan = _plan(arguments, asked, restarted=restarted)
     with closing(plan):
         return _with_directory(arguments, asked, plan, guard, restarted=restarted)
@@ -143,7 +144,8 @@ def _with_directory(
         announce.say(note)
     if restarted:
         where = plan.checkpoint.name if plan.checkpoint else "the start"
-        why = (exits.last_ending(os.environ) or "a process ended without a word").partition(". ")[0]
+        group = exits.Group.of(os.environ)
+        why = ((group and group.last_message()) or "a process ended without a word").partition(". ")[0]
         announce.say(f"the launcher has started all processes again ({why}): the run goes on from {where}")
     publisher = _open_publisher(arguments)
     if plan.action == "finished":

@@ -20,7 +20,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
@@ -41,145 +41,125 @@ if TYPE_CHECKING:
     from trl.trainer.base_config import _BaseConfig
 
 
+_Bound = tuple[Callable[[Any], bool], str]
+_AT_LEAST_ONE: _Bound = (lambda value: value >= 1, "1 or more")
+_NOT_NEGATIVE: _Bound = (lambda value: value >= 0, "0 or more")
+_POSITIVE: _Bound = (lambda value: value > 0, "more than 0")
+_SEED: _Bound = (lambda value: 0 <= value < 2**32, "0 or more and below 2**32")
+_BELOW_ONE: _Bound = (lambda value: 0 <= value < 1, "0 or more and below 1")
+_OFF_OR_MORE: _Bound = (lambda value: value >= 0, "0 (off) or more")  # a NaN is neither
+_OUR_BOUNDS: dict[str, _Bound] = {
+    "sentinel_every": _OFF_OR_MORE,
+    "compare_optimizer_every": _OFF_OR_MORE,
+    "prefetch_batches": _OFF_OR_MORE,
+    "telemetry_every": _OFF_OR_MORE,
+    "effective_batch": _AT_LEAST_ONE,
+    "auto_fit_gib": (lambda value: 0 < value < math.inf, "more than 0, and finite"),
+    "max_skipped_steps": _NOT_NEGATIVE,
+    "early_stopping_patience": _AT_LEAST_ONE,
+    "early_stopping_threshold": _NOT_NEGATIVE,
+    "eval_split_size": (
+        lambda size: 0 < size < 1 or (size >= 1 and size == int(size)),
+        "a share between 0 and 1 or a number of rows",
+    ),
+}
+
+
+def _option(default: Any, meaning: str, aliases: Sequence[str] = ()) -> Any:
+    """A flag of ours; `names` reads these calls from the source."""
+    return field(default=default, metadata={"help": meaning, "aliases": list(aliases)})
+
+
 @dataclass(frozen=True, kw_only=True)
 class TuneArguments:
     """The flags of every job. Their meaning is in the help of each."""
 
-    verify: Literal["full", "sample", "off"] = field(
-        default="full", metadata={"help": "Which transfers to the device are verified: all, a sample, or none."}
+    verify: Literal["full", "sample", "off"] = _option(
+        "full", "Which transfers to the device are verified: all, a sample, or none."
     )
-    on_corruption: Literal["recover", "stop"] = field(
-        default="recover",
-        metadata={"help": "Whether bytes that arrived wrong are sent again, or end the run with exit code 3 at once."},
+    on_corruption: Literal["recover", "stop"] = _option(
+        "recover", "Whether bytes that arrived wrong are sent again, or end the run with exit code 3 at once."
     )
-    consent_unverified: bool = field(
-        default=False, metadata={"help": "Train although `--verify full` does not cover every byte on the device."}
+    consent_unverified: bool = _option(False, "Train although `--verify full` does not cover every byte on the device.")
+    sentinel_every: int = _option(50, "Steps between two looks at weights that must not change. 0 turns the looks off.")
+    compare_optimizer_every: int = _option(
+        0, "Steps between two comparisons of the optimizer's state over all ranks. 0 for never."
     )
-    sentinel_every: int = field(
-        default=50,
-        metadata={"help": "Steps between two looks at weights that must not change. 0 turns the looks off."},
+    prefetch_batches: int = _option(
+        1,
+        "Batches beyond the one in use that may be on their way to the device; above 1 it counts within an "
+        "accumulation window only. 0 moves each batch when it is used.",
     )
-    compare_optimizer_every: int = field(
-        default=0,
-        metadata={"help": "Steps between two comparisons of the optimizer's state over all ranks. 0 for never."},
+    auto_fit: Literal["off", "plan", "probe"] = _option(
+        "off",
+        "Choose micro-batch, accumulation and activation checkpointing, as far as they are not given, for the "
+        "free memory of the card: by the plan, or corrected by a worst-case step before the run. The effective "
+        "batch stays.",
     )
-    prefetch_batches: int = field(
-        default=1,
-        metadata={
-            "help": "Batches beyond the one in use that may be on their way to the device; above 1 it counts within "
-            "an accumulation window only. 0 moves each batch when it is used."
-        },
+    effective_batch: int | None = _option(
+        None,
+        "With --auto_fit: sequences to one optimizer step over all processes. Default: what "
+        "--per_device_train_batch_size and --gradient_accumulation_steps make.",
     )
-    auto_fit: Literal["off", "plan", "probe"] = field(
-        default="off",
-        metadata={
-            "help": "Choose micro-batch, accumulation and activation checkpointing, as far as they are not given, for "
-            "the free memory of the card: by the plan, or corrected by a worst-case step before the run. The effective "
-            "batch stays."
-        },
+    auto_fit_gib: float | None = _option(
+        None, "With --auto_fit: GiB of the card to fit into. Default: what is free on it."
     )
-    effective_batch: int | None = field(
-        default=None,
-        metadata={
-            "help": "With --auto_fit: sequences to one optimizer step over all processes. Default: what "
-            "--per_device_train_batch_size and --gradient_accumulation_steps make."
-        },
+    recompute_layers: str | None = _option(
+        None,
+        "Activation checkpointing of some layers, the first ones: how many are recomputed whole, and how many but"
+        " for matrix products and attention (8 or 8,20). --auto_fit chooses it where that is fastest. Default: "
+        "all whole, or none, as --activation_checkpointing says.",
     )
-    auto_fit_gib: float | None = field(
-        default=None,
-        metadata={"help": "With --auto_fit: GiB of the card to fit into. Default: what is free on it."},
+    on_oom: Literal["step_down", "stop"] = _option(
+        "step_down",
+        "When a step runs out of device memory: do it again with smaller micro-batches at the same effective "
+        "batch, or end the run with exit code 5. (With several ranks, step_down averages gradients after the last"
+        " backward of a step instead of during it.)",
     )
-    recompute_layers: str | None = field(
-        default=None,
-        metadata={
-            "help": "Activation checkpointing of some layers, the first ones: how many are recomputed whole, and how "
-            "many but for matrix products and attention (8 or 8,20). --auto_fit chooses it where that is fastest. "
-            "Default: all whole, or none, as --activation_checkpointing says."
-        },
+    max_skipped_steps: int = _option(
+        5,
+        "Steps among the last 100 that may be left out because loss or gradients are not finite; one more ends "
+        "the run with exit code 3.",
     )
-    on_oom: Literal["step_down", "stop"] = field(
-        default="step_down",
-        metadata={
-            "help": "When a step runs out of device memory: do it again with smaller micro-batches at the same "
-            "effective batch, or end the run with exit code 5. (With several ranks, step_down averages gradients after "
-            "the last backward of a step instead of during it.)"
-        },
+    doctor: Literal["quick", "off"] = _option(
+        "quick", "Whether the machine is looked at before the run: what can be read in a few seconds."
     )
-    max_skipped_steps: int = field(
-        default=5,
-        metadata={
-            "help": "Steps among the last 100 that may be left out because loss or gradients are not finite; one more "
-            "ends the run with exit code 3."
-        },
+    telemetry_every: float = _option(
+        1.0, "Seconds between two looks at the card's temperature, power and load during a run. 0 for never."
     )
-    doctor: Literal["quick", "off"] = field(
-        default="quick",
-        metadata={"help": "Whether the machine is looked at before the run: what can be read in a few seconds."},
+    overwrite_output_dir: bool = _option(
+        False, "Use an output directory that holds another run; its files are replaced."
     )
-    telemetry_every: float = field(
-        default=1.0,
-        metadata={
-            "help": "Seconds between two looks at the card's temperature, power and load during a run. 0 for never."
-        },
+    eval_split_size: float | None = _option(
+        None, "Evaluation rows to split off when the dataset has no test split: a share below 1, or a number."
     )
-    overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Use an output directory that holds another run; its files are replaced."}
+    early_stopping_patience: int | None = _option(None, "Stop after this many evaluations without a better metric.")
+    early_stopping_threshold: float = _option(0.0, "How much better the metric must be to count for early stopping.")
+    hub_base_model_id: str | None = _option(
+        None,
+        "Name of the base model on the Hub (ORG/NAME) for what is pushed, where --model_name_or_path is a "
+        "directory; without it the published copy names the directory's last part.",
     )
-    eval_split_size: float | None = field(
-        default=None,
-        metadata={
-            "help": "Evaluation rows to split off when the dataset has no test split: a share below 1, or a number."
-        },
+    hub_verify: Literal["download", "hashes"] = _option(
+        "download", "How a pushed result is checked: every byte, downloaded, or only the hashes that the Hub states."
     )
-    early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "Stop after this many evaluations without a better metric."}
+    verbose: bool = _option(
+        False,
+        "Say more at the start: each default that differs from TRL's, and why.",
+        aliases=["-v"],
     )
-    early_stopping_threshold: float = field(
-        default=0.0, metadata={"help": "How much better the metric must be to count for early stopping."}
-    )
-    hub_base_model_id: str | None = field(
-        default=None,
-        metadata={
-            "help": "Name of the base model on the Hub (ORG/NAME) for what is pushed, where --model_name_or_path is a "
-            "directory; without it the published copy names the directory's last part."
-        },
-    )
-    hub_verify: Literal["download", "hashes"] = field(
-        default="download",
-        metadata={
-            "help": "How a pushed result is checked: every byte, downloaded, or only the hashes that the Hub states."
-        },
-    )
-    verbose: bool = field(
-        default=False,
-        metadata={"aliases": ["-v"], "help": "Say more at the start: each default that differs from TRL's, and why."},
-    )
-    print_config: bool = field(
-        default=False, metadata={"help": "Print the resolved configuration as a YAML recipe and exit."}
-    )
+    print_config: bool = _option(False, "Print the resolved configuration as a YAML recipe and exit.")
 
     def __post_init__(self) -> None:
-        size = self.eval_split_size
-        if size is not None and not (0 < size < 1 or (size >= 1 and size == int(size))):
-            raise ValueError(f"--eval_split_size must be a share between 0 and 1 or a number of rows, got {size}")
-        for name in ("sentinel_every", "compare_optimizer_every", "prefetch_batches", "telemetry_every"):
-            if not getattr(self, name) >= 0:  # a NaN is not either
-                raise ValueError(f"--{name} must be 0 (off) or more, got {getattr(self, name)}")
+        for name, (holds, expected) in _OUR_BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not holds(value):
+                raise ValueError(f"--{name} must be {expected}, got {value}")
         if self.auto_fit == "off" and (self.effective_batch is not None or self.auto_fit_gib is not None):
             name = "effective_batch" if self.effective_batch is not None else "auto_fit_gib"
             raise ValueError(f"--{name} works only with --auto_fit plan or --auto_fit probe; add one of them")
-        if self.effective_batch is not None and self.effective_batch < 1:
-            raise ValueError(f"--effective_batch must be 1 or more, got {self.effective_batch}")
-        if self.auto_fit_gib is not None and not 0 < self.auto_fit_gib < math.inf:
-            raise ValueError(f"--auto_fit_gib must be more than 0, and finite, got {self.auto_fit_gib}")
         if self.recompute_layers is not None:
             recompute.parse(self.recompute_layers)
-        if self.max_skipped_steps < 0:
-            raise ValueError(f"--max_skipped_steps must be 0 or more, got {self.max_skipped_steps}")
-        if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
-            raise ValueError(f"--early_stopping_patience must be 1 or more, got {self.early_stopping_patience}")
-        if self.early_stopping_threshold < 0:
-            raise ValueError(f"--early_stopping_threshold must be 0 or more, got {self.early_stopping_threshold}")
 
     @property
     def recompute(self) -> tuple[int, int] | None:
@@ -197,44 +177,34 @@ class TuneArguments:
 class RanksArguments:
     """The flags of a job on several cards or machines. Their meaning is in the help of each."""
 
-    grad_sync: Literal["auto", "ddp", "host"] = field(
-        default="auto",
-        metadata={
-            "help": "How several processes average gradients: as DistributedDataParallel does over the process group, "
-            "or through host memory over gloo, verified both ways. auto: what the preflight finds to work."
-        },
+    grad_sync: Literal["auto", "ddp", "host"] = _option(
+        "auto",
+        "How several processes average gradients: as DistributedDataParallel does over the process group, or "
+        "through host memory over gloo, verified both ways. auto: what the preflight finds to work.",
     )
-    grad_compression: Literal["none", "fp16", "bf16", "powersgd"] = field(
-        default="none",
-        metadata={
-            "help": "What of the gradients travels between the processes: all, a cast to 16 bits, or PowerSGD's "
-            "approximation of rank 1 (not through the host). The casts are verified in their rounding; of PowerSGD's "
-            "result only that all processes have the same."
-        },
+    grad_compression: Literal["none", "fp16", "bf16", "powersgd"] = _option(
+        "none",
+        "What of the gradients travels between the processes: all, a cast to 16 bits, or PowerSGD's approximation"
+        " of rank 1 (not through the host). The casts are verified in their rounding; of PowerSGD's result only "
+        "that all processes have the same.",
     )
-    split_layers: str | None = field(
-        default=None,
-        metadata={
-            "help": "One model over several cards in one process, for what is larger than a card: layers on each card "
-            "(18, or 18,22; the last may be left out), or auto, which fills them evenly by plan. On the CPU the cards "
-            "are logical: the same code and real copies, for trying it out."
-        },
+    split_layers: str | None = _option(
+        None,
+        "One model over several cards in one process, for what is larger than a card: layers on each card (18, or"
+        " 18,22; the last may be left out), or auto, which fills them evenly by plan. On the CPU the cards are "
+        "logical: the same code and real copies, for trying it out.",
     )
-    preflight: Literal["auto", "always", "off"] = field(
-        default="auto",
-        metadata={
-            "help": "Whether several processes try their cards before they join: copies of every pair by value, and "
-            "an all-reduce, in child processes with deadlines, under 30 seconds in all. auto: where they train on "
-            "cards; always: on the CPU too."
-        },
+    preflight: Literal["auto", "always", "off"] = _option(
+        "auto",
+        "Whether several processes try their cards before they join: copies of every pair by value, and an all-"
+        "reduce, in child processes with deadlines, under 30 seconds in all. auto: where they train on cards; "
+        "always: on the CPU too.",
     )
-    stall_timeout: str = field(
-        default="auto",
-        metadata={
-            "help": "Seconds without progress in a training step after which the job ends with exit code 4 and names "
-            "the rank that is stopped or stuck, one process alone too; evaluations, saves and the first steps get 4 "
-            "times that. auto: 300, or 10 times the median of the last steps where that is more. 0: never."
-        },
+    stall_timeout: str = _option(
+        "auto",
+        "Seconds without progress in a training step after which the job ends with exit code 4 and names the rank"
+        " that is stopped or stuck, one process alone too; evaluations, saves and the first steps get 4 times "
+        "that. auto: 300, or 10 times the median of the last steps where that is more. 0: never.",
     )
 
     def __post_init__(self) -> None:
@@ -285,9 +255,8 @@ class Difference:
     """A default of ours that differs from TRL's, in use because the user gave no value."""
 
     name: str  # the flag without its dashes
-    # trl, ours: the value that ``trl sft`` would use, and the one that is used
-    trl: object
-    ours: object
+    trl: object  # the value that ``trl sft`` would use
+    ours: object  # the one that is used
     reason: str
 
 
@@ -334,7 +303,7 @@ class Arguments:
 
 BeforeMeeting = Callable[[RanksArguments, bool, int], Preflight | None]
 """What the ranks do before they join a process group, given their flags, whether they train on an accelerator, and the
-accumulation steps; see ``flags.decide``."""
+accumulation steps; see ``job.refusals.decide``."""
 
 
 def parse(
@@ -374,14 +343,34 @@ def parse(
     if bf16_supported is None:
         bf16_supported = process.has_bf16()
     _check(given, accelerator=accelerator)
-    if given.get("print_config"):
-        before_meeting = None
-    return _resolve(
-        parser,
-        given,
-        accelerator=accelerator,
-        bf16_supported=accelerator and bf16_supported,
-        before_meeting=before_meeting,
+    flags = _flags(method)
+    different = differences(
+        given, method=method, accelerator=accelerator, bf16_supported=accelerator and bf16_supported
+    )
+    values = {each.name: each.ours for each in different} | given
+    for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+        # transformers warns about its old name, even where only TRL's default has set it.
+        values.setdefault(old.replace("gradient", "activation"), values.get(old, flags.defaults[old]))
+    tune, ranks, script, config, model, mixture = (
+        functools.partial(_build, owner, owners=flags.owners, values=values) for owner in flags.types
+    )
+    ours, of_ranks, steps = tune(), ranks(), values.get("gradient_accumulation_steps")
+    preflight = None
+    if before_meeting is not None and not ours.print_config:
+        steps = flags.defaults["gradient_accumulation_steps"] if steps is None else steps
+        preflight = before_meeting(of_ranks, accelerator, steps)
+    values |= process_group(of_ranks.sync(preflight.choice.way if preflight else None), values, os.environ)
+    return Arguments(
+        method=method,
+        tune=ours,
+        ranks=of_ranks,
+        script=script(),
+        model=model(),
+        mixture=mixture(),
+        training=config(),  # last: the ranks meet
+        given=frozenset(given),
+        differences=different,
+        preflight=preflight,
     )
 
 
@@ -514,46 +503,7 @@ def _convert(parser: _Parser, name: str, value: Any) -> Any:
     return _read_flags(parser, [f"--{name}={value}"])[name]
 
 
-def _resolve(
-    parser: _Parser,
-    given: dict[str, Any],
-    *,
-    accelerator: bool,
-    bf16_supported: bool,
-    before_meeting: BeforeMeeting | None,
-) -> Arguments:
-    """Fill in our defaults and build TRL's objects; building the last of them lets the ranks meet."""
-    flags = _flags(parser.method)
-    different = differences(given, method=parser.method, accelerator=accelerator, bf16_supported=bf16_supported)
-    values = {each.name: each.ours for each in different} | given
-    for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
-        # transformers warns about its old name, even where only TRL's default has set it.
-        values.setdefault(old.replace("gradient", "activation"), values.get(old, flags.defaults[old]))
-    build = functools.partial(_build, owners=flags.owners, values=values)
-    tune, ranks = build(TuneArguments), build(RanksArguments)
-    script: Any = build(flags.types[2])
-    model, mixture = build(ModelConfig), build(DatasetMixtureConfig)
-    steps: Any = values.get("gradient_accumulation_steps", flags.defaults["gradient_accumulation_steps"])
-    preflight = before_meeting(ranks, accelerator, steps) if before_meeting else None
-    values |= process_group(ranks.sync(preflight.choice.way if preflight else None), values, os.environ)
-    return Arguments(
-        method=parser.method,
-        tune=tune,
-        ranks=ranks,
-        script=script,
-        model=model,
-        mixture=mixture,
-        training=build(flags.types[3]),
-        given=frozenset(given),
-        differences=different,
-        preflight=preflight,
-    )
-
-
-_Settings = TypeVar("_Settings")
-
-
-def _build(owner: type[_Settings], *, owners: Mapping[str, type], values: Mapping[str, Any]) -> _Settings:
+def _build(owner: Any, *, owners: Mapping[str, type], values: Mapping[str, Any]) -> Any:
     """An object of TRL's or ours; what it says about its values becomes a ``UsageError``."""
     try:
         return owner(**{name: value for name, value in values.items() if owners[name] is owner})
@@ -658,12 +608,6 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         raise UsageError("; ".join(faults))
 
 
-_Bound = tuple[Callable[[Any], bool], str]
-_AT_LEAST_ONE: _Bound = (lambda value: value >= 1, "1 or more")
-_NOT_NEGATIVE: _Bound = (lambda value: value >= 0, "0 or more")
-_POSITIVE: _Bound = (lambda value: value > 0, "more than 0")
-_SEED: _Bound = (lambda value: 0 <= value < 2**32, "0 or more and below 2**32")
-_BETA: _Bound = (lambda value: 0 <= value < 1, "0 or more and below 1")
 _BOUNDS: dict[str, _Bound] = {
     "per_device_train_batch_size": _AT_LEAST_ONE,
     "per_device_eval_batch_size": _AT_LEAST_ONE,
@@ -685,9 +629,9 @@ _BOUNDS: dict[str, _Bound] = {
     "lora_alpha": _AT_LEAST_ONE,
     "seed": _SEED,
     "data_seed": _SEED,
-    "adam_beta1": _BETA,
-    "adam_beta2": _BETA,
+    "adam_beta1": _BELOW_ONE,
+    "adam_beta2": _BELOW_ONE,
     "adam_epsilon": _NOT_NEGATIVE,
     "eval_accumulation_steps": _AT_LEAST_ONE,
-    "lora_dropout": (lambda value: 0 <= value < 1, "0 or more and below 1"),
+    "lora_dropout": _BELOW_ONE,
 }

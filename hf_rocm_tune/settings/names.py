@@ -329,12 +329,14 @@ def _flag(name: str, kind: str, value: ast.expr | None) -> Flag | None:
     default: Any = _NO_LITERAL if value is None else _literal(value)
     if isinstance(value, ast.Call):
         settings = {each.arg: each.value for each in value.keywords}
-        default = _literal(settings["default"]) if "default" in settings else _NO_LITERAL
+        first = value.args[0] if value.args else settings.get("default")  # positional in our own classes
+        default = _NO_LITERAL if first is None else _literal(first)
     if "init" in settings and _literal(settings["init"]) is False:
         return None
     metadata = settings.get("metadata")
     told = dict(zip(metadata.keys, metadata.values, strict=True)) if isinstance(metadata, ast.Dict) else {}
-    aliases: Any = next((_literal(each) for key, each in told.items() if key and _literal(key) == "aliases"), [])
+    given = next((each for key, each in told.items() if key and _literal(key) == "aliases"), settings.get("aliases"))
+    aliases = [] if given is None else _literal(given)
     aliases = [aliases] if isinstance(aliases, str) else aliases
     spelled = [name]
     if default is True and kind in ("bool", "bool | None"):
