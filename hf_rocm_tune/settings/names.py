@@ -17,7 +17,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,15 +51,16 @@ class Verb:
 
     config: str  # TRL's class of training settings
     what: str  # one sentence
-    script: tuple[str, str] = ("trl", "ScriptArguments")  # module and name of TRL's class of the other settings
+    script: tuple[str, str] = ("trl.scripts.utils", "ScriptArguments")  # TRL's class of the other settings
     # defaults that the sources of TRL do not tell, by flag: ours that differ, and what one flag takes from another
     ours: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def owners(self) -> tuple[tuple[str, str], ...]:
         """Module and name of the classes that the parser is built from, in its order."""
+        config = f"trl.trainer.{self.config.removesuffix('Config').lower()}_config"
         ours = tuple(("hf_rocm_tune.settings.arguments", name) for name in ("TuneArguments", "RanksArguments"))
-        return (*ours, self.script, *(("trl", name) for name in (self.config, "ModelConfig", _MIXTURE)))
+        return (*ours, self.script, (config, self.config), *_COMMON)
 
     @property
     def trainer(self) -> str:
@@ -67,7 +68,12 @@ class Verb:
         return self.config.replace("Config", "Trainer")
 
 
-_MIXTURE = "DatasetMixtureConfig"
+_COMMON = (("trl.trainer.model_config", "ModelConfig"), ("trl.scripts.utils", "DatasetMixtureConfig"))
+_BASES = {  # where these classes' own base classes are
+    "_BaseConfig": "trl.trainer.base_config",
+    "TrainingArguments": "transformers.training_args",
+    "ScriptArguments": "trl.scripts.utils",
+}
 _EVERY = {
     "use_peft": "true",
     "lora_dropout": "0",
@@ -310,11 +316,12 @@ def launcher_flags(module: str, function: str) -> dict[str, bool]:
 
 def _fields(module: str, name: str) -> dict[str, Flag]:
     """The fields of a dataclass, those of its bases first."""
-    where, node = _find(module, name)
+    tree = _tree(module)
+    classes = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)} if tree is not None else {}
     found: dict[str, Flag] = {}
-    for base in reversed(node.bases):
-        found |= _fields(where, ast.unparse(base))
-    for each in node.body:
+    for base in reversed(classes[name].bases):
+        found |= _fields(_BASES[ast.unparse(base)], ast.unparse(base))
+    for each in classes[name].body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
             kind = ast.unparse(each.annotation)
             flag = None if kind.startswith("ClassVar") else _flag(each.target.id, kind, each.value)
@@ -352,53 +359,17 @@ def _literal(node: ast.expr) -> Any:
         return _NO_LITERAL
 
 
-def _find(module: str, name: str) -> tuple[str, ast.ClassDef]:
-    """A class and the module that defines it: there, or where that imports it from, for type checkers only too."""
-    tree = _tree(module)
-    for node in _statements(tree.body) if tree is not None else ():
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return module, node
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    return _find(_absolute(module, node), alias.name)
-    raise LookupError(f"{module}.{name}")
-
-
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module, and those of its conditions."""
-    for node in body:
-        if isinstance(node, ast.If | ast.Try):
-            yield from _statements([*node.body, *node.orelse])
-        else:
-            yield node
-
-
-def _absolute(module: str, node: ast.ImportFrom) -> str:
-    source = _source(module)
-    parts = module.split(".") if source is not None and source.stem == "__init__" else module.split(".")[:-1]
-    start = parts[: len(parts) - node.level + 1] if node.level else []
-    return ".".join([*start, *([node.module] if node.module else [])])
-
-
 @functools.cache
 def _tree(module: str) -> ast.Module | None:
-    source = _source(module)
-    try:
-        return None if source is None else ast.parse(source.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return None
-
-
-@functools.cache
-def _source(module: str) -> Path | None:
-    """The file of a module, found without importing its package."""
+    """The source of a module, found without importing its package; None where it cannot be read."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not spec.submodule_search_locations:
         return None
-    place = Path(spec.submodule_search_locations[0], *rest)
-    return next((file for file in (place / "__init__.py", place.with_name(f"{place.name}.py")) if file.is_file()), None)
+    try:
+        return ast.parse(Path(spec.submodule_search_locations[0], *rest).with_suffix(".py").read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -554,13 +525,7 @@ def asks_for_split(argv: Sequence[str]) -> bool:
 def show_all_cards(
     argv: Sequence[str], environ: MutableMapping[str, str], *, topology: gpus.Topology | None = None
 ) -> None:
-    """Choose the cards again where the job splits a model, and say so; nothing once torch is imported.
-
-    Args:
-        argv: of the job.
-        environ: the process's variables; changed.
-        topology: of the machine; it is read unless given.
-    """
+    """Choose the cards again where the job splits a model, and say so; nothing once torch is imported."""
     if not asks_for_split(argv) or "torch" in sys.modules:
         return
     environ["HF_ROCM_TUNE_SPLIT"] = "1"  # for processes that this one starts
