@@ -108,7 +108,8 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
     """
     names.apply_environment(argv, os.environ)
     arguments = _parse_launcher_flags([*_config_flags(accelerate_config, extra), *extra, "-m", entry, *argv])
-    kind = _distributed_type(arguments)
+    content = _content(arguments.config_file, required=True)
+    kind = str(content.get("distributed_type", "")) if content else "NO"
     flagged = arguments.multi_gpu or arguments.use_fsdp or arguments.use_deepspeed or arguments.tpu
     if (arguments.num_processes or 1) > 1 and kind in _NEVER_SEVERAL and not flagged:
         raise UsageError(
@@ -226,16 +227,16 @@ def _meeting(arguments: Any, given: Collection[str], directory: Path) -> dict[st
     return {} if _OWN_STORE in os.environ else {_OWN_STORE: "1"}
 
 
-def _content(file: str | None) -> dict[str, Any]:
-    """What an accelerate configuration says, the user's default one where none is named.
-
-    Empty where there is none, or it cannot be read, which accelerate complains of itself.
-    """
+def _content(file: str | None, *, required: bool = False) -> dict[str, Any]:
+    """What an accelerate configuration says, the user's default one where none is named; empty where there is none, or
+    it cannot be read, which accelerate complains of itself unless it is `required` here."""
     from accelerate.commands.config.config_args import default_config_file
 
     try:
         found = yaml.safe_load(Path(file or default_config_file).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+    except (OSError, yaml.YAMLError) as error:
+        if required:
+            raise UsageError(f"accelerate config {file} cannot be read: {error}") from error
         found = None
     return found if isinstance(found, dict) else {}
 
@@ -295,15 +296,6 @@ _CHOICE = {
     (True, False): "single_rx7900xt",
     (True, True): "dual_rx7900xt",
 }
-
-
-def _distributed_type(arguments: Any) -> str:
-    """What the configuration says; "" where it does not say it, "NO" where it says nothing at all."""
-    try:
-        content = yaml.safe_load(Path(arguments.config_file).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"accelerate config {arguments.config_file} cannot be read: {error}") from error
-    return str(content.get("distributed_type", "")) if isinstance(content, dict) else "NO"
 
 
 def _parse_launcher_flags(argv: Sequence[str]) -> Any:

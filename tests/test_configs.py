@@ -165,22 +165,6 @@ def test_name_may_carry_its_suffix() -> None:
     assert configs.path("cpu.yaml") == configs.path("cpu")
 
 
-def test_copy_into_a_directory_and_to_a_name(tmp_path: Path) -> None:
-    expected = configs.path("cpu").read_bytes()
-    assert configs.copy("cpu", tmp_path) == tmp_path / "cpu.yaml"
-    assert configs.copy("cpu", tmp_path / "mine.yaml").read_bytes() == expected
-
-
-def test_copy_overwrites_only_when_asked(tmp_path: Path) -> None:
-    target = tmp_path / "mine.yaml"
-    target.write_text("the user's own")
-    with pytest.raises(UsageError, match="exists and was left as it is"):
-        configs.copy("cpu", target)
-    assert target.read_text() == "the user's own"
-    configs.copy("cpu", target, overwrite=True)
-    assert target.read_bytes() == configs.path("cpu").read_bytes()
-
-
 def test_copy_onto_itself_does_not_empty_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = configs.copy("cpu", tmp_path)
     before = file.read_bytes()

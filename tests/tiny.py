@@ -15,12 +15,13 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 HIDDEN = 64
@@ -76,15 +77,6 @@ def build_tokenizer(*, chat_template: bool = True) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _common(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    return {
-        "vocab_size": 512,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-
-
 _DECODER: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": 2 * HIDDEN,
@@ -93,94 +85,49 @@ _DECODER: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
 }
-_HEAD_DIM: dict[str, Any] = {"head_dim": 32}  # 2 key/value heads of 32: each projection is a multiple of 64
-
-
-def _llama3(common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import LlamaConfig
-
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": CONTEXT // 8,
-    }
-    return LlamaConfig(**common, **_DECODER, **_HEAD_DIM, rope_parameters=rope, tie_word_embeddings=False)
-
-
-def _qwen3(common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**common, **_DECODER, **_HEAD_DIM, tie_word_embeddings=True)
-
-
-def _mistral(common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import MistralConfig
-
-    return MistralConfig(**common, **_DECODER, **_HEAD_DIM, sliding_window=64)
-
-
-def _gemma3(common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import Gemma3TextConfig
-
-    return Gemma3TextConfig(
-        **common,
-        **_DECODER,
-        **_HEAD_DIM,
-        sliding_window=64,
-        query_pre_attn_scalar=32,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-
-
-def _phi3(common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import Phi3Config
-
-    # Phi-3 has no head_dim of its own (hidden 64 / 2 heads = 32); its fused qkv projection is 64 -> 192.
-    heads = {**_DECODER, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return Phi3Config(**common, **heads, original_max_position_embeddings=CONTEXT)
-
-
-def _smollm3(common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import SmolLM3Config
-
-    return SmolLM3Config(**common, **_DECODER, **_HEAD_DIM)
-
-
-def _olmo2(common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import Olmo2Config
-
-    return Olmo2Config(**common, **{**_DECODER, "num_key_value_heads": 4})
-
-
-def _gpt2(common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import GPT2Config
-
-    return GPT2Config(**common, n_embd=HIDDEN, n_layer=LAYERS, n_head=4, n_positions=CONTEXT)
-
-
-def _qwen3_moe(common: dict[str, Any]) -> PretrainedConfig:
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(
-        **common, **_DECODER, **_HEAD_DIM, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=HIDDEN
-    )
-
-
-_CONFIGS: dict[str, Callable[[dict[str, Any]], PretrainedConfig]] = {
-    "llama3": _llama3,
-    "qwen3": _qwen3,
-    "mistral": _mistral,
-    "gemma3": _gemma3,
-    "phi3": _phi3,
-    "smollm3": _smollm3,
-    "olmo2": _olmo2,
-    "gpt2": _gpt2,
-    "qwen3_moe": _qwen3_moe,
+_HEAD_DIM: dict[str, Any] = {**_DECODER, "head_dim": 32}  # 2 key/value heads of 32: each projection is a multiple of 64
+_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": CONTEXT // 8,
+}
+_GEMMA = {
+    **_HEAD_DIM,
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+# Phi-3 has no head_dim of its own (hidden 64 / 2 heads = 32); its fused qkv projection is 64 -> 192.
+_PHI = {
+    **_DECODER,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "original_max_position_embeddings": CONTEXT,
+}
+_EXPERTS = {**_HEAD_DIM, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
+#: The class of the configuration, of `transformers`, and its values.
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3": ("LlamaConfig", {**_HEAD_DIM, "rope_parameters": _ROPE, "tie_word_embeddings": False}),
+    "qwen3": ("Qwen3Config", {**_HEAD_DIM, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {**_HEAD_DIM, "sliding_window": 64}),
+    "gemma3": ("Gemma3TextConfig", _GEMMA),
+    "phi3": ("Phi3Config", _PHI),
+    "smollm3": ("SmolLM3Config", _HEAD_DIM),
+    "olmo2": ("Olmo2Config", {**_DECODER, "num_key_value_heads": 4}),
+    "gpt2": ("GPT2Config", {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4, "n_positions": CONTEXT}),
+    "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS),
 }
 ARCHITECTURES: tuple[str, ...] = tuple(_CONFIGS)
+
+
+def config_of(arch: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    """The configuration of this architecture, with the tokenizer's special tokens."""
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    name, values = _CONFIGS[arch]
+    return getattr(transformers, name)(vocab_size=512, **ids, **values)
 
 
 def build(
@@ -205,8 +152,6 @@ def build(
     Returns:
         The model's folder, to be given to ``from_pretrained`` or ``--model_name_or_path``.
     """
-    from transformers import AutoModelForCausalLM
-
     name = f"{arch}-{str(dtype).removeprefix('torch.')}-{shards}-{seed}{'' if chat_template else '-notemplate'}"
     folder = dest / name
     if folder.exists():
@@ -215,7 +160,7 @@ def build(
     tokenizer = build_tokenizer(chat_template=chat_template)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(_CONFIGS[arch](_common(tokenizer)), dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config_of(arch, tokenizer), dtype=dtype)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     scratch = Path(tempfile.mkdtemp(dir=dest, prefix=".building-"))
     model.save_pretrained(scratch, max_shard_size=size if shards == 1 else size // shards)

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig
 
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
-from hf_rocm_tune.job.refusals import is_sharded
+from hf_rocm_tune.job.refusals import is_sharded, refuse
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.split import FLAG, Split, SplitMover, counts_for, parse, stack_of
 from hf_rocm_tune.plan import (
@@ -164,12 +164,12 @@ def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
         "--torch_compile": training.torch_compile,
         "--activation_offloading": training.activation_offloading,
     }
-    if found := [reason for reason, applies in reasons.items() if applies]:
-        raise UsageError(f"{recompute.FLAG} does not go together with {'; nor with '.join(found)}")
-    config = AutoConfig.from_pretrained(
-        source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
-    )
-    recompute.check(counts, getattr(config.get_text_config(), "num_hidden_layers", sum(counts)))
+    refuse(recompute.FLAG, reasons)
+    recompute.check(counts, getattr(_config(source).get_text_config(), "num_hidden_layers", sum(counts)))
+
+
+def _config(source: ModelSource) -> Any:
+    return AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
 
 
 def _refuse_fit(training: Any) -> None:
@@ -302,9 +302,7 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
         return Mover(training.device, settings=settings, faults=faults)
     given = parse(text)
     _refuse_split(arguments)
-    config = AutoConfig.from_pretrained(
-        source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
-    )
+    config = _config(source)
     stack, layers = stack_of(config, trust_remote_code=source.trust_remote_code)
     wanted = counts_for(given, layers) if given else None
     devices = _devices(training.device, len(wanted) if wanted else None, layers)
@@ -314,7 +312,6 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
 
 
 def _refuse_split(arguments: Arguments) -> None:
-    """What does not go together with a split."""
     training, tune = arguments.training, arguments.tune
     reasons = {
         "several processes: a split is one process, start it without --num_processes": training.world_size > 1,
@@ -326,9 +323,7 @@ def _refuse_split(arguments: Arguments) -> None:
         "--attn_implementation flex_attention, whose masks are no tensors": arguments.model.attn_implementation
         == "flex_attention",
     }
-    found = [reason for reason, applies in reasons.items() if applies]
-    if found:
-        raise UsageError(f"{FLAG} does not go together with {'; nor with '.join(found)}")
+    refuse(FLAG, reasons)
 
 
 def _devices(first: torch.device, wanted: int | None, layers: int) -> list[torch.device]:

@@ -25,6 +25,16 @@ def is_sharded(environ: Mapping[str, str]) -> bool:
     return any(str_to_bool(environ.get(name) or "no") for name in _SHARDED)
 
 
+def refuse(what: str, reasons: Mapping[str, bool]) -> None:
+    """Refuse `what` beside settings with which it does not go together, by what is said of each.
+
+    Raises:
+        UsageError: all that apply, in one line.
+    """
+    if found := [reason for reason, applies in reasons.items() if applies]:
+        raise UsageError(f"{what} does not go together with {'; nor with '.join(found)}")
+
+
 def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
     """Refuses what was never tried together with this method, or goes round the verification.
 
@@ -34,9 +44,8 @@ def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
     method, training, model = arguments.method, arguments.training, arguments.model
     if method == "sft":
         return
-    sharded = training.fsdp or training.deepspeed or is_sharded(environ)
     reasons = {
-        "FSDP and DeepSpeed": bool(sharded),
+        "FSDP and DeepSpeed": bool(training.fsdp or training.deepspeed or is_sharded(environ)),
         "--split_layers": arguments.ranks.split_layers is not None,
         "--precompute_ref_log_probs, whose batches are moved unverified": getattr(
             training, "precompute_ref_log_probs", False
@@ -49,8 +58,7 @@ def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
             method == "grpo" and training.beta != 0.0 and not model.use_peft and model.model_revision != "main"
         ),
     }
-    if found := [reason for reason, applies in reasons.items() if applies]:
-        raise UsageError(f"{method} does not go together with {'; nor with '.join(found)}")
+    refuse(method, reasons)
 
 
 def reward_functions(script: Any) -> list[Any]:

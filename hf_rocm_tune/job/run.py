@@ -134,38 +134,32 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
     restarted = bool(highest([exits.number(os.environ, "TORCHELASTIC_RESTART_COUNT")])[0])
     plan = _plan(arguments, asked, restarted=restarted)
     with closing(plan):
-        return _with_directory(arguments, asked, plan, guard, restarted=restarted)
-
-
-def _with_directory(
-    arguments: Arguments, asked: dict[str, Any], plan: Plan, guard: StallGuard, *, restarted: bool
-) -> int:
-    for note in plan.notes:
-        announce.say(note)
-    if restarted:
-        where = plan.checkpoint.name if plan.checkpoint else "the start"
-        group = exits.Group.of(os.environ)
-        why = ((group and group.last_message()) or "a process ended without a word").partition(". ")[0]
-        announce.say(f"the launcher has started all processes again ({why}): the run goes on from {where}")
-    publisher = _open_publisher(arguments)
-    if plan.action == "finished":
-        announce.say(f"this run is finished in {plan.directory}; give --overwrite_output_dir to train again")
-        if publisher is not None:
-            publisher.result(plan.directory)  # its push may have failed; what is there is not sent again
-        return 0
-    job = _prepare(arguments, asked, plan, publisher, guard)
-    announce.say(*announce.settings(arguments, job.data.description, job.mover))
-    job.findings = announce.look(doctor=arguments.tune.doctor == "quick", say=announce.say_of_this_rank)
-    try:
-        with job.mover, closing(publisher) if publisher else nullcontext():
-            _complete(job)
+        for note in plan.notes:
+            announce.say(note)
+        if restarted:
+            where = plan.checkpoint.name if plan.checkpoint else "the start"
+            group = exits.Group.of(os.environ)
+            why = ((group and group.last_message()) or "a process ended without a word").partition(". ")[0]
+            announce.say(f"the launcher has started all processes again ({why}): the run goes on from {where}")
+        publisher = _open_publisher(arguments)
+        if plan.action == "finished":
+            announce.say(f"this run is finished in {plan.directory}; give --overwrite_output_dir to train again")
             if publisher is not None:
-                publisher.result(plan.directory)
-            exits.complete()
-    finally:
-        job.plan.close()  # after a way back it is another one
-    release_memory()  # suspected, not proven: a process group held in a cycle can abort the interpreter at its end
-    return 0
+                publisher.result(plan.directory)  # its push may have failed; what is there is not sent again
+            return 0
+        job = _prepare(arguments, asked, plan, publisher, guard)
+        announce.say(*announce.settings(arguments, job.data.description, job.mover))
+        job.findings = announce.look(doctor=arguments.tune.doctor == "quick", say=announce.say_of_this_rank)
+        try:
+            with job.mover, closing(publisher) if publisher else nullcontext():
+                _complete(job)
+                if publisher is not None:
+                    publisher.result(plan.directory)
+                exits.complete()
+        finally:
+            job.plan.close()  # after a way back it is another one
+        release_memory()  # suspected, not proven: a group held in a cycle can abort the interpreter at its end
+        return 0
 
 
 def _complete(job: Job) -> None:
@@ -194,7 +188,11 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
     trainer, facts = _make_trainer(job)
     announce.say(*announce.model(trainer, facts, verbose=job.arguments.tune.verbose))
     trainer.require_coverage()
-    facts = _fitted(job, trainer, facts)
+    if job.fit is not None:
+        job.fit = probed(job.fit, trainer, say=announce.say)
+        chosen = dict(vars(job.fit.choice))  # kept for whoever continues the run
+        job.plan = replace(job.plan, record=replace(job.plan.record, auto_fit=chosen))
+        facts = replace(facts, auto_fit=chosen)
     if trainer.is_world_process_zero():
         job.plan.commit()
     if trainer.is_local_process_zero():  # each machine may have a supervisor
@@ -227,16 +225,6 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
             return error.what
         raise
     return None
-
-
-def _fitted(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts) -> report.RunFacts:
-    """The choice of --auto_fit, corrected where that was asked for, and kept for whoever continues the run."""
-    if job.fit is None:
-        return facts
-    job.fit = probed(job.fit, trainer, say=announce.say)
-    chosen = dict(vars(job.fit.choice))
-    job.plan = replace(job.plan, record=replace(job.plan.record, auto_fit=chosen))
-    return replace(facts, auto_fit=chosen)
 
 
 def _plan(arguments: Arguments, asked: dict[str, Any], *, going_back: bool = False, restarted: bool = False) -> Plan:

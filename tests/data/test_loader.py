@@ -198,61 +198,56 @@ def test_every_sample_is_gathered_once_also_from_a_last_partial_batch(prepare: P
         assert sorted(rows) == list(range(29))
 
 
-def test_an_evaluation_inside_the_training_loop_leaves_it_as_it_was(prepare: Prepare, mover: Mover) -> None:
-    def nested(chosen: Mover | None) -> list[Any]:
-        training, evaluation = prepare(Rows(11), chosen), prepare(Rows(5), chosen, shuffle=False)
-        state = accelerate.data_loader.GradientState()
-        found: list[Any] = []
-        torch.manual_seed(2)
-        for batch in training:
-            settle(training, batch)
-            for other in evaluation:
-                settle(evaluation, other)
-                assert state.active_dataloader is evaluation
-                found.append((other["row"].tolist(), state.end_of_dataloader, state.remainder))
-            assert state.active_dataloader is training
-            found.append((batch["row"].tolist(), state.end_of_dataloader, state.remainder))
-        return found
-
-    assert nested(mover) == nested(None)
+def nested(make: Callable[..., Any]) -> list[Any]:
+    """An evaluation inside the training loop."""
+    training, evaluation = make(Rows(11)), make(Rows(5), shuffle=False)
+    state = accelerate.data_loader.GradientState()
+    found: list[Any] = []
+    torch.manual_seed(2)
+    for batch in training:
+        settle(training, batch)
+        for other in evaluation:
+            settle(evaluation, other)
+            assert state.active_dataloader is evaluation
+            found.append((other["row"].tolist(), state.end_of_dataloader, state.remainder))
+        assert state.active_dataloader is training
+        found.append((batch["row"].tolist(), state.end_of_dataloader, state.remainder))
+    return found
 
 
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_a_loop_left_early_can_be_started_again(prepare: Prepare, mover: Mover, dispatch: bool) -> None:
-    def interrupted(chosen: Mover | None) -> list[Any]:
-        loader = prepare(Rows(11), chosen, dispatch=dispatch)
-        torch.manual_seed(4)
+def left_early(make: Callable[..., Any]) -> list[Any]:
+    """A loop that is left, and another over the same loader."""
+    loader = make(Rows(11))
+    torch.manual_seed(4)
+    for batch in loader:
+        settle(loader, batch)
+        break
+    del batch
+    found = seen(loader)
+    accelerate.data_loader.GradientState()._reset_state()
+    return found
+
+
+def until_broken(make: Callable[..., Any]) -> int:
+    """The number of batches before a row that cannot be read."""
+    loader, count = make(Rows(12, broken=7), shuffle=False), 0
+    with pytest.raises(LookupError, match="row 7 is broken"):  # noqa: PT012 - the loop raises
         for batch in loader:
             settle(loader, batch)
-            break
-        del batch
-        found = seen(loader)
-        accelerate.data_loader.GradientState()._reset_state()
-        return found
-
-    assert interrupted(mover) == interrupted(None)
+            count += 1
+    accelerate.data_loader.GradientState()._reset_state()
+    return count
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_an_exception_in_the_dataset_comes_through_at_the_same_batch(
-    prepare: Prepare, mover: Mover, dispatch: bool
+@pytest.mark.parametrize("story", [nested, left_early, until_broken])
+def test_what_happens_in_and_around_a_loop_is_as_in_stock(
+    prepare: Prepare, mover: Mover, story: Callable[..., Any], dispatch: bool
 ) -> None:
-    def until_broken(chosen: Mover | None) -> int:
-        loader = prepare(Rows(12, broken=7), chosen, dispatch=dispatch, shuffle=False)
-        count = 0
+    def make(chosen: Mover | None) -> Callable[..., Any]:
+        return lambda rows, **options: prepare(rows, chosen, dispatch=dispatch, **options)
 
-        def consume() -> None:
-            nonlocal count
-            for batch in loader:
-                settle(loader, batch)
-                count += 1
-
-        with pytest.raises(LookupError, match="row 7 is broken"):
-            consume()
-        accelerate.data_loader.GradientState()._reset_state()
-        return count
-
-    assert until_broken(mover) == until_broken(None)
+    assert story(make(mover)) == story(make(None))
 
 
 def test_it_is_of_its_own_class_and_shares_its_state(prepare: Prepare, mover: Mover) -> None:

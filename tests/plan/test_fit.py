@@ -190,7 +190,7 @@ def test_full_fine_tuning_of_1b_in_float32_takes_16_bytes_a_parameter() -> None:
     ],
 )
 def test_every_architecture_of_the_tests_can_be_planned(arch: str) -> None:
-    config = tiny._CONFIGS[arch](tiny._common(tiny.build_tokenizer()))
+    config = tiny.config_of(arch, tiny.build_tokenizer())
     config.architectures = [_class_name(config)]
     request = PlanRequest(length=96, effective_batch=2, micro_batch=2, checkpointing=True, dropout=0.0)
     found = plan_for(request, card=CARD, config=config, grid=False)
