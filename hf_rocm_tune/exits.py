@@ -1,16 +1,15 @@
 """How one of our processes ends: one line and an exit code for every error that we raise on purpose.
 
-``run_guarded`` is the only place that turns an exception into an exit code. The ranks that were started together on one
-machine print one line, not one a rank: the first to record its ending in the temporary directory speaks for the group.
-The same record makes a worker that torchrun restarts after wrong input (2), corruption (3) or an interruption (130)
-refuse at once. A rank that no agent started (mpirun, srun, a shell) is never started again by anybody, and a shell may
-start one job after another as the same parent: there a record counts only when it is newer than the process.
+``run_guarded`` is the only place that turns an exception into an exit code. Of the ranks that were started together on
+one machine the first to record its ending, in the temporary directory, prints the line. The same record makes a worker
+that torchrun restarts after wrong input (2), corruption (3) or an interruption (130) refuse at once. A rank that no
+agent started (mpirun, srun, a shell) is never started again by anybody, and a shell may start one job after another as
+the same parent: there a record counts only when it is newer than the process.
 
-SIGTERM and SIGHUP end a run like Ctrl-C does, with 130: one code says that the run was asked to end and that the same
-command goes on from where it is. But torch's agent sends SIGTERM as well, to the ranks that are left when one has died,
-before it starts the group again. A rank that hears it before it trains cannot tell by the signal; our launcher leaves a
-file when it was asked itself. Without that file the rank ends with 143, and neither speaks for the group nor keeps it
-from going on. A signal that comes when the job is complete changes nothing any more, see `complete`.
+SIGTERM and SIGHUP end a run like Ctrl-C does, with 130. But torch's agent sends SIGTERM as well, to the ranks that are
+left when one has died, before it starts the group again. A rank that hears it before it trains cannot tell by the
+signal; our launcher leaves a file when it was asked itself. Without that file the rank ends with 143, and neither
+speaks for the group nor keeps it from going on.
 """
 
 from __future__ import annotations
@@ -95,7 +94,9 @@ def run_guarded(
             return _TERMINATED
         ending = Ending(code=INTERRUPTED, message=str(stop) or "stopped by Ctrl-C", rank=rank)
     except Exception as error:
-        known = as_tune_error(error)
+        known = error if isinstance(error, TuneError) else None
+        if known is None and (said := device_shortage(error)) is not None:
+            known = OutOfMemoryError(f"{said}; {_OUT_OF_MEMORY_ADVICE}")
         follows = getattr(known, "follows", False)
         # The communication back ends raise RuntimeError or a subclass for a peer that is gone.
         from_a_peer = (known is None or follows) and isinstance(error, RuntimeError | TuneError)
@@ -169,17 +170,6 @@ def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 _interrupt.ends_the_process = True  # type: ignore[attr-defined]  # so the trainer may take its place
 
 
-def as_tune_error(error: BaseException) -> TuneError | None:
-    """The error of ours that ``error`` is or stands for, or None where it is nobody's but our bug."""
-    if isinstance(error, TuneError):
-        return error
-    if (said := device_shortage(error)) is not None:
-        mapped = OutOfMemoryError(f"{said}; {_OUT_OF_MEMORY_ADVICE}")
-        mapped.__cause__ = error
-        return mapped
-    return None
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that a reader sees all of it or the file as it was before."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
@@ -196,10 +186,8 @@ def _end(ending: Ending, group: Group | None, environ: Mapping[str, str]) -> Non
     if not (wanted and ending.follows):
         print(ending.line(), file=sys.stderr, flush=True)
     if wanted:
-        told = {"code": ending.code, "message": redaction.one_line(ending.message)} | (
-            {"follows": True} if ending.follows else {}
-        )
-        write_atomically(Path(wanted), json.dumps(told))
+        told = {"code": ending.code, "message": redaction.one_line(ending.message)}
+        write_atomically(Path(wanted), json.dumps(told | ({"follows": True} if ending.follows else {})))
 
 
 def _is_the_agents(environ: Mapping[str, str]) -> bool:
@@ -232,11 +220,8 @@ class Group:
     A try is known by the agent's count and the port of its ranks: either alone may stay what it was.
     """
 
-    def __init__(self, *, directory: Path, key: str, attempt: str, newer_than_ns: int) -> None:
-        self._directory = directory
-        self._key = key
-        self._attempt = attempt
-        self._newer_than_ns = newer_than_ns
+    def __init__(self, directory: Path, key: str, attempt: str, newer_than_ns: int) -> None:
+        self._directory, self._key, self._attempt, self._newer_than_ns = directory, key, attempt, newer_than_ns
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Group | None:
@@ -250,12 +235,8 @@ class Group:
         wanted = environ.get(EXIT_FILE_VARIABLE)
         directory = Path(wanted).parent if wanted else Path(tempfile.gettempdir())
         count = number(environ, "TORCHELASTIC_RESTART_COUNT")
-        return cls(
-            directory=directory,
-            key=key,
-            attempt=f"{count}.{number(environ, 'MASTER_PORT')}",
-            newer_than_ns=0 if "TORCHELASTIC_RUN_ID" in environ else _own_start_ns(),
-        )
+        newer_than_ns = 0 if "TORCHELASTIC_RUN_ID" in environ else _own_start_ns()
+        return cls(directory, key, f"{count}.{number(environ, 'MASTER_PORT')}", newer_than_ns)
 
     def claim(self, ending: Ending) -> bool:
         """Record ``ending`` as the group's; False when another rank of this try was first."""

@@ -23,10 +23,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
@@ -57,8 +56,7 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ENDED_BY_REQUEST = frozenset({*(-number for number in _PASSED_ON), *(128 + number for number in _PASSED_ON)})
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommandLine:
+class CommandLine(NamedTuple):
     """A command line taken apart."""
 
     accelerate_config: str | None
@@ -84,7 +82,7 @@ def split(argv: Sequence[str]) -> CommandLine:
         launcher.append(argument)
         if _launcher_flags()[name] and "=" not in argument:
             launcher.extend(value for value in [next(arguments, None)] if value is not None)
-    return CommandLine(accelerate_config=accelerate_config, launcher=launcher, job=job)
+    return CommandLine(accelerate_config, launcher, job)
 
 
 def is_launcher_flag(name: str) -> bool:
@@ -141,7 +139,7 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
                 if status == 0:
                     complete()
         except TuneError:
-            if not _is_final(record):
+            if not record.exists() or json.loads(record.read_text(encoding="utf-8"))["code"] not in REFUSED_CODES:
                 raise
             status, rank = 1, None  # the processes could not meet again, and need not
         told = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
@@ -239,11 +237,6 @@ def _content(file: str | None, *, required: bool = False) -> dict[str, Any]:
             raise UsageError(f"accelerate config {file} cannot be read: {error}") from error
         found = None
     return found if isinstance(found, dict) else {}
-
-
-def _is_final(record: Path) -> bool:
-    """Whether the job has told of an ending after which it is not started again."""
-    return record.exists() and json.loads(record.read_text(encoding="utf-8"))["code"] in REFUSED_CODES
 
 
 def _quieten() -> None:

@@ -207,12 +207,15 @@ class Private:
         hosts += [host.partition(".")[0] for host in hosts]
         held = [value for name, value in environ.items() if is_secret_name(name) and not value.startswith("/")]
         everything = {value for value in (*held, *secrets) if value and len(value) >= _SHORTEST_VALUE}
+        roots = set()
+        with contextlib.suppress(OSError):
+            roots = {entry.name for entry in os.scandir("/") if entry.is_dir()} - _PUBLIC_ROOTS
         return cls(
             paths={path: known[path] for path in sorted(known, key=len, reverse=True)},
             users=_names(users),
             hosts=_names(hosts),
             secrets=tuple(sorted((s for s in everything if not s.isdigit()), key=len, reverse=True)),
-            roots=_USUAL_ROOTS | (_top_directories() - _PUBLIC_ROOTS),
+            roots=_USUAL_ROOTS | roots,
         )
 
     def is_local(self, name: str) -> bool:
@@ -301,12 +304,6 @@ def _shortened(found: re.Match[str], private: Private) -> str:
 def _last_name(path: str) -> str:
     """The last part of a path, or the id where the path lies in the Hub's cache."""
     return hub_id_of(path) or Path(path.rstrip("/")).name
-
-
-def _top_directories() -> set[str]:
-    with contextlib.suppress(OSError):
-        return {entry.name for entry in os.scandir("/") if entry.is_dir()}
-    return set()
 
 
 def _names(found: Iterable[str]) -> tuple[str, ...]:

@@ -11,8 +11,7 @@ further ahead than stock (which would break the count of the last batch). ``Data
 ``accelerate.data_loader.send_to_device`` and slices afterwards: there the transfer is verified on the spot.
 
 Batches are handed out with the transfer still in flight, or as host tensors where there is no room for them yet:
-:meth:`hf_rocm_tune.transfer.Mover.settle` gives the verdict
-and must come before any use.
+:meth:`hf_rocm_tune.transfer.Mover.settle` gives the verdict and must come before any use.
 """
 
 from __future__ import annotations

@@ -282,7 +282,11 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
     try:
         yield
     except foreign as error:
-        for file in _data_files(Path(name).expanduser()) if files is None else files:
+        path = Path(name).expanduser()
+        if files is None:
+            every = [path] if path.is_file() or _is_saved(path) else sorted(path.rglob("*"))
+            files = [file for file in every if file.is_file() and _reader_of(file)]
+        for file in files:
             if fault := _find_fault(file):
                 raise UsageError(fault) from error
         cause = error.__cause__ or error
@@ -290,14 +294,6 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
         raise UsageError(f"the dataset '{name}' could not be read: {text.splitlines()[0]}") from error
     finally:
         logging.set_verbosity(level)
-
-
-def _data_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir() or _is_saved(path):
-        return []
-    return sorted(file for file in path.rglob("*") if file.is_file() and _reader_of(file))
 
 
 def _pick(splits: dict[str, Rows], split: str, *, flag: str, name: str) -> Rows:

@@ -86,7 +86,10 @@ def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, 
     if arguments.method != "sft":
         say(f"auto-fit: the plan knows supervised fine-tuning alone, not {arguments.method}: nothing is chosen")
         return None
-    _refuse_fit(training)
+    if is_sharded(os.environ) or training.fsdp or training.deepspeed:
+        raise UsageError("--auto_fit plans for cards that hold the whole model each, not for FSDP or DeepSpeed")
+    if training.auto_find_batch_size:
+        raise UsageError("--auto_fit and --auto_find_batch_size both choose the micro-batch; keep one")
     wanted = demand(
         ranks=training.world_size,
         effective_batch=tune.effective_batch,
@@ -103,7 +106,9 @@ def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, 
     else:
         budget = _budget(training.device, tune.auto_fit_gib, libraries)
         if budget is None:
-            _without_card(training, wanted, say)
+            training.per_device_train_batch_size = wanted.largest_up_to(training.per_device_train_batch_size)
+            training.gradient_accumulation_steps = wanted.each // training.per_device_train_batch_size
+            say("auto-fit: no card to fit to, so nothing is chosen; --auto_fit_gib N plans for N GiB all the same")
             return None
         found = on_main_process(lambda: _planned(arguments, wanted, budget))
         say(*_why(found, wanted, arguments))
@@ -172,13 +177,6 @@ def _config(source: ModelSource) -> Any:
     return AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
 
 
-def _refuse_fit(training: Any) -> None:
-    if is_sharded(os.environ) or training.fsdp or training.deepspeed:
-        raise UsageError("--auto_fit plans for cards that hold the whole model each, not for FSDP or DeepSpeed")
-    if training.auto_find_batch_size:
-        raise UsageError("--auto_fit and --auto_find_batch_size both choose the micro-batch; keep one")
-
-
 def _budget(device: torch.device, gib: float | None, libraries: int) -> int | None:
     """Bytes for torch's allocator on the rank that has least; None without a card and without a figure. Collective.
 
@@ -192,12 +190,6 @@ def _budget(device: torch.device, gib: float | None, libraries: int) -> int | No
     # Kernels and workspaces that a step will load, beside those that are there.
     still_to_come = max(0, CONTEXT_BYTES - libraries) if device.type == "cuda" else 0
     return -highest([still_to_come - min(bounds)])[0]
-
-
-def _without_card(training: Any, wanted: Demand, say: Say) -> None:
-    training.per_device_train_batch_size = wanted.largest_up_to(training.per_device_train_batch_size)
-    training.gradient_accumulation_steps = wanted.each // training.per_device_train_batch_size
-    say("auto-fit: there is no card to fit to, so nothing is chosen; --auto_fit_gib N plans for N GiB all the same")
 
 
 def _planned(arguments: Arguments, wanted: Demand, budget: int) -> Fit:

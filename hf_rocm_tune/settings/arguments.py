@@ -354,10 +354,9 @@ def parse(
     tune, ranks, script, config, model, mixture = (
         functools.partial(_build, owner, owners=flags.owners, values=values) for owner in flags.types
     )
-    ours, of_ranks, steps = tune(), ranks(), values.get("gradient_accumulation_steps")
-    preflight = None
+    ours, of_ranks, preflight = tune(), ranks(), None
     if before_meeting is not None and not ours.print_config:
-        steps = flags.defaults["gradient_accumulation_steps"] if steps is None else steps
+        steps: Any = values.get("gradient_accumulation_steps", flags.defaults["gradient_accumulation_steps"])
         preflight = before_meeting(of_ranks, accelerator, steps)
     values |= process_group(of_ranks.sync(preflight.choice.way if preflight else None), values, os.environ)
     return Arguments(
