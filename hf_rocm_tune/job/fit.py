@@ -108,7 +108,10 @@ def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, 
         if budget is None:
             training.per_device_train_batch_size = wanted.largest_up_to(training.per_device_train_batch_size)
             training.gradient_accumulation_steps = wanted.each // training.per_device_train_batch_size
-            say("auto-fit: no card to fit to, so nothing is chosen; --auto_fit_gib N plans for N GiB all the same")
+            say(
+                "auto-fit: there is no card to fit to, so nothing is chosen; "
+                "--auto_fit_gib N plans for N GiB all the same"
+            )
             return None
         found = on_main_process(lambda: _planned(arguments, wanted, budget))
         say(*_why(found, wanted, arguments))
