@@ -43,10 +43,8 @@ _leave_working_directory()
 
 # isort: split
 import importlib
-import importlib.util
 import logging
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.machine import gpus, process, variables
@@ -77,20 +75,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
-
-
-class _OtherMethods:
-    """``python -m hf_rocm_tune.dpo`` and the like run ``sft.py``, which takes its method from the name."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        package, _, method = name.rpartition(".")
-        if package != __name__ or method not in ("dpo", "kto", "reward", "grpo"):
-            return None
-        return importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), "sft.py"))
-
-
-sys.meta_path.append(_OtherMethods)
 
 
 def _choose_card(topology: gpus.Topology, rocm: bool | None, torch_loaded: bool) -> list[variables.Decision]:

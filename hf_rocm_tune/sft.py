@@ -1,8 +1,8 @@
 """Supervised fine-tuning: ``accelerate launch -m hf_rocm_tune.sft`` (or ``hf-rocm-tune sft``); and the start of others.
 
-The modules ``hf_rocm_tune.dpo``, ``kto``, ``reward`` and ``grpo`` are this file under other names (see the package's
-``__init__``). Only the start: names of flags are checked and variables of a recipe applied before torch is imported,
-and one boundary turns errors into one line and an exit code. The run itself is told in :mod:`hf_rocm_tune.job.run`.
+``hf_rocm_tune.dpo``, ``kto``, ``reward`` and ``grpo`` start here with their method. Only the start: names of flags are
+checked and variables of a recipe applied before torch is imported, and one boundary turns errors into one line and an
+exit code. The run itself is told in :mod:`hf_rocm_tune.job.run`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.machine import process, variables
@@ -22,14 +22,13 @@ from hf_rocm_tune.training.supervised import outlive_terminal
 if TYPE_CHECKING:
     from hf_rocm_tune.data.formats import Method
 
-_METHOD = __spec__.name.rpartition(".")[2] if __spec__ is not None else "sft"
 
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, method: Method = "sft") -> int:
     """Runs one training job.
 
     Args:
         argv: the command line without the program's name; ``sys.argv`` unless given.
+        method: what trains.
 
     Returns:
         The exit code: 0 done, 2 wrong input, 3 corruption that could not be recovered, 4 stall, 5 out of memory,
@@ -38,12 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         outlive_terminal()
-    return run_guarded(lambda: _start(arguments), argv=arguments, process_ends=argv is None)
+    return run_guarded(lambda: _start(arguments, method), argv=arguments, process_ends=argv is None)
 
 
 @sigterm_as_interrupt()
-def _start(argv: list[str]) -> int:
-    method = cast("Method", _METHOD)
+def _start(argv: list[str], method: Method) -> int:
     if names.answered(method, argv):
         return 0
     if sys.stderr.isatty():

@@ -57,7 +57,7 @@ def say_of_this_rank(*lines: str) -> None:
 def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
     """What is known before the model is loaded: device, batches, verification, data, and where we differ from TRL."""
     training = arguments.training
-    device = report.describe_device(mover.device)
+    device = describe_device(mover.device)
     memory = f", {device['memory_bytes'] / 2**30:.1f} GiB" if "memory_bytes" in device else ""
     micro, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     ranks = training.world_size
