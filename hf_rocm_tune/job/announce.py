@@ -31,6 +31,7 @@ from hf_rocm_tune.publish.page import loss_panel, write_png
 from hf_rocm_tune.redaction import Private, local_paths, one_line
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.run import deciding_settings
+from hf_rocm_tune.training.telemetry import describe_device
 
 if TYPE_CHECKING:
     from hf_rocm_tune.settings.arguments import Arguments
