@@ -176,7 +176,7 @@ def test_as_many_cards_as_are_seen_unless_said(monkeypatch: pytest.MonkeyPatch) 
 
 
 def three_cards(faults: str = "") -> SplitMover:
-    return SplitMover(Split.of("layers", (2, 1, 3)), [CPU] * 3, faults=FaultSpec.parse(faults) if faults else None)
+    return SplitMover(Split("layers", (2, 1, 3)), [CPU] * 3, faults=FaultSpec.parse(faults) if faults else None)
 
 
 def parameters(dtype: torch.dtype, scale: float = 1.0) -> list[nn.Parameter]:
