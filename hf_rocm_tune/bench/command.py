@@ -32,6 +32,10 @@ def main(argv: Sequence[str], *, trainer_class: Callable[[], Callable[..., Any]]
         from hf_rocm_tune.bench import comm
 
         comm.run(wanted)
+    elif wanted.bench == "sft":
+        from hf_rocm_tune.bench import sft
+
+        sft.run(wanted)
     else:
         trainer = trainer_class()  # first: it prepares the process before anything else is imported
         from hf_rocm_tune.bench import steps
@@ -88,12 +92,13 @@ def _folder(text: str) -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog=_PROGRAM, description="Measure transfers, loading, steps and averages on this machine.")
-    kinds = parser.add_subparsers(dest="bench", required=True, metavar="transfer|load|step|comm")
+    kinds = parser.add_subparsers(dest="bench", required=True, metavar="transfer|load|step|comm|sft")
     transfer = kinds.add_parser("transfer", help="copies by size: raw, torch, accelerate, ours")
     load = kinds.add_parser("load", help="an 8B-shaped checkpoint: stock from_pretrained and ours")
     step = kinds.add_parser("step", help="training steps: verified and unverified")
     comm = kinds.add_parser("comm", help="two processes: averages by size and way, training on one and two ranks")
-    for each in (transfer, load, step, comm):
+    sft = kinds.add_parser("sft", help="a fine-tuning: a bare loop, trl sft, ours unverified, verified and auto-fitted")
+    for each in (transfer, load, step, comm, sft):
         each.add_argument("--device", help="cpu, cuda or cuda:1 (default: the first accelerator, else cpu)")
         each.add_argument("--json", type=Path, dest="json_file", metavar="FILE", help="write the JSON object here too")
         each.set_defaults(plot=None)
@@ -130,6 +135,12 @@ def _parser() -> argparse.ArgumentParser:
     turns = "stretches of each training; 0: no training (default: 8)"
     comm.add_argument("--turns", type=_number(0), default=8, help=turns)
     comm.add_argument("--steps", type=_number(1), default=3, help="steps of a stretch (default: 3)")
+
+    named = "of the Hub or a directory (default: a small Llama without training, made on the spot)"
+    sft.add_argument("--model", metavar="NAME", help=named)
+    _model_flags(sft, rows="rows of a step")
+    sft.add_argument("--turns", type=_number(1), default=3, help="runs of each side (default: 3)")
+    sft.add_argument("--steps", type=_number(2), default=20, help="steps of a run (default: 20)")
     return parser
 
 

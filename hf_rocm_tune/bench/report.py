@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.version import __version__
@@ -23,7 +26,7 @@ from hf_rocm_tune.version import __version__
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 Row = dict[str, Any]
 
@@ -93,16 +96,16 @@ def in_turns(names: Iterable[str], turns: int) -> Iterator[tuple[int, str]]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell; the first is aligned to the left, the others to the right."""
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    """A table as text, however wide; the first column is aligned to the left, the others to the right."""
+    drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for at, name in enumerate(header):
+        drawn.add_column(name, justify="right" if at else "left", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*map(escape, row))
+    console = Console(width=1000, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(drawn)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def progress(text: str) -> None:
@@ -176,6 +179,16 @@ def small_llama(hidden: int, layers: int, seq: int) -> LlamaForCausalLM:
             eos_token_id=1,
         )
     )
+
+
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer for rows that are token ids already."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 # ---- the machine ------------------------------------------------------------------------------------------------

@@ -30,14 +30,7 @@ import torch
 from datasets import Dataset
 from datasets.utils import logging as datasets_logging
 from peft import LoraConfig
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import (
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 from trl import SFTConfig
 
@@ -141,7 +134,7 @@ class _Side:
             model=model,
             args=_training_arguments(wanted, size, device, base.parent / "out"),
             train_dataset=_random_tokens(size, wanted.steps + 1),
-            processing_class=_tokenizer(),
+            processing_class=report.small_tokenizer(),
             peft_config=LoraConfig(target_modules="all-linear", r=16, lora_alpha=32),
             callbacks=[self._clock],
             mover=mover,
@@ -180,11 +173,6 @@ def _random_tokens(size: Size, steps: int) -> Dataset:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(2, VOCABULARY, (steps * size.batch, size.seq), generator=generator)
     return Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 def _interleave(sides: dict[str, _Side], turns: int) -> dict[str, list[float]]:

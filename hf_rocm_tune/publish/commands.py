@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import TuneError, UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
-from hf_rocm_tune.publish import say
+from hf_rocm_tune.publish import export, say
 
 if TYPE_CHECKING:
     from hf_rocm_tune.publish.generate import Loaded, Messages, Prompt, Sampling
@@ -112,6 +112,15 @@ def add_merge_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max_shard_size", type=_size, default="5GB", help="most bytes of a weight file (default: 5GB)"
     )
+    parser.add_argument(
+        "--gguf",
+        nargs="?",
+        const=export.DEFAULT_TYPE,
+        type=str.lower,
+        metavar="TYPE",
+        help=f"as GGUF too, by llama.cpp, with a Modelfile for Ollama: q8_0, f16 ... (default: {export.DEFAULT_TYPE})",
+    )
+    parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help="llama.cpp's directory (default: look on PATH)")
     parser.add_argument("--push", metavar="REPO", help="push the merged model to this repository on the Hub")
     parser.add_argument("--private", action="store_true", help="make that repository private")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that the base brings along")
@@ -145,6 +154,9 @@ def _check_sampling(wanted: argparse.Namespace) -> None:
 def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     if wanted.private and not wanted.push:
         raise UsageError("--private is about the repository of --push: give that too, or leave it out")
+    if wanted.llama_cpp and not wanted.gguf:
+        raise UsageError("--llama_cpp is where --gguf looks: give that too, or leave it out")
+    tools = export.find_tools(wanted.gguf, wanted.llama_cpp) if wanted.gguf else None
     prepare()
     from hf_rocm_tune.publish import merge as merging
 
@@ -158,6 +170,11 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
         say=say,
     )
     print(directory)
+    if tools is not None:
+        try:
+            print(export.export(directory, tools, say))
+        except TuneError as error:
+            raise type(error)(f"{error}; the merged model in {directory} is complete") from error
     if not wanted.push:
         return 0
     from hf_rocm_tune.publish.push import main as push

@@ -149,12 +149,14 @@ def test_sizes_are_read_as_people_write_them(text: str, nbytes: int) -> None:
         (["step", "--plot", "x.png"], ["--plot"]),
         *(
             ([kind, flag, value], [flag])
-            for kind in ("step", "comm")
+            for kind in ("step", "comm", "sft")
             for flag, value in (("--hidden", "100"), ("--hidden", "0"), ("--turns", "-1"), ("--steps", "0"))
         ),
         (["step", "--turns", "0"], ["--turns"]),
         (["step", "--sentinel_every", "-1"], ["--sentinel_every"]),
         (["comm", "--repeats", "0"], ["--repeats"]),
+        (["sft", "--steps", "1"], ["--steps"]),
+        (["sft", "--device", "cpu", "--model", "./no/such/model"], ["--model ./no/such/model"]),
         (["comm", "--max_size", "100"], ["--max_size"]),
     ],
 )
@@ -406,3 +408,38 @@ def test_all_ways_are_measured_and_right() -> None:
     assert all(any(line.startswith(way + " ") for line in lines) for way in training)
     assert sum("goal: " in note for note in result["notes"]) == 1
     assert result["left_out"][0]["what"] == "RCCL or NCCL"
+
+
+# ---- sft: whole processes, one training ---------------------------------------------------------------------
+
+SFT_FLAGS = ("--device", "cpu", "--hidden", "64", "--layers", "1", "--batch", "2", "--seq", "16")
+
+
+@pytest.mark.long
+def test_all_sides_fine_tune_alike_and_are_measured(tmp_path: Path) -> None:
+    lines, result, _ = bench("sft", *SFT_FLAGS, "--turns", "2", "--steps", "4", "--json", str(tmp_path / "r.json"))
+    assert json.loads((tmp_path / "r.json").read_text()) == result
+    rows = {row["side"]: row for row in result["rows"]}
+    assert list(rows) == ["bare loop", "trl sft", "ours, unverified", "ours, verified", "ours, auto_fit plan"]
+    assert all(any(line.startswith(side + " ") for line in lines) for side in rows)
+    for row in rows.values():
+        assert row["steps"] == 4 and row["tokens_per_second"]["n"] == 2
+        assert row["seconds"]["min"] > 0 and row["seconds_to_first_step"]["min"] > 0 and row["host_peak"] > 50 << 20
+        assert row["cpu_seconds"]["median"] >= 0 and math.isfinite(row["loss"])
+        # three steps of 32 tokens lie between the first and the last
+        assert row["tokens_per_second"]["max"] == pytest.approx(96 / row["seconds"]["min"], rel=1e-3)
+    assert rows["ours, verified"]["loss"] == rows["ours, unverified"]["loss"]
+    assert rows["trl sft"]["loss"] == pytest.approx(rows["ours, verified"]["loss"], abs=2e-3)
+    assert rows["trl sft"]["tokens_per_second_to_trl"]["max"] == 1
+    chosen = rows["ours, auto_fit plan"]["chosen"]
+    assert chosen["micro_batch"] * chosen["accumulation"] == 2
+    assert any("end with the same loss" in note for note in result["notes"])
+
+
+def test_a_side_that_fails_is_one_line_with_its_own_last_words(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 64}')
+    command = [sys.executable, "-m", "hf_rocm_tune", "bench", "sft", *SFT_FLAGS, "--model", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert "bare loop failed: " in last and "no file named model.safetensors" in last and "Traceback" not in last

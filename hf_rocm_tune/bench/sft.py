@@ -1,0 +1,242 @@
+"""``bench sft``: the same LoRA fine-tuning by a bare loop, by ``trl sft`` and by ours, as whole processes in turns.
+
+All have the same model, rows, effective batch and precision, and recompute activations, as TRL does by default; only
+``--auto_fit plan`` chooses micro-batch and recomputation for itself. A process is measured from outside: when it prints
+the loss of a step, its clock and its processor time are read. The first turn of all only fills caches.
+
+Rates are taken from the first step to the last, start and save left out. Tokens to a second of processor time are the
+steadier figure on a machine that does other work; on a card they say what the host does, not what the card does.
+Not covered: several cards, rows of different length.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers.utils import logging as transformers_logging
+
+from hf_rocm_tune.bench import report
+from hf_rocm_tune.bench.report import Row, Spread, in_turns, ratios, table
+from hf_rocm_tune.errors import UsageError
+
+REFERENCE = "trl sft"
+_OURS = "hf_rocm_tune.sft"
+_RECOMPUTED = ["--gradient_checkpointing", "true", "--per_device_train_batch_size"]
+_MODELS = {
+    "cpu": {"hidden": 256, "layers": 6, "batch": 8, "seq": 128},
+    "cuda": {"hidden": 2048, "layers": 16, "batch": 8, "seq": 1024},
+}
+_CPU_GIB = "16"  # for the planner, where there is no card
+# Runs a module or a file, and at its end leaves its peaks of memory in bytes: of the host, and of the card.
+_START = """
+import atexit, os, resource, runpy, sys
+def leave():
+    torch, peaks = sys.modules.get("torch"), [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10]
+    if torch and torch.cuda.is_available() and torch.cuda.is_initialized():
+        peaks.append(torch.cuda.max_memory_allocated())
+    open(os.environ["BENCH_PEAKS"], "w").write(str(peaks))
+atexit.register(leave)
+name = sys.argv.pop(1)
+(runpy.run_path if name.endswith(".py") else runpy.run_module)(name, run_name="__main__")
+"""
+
+
+def run(wanted: Namespace) -> None:
+    """Trains, prints, writes.
+
+    Raises:
+        UsageError: the device is not there, or one of the processes failed.
+    """
+    device = report.choose_device(wanted.device)
+    machine = report.describe(device)
+    size = {name: getattr(wanted, name) or value for name, value in _MODELS[device.type].items()}
+    transformers_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-bench-") as folder:
+        scratch = Path(folder)
+        model = wanted.model or _write_model(scratch / "model", size)
+        _write_rows(scratch / "rows", str(model), size, wanted.steps)
+        common = _flags(str(model), scratch, wanted.steps, size, device)
+        sides = _sides(size["batch"], device)
+        samples: dict[str, list[Row]] = {name: [] for name in sides}
+        for turn, name in in_turns(sides, wanted.turns):
+            report.progress(f"{f'turn {turn} of {wanted.turns}' if turn else 'warming up'}: {name}")
+            module, *flags = sides[name]
+            sample = _train(name, module, [*common, *flags], scratch, device, size["batch"] * size["seq"])
+            samples[name] += [sample] if turn else []
+    rows = [_row(name, samples) for name in sides]
+    settings = {**size, "model": wanted.model, "device": str(device)}
+    report.publish(wanted, machine, settings, rows, _table(rows), _notes(device, size, rows))
+
+
+def _sides(batch: int, device: torch.device) -> dict[str, list[str]]:
+    """Module and further flags of each side, by name."""
+    given = [*_RECOMPUTED, str(batch)]
+    fit = ["--auto_fit", "plan", "--effective_batch", str(batch)]
+    fit += ["--auto_fit_gib", _CPU_GIB] if device.type == "cpu" else []
+    return {
+        "bare loop": [str(Path(__file__).with_name("bare.py")), *given],
+        REFERENCE: ["trl.scripts.sft", *given],
+        "ours, unverified": [_OURS, *given, "--verify", "off"],
+        "ours, verified": [_OURS, *given],
+        "ours, auto_fit plan": [_OURS, *fit],
+    }
+
+
+def _flags(model: str, scratch: Path, steps: int, size: dict[str, int], device: torch.device) -> list[str]:
+    on_cpu = device.type == "cpu"
+    settings: dict[str, Any] = {
+        "model_name_or_path": model,
+        "dataset_name": scratch / "rows",
+        "output_dir": scratch / "out",
+        "max_steps": steps,
+        "max_length": size["seq"],
+        "logging_steps": 1,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": "true",
+        "use_peft": "true",
+        "lora_target_modules": "all-linear",
+        "lora_dropout": 0.0,
+        "learning_rate": 2e-4,
+        "dtype": "float32" if on_cpu else "bfloat16",
+        "bf16": str(not on_cpu).lower(),
+        "use_cpu": str(on_cpu).lower(),
+        "dataloader_pin_memory": str(not on_cpu).lower(),
+    }
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+def _write_model(folder: Path, size: dict[str, int]) -> Path:
+    report.small_llama(size["hidden"], size["layers"], size["seq"]).save_pretrained(folder)
+    report.small_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _write_rows(folder: Path, model: str, size: dict[str, int], steps: int) -> None:
+    """Rows of random tokens, all of the full length."""
+    from transformers import AutoConfig
+
+    try:
+        vocabulary = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model {model}: {(str(error).strip() or '?').splitlines()[0]}") from error
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(2, vocabulary, (steps * size["batch"], size["seq"]), generator=generator).tolist()
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+
+
+def _train(name: str, module: str, flags: list[str], scratch: Path, device: torch.device, step_tokens: int) -> Row:
+    """Run one side once.
+
+    Raises:
+        UsageError: it failed; the message has the last line that it wrote.
+    """
+    peaks, errors, logged = scratch / "peaks", scratch / "stderr", []
+    shutil.rmtree(scratch / "out", ignore_errors=True)
+    environ = {**os.environ, "BENCH_PEAKS": str(peaks)}
+    if device.type == "cuda":
+        environ["CUDA_VISIBLE_DEVICES"] = str(device.index)  # HIP reads it too
+    command = [sys.executable, "-u", "-c", _START, module, *flags]
+    with errors.open("w") as stderr:
+        begun = time.perf_counter()
+        process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environ)
+        for line in process.stdout:
+            if (loss := _loss_in(line)) is not None:
+                spent = process.cpu_times()
+                logged.append((time.perf_counter(), spent.user + spent.system, loss))
+        code = process.wait()
+    if code or len(logged) < 2:
+        said = errors.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
+        raise UsageError(f"{name} failed: {said[-1]}; to see all of it: {sys.executable} -m {module} {' '.join(flags)}")
+    (first, first_cpu, _), (last, last_cpu, loss) = logged[0], logged[-1]
+    tokens = (len(logged) - 1) * step_tokens
+    host_peak, *device_peak = json.loads(peaks.read_text())
+    file = scratch / "out" / "transfer_report.json"
+    return {
+        "steps": len(logged),
+        "seconds_to_first_step": first - begun,
+        "seconds": last - first,
+        "cpu_seconds": last_cpu - first_cpu,
+        "tokens_per_second": tokens / (last - first),
+        "tokens_per_cpu_second": tokens / (last_cpu - first_cpu),
+        "host_peak": host_peak,
+        "device_peak": device_peak[0] if device_peak else None,
+        "loss": loss,
+        "chosen": json.loads(file.read_text())["auto_fit"] if "--auto_fit" in flags else None,
+    }
+
+
+def _loss_in(line: str) -> float | None:
+    """The loss that a line logs: TRL prints a dictionary, we a row of step, epoch, loss and more."""
+    if line.startswith("{'loss'"):
+        return float(ast.literal_eval(line)["loss"])
+    found = re.match(r"\s*\d+/\d+\s+[\d.]+\s+([\d.]+)\s", line)
+    return float(found[1]) if found else None
+
+
+def _row(name: str, samples: dict[str, list[Row]]) -> Row:
+    mine, other = samples[name], samples[REFERENCE]
+    spreads = ("seconds_to_first_step", "seconds", "cpu_seconds", "tokens_per_second", "tokens_per_cpu_second")
+    row: Row = {key: Spread.of([one[key] for one in mine]).to_dict() for key in spreads}
+    for key in ("tokens_per_second", "tokens_per_cpu_second"):
+        row[f"{key}_to_trl"] = ratios([one[key] for one in mine], [one[key] for one in other]).to_dict()
+    row |= {"host_peak": max(one["host_peak"] for one in mine)}
+    row |= {"device_peak": max((one["device_peak"] for one in mine if one["device_peak"]), default=None)}
+    return {"side": name, **row, **{key: mine[-1][key] for key in ("steps", "loss", "chosen")}}
+
+
+def _table(rows: list[Row]) -> str:
+    header = ["side", "tokens/s (min .. max)", "to trl", "CPU s (wall s)", "tokens/CPU s", "to trl", "s to 1st step"]
+    lines = []
+    for row in rows:
+        spread = {key: Spread(**value) for key, value in row.items() if isinstance(value, dict) and "q1" in value}
+        to_trl = [
+            "reference" if row["side"] == REFERENCE else spread[f"{key}_to_trl"].show(2)
+            for key in ("tokens_per_second", "tokens_per_cpu_second")
+        ]
+        lines.append(
+            [
+                row["side"],
+                spread["tokens_per_second"].show(0),
+                to_trl[0],
+                f"{spread['cpu_seconds'].median:.1f} ({spread['seconds'].median:.1f})",
+                f"{spread['tokens_per_cpu_second'].median:.0f}",
+                to_trl[1],
+                f"{spread['seconds_to_first_step'].median:.1f}",
+                f"{row['host_peak'] / 1e6:.0f}",
+                "-" if row["device_peak"] is None else f"{row['device_peak'] / 1e6:.0f}",
+                str(row["steps"]),
+            ]
+        )
+    return table([*header, "host MB", "card MB", "steps"], lines)
+
+
+def _notes(device: torch.device, size: dict[str, int], rows: list[Row]) -> list[str]:
+    by_side = {row["side"]: row for row in rows}
+    same = by_side["ours, verified"]["loss"] == by_side["ours, unverified"]["loss"]
+    chosen = by_side["ours, auto_fit plan"]["chosen"]
+    notes = [
+        f"{size['batch']} x {size['seq']} tokens a step; ratios are taken pair by pair in the same turn",
+        f"ours, verified and not, end with {'the same loss' if same else 'DIFFERENT LOSSES'}; trl sft with "
+        f"{by_side[REFERENCE]['loss']:.4g}, ours with {by_side['ours, verified']['loss']:.4g}; the bare loop takes the "
+        "rows in another order",
+        f"auto_fit chose {json.dumps(chosen)}",
+    ]
+    if device.type == "cpu":
+        notes.append("no accelerator: these are figures of a CPU, and say nothing of a card")
+    return notes

@@ -1,0 +1,314 @@
+"""``hf-rocm-tune merge --gguf``: a merged model as GGUF, by llama.cpp's own converter, with a ``Modelfile`` for Ollama.
+
+The converter writes the merged weights without loss, or as one of the floating types; `llama-quantize` makes every
+other type of that. What was written is read back. The converter renames tensors and may reorder rows, so a tensor is
+known by a sum over its values that does not depend on their order, and adds up over experts that are stacked: each
+matrix of the merged model must be found with exactly its values (as that floating type, where one is asked for).
+Quantised tensors are compared with the lossless ones by name: their relative error must be what their bits allow.
+
+Not covered: architectures of which the converter changes matrices beyond their order, which are refused; vectors that
+it changes (Gemma's norms, to which it adds 1) are named as not compared; what llama.cpp computes with the file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hf_rocm_tune.errors import CorruptionError, UsageError
+
+CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
+DEFAULT_TYPE = "q4_k_m"
+_FLOATING = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+_STORED = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+_KNOWN = re.compile(r"f32|bf?16|f16|t?i?q\d(_[0-9a-z]+)+")
+# For values spread as those of trained weights; zeros, or another tensor's values, differ by 1 or more.
+_MOST_ERROR = {8: 0.02, 6: 0.06, 5: 0.12, 4: 0.25, 3: 0.45, 2: 0.7, 1: 0.9}
+_PIECE = 1 << 22
+_MISSING = (
+    "--gguf needs llama.cpp's {0}, which is neither in --llama_cpp nor on PATH: get llama.cpp from "
+    "https://github.com/ggml-org/llama.cpp (for " + QUANTIZER + ", build it) and give its directory with --llama_cpp"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """What of llama.cpp makes a file of a type."""
+
+    kind: str  # such as "q4_k_m"
+    converter: Path
+    quantizer: Path | None  # None for a floating type
+
+
+def find_tools(kind: str, folder: Path | None) -> Tools:
+    """Look for what is needed, before anything takes time.
+
+    Args:
+        kind: of the file, such as "q4_k_m", "q8_0" or "f16".
+        folder: a checkout of llama.cpp, built for a quantised type; None to look on PATH.
+
+    Raises:
+        UsageError: something is not there.
+    """
+    if not _KNOWN.fullmatch(kind):
+        raise UsageError(f"--gguf {kind}: give a type of llama.cpp's, such as q4_k_m, q8_0 or f16")
+
+    def find(name: str) -> Path:
+        places = [folder / name, folder / "build" / "bin" / name, folder / "bin" / name] if folder else []
+        on_path = None if folder else shutil.which(name, mode=os.F_OK)
+        found = next((path for path in places if path.is_file()), Path(on_path) if on_path else None)
+        if found is None:
+            raise UsageError(_MISSING.format(name))
+        return found
+
+    converter, quantizer = find(CONVERTER), None if kind in _FLOATING else find(QUANTIZER)
+    local = converter.parent / "gguf-py"
+    if local.is_dir() and str(local) not in sys.path:
+        sys.path.insert(1, str(local))  # as the converter does
+    try:
+        importlib.import_module("gguf")
+    except ImportError as error:
+        raise UsageError(f"--gguf needs the package gguf ({error}): `pip install gguf`") from error
+    return Tools(kind=kind, converter=converter, quantizer=quantizer)
+
+
+def export(model: Path, tools: Tools, say: Callable[[str], None]) -> Path:
+    """Convert a merged model; the result stands in its directory ``gguf``, complete or not at all.
+
+    Returns:
+        The GGUF file, which has a ``Modelfile`` and a manifest beside it.
+
+    Raises:
+        UsageError: llama.cpp refuses the model, or the disk is full.
+        CorruptionError: what was written was read back wrong.
+    """
+    from hf_rocm_tune.integrity import manifest
+    from hf_rocm_tune.integrity.atomic import staged_directory
+
+    written = manifest.read(model)
+    assert isinstance(written, manifest.Manifest)
+    floating = tools.kind if tools.kind in _FLOATING else _lossless(model)
+    with staged_directory(model / "gguf") as staging:
+        file = staging / f"{model.absolute().name}-{tools.kind.upper()}.gguf"
+        plain = file if tools.quantizer is None else staging / "lossless.gguf"
+        _call([sys.executable, str(tools.converter), str(model), "--outfile", str(plain), "--outtype", floating])
+        found = _check_values(model, plain, floating)
+        say(found)
+        if tools.quantizer is not None:
+            _call([str(tools.quantizer), str(plain), str(file), tools.kind.upper()])
+            error = _check_quantised(plain, file)
+            plain.unlink()
+            say(error)
+        text, remark = modelfile(model, file)
+        (staging / "Modelfile").write_text(text, encoding="utf-8")
+        if remark:
+            say(remark)
+        origin = {"type": tools.kind, "values": found}
+        manifest.write(
+            staging, run_id=written.run_id, step=written.step, status="final", extra={"gguf": origin, **written.extra}
+        )
+    return model / "gguf" / file.name
+
+
+def _call(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+        what = next((one for one in reversed(said) if "error" in one.lower()), said[-1] if said else "no word")
+        raise UsageError(f"{Path(command[1] if command[0] == sys.executable else command[0]).name} failed: {what}")
+
+
+# ---- what was written is read back -----------------------------------------------------------------------------------
+
+
+def _stored(model: Path) -> Iterator[tuple[str, Any]]:
+    """Name and tensor of everything in a model's files."""
+    from safetensors import safe_open
+
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                yield name, opened.get_tensor(name)
+
+
+def _lossless(model: Path) -> str:
+    """The narrowest floating type that holds every weight."""
+    from safetensors import safe_open
+
+    kinds = set()
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            kinds |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    return _STORED.get(next(iter(kinds)), "f32") if len(kinds) == 1 else "f32"
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """Name, type and float32 values (as many as the tensor has elements, read when called) of a GGUF file's tensors."""
+    gguf: Any = importlib.import_module("gguf")
+
+    def values(data: Any, kind: Any) -> Any:
+        return gguf.dequantize(data, kind).reshape(-1)
+
+    for tensor in gguf.GGUFReader(file).tensors:
+        yield tensor.name, tensor.tensor_type.name, partial(values, tensor.data, tensor.tensor_type)
+
+
+def _sum_of_values(values: Any) -> int:
+    """A sum modulo 2^64 over float32 values that does not depend on their order, and adds up over parts."""
+    import numpy as np
+
+    total = 0
+    for start in range(0, values.size, _PIECE):
+        bits = np.ascontiguousarray(values[start : start + _PIECE], dtype=np.float32).view(np.uint32).astype(np.uint64)
+        mixed = (bits + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+        total += int((mixed * np.uint64(0xBF58476D1CE4E5B9)).sum(dtype=np.uint64))
+    return total % 2**64
+
+
+def _check_values(model: Path, file: Path, floating: str) -> str:
+    """Every tensor of the model is in the file.
+
+    Returns:
+        What was found, for the user.
+
+    Raises:
+        CorruptionError: a matrix is not there with its values.
+    """
+    import torch
+
+    there: dict[tuple[int, int], int] = defaultdict(int)
+    for _, _, values in _tensors(file):
+        read = values()
+        there[read.size, _sum_of_values(read)] += 1
+    lacking: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
+    count, nbytes, equal = 0, 0, 0
+    for name, tensor in _stored(model):
+        if not tensor.is_floating_point():
+            continue
+        count, nbytes = count + 1, nbytes + tensor.nbytes
+        flat = tensor.reshape(-1)
+        cast = flat.to(getattr(torch, _FLOATING[floating]))
+        kept, rounded = _sum_of_values(flat.float().numpy()), _sum_of_values(cast.float().numpy())
+        key = next((key for key in ((flat.numel(), kept), (flat.numel(), rounded)) if there[key]), None)
+        if key is not None:
+            there[key] -= 1
+            equal += tensor.nbytes
+        else:
+            alike = re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+            lacking[alike].append((tensor.ndim, flat.numel(), rounded, tensor.nbytes))
+    for alike, parts in list(lacking.items()):  # experts that are stored one by one stand in one tensor there
+        key = sum(numel for _, numel, _, _ in parts), sum(total for _, _, total, _ in parts) % 2**64
+        if there[key]:
+            there[key] -= 1
+            equal += sum(size for *_, size in parts)
+            del lacking[alike]
+    if wrong := [name for name, parts in lacking.items() if parts[0][0] > 1]:
+        raise CorruptionError(
+            f"{wrong[0]} ({len(wrong)} in all) is not in the GGUF file with the values of the merged model: the file "
+            "was written wrong, or the converter changes this architecture's weights; the file is not kept"
+        )
+    other = f"; changed by the converter, not compared: {', '.join(list(lacking)[:3])}" if lacking else ""
+    share = 100 * equal // max(nbytes, 1) if equal < nbytes else 100
+    held = f"{count - len(lacking)} of {count} tensors, {share} % of the bytes"
+    return f"GGUF read back: {held}, hold the merged values{other}"
+
+
+def _check_quantised(plain: Path, file: Path) -> str:
+    """Every tensor of the lossless file is in the quantised one, as exactly as its bits allow."""
+    import numpy as np
+
+    quantised = {name: (kind, values) for name, kind, values in _tensors(file)}
+    worst, where = 0.0, ""
+    for name, _, values in _tensors(plain):
+        if name not in quantised:
+            raise CorruptionError(f"{name} is not in the quantised file: {QUANTIZER} wrote it wrong; it is not kept")
+        kind, read = quantised[name]
+        wanted, found = values().astype(np.float64), read().astype(np.float64)
+        error = float(np.linalg.norm(found - wanted) / (np.linalg.norm(wanted) or 1.0))
+        bits = re.search(r"Q(\d)", kind)
+        if not error <= (_MOST_ERROR[int(bits[1])] if bits else 0.005):
+            raise CorruptionError(
+                f"{name}, quantised as {kind}, differs by {error:.3g} of its size from what was quantised: more than "
+                "its bits explain; the file is not kept"
+            )
+        worst, where = max((worst, where), (error, f"{name}, {kind}"))
+    return f"quantised file read back: a tensor differs by {worst:.3f} of its size at most ({where})"
+
+
+# ---- Ollama ----------------------------------------------------------------------------------------------------------
+
+
+def modelfile(model: Path, file: Path) -> tuple[str, str]:
+    """Ollama's ``Modelfile`` for a GGUF file beside it.
+
+    Ollama's templates are Go's; the parts around each turn are taken from what the chat template renders, and put
+    together they must render the same again.
+
+    Returns:
+        The text, and a remark for the user; empty without one.
+    """
+    from transformers import AutoTokenizer
+
+    gguf: Any = importlib.import_module("gguf")
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
+    lines = [f"FROM ./{file.name}"]
+    remark = ""
+    if tokenizer.chat_template:
+        begins = gguf.GGUFReader(file).get_field("tokenizer.ggml.add_bos_token")
+        adds_bos = begins is not None and bool(begins.contents())
+        template = _go_template(tokenizer, adds_bos=adds_bos)
+        if template:
+            lines.append(f'TEMPLATE """{template}"""')
+        else:
+            remark = "the chat template has no form that Ollama takes: write a TEMPLATE into the Modelfile by hand"
+            lines.append("# TEMPLATE is missing: the model's chat template could not be written in Ollama's form")
+    if tokenizer.eos_token:
+        lines.append(f"PARAMETER stop {json.dumps(tokenizer.eos_token, ensure_ascii=False)}")
+    return "\n".join(lines) + "\n", remark
+
+
+def _go_template(tokenizer: Any, *, adds_bos: bool) -> str:
+    """A template of ``.System``, ``.Prompt`` and ``.Response``; empty where the chat template is not of this form."""
+    from jinja2 import TemplateError
+
+    said = {"system": "\x01s\x01", "user": "\x01u\x01", "assistant": "\x01a\x01"}
+
+    def render(*roles: str) -> str:
+        messages = [{"role": role, "content": said[role]} for role in roles]
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=roles[-1] == "user")
+        return text.removeprefix(tokenizer.bos_token or "") if adds_bos else text
+
+    try:
+        single, whole = render("user"), render("user", "assistant", "user")
+        before, _, to_answer = single.partition(said["user"])
+        after = whole[len(before + said["user"] + to_answer + said["assistant"]) :].partition(before + said["user"])[0]
+        parts: Mapping[str, str] = {"user": before + said["user"] + to_answer, "assistant": said["assistant"] + after}
+        if whole != parts["user"] + parts["assistant"] + parts["user"]:
+            return ""
+        with_system = ""
+        try:
+            full = render("system", "user")
+            if full.endswith(parts["user"]) and full.count(said["system"]) == 1:
+                with_system = full.removesuffix(parts["user"])
+        except TemplateError:  # it takes no system message
+            pass
+    except (TemplateError, ValueError, TypeError):
+        return ""
+    system = f"{{{{ if .System }}}}{with_system}{{{{ end }}}}" if with_system else ""
+    pieces = (with_system, before, to_answer, after)
+    if any(mark in piece for piece in pieces for mark in ("{{", "}}", '"""')):
+        return ""
+    text = system + before + "{{ .Prompt }}" + to_answer + "{{ .Response }}" + after
+    return text.replace(said["system"], "{{ .System }}")

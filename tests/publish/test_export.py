@@ -1,0 +1,209 @@
+"""``merge --gguf``: what stands in the file is the merged model, llama.cpp says the same, and what is wrong is refused.
+
+The tests that convert need llama.cpp: on PATH, or the directory in ``LLAMA_CPP``. They are skipped without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig, PreTrainedTokenizerFast
+
+from hf_rocm_tune import cli
+from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.publish import export
+from tests.publish.merge_cases import EXPERTS, Case, lora, write_adapter
+
+LLAMA_CPP = Path(os.environ["LLAMA_CPP"]) if "LLAMA_CPP" in os.environ else None
+TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def _found(name: str) -> str | None:
+    places = [LLAMA_CPP / name, LLAMA_CPP / "build" / "bin" / name] if LLAMA_CPP else []
+    return next((str(path) for path in places if path.is_file()), shutil.which(name, mode=os.F_OK))
+
+
+needs_converter = pytest.mark.skipif(not _found(export.CONVERTER), reason="llama.cpp is not here: set LLAMA_CPP")
+needs_quantizer = pytest.mark.skipif(not _found(export.QUANTIZER), reason="llama-quantize is not here: set LLAMA_CPP")
+needs_llama = pytest.mark.skipif(not _found("llama-completion"), reason="llama-completion is not here: set LLAMA_CPP")
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer that llama.cpp knows (Llama 2's kind) with one token a letter."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *(chr(code) for code in range(33, 127))]
+    made = Tokenizer(
+        models.BPE({piece: at for at, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    tokens = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    found = PreTrainedTokenizerFast(tokenizer_object=made, **tokens)
+    found.chat_template = TEMPLATE
+    return found
+
+
+def made(kind: str, scratch: Path) -> tuple[Path, Path]:
+    """A base in bfloat16 and an adapter of it."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 512, "vocab_size": len(letters()), "max_position_embeddings": 256, "head_dim": 64}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = LlamaConfig(**sizes) if kind == "llama" else MixtralConfig(**sizes, **experts)
+    config.initializer_range = 0.1  # so that no two tokens are about as likely
+    torch.manual_seed(0)
+    base = scratch / "base"
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
+    letters().save_pretrained(base)
+    case: Case = lora("") if kind == "llama" else lora("", target_modules=["q_proj"], target_parameters=EXPERTS)
+    return base, write_adapter(case, base, scratch / "adapter")
+
+
+@pytest.fixture
+def merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def command(kind: str, *flags: str) -> tuple[int, str, str]:
+        base, adapter = made(kind, tmp_path)
+        where = ["--llama_cpp", str(LLAMA_CPP)] if LLAMA_CPP and "--llama_cpp" not in flags else []
+        code = cli.main(["merge", str(adapter), str(tmp_path / "out"), "--base", str(base), *flags, *where])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return command
+
+
+# ---- without llama.cpp ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--gguf"], ["--gguf needs llama.cpp's convert_hf_to_gguf.py", "--llama_cpp"]),
+        (["--gguf", "q4_k_m", "--llama_cpp", "nowhere"], ["--gguf needs llama.cpp's convert_hf_to_gguf.py"]),
+        (["--gguf", "q4", "--llama_cpp", "."], ["--gguf q4", "q4_k_m"]),
+        (["--llama_cpp", "."], ["--llama_cpp", "--gguf"]),
+    ],
+)
+def test_what_is_missing_is_one_line_before_anything_is_done(
+    flags: list[str],
+    named: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["merge", "adapter", "out", *flags]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and all(part in said for part in named), said
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- with it --------------------------------------------------------------------------------------------------
+
+
+@needs_converter
+@pytest.mark.parametrize(("kind", "type_"), [("llama", "bf16"), ("llama", "f16"), ("experts", "bf16")])
+def test_the_file_holds_the_merged_model(kind: str, type_: str, tmp_path: Path, merge: Any) -> None:
+    code, out, err = merge(kind, "--gguf", type_)
+    assert code == 0, err
+    file = tmp_path / "out" / "gguf" / f"out-{type_.upper()}.gguf"
+    assert out.splitlines() == [str(tmp_path / "out"), str(file)]
+    assert "100 % of the bytes, hold the merged values" in err and "not compared" not in err
+    gguf: Any = importlib.import_module("gguf")
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    embedding = there["token_embd.weight"]
+    found = torch.from_numpy(gguf.dequantize(embedding.data, embedding.tensor_type).copy())
+    wanted = merged["model.embed_tokens.weight"].to(getattr(torch, {"bf16": "bfloat16", "f16": "float16"}[type_]))
+    assert torch.equal(found, wanted.float())
+    assert manifest.verify(file.parent) == [] and manifest.verify(tmp_path / "out") == []
+    template = "{{ if .System }}<system>{{ .System }}</s>{{ end }}<user>{{ .Prompt }}</s><assistant>{{ .Response }}</s>"
+    text = f'FROM ./{file.name}\nTEMPLATE """{template}"""\nPARAMETER stop "</s>"\n'
+    assert (file.parent / "Modelfile").read_text() == text
+
+
+@needs_converter
+@needs_quantizer
+def test_a_quantised_file_is_as_near_as_its_bits_allow(tmp_path: Path, merge: Any) -> None:
+    code, out, err = merge("llama", "--gguf")
+    assert code == 0, err
+    file = tmp_path / "out" / "gguf" / "out-Q4_K_M.gguf"
+    assert out.splitlines()[1] == str(file) and "quantised file read back" in err
+    assert sorted(path.name for path in file.parent.iterdir()) == ["Modelfile", "integrity.json", file.name]
+
+
+@needs_converter
+@needs_llama
+def test_llama_cpp_says_what_the_merged_model_says(tmp_path: Path, merge: Any) -> None:
+    code, out, err = merge("llama", "--gguf", "f32", "--dtype", "float32")
+    assert code == 0, err
+    prompt = "What comes next? abc"
+    command = [_found("llama-completion"), "-m", out.splitlines()[1], "-p", prompt, "-n", "24", "--temp", "0"]
+    command += ["--no-display-prompt", "-no-cnv", "--no-warmup", "-t", "2", "--ignore-eos"]
+    command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]  # as exact as the merged model, which is float32
+    done = subprocess.run(command, capture_output=True, check=True, timeout=300)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
+    never = [tokenizer.eos_token_id]
+    made = model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False, suppress_tokens=never)
+    pieces = tokenizer.convert_ids_to_tokens(made[0, ids.shape[1] :])
+    wanted = [bytes([int(one[3:5], 16)]) if one.startswith("<0x") else one.replace("▁", " ").encode() for one in pieces]
+    assert len(wanted) == 24 and done.stdout.strip() == b"".join(wanted).strip()
+
+
+@needs_converter
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", lambda values: values.view(-1)[7:8].mul_(-1)),
+        ("model.layers.0.self_attn.q_proj.weight", lambda values: values.zero_()),
+    ],
+)
+def test_a_file_that_holds_other_values_is_not_kept(
+    name: str, harm: Callable[[torch.Tensor], Any], tmp_path: Path, merge: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = export._call
+
+    def convert_and_harm(command: list[str]) -> None:
+        weights = tmp_path / "out" / "model.safetensors"
+        sound = weights.read_bytes()
+        tensors = load_file(weights)
+        harm(tensors[name])
+        save_file(tensors, weights, metadata={"format": "pt"})
+        stock(command)
+        weights.write_bytes(sound)
+
+    monkeypatch.setattr(export, "_call", convert_and_harm)
+    code, _, err = merge("llama", "--gguf", "bf16")
+    assert code == 3 and name in err and "is complete" in err.splitlines()[-1]
+    assert not (tmp_path / "out" / "gguf").exists() and manifest.verify(tmp_path / "out") == []
+
+
+@needs_converter
+def test_what_the_converter_refuses_is_one_line_and_the_merged_model_stays(tmp_path: Path, merge: Any) -> None:
+    base, _ = made("llama", tmp_path)
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    assert tokenizer["model"]["byte_fallback"]
+    folder = tmp_path / "llama.cpp"
+    folder.mkdir()
+    (folder / export.CONVERTER).write_text("import sys\nsys.exit('NotImplementedError: an error of its own')\n")
+    shutil.rmtree(base)
+    code, _, err = merge("llama", "--gguf", "f16", "--llama_cpp", str(folder))
+    last = err.splitlines()[-1]
+    assert code == 2 and f"{export.CONVERTER} failed: NotImplementedError: an error of its own" in last
+    assert manifest.verify(tmp_path / "out") == [] and not (tmp_path / "out" / "gguf").exists()
