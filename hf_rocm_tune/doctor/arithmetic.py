@@ -200,6 +200,10 @@ class Bench:
         """Several host tensors on the device, verified."""
         return [self.move(tensor) for tensor in tensors]
 
+    def falls_back(self, label: str) -> bool:
+        """Whether the fault asks that attention goes through the math path here."""
+        return self._kind == "math" and self._where in label
+
     def exact(self, case: str, result: Tensor, right: Tensor, *, gradient: bool = False) -> bool:
         """Compare a result on the device with the only right values, on the CPU; a zero may have either sign."""
         return self.close(case, result, right, None, gradient=gradient)

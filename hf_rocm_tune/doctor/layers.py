@@ -10,8 +10,8 @@ and every quotient replaced by the number of the nearest of 16 values, two numbe
 The values are those of Dettmers and others 2023 (QLoRA, arXiv:2305.14314, appendix E). With double quantisation, the
 mean is taken off the absmax, and what is left is quantised in blocks of 256 to 8 bits.
 
-Faults: see `arithmetic`; ``where=flash``, ``where=padded``, ``where=RMSNorm`` or ``where=product`` chooses; ``absmax``
-doubles one scale of NF4.
+Faults: see `arithmetic`; ``where=flash``, ``where=padded``, ``where=packed``, ``where=RMSNorm`` or ``where=product``
+chooses; ``math`` lets attention fall back to the math path (``where=packed``); ``absmax`` doubles one scale of NF4.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class AttentionCase:
         sizes: batch, heads, heads of keys and values, length, size of a head.
         causal: a query sees no later key.
         padding: keys at the beginning of the first example that are hidden; its first rows see only themselves.
+        packed: lengths of the examples that share each row; none sees another.
         heads_last: on the device, the tensors are views of ``(batch, length, heads, dim)``, as models have them.
     """
 
@@ -97,6 +98,7 @@ class AttentionCase:
     sizes: tuple[int, int, int, int, int]
     causal: bool = False
     padding: int = 0
+    packed: tuple[int, ...] = ()
     heads_last: bool = False
 
     def inputs(self, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
@@ -106,12 +108,20 @@ class AttentionCase:
             spread((batch, number, length, dim), dtype, generator) for number in (heads, key_heads, key_heads, heads)
         ]
 
+    @property
+    def masked(self) -> bool:
+        """Whether what is hidden is told by a mask, as it is of padded and of packed batches."""
+        return bool(self.padding or self.packed)
+
     def hidden(self) -> Tensor:
         """What a query does not see: bool, ``(batch, 1, length, length)`` or broadcastable."""
         batch, _, _, length, _ = self.sizes
         hidden = torch.zeros(length, length, dtype=torch.bool)
-        if self.causal or self.padding:
+        if self.causal or self.masked:
             hidden = torch.ones_like(hidden).triu(1)
+        if self.packed:
+            example = torch.arange(len(self.packed)).repeat_interleave(torch.tensor(self.packed))
+            hidden = hidden | (example[:, None] != example)
         if self.padding:
             hidden = hidden.expand(batch, 1, -1, -1).clone()
             hidden[0, :, :, : self.padding] = True
@@ -123,6 +133,7 @@ CASES = (
     # Wrong where V is not contiguous (ROCm/pytorch#3230), and with a mask (pytorch#147460).
     AttentionCase(name="causal, length 62, heads last", sizes=(2, 3, 3, 62, 128), causal=True, heads_last=True),
     AttentionCase(name="padded, length 77", sizes=(2, 2, 2, 77, 64), padding=13),
+    AttentionCase(name="packed, lengths 30, 41 and 6", sizes=(1, 2, 2, 77, 64), packed=(30, 41, 6), heads_last=True),
     AttentionCase(name="causal, grouped heads", sizes=(1, 4, 2, 64, 64), causal=True),
 )
 FULL_CASES = (
@@ -131,7 +142,12 @@ FULL_CASES = (
     AttentionCase(name="length 512, dim 256", sizes=(1, 1, 1, 512, 256)),
 )
 PLAIN = AttentionCase(name="causal", sizes=(1, 2, 2, 128, 64), causal=True, heads_last=True)
-"""What training runs, for finding out which backend takes it."""
+MASKED = (
+    AttentionCase(name="padded", sizes=(2, 2, 2, 128, 64), padding=32, heads_last=True),
+    AttentionCase(name="packed", sizes=(1, 2, 2, 128, 64), packed=(40, 72, 16), heads_last=True),
+)
+"""What training runs, for finding out which backend takes it: whole batches, and those that transformers gives a mask
+(masking_utils.py: none where a batch is causal and has neither padding nor packed positions)."""
 
 
 def formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
@@ -143,8 +159,8 @@ def formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor
 
 
 def attention(request: Mapping[str, Any]) -> list[Finding] | Again:
-    """Run attention every way: one finding on the results, one on what runs; ``full``: longer sequences, other head
-    sizes.
+    """Run attention every way: one finding on the results, one on what runs with a mask, one on what runs without;
+    ``full``: longer sequences, other head sizes.
 
     Where no fused backend runs on ROCm, another process finds out whether one does with AOTriton's flag; ``first`` and
     ``slow`` are of the first process, whose results are not looked at again.
@@ -153,6 +169,7 @@ def attention(request: Mapping[str, Any]) -> list[Finding] | Again:
         backends = {name_of(dtype): _backends(bench, dtype) for dtype in DTYPES}
         if request["first"]:
             return with_flag(request["first"], backends, request["slow"])
+        with_mask = {case.name: {dtype: _ran(bench, dtype, case) for dtype in TRAINED} for case in MASKED}
         for dtype in DTYPES:
             for case in CASES + FULL_CASES if request.get("full") else CASES:
                 _compare(bench, dtype, case, backends[name_of(dtype)])
@@ -162,11 +179,26 @@ def attention(request: Mapping[str, Any]) -> list[Finding] | Again:
             kernels.append(f"kernels in {name_of(dtype)}: {', '.join(_kernels(bench, dtype))}")
         gradients = all("gradient" in problem.case for problem in bench.problems)
         right = bench.verdict("attention_right", "attention_gradient_wrong" if gradients else "attention_wrong")
-    findings = [right, what_runs(request["device"], backends, kernels)]
     slow = unfused(backends)
+    masked = [] if slow else [what_runs_masked(request["device"], with_mask)]  # else it has the same cause
+    findings = [right, *masked, what_runs(request["device"], backends, kernels)]
     if slow and request.get("hip") and os.environ.get(FLAG) != "1":
         return Again(findings=findings, environ={FLAG: "1"}, words=f"with {FLAG}=1", request={"slow": slow})
     return findings
+
+
+def what_runs_masked(device: str, ran: Mapping[str, Mapping[str, Mapping[str, str]]]) -> Finding:
+    """The finding on the backends that ran with a mask, by case and dtype."""
+    lines, slow = [], []
+    for name, ways in ran.items():
+        for dtype, way in ways.items():
+            if "refused" in way:
+                return unknown(f"no backend runs {dtype} {name} attention: {way['refused']}", subject=device)
+            lines.append(f"{dtype}, {name}: {way['forward']} forward, {way['backward']} backward")
+        slow += [name] if any("math" in way.values() for way in ways.values()) else []
+    if not slow:
+        return from_row("attention_masked_fused", subject=device, evidence=lines)
+    return from_row("attention_masked_unfused", subject=device, evidence=lines, cases=" and ".join(slow))
 
 
 def what_runs(device: str, backends: Backends, kernels: Sequence[str] = ()) -> Finding:
@@ -229,7 +261,7 @@ def _run(
     """Output and gradients, and which backend ran each way."""
     *inputs, upstream = [_place(bench, tensor, case.heads_last) for tensor in tensors]
     inputs = [tensor.requires_grad_() for tensor in inputs]
-    mask = bench.move(~case.hidden()) if case.padding else None
+    mask = bench.move(~case.hidden()) if case.masked else None
     grouped = case.sizes[1] != case.sizes[2]
     recorder, backward = _Recorder(), _Recorder()
     with sdpa_kernel(BACKENDS[wish]) if wish in BACKENDS else nullcontext(), recorder:
@@ -245,21 +277,25 @@ def _run(
 
 
 def _backends(bench: Bench, dtype: torch.dtype) -> dict[str, dict[str, str]]:
-    """What runs for each wish."""
-    found: dict[str, dict[str, str]] = {}
-    tensors = PLAIN.inputs(dtype, bench.generator)
-    for wish in ("default", *BACKENDS):
-        step(f"computing {name_of(dtype)} attention by {wish}")
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            try:
-                found[wish] = _run(bench, PLAIN, tensors, wish)[1]
-            except RuntimeError as error:
-                # torch warns of the reasons before it raises.
-                texts = [*(str(one.message) for one in said), str(error)]
-                lines = [" ".join(text.partition("(Triggered internally")[0].split()) for text in texts]
-                found[wish] = {"refused": "; ".join(dict.fromkeys(filter(None, lines)))[:600]}
-    return found
+    """What runs of a whole batch, for each wish."""
+    return {wish: _ran(bench, name_of(dtype), PLAIN, wish) for wish in ("default", *BACKENDS)}
+
+
+def _ran(bench: Bench, dtype: str, case: AttentionCase, wish: str = "default") -> dict[str, str]:
+    """The backend that runs each way, or why none does."""
+    label = f"{dtype} attention by {wish}, {case.name}"
+    step(f"computing {label}")
+    if wish == "default" and bench.falls_back(label):
+        wish = "math"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            return _run(bench, case, case.inputs(getattr(torch, dtype), bench.generator), wish)[1]
+        except RuntimeError as error:
+            # torch warns of the reasons before it raises.
+            texts = [*(str(one.message) for one in said), str(error)]
+            lines = [" ".join(text.partition("(Triggered internally")[0].split()) for text in texts]
+            return {"refused": "; ".join(dict.fromkeys(filter(None, lines)))[:600]}
 
 
 def _compare(bench: Bench, dtype: torch.dtype, case: AttentionCase, ways: Mapping[str, Mapping[str, str]]) -> None:

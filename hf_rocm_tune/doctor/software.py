@@ -161,6 +161,10 @@ def _rocm(evidence: Evidence, software: Software) -> Iterator[Finding]:
         yield from_row("rocm_preview", rocm=rocm)
     if within(rocm, *known["graph_memset"]):
         yield from_row("rocm_graph_memset", rocm=rocm)
+    if within(rocm, *known["ring_timeouts"]) and gfx1100:
+        yield from_row("rocm_ring_timeouts", rocm=rocm)
+    if torch_version.startswith("2.13.0+rocm7.2") and system.value is None and not software.rocm_wheels:
+        yield from_row("torch213_cpu_compile", version=torch_version, evidence=[system.reason])
     if minor(torch_version) == "2.8" and minor(rocm) == "6.3" and gfx1100:
         yield from_row("torch28_bf16")
     if within(rocm, known["rccl_faults"], None) and gfx1100:

@@ -32,6 +32,8 @@ _STATUS: dict[str, Status] = {"error": "fail", "warn": "warn", "info": "info", "
 PEER_OPTIONS = ("CONFIG_HSA_AMD_P2P", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")
 # amdgpu's PP_OVERDRIVE_MASK (amd_shared.h).
 OVERDRIVE_BIT = 1 << 14
+# RDNA3 and newer: their queues are scheduled by firmware (MES) and not by the driver.
+_SCHEDULED_BY_MES = ("gfx11", "gfx12")
 
 
 # ---- cards and access -------------------------------------------------------------------------------------------
@@ -174,6 +176,9 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
 def _platform(evidence: Evidence) -> Iterator[Finding]:
     if evidence.machine.host.platform == "windows":
         yield from_row("windows")
+    release = evidence.machine.kernel.release.value or ""
+    if "microsoft" in release.lower():
+        yield from_row("wsl", release=release)
     for gpu in () if evidence.cards else evidence.machine.amd:
         if gpu.integrated:
             arch = arch_of(gpu)
@@ -244,6 +249,22 @@ def _is_of(entry: dict[str, Any], release: str, archs: set[str]) -> bool:
     # 7.0.12 is not 7.0.120, nor is 7.0.0-28 the same as 7.0.0-280.
     begins = release.startswith(exact) and not rest[:1].isdigit()
     return begins and (word is None or word in re.split("[^a-z0-9]", rest))
+
+
+def _firmware(evidence: Evidence) -> Iterator[Finding]:
+    for gpu in evidence.candidates:
+        arch = arch_of(gpu) or ""
+        if gpu.driver.value != "amdgpu" or not arch.startswith(_SCHEDULED_BY_MES):
+            continue
+        version = gpu.mes_firmware.value
+        if version is None:
+            yield unknown(gpu.mes_firmware.reason, subject=gpu.address)
+        else:
+            bad = version in knowledge_data("versions.toml")["mes_firmware"].get(arch, ())
+            row = "mes_firmware_withdrawn" if bad else "mes_firmware_ok"
+            yield from_row(row, subject=gpu.address, arch=arch, version=f"{version:#x}")
+        if gpu.display.value and gpu.integrated is False:
+            yield from_row("display_beside_compute", subject=gpu.address)
 
 
 def _peer_support(evidence: Evidence) -> Iterator[Finding]:
@@ -393,6 +414,7 @@ CHECKS = (
     Check("platform", "access", "Windows and Strix Halo, not tested here", _platform),
     Check("variables", "variables", "variables that are harmful, ignored or missing", _variables),
     Check("kernel_release", "kernel", "kernels with a report against them", _release),
+    Check("firmware", "kernel", "firmware of the scheduler (MES), and a display on the card", _firmware),
     Check("peer_support", "kernel", "what copies between cards need of the kernel", _peer_support, needs_cards=2),
     Check("iommu", "kernel", "what the IOMMU does, as a fact and no advice", _iommu, needs_cards=2),
     Check("overdrive", "kernel", "clock and voltage tables that are unlocked", _overdrive),

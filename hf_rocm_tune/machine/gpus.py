@@ -347,6 +347,22 @@ def read_bar_bytes(tree: Tree, address: str) -> Reading[int]:
     return derived(read_text(tree, path), largest, f"/{path}: no memory BAR")
 
 
+def read_mes_firmware(tree: Tree, address: str) -> Reading[int]:
+    """Version of the scheduler's firmware (MES), as amdgpu states it (``amdgpu_ucode.c``: ``fw_version``)."""
+    return _read_hex(tree, address, "fw_version/mes_fw_version")
+
+
+def read_display(tree: Tree, address: str) -> Reading[bool]:
+    """Whether a display is connected to one of the device's connectors (``drm/card0/card0-DP-1/status``)."""
+    where = f"{DEVICES}/{address}/drm"
+    cards = list_names(tree, where)
+    if cards.value is None:
+        return unknown(cards.reason)
+    found = [(card, name) for card in cards.value for name in list_names(tree, f"{where}/{card}").value or ()]
+    ends = [f"{where}/{card}/{name}" for card, name in found if name.startswith(f"{card}-")]
+    return Reading(value=any(read_text(tree, f"{end}/status").value == "connected" for end in ends))
+
+
 def read_iommu_type(tree: Tree, address: str) -> Reading[str]:
     """``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating), as the kernel states of the device's group."""
     link = f"{DEVICES}/{address}/iommu_group"

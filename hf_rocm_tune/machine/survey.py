@@ -39,8 +39,10 @@ from hf_rocm_tune.machine.gpus import (
     read_aer,
     read_atomics,
     read_bar_bytes,
+    read_display,
     read_driver,
     read_iommu_type,
+    read_mes_firmware,
     read_peers,
     read_sensors,
     read_topology,
@@ -500,6 +502,8 @@ class Gpu:
         upward: its path to the processor.
         bar_bytes: of the largest memory BAR; as large as the VRAM where ReBAR is on.
         iommu_type: of its IOMMU group: ``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating).
+        mes_firmware: version of the firmware that schedules its queues.
+        display: whether a display is connected to it.
         aer: error counters by name (``correctable``, ``nonfatal``, ``fatal``), see `read_aer`.
         peers: PCI addresses of the GPUs to which the kernel lists a direct link. Whether copies are right is another
             question.
@@ -519,6 +523,8 @@ class Gpu:
     bar_bytes: Reading[int]
     iommu_type: Reading[str]
     aer: Mapping[str, Reading[int]]
+    mes_firmware: Reading[int]
+    display: Reading[bool]
     peers: Reading[tuple[str, ...]]
     atomics: Reading[bool]
     sensors: Sensors
@@ -603,6 +609,8 @@ def _read_gpu(tree: Tree, device: DisplayDevice, topology: Topology) -> Gpu:
         bar_bytes=read_bar_bytes(tree, address),
         iommu_type=read_iommu_type(tree, address),
         aer=read_aer(tree, upward.chain[::-1]),
+        mes_firmware=read_mes_firmware(tree, address),
+        display=read_display(tree, address),
         peers=read_peers(tree, node, topology) if node else unknown(no_node),
         atomics=read_atomics(tree, node, topology) if node else unknown(no_node),
         sensors=sensors,

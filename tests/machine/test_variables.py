@@ -98,6 +98,7 @@ FIRES = [
     ("PYTORCH_HIP_ALLOC_CONF", " max_split_size_mb:32 , Expandable_Segments : true ", XT, "error"),
     ("PYTORCH_ALLOC_CONF", PAIR, XT, "error"),
     ("PYTORCH_ALLOC_CONF", ALONE, XT, "warn"),
+    ("PYTORCH_ALLOC_CONF", ALONE, replace(XT, archs=("gfx1201",)), "error"),
     ("PYTORCH_ALLOC_CONF", PAIR, OLD, "info"),
     ("PYTORCH_ALLOC_CONF", ALONE, replace(XT, torch_version="2.11.0"), "info"),
     ("PYTORCH_ALLOC_CONF", ALONE, replace(XT, hip_version="6.4.1"), "info"),

@@ -245,6 +245,7 @@ class Built:
         aer: Mapping[str, int] | None = None,
         driver: str | None = "amdgpu",
         kfd: bool = True,
+        display: bool = False,
     ) -> Built:
         """A discrete AMD card with its own switch, in a slot.
 
@@ -256,6 +257,7 @@ class Built:
             aer: counts of ``correctable``, ``nonfatal`` and ``fatal`` errors at the card's connector.
             driver: None for an unbound card.
             kfd: whether KFD lists it.
+            display: whether a display is connected to it.
         """
         above = self._ports(slot)
         first = self._take_buses(3)
@@ -270,6 +272,14 @@ class Built:
         self._device(gpu, ids=(0x1002, chip.device), revision=chip.revision, link=chip.pcie, able=chip.pcie)
         self._hang(chain)
         self._amd_function(gpu, chip, readings, bar_bytes or rebar_bytes(chip.vram_bytes), driver, kfd=kfd)
+        for connector, status in (("DP-1", "connected" if display else "disconnected"), ("HDMI-A-1", "disconnected")):
+            self.files[f"{DEVICES}/{gpu}/drm/card{first}/card{first}-{connector}/status"] = f"{status}\n"
+        return self
+
+    def mes_firmware(self, version: int) -> Built:
+        """The version of the scheduler's firmware on all cards. Call it after cards."""
+        for path in [path for path in self.files if path.endswith("/mes_fw_version")]:
+            self.files[path] = f"0x{version:08x}\n"
         return self
 
     def igpu(self, chip: Chip = RAPHAEL, *, driver: str | None = "amdgpu", kfd: bool = True) -> Built:
@@ -393,6 +403,7 @@ class Built:
             return
         self._module()
         self._sensors(address, chip, readings, metrics)
+        self.files[f"{DEVICES}/{address}/fw_version/mes_fw_version"] = "0x00000080\n"
         number = sum(path.startswith("dev/dri/renderD") for path in self.nodes)
         self.nodes[f"dev/dri/card{number}"] = {"usable": True, "group": "video"}
         self.nodes[f"dev/dri/renderD{128 + number}"] = {"usable": True, "group": "render"}

@@ -188,6 +188,15 @@ CARDS: dict[str, Case] = {
         fine=("card_known", "arch_ok", "link_full"),
         says=("Radeon RX 9070 XT", "63.0 GB/s each way by arithmetic"),
     ),
+    "firmware_of_another_chip": case(
+        Built("ROCm/ROCm#5724: 0x83 was withdrawn for Strix Halo, not for a 7900 XT").card().mes_firmware(0x83),
+        fine=("mes_firmware_ok",),
+    ),
+    "display_on_the_card": case(
+        Built("TheRock#2655: a game beside a job that computes").card(display=True),
+        note=("display_beside_compute",),
+        says=("train without a graphical session",),
+    ),
     "container_without_kfd": case(
         Built("ROCm docs, Docker: started without --device").card().container("docker", devices=False),
         software=stack(devices=NO_HIP_GPUS),

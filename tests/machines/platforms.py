@@ -122,6 +122,13 @@ PLATFORMS: dict[str, Case] = {
         fine=("arch_ok",),
         says=("gfx1151 needs no HSA_OVERRIDE_GFX_VERSION", "not tested by this project"),
     ),
+    "strix_halo_with_withdrawn_firmware": case(
+        Built("ROCm/ROCm#5724: MES firmware 0x83", cpu=STRIX_CPU).igpu(STRIX_HALO).mes_firmware(0x83),
+        software=stack(devices=[STRIX]),
+        warn=("mes_firmware_withdrawn 0000:01:00.0",),
+        note=("only_integrated", "strix_halo"),
+        says=("MES firmware 0x83 was withdrawn",),
+    ),
     "strix_halo_with_override": case(
         Built("unsloth install.sh: the spoof that it clears", cpu=STRIX_CPU).igpu(STRIX_HALO),
         environ={"HSA_OVERRIDE_GFX_VERSION": "11.5.1"},
@@ -157,14 +164,12 @@ PLATFORMS: dict[str, Case] = {
     "windows": windows(),
     "wsl": case(
         with_files(
-            Built("general knowledge: WSL shows a paravirtual device and no AMD driver").kernel(
-                "6.6.87.2-microsoft-standard-WSL2"
-            ),
+            Built("ROCm/ROCm#4145: a paravirtual device and no AMD driver").kernel("6.6.87.2-microsoft-standard-WSL2"),
             a_device("0000:00:01.0", ("0x1414", "0x008e"), "0x030200"),
         ),
         software=stack(devices=[device(None)]),
-        note=("rocm_without_kfd",),
-        says=("AMD Radeon RX 7900 XT",),
+        note=("rocm_without_kfd", "wsl"),
+        says=("AMD Radeon RX 7900 XT", "restart Windows, not only WSL"),
         never=("This is no AMD machine",),
     ),
     "sandbox_without_the_bus": case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.machine.trees import GIB, XT_9070, Built
 from tests.machines.case import (
     BNB,
+    NO_SYSTEM_ROCM,
     ROCM72,
     Case,
     case,
@@ -139,6 +140,18 @@ SOFTWARE: dict[str, Case] = {
         software=rocm_stack("2.8.0+rocm6.3", "6.3.42131"),
         warn=("bnb_rocm64", "torch28_bf16", "version_older torch"),
         note=("bnb_nearest",),
+    ),
+    "rocm_6_1": case(
+        one("ROCm/ROCm#3166, ROCm/ROCm#3452: ring timeouts in PyTorch with ROCm 5.7 to 6.1"),
+        software=rocm_stack("2.6.0+rocm6.1", "6.1.40091"),
+        warn=("bnb_rocm64", "rocm_ring_timeouts", "version_older torch"),
+        note=("bnb_nearest", "environ:TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "hipblaslt_no"),
+    ),
+    "torch_2_13_without_a_system_rocm": case(
+        one("pytorch#189194: a system without ROCm of its own"),
+        software=stack() | NO_SYSTEM_ROCM,
+        note=("torch213_cpu_compile",),
+        says=("Can't detect vectorized ISA for CPU",),
     ),
     "rocm_6_2": case(
         one("pytorch#136347: hipBLASLt has gfx1100 from ROCm 6.3 on"),

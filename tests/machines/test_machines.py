@@ -65,6 +65,29 @@ def test_there_are_enough_machines_and_each_names_its_source() -> None:
     assert len(set(sources.values())) > 60
 
 
+# What owners of these cards reported, each on a machine that has it and on the nearest one that has not.
+REPORTED = [
+    ("environ:PYTORCH_ALLOC_CONF", "fail", "expandable_segments_alone_on_gfx1201", "rdna4"),
+    ("environ:PYTORCH_CUDA_ALLOC_CONF", "warn", "expandable_segments_alone", "healthy_xt"),
+    ("mes_firmware_withdrawn", "warn", "strix_halo_with_withdrawn_firmware", "strix_halo"),
+    ("mes_firmware_withdrawn", "warn", "strix_halo_with_withdrawn_firmware", "firmware_of_another_chip"),
+    ("display_beside_compute", "info", "display_on_the_card", "healthy_xt"),
+    ("kernel_sdma_faults", "warn", "kernel_7_0_12_of_another_distribution", "kernel_6_17"),
+    ("rocm_ring_timeouts", "warn", "rocm_6_1", "rocm_6_2"),
+    ("torch213_cpu_compile", "info", "torch_2_13_without_a_system_rocm", "healthy_xt"),
+    ("wsl", "info", "wsl", "healthy_xt"),
+]
+
+
+@pytest.mark.parametrize(("row", "status", "there", "not_there"), REPORTED)
+def test_a_report_of_owners_is_told_where_it_holds_and_not_beside_it(
+    row: str, status: str, there: str, not_there: str, replays: dict[str, Replay]
+) -> None:
+    told = {one["row"]: one for one in replays[there].findings}
+    assert told[row]["status"] == status and told[row]["links"] and told[row]["cure"]
+    assert row not in {one["row"] for one in replays[not_there].findings}
+
+
 # Files whose rows only measuring brings up; each measured check has tests of its own.
 MEASURED = "measured_"
 NOT_READ = {

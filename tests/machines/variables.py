@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.machine.trees import RAPHAEL, XTX, Built, Slot
+from tests.machine.trees import RAPHAEL, XT_9070, XTX, Built, Slot
 from tests.machines.case import Case, case, cuda_stack, device, rocm_stack, stack
 
 HALF = Slot(width=8)
@@ -53,13 +53,21 @@ VARIABLES: dict[str, Case] = {
         software=rocm_stack("2.12.0+rocm7.14.0", "7.14.26251", allocator=SPLIT),
         fail=("environ:PYTORCH_HIP_ALLOC_CONF",),
         warn=("kernel_mmap_stall", "kernel_sdma_faults", "version_older torch"),
-        says=("unset both", "live tensors that turned to zeros"),
+        says=("unset both", "live tensors that turned to zeros", "until the card is full"),
     ),
     "expandable_segments_alone": case(
         one("ROCm/ROCm#6603: whether it is safe alone on gfx1100 is not settled"),
         environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
         warn=("environ:PYTORCH_CUDA_ALLOC_CONF",),
         says=("not settled",),
+        never=("on gfx1201, training",),
+    ),
+    "expandable_segments_alone_on_gfx1201": case(
+        Built("pytorch#195202: NaN in bf16 training, with this setting alone").card(XT_9070),
+        environ={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        software=stack(devices=[device(name="AMD Radeon RX 9070 XT", arch="gfx1201", gib=15.92)]),
+        fail=("environ:PYTORCH_ALLOC_CONF",),
+        says=("on gfx1201, training in bf16 gave NaN",),
     ),
     "expandable_segments_ignored": case(
         one("pytorch#177974: ignored up to torch 2.11"),
