@@ -1,25 +1,24 @@
 """Matrix products by dtype, shape and layout (``gemm``), repeated (``gemm_repeat``), by two libraries (``blas``); and
 what all checks of arithmetic share: inputs, how far a right result may be from float64, and the count of wrong ones.
 
-Two kinds of inputs. *Exact* ones leave no room at all: every product and every partial sum, in whatever order, is an
-integer that the narrowest format in use can hold, so each correct implementation gives the same bits. All others are
-compared with float64 on the CPU:
+*Exact* inputs leave no room at all: every product and every partial sum, in whatever order, is an integer that the
+narrowest format in use can hold, so each correct implementation gives the same bits. All others are compared with
+float64 on the CPU:
 
 - a matrix product by the bound of its sums. With the unit roundoff u of float32, n rounded operations are off by at
   most ``gamma(n) = n u / (1 - n u)`` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed. 2002, lemma 3.1),
   relative to the sum of absolute values. Matrix units cut addends off instead of rounding them, which costs at most
   ``4 u n`` (measured on tensor cores: Fasi and others 2021, PeerJ CS 7:e330); `product` allows that much.
-- layers by what their own formula loses in the same dtype: it is computed on the CPU step by step in that dtype, and an
-  element may be `FACTOR` times as far from float64 as the worst of those. This is how fused attention kernels are
-  tested by their authors (flash-attention, tests/test_flash_attn.py, with a factor of 2 to 3); of 20 seeds
-  on a CPU that computes right, the worst was 5.1 times as far.
+- layers by what their own formula loses in the same dtype on the CPU: an element may be `FACTOR` times as far from
+  float64 as the worst of those, as fused attention kernels are tested by their authors (flash-attention,
+  tests/test_flash_attn.py, with a factor of 2 to 3); of 20 seeds on a CPU that computes right, the worst was 5.1 times as far.
 
 A wrong result is read back a second time: where the two differ, the readback is at fault and not arithmetic.
 
 Faults on purpose: ``wrong`` negates one element and takes one off, ``nan`` makes one NaN (``wrong`` among integers),
 ``zeros`` zeroes a whole result, ``gradient`` is ``wrong`` in a gradient only. The first result is harmed whose case
-contains the request's ``where`` (any, where that is empty): ``where=bfloat16`` or ``where=127x257`` harms one of those
-products, ``where=int8`` the 37th repeat of that dtype, ``where=rocblas`` or ``where=hipblaslt`` those of a library.
+contains the request's ``where``: ``where=bfloat16`` or ``where=127x257`` harms one of those products, ``where=int8``
+the 37th repeat of that dtype, ``where=rocblas`` or ``where=hipblaslt`` those of a library.
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ Result = TypeVar("Result")
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """``bfloat16``, without the package."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -101,7 +99,6 @@ def spread(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator,
 
 
 def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Ones and minus ones, int64."""
     return torch.randint(0, 2, tuple(shape), generator=generator) * 2 - 1
 
 
@@ -197,7 +194,6 @@ class Bench:
         return self._mover.move(tensor, name="input")
 
     def move_all(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Several host tensors on the device, verified."""
         return [self.move(tensor) for tensor in tensors]
 
     def falls_back(self, label: str) -> bool:
@@ -274,13 +270,11 @@ class Bench:
         rounded: Sequence[Tensor],
         labels: Sequence[str],
     ) -> None:
-        """Compare an output and the gradients behind it, by `allowance`."""
         words = ("output", *(f"gradient of {label}" for label in labels))
         for what, result, exact, narrow in zip(words, found, right, rounded, strict=True):
             self.close(f"{name}: {what}", result, exact, allowance(exact, narrow), gradient=what != "output")
 
     def refused(self, case: str, error: Exception) -> None:
-        """Note that a case raised instead of giving a result."""
         self.cases += 1
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         self._keep(WrongResult(case=case, line=f"{case}: refused with {said}", refused=True))
@@ -327,7 +321,6 @@ def harmed(result: Tensor, kind: str) -> Tensor:
 
 
 def both_ways(layer: Callable[..., Tensor], inputs: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
-    """The output, and the gradients of all inputs."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     output = layer(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
@@ -368,7 +361,6 @@ def gemm(request: Mapping[str, Any]) -> list[Finding]:
 
 
 def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[bool, bool]) -> None:
-    """One shape, exact and with rounding."""
     m, k, n = shape
     signs = " @ ".join("x.T" if transposed else "x" for transposed in layout)
     name = f"{name_of(dtype)} {m}x{k} by {k}x{n}{f' as {signs}' if any(layout) else ''}"

@@ -200,7 +200,6 @@ class Report:
         return {title: findings for title, findings in found.items() if findings}
 
     def not_run(self) -> dict[str, list[str]]:
-        """Reasons to the checks that were not run for them."""
         found: dict[str, list[str]] = {}
         for finding in self.diagnosis.findings:
             if finding.status == "skipped":
@@ -208,13 +207,11 @@ class Report:
         return found
 
     def summary(self) -> str:
-        """The counts in one line."""
         counts = {status: self.diagnosis.count(status) for status in _COUNTED}
         shown = [f"{count} {_COUNTED[status][count != 1]}" for status, count in counts.items() if count]
         return ", ".join(shown) or "nothing was looked at"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         findings = [
             finding.to_dict()
             | {
@@ -243,7 +240,6 @@ def _groups() -> dict[str, str]:
 
 
 def without_names(report: Report, owner: Owner) -> Report:
-    """A report to be given to others."""
 
     def cleaned(finding: Finding) -> Finding:
         clean = owner.out_of_variable if finding.check == "variables" else owner.out_of
@@ -352,7 +348,6 @@ def _subject(finding: Finding) -> str:
 
 
 def markdown(report: Report) -> str:
-    """The whole report, to be pasted into an issue."""
     lines = [f"## hf-rocm-tune doctor {__version__}", "", _escaped(report.about), "", f"**{report.summary()}**"]
     if report.source:
         lines += ["", f"Recorded: {_escaped(report.source)}"]

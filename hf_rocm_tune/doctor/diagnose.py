@@ -73,7 +73,6 @@ class Diagnosis:
         return 2 if self.count("fail") else 1 if self.count("warn") else 0
 
     def count(self, status: str) -> int:
-        """How many findings have a status."""
         return sum(finding.status == status for finding in self.findings)
 
 
@@ -83,7 +82,6 @@ def all_checks() -> list[Check]:
 
 
 def in_order(checks: Iterable[Check]) -> list[Check]:
-    """Checks in the order of their groups; within a group as they come."""
     places = list(GROUPS)
     return sorted(checks, key=lambda check: places.index(check.group))
 

@@ -127,7 +127,6 @@ class InjectedFaults:
     sizes: Counter[int] = field(default_factory=Counter)
 
     def total(self) -> Tally:
-        """The sum of all tallies."""
         return Tally(**{name: sum(getattr(one, name) for one in self.tallies.values()) for name in vars(Tally())})
 
 
@@ -174,7 +173,6 @@ class Drill:
         return [f"{count:,} {what}" for what, count in counts.items() if count]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         injected = self.injected
         tallies = [{"kind": key[0], "persist": key[1], **asdict(one)} for key, one in injected.tallies.items()]
         return {
@@ -284,11 +282,9 @@ class IncidentLog(TransferReport):
         self._heard: list[dict[str, Any]] = []
 
     def incident(self, row: Mapping[str, Any]) -> None:
-        """Keep it until it is taken."""
         self._heard.append(dict(row))
 
     def take(self) -> list[dict[str, Any]]:
-        """The incidents since the last call."""
         heard, self._heard = self._heard, []
         return heard
 

@@ -87,14 +87,12 @@ class Row:
 
     @property
     def placeholders(self) -> frozenset[str]:
-        """The names that have to be given a value."""
         parsed = string.Formatter().parse(f"{self.title} {self.says} {self.cure}")
         return frozenset(name for _, name, _, _ in parsed if name is not None)
 
 
 @cache
 def all_rows() -> dict[str, Row]:
-    """The rows of the package by name."""
     rows: dict[str, Row] = {}
     for file in sorted(KNOWLEDGE.glob("*.toml")):
         if file.name not in DATA_FILES:
@@ -109,7 +107,6 @@ def all_rows() -> dict[str, Row]:
 
 @cache
 def knowledge_data(file: str) -> dict[str, Any]:
-    """A file of ``knowledge/`` as it stands."""
     return tomllib.loads((KNOWLEDGE / file).read_text(encoding="utf-8"))
 
 
@@ -142,12 +139,10 @@ class Finding:
     needs_cards: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return asdict(self) | {"evidence": list(self.evidence), "sources": list(self.sources)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Finding:
-        """What `to_dict` gave."""
         return cls(**values | {"evidence": tuple(values["evidence"]), "sources": tuple(values["sources"])})
 
 
@@ -424,7 +419,6 @@ def _damage_words(damage: Mapping[str, Any]) -> str:
 
 
 def size_words(nbytes: float) -> str:
-    """Bytes in KiB, MiB or GiB."""
     for unit, words in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.3g} {words}"

@@ -151,7 +151,6 @@ MASKED = (
 
 
 def formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
-    """Attention, step by step."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = (query / math.sqrt(query.shape[-1])) @ key.mT
@@ -258,7 +257,6 @@ class _Recorder(TorchDispatchMode):
 def _run(
     bench: Bench, case: AttentionCase, tensors: Sequence[Tensor], wish: str
 ) -> tuple[list[Tensor], dict[str, str]]:
-    """Output and gradients, and which backend ran each way."""
     *inputs, upstream = [_place(bench, tensor, case.heads_last) for tensor in tensors]
     inputs = [tensor.requires_grad_() for tensor in inputs]
     mask = bench.move(~case.hidden()) if case.masked else None
@@ -277,7 +275,6 @@ def _run(
 
 
 def _backends(bench: Bench, dtype: torch.dtype) -> dict[str, dict[str, str]]:
-    """What runs of a whole batch, for each wish."""
     return {wish: _ran(bench, name_of(dtype), PLAIN, wish) for wish in ("default", *BACKENDS)}
 
 
@@ -299,7 +296,6 @@ def _ran(bench: Bench, dtype: str, case: AttentionCase, wish: str = "default") -
 
 
 def _compare(bench: Bench, dtype: torch.dtype, case: AttentionCase, ways: Mapping[str, Mapping[str, str]]) -> None:
-    """One case by every backend that runs at all."""
     tensors, hidden = case.inputs(dtype, bench.generator), case.hidden()
     *inputs, upstream = tensors
     step_by_step = partial(formula, hidden=hidden)
@@ -322,7 +318,6 @@ def _compare(bench: Bench, dtype: torch.dtype, case: AttentionCase, ways: Mappin
 
 
 def _nodes(output: Tensor) -> set[str]:
-    """Names of the nodes of an output's graph."""
     found, seen, waiting = set(), set(), [output.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -494,7 +489,6 @@ class _Weight:
         self._close(label, self._library.dequantize_4bit(self._packed, self._state), self._values, self._values.abs())
 
     def double_quantisation(self) -> None:
-        """The scales are quantised to 8 bits as well."""
         label = f"{self._label}, double quantisation"
         step(f"computing {label}")
         _, state = self._quantize(compress_statistics=True)
@@ -518,10 +512,7 @@ class _Weight:
             self._bench.close(f"{label}, product with {rows} rows", self._multiply(x, self._packed, state), *right)
 
     def products(self, rows: int) -> None:
-        """``x W'``, without and with a gradient, and the gradient of x.
-
-        A kernel may round the value, the scale and their product to the dtype.
-        """
+        """``x W'``, without and with a gradient, and the gradient of x; value, scale and their product may be rounded."""
         outputs, width = self._shape
         label = f"{self._label}, product with {rows} rows"
         step(f"computing {label}")

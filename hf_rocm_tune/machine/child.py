@@ -158,8 +158,6 @@ def run_groups(groups: Sequence[Sequence[Task]], *, deadline_s: float, grace_s: 
 
 
 class _Waiting:
-    """Children that wait for each other."""
-
     def __init__(self, children: list[_Child]) -> None:
         self.children = children
         self.late: list[_Child] = []
@@ -292,7 +290,6 @@ class _Child:
         )
 
     def _result(self) -> tuple[Status, dict[str, Any] | None, str]:
-        """Status, result and error, as its file has them."""
         try:
             with (self._folder / RESULT).open("rb") as file:
                 raw = file.read(_RESULT_BYTES + 1)

@@ -333,7 +333,6 @@ def read_driver(tree: Tree, address: str) -> Reading[str]:
 
 
 def read_bar_bytes(tree: Tree, address: str) -> Reading[int]:
-    """Size of the largest memory BAR in bytes."""
 
     def largest(text: str) -> int | None:
         sizes = []
@@ -516,7 +515,6 @@ def read_sensors(tree: Tree, address: str) -> Sensors:
 
 
 def no_sensors(reason: str) -> Sensors:
-    """Sensors of which nothing is known, for one reason."""
     return Sensors(**{field.name: unknown(reason) for field in fields(Sensors)})
 
 

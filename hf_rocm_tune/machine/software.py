@@ -163,7 +163,6 @@ def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_
 
 
 def _ask_torch(deadline_s: float) -> tuple[dict[str, Any], str]:
-    """What the probe found, and the reason for what is missing in it."""
     if package_directory("torch") is None:
         return {}, "torch is not installed"
     outcome = run(__name__, request={}, deadline_s=deadline_s)
@@ -179,7 +178,6 @@ def _ask_torch(deadline_s: float) -> tuple[dict[str, Any], str]:
 
 
 def _part(said: Mapping[str, Any], reason: str, name: str, form: Any) -> Reading[Any]:
-    """One part of what the probe found, or why it is missing."""
     if name not in said:
         return unknown(reason or f"torch was not asked for its {name}")
     part = said[name]

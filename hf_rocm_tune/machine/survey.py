@@ -281,7 +281,6 @@ class Host:
 
 
 def read_kernel(tree: Tree) -> Kernel:
-    """Everything about the kernel; never raises."""
     stated = tree.process().release
     release = Reading(value=stated) if stated else read_text(tree, "proc/sys/kernel/osrelease")
     classes = list_names(tree, "sys/class")
@@ -346,7 +345,6 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def read_host(tree: Tree) -> Host:
-    """Everything about the host. Never raises."""
     process = tree.process()
     names = list_names(tree, "dev/dri").value or []
     renders = [f"dev/dri/{name}" for name in names if re.fullmatch("renderD[0-9]{1,6}", name)]
@@ -369,7 +367,6 @@ def read_host(tree: Tree) -> Host:
 
 
 def _read_line(tree: Tree, path: str, pattern: str, name: str) -> Reading[str]:
-    """What a pattern finds in a line of a file."""
 
     def find(text: str) -> str | None:
         found = re.search(pattern, text, re.MULTILINE | re.ASCII)
@@ -553,7 +550,6 @@ class Machine:
 
     @property
     def amd(self) -> tuple[Gpu, ...]:
-        """The AMD devices."""
         return tuple(gpu for gpu in self.gpus if gpu.vendor == "amd")
 
     @property

@@ -55,12 +55,10 @@ class Reading(Generic[T]):
 
 
 def known(value: T | None, reason: str) -> Reading[T]:
-    """A reading of ``value``, with ``reason`` only where there is none."""
     return Reading(value=value) if value is not None else Reading(value=None, reason=reason)
 
 
 def unknown(reason: str) -> Reading[T]:
-    """A reading without a value."""
     return Reading(value=None, reason=reason)
 
 
@@ -119,7 +117,6 @@ class Tree(Protocol):
 
 
 def _error(number: int, path: str) -> OSError:
-    """The error that the system would raise for ``path``."""
     return OSError(number, os.strerror(number), f"/{path}")
 
 
@@ -442,7 +439,6 @@ def parse_int(text: str) -> int | None:
 
 
 def read_int(tree: Tree, path: str) -> Reading[int]:
-    """A file that holds one decimal number."""
     return read_parsed(tree, path, parse_int, "not a number")
 
 

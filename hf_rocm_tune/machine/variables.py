@@ -154,7 +154,6 @@ class VariableRule:
         assert self.test in _TESTS and self.together in ("", *_TOGETHER), "a test that is there"
 
     def names(self, variable: str) -> bool:
-        """Whether the row is about a variable."""
         return any(fnmatchcase(variable, pattern.replace("*", "?*")) for pattern in self.variables)
 
 
@@ -290,7 +289,6 @@ _FACTS: dict[tuple[str | None, ...], MachineFacts] = {}
 
 
 def covers(name: str) -> bool:
-    """Whether the policy has a row on a variable."""
     return any(row.names(name) for row in POLICY)
 
 
@@ -423,7 +421,6 @@ def too_late(decision: Decision) -> Decision:
 
 
 def remember(decisions: Iterable[Decision]) -> None:
-    """Add to ``DECISIONS`` what is not in it yet."""
     DECISIONS.extend(one for one in dict.fromkeys(decisions) if one not in DECISIONS)
 
 
