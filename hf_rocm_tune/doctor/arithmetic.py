@@ -11,7 +11,7 @@ float64 on the CPU:
   ``4 u n`` (measured on tensor cores: Fasi and others 2021, PeerJ CS 7:e330); `product` allows that much.
 - layers by what their own formula loses in the same dtype on the CPU: an element may be `FACTOR` times as far from
   float64 as the worst of those, as fused attention kernels are tested by their authors (flash-attention,
-  tests/test_flash_attn.py, with a factor of 2 to 3); of 20 seeds on a CPU that computes right, the worst was 5.1 times as far.
+  tests/test_flash_attn.py, with a factor of 2 to 3); of 20 seeds on a CPU that computes right, the worst was 5.1.
 
 A wrong result is read back a second time: where the two differ, the readback is at fault and not arithmetic.
 

@@ -512,7 +512,7 @@ class _Weight:
             self._bench.close(f"{label}, product with {rows} rows", self._multiply(x, self._packed, state), *right)
 
     def products(self, rows: int) -> None:
-        """``x W'``, without and with a gradient, and the gradient of x; value, scale and their product may be rounded."""
+        """``x W'``, without and with a gradient, and the gradient of x."""
         outputs, width = self._shape
         label = f"{self._label}, product with {rows} rows"
         step(f"computing {label}")
