@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune.machine.software import PACKAGES, VERSION_FILES, Software, read_rocm_version, read_software
+from tests.machines.case import stack
 
 # One process reads many stand-ins, each as if nothing had been imported before: starting it is what costs time.
 _READ = """
@@ -249,7 +250,7 @@ def test_a_package_whose_record_is_broken_is_not_said_to_be_missing(tmp_path: Pa
 
 
 def test_nonsense_in_a_record_from_elsewhere_is_refused_by_name() -> None:
-    good = _record()
+    good = stack() | {"allocator_settings": {"reason": "this torch does not tell"}}
     bad: list[tuple[Any, str]] = [
         (None, "not an object"),
         ([], "not an object"),
@@ -268,25 +269,6 @@ def test_nonsense_in_a_record_from_elsewhere_is_refused_by_name() -> None:
     for packed, said in bad:
         with pytest.raises(ValueError, match=said):
             Software.from_dict(packed)
-
-
-def _record() -> dict[str, Any]:
-    device = {"index": 0, "name": "x", "arch": "gfx1100", "total_bytes": 1, "pci_address": None}
-    return {
-        "python": "3.12.3",
-        "torch_version": {"value": "2.13.0+rocm7.2"},
-        "hip_version": "7.2.26015",
-        "torch_rocm_version": None,
-        "cuda_version": None,
-        "arch_list": {"value": ["gfx1100"]},
-        "devices": {"value": [device]},
-        "allocator_settings": {"reason": "this torch does not tell"},
-        "packages": {"torch": "2.13.0", "peft": None},
-        "package_problems": {},
-        "bitsandbytes_libraries": {"value": []},
-        "rocm_version": {"value": "7.2.4"},
-        "rocm_wheels": {"rocm": "10.0.0"},
-    }
 
 
 def write(root: Path, path: str, content: bytes) -> None:
