@@ -25,29 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hf_rocm_tune.machine.gpus import (
-    AMD,
-    INTEL,
-    NVIDIA,
-    DisplayDevice,
-    GpuNode,
-    Sensors,
-    Topology,
-    Upward,
-    list_display_devices,
-    no_sensors,
-    read_aer,
-    read_atomics,
-    read_bar_bytes,
-    read_display,
-    read_driver,
-    read_iommu_type,
-    read_mes_firmware,
-    read_peers,
-    read_sensors,
-    read_topology,
-    read_upward,
-)
+from hf_rocm_tune.machine import gpus
+from hf_rocm_tune.machine.gpus import GpuNode, Sensors, Topology, Upward
 from hf_rocm_tune.machine.process import is_integrated, visible_nodes
 from hf_rocm_tune.machine.software import TorchDevice
 from hf_rocm_tune.machine.sysfs import (
@@ -483,7 +462,7 @@ _LINES: dict[str, Callable[[str], list[str]]] = {
 # ---- all of it --------------------------------------------------------------------------------------------------
 
 Vendor = Literal["amd", "nvidia", "intel", "other"]
-_VENDORS: dict[int, Vendor] = {AMD: "amd", NVIDIA: "nvidia", INTEL: "intel"}
+_VENDORS: dict[int, Vendor] = {gpus.AMD: "amd", gpus.NVIDIA: "nvidia", gpus.INTEL: "intel"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -561,8 +540,8 @@ class Machine:
 def survey(tree: Tree | None = None) -> Machine:
     """Read the machine, the live one unless another is given. Never raises; what could not be read has the reason."""
     tree = LiveTree() if tree is None else tree
-    topology = read_topology(tree)
-    devices, unlisted = list_display_devices(tree)
+    topology = gpus.read_topology(tree)
+    devices, unlisted = gpus.list_display_devices(tree)
     return Machine(
         kernel=read_kernel(tree),
         host=read_host(tree),
@@ -579,18 +558,18 @@ def record(tree: Tree | None = None, *, source: str = "") -> tuple[Machine, dict
     return machine, recorder.recording(source)
 
 
-def _read_gpu(tree: Tree, device: DisplayDevice, topology: Topology) -> Gpu:
+def _read_gpu(tree: Tree, device: gpus.DisplayDevice, topology: Topology) -> Gpu:
     address = device.address
     vendor = _VENDORS.get(device.vendor_id, "other")
-    driver = read_driver(tree, address)
+    driver = gpus.read_driver(tree, address)
     sensors = (
-        read_sensors(tree, address)
+        gpus.read_sensors(tree, address)
         if driver.value == "amdgpu"
-        else no_sensors(f"{address}: its driver is {driver.value}, not amdgpu" if driver.value else driver.reason)
+        else gpus.no_sensors(f"{address}: its driver is {driver.value}, not amdgpu" if driver.value else driver.reason)
     )
     node = next((node for node in topology.nodes if node.pci_address == address), None)
     identity = _identify(device, node, sensors)
-    upward = read_upward(tree, address)
+    upward = gpus.read_upward(tree, address)
     no_node = "the compute driver (KFD) does not list the device"
     return Gpu(
         address=address,
@@ -602,19 +581,19 @@ def _read_gpu(tree: Tree, device: DisplayDevice, topology: Topology) -> Gpu:
         identity=identity,
         integrated=_integrated(node, identity) if vendor == "amd" else None,
         upward=upward,
-        bar_bytes=read_bar_bytes(tree, address),
-        iommu_type=read_iommu_type(tree, address),
-        aer=read_aer(tree, upward.chain[::-1]),
-        mes_firmware=read_mes_firmware(tree, address),
-        display=read_display(tree, address),
-        peers=read_peers(tree, node, topology) if node else unknown(no_node),
-        atomics=read_atomics(tree, node, topology) if node else unknown(no_node),
+        bar_bytes=gpus.read_bar_bytes(tree, address),
+        iommu_type=gpus.read_iommu_type(tree, address),
+        aer=gpus.read_aer(tree, upward.chain[::-1]),
+        mes_firmware=gpus.read_mes_firmware(tree, address),
+        display=gpus.read_display(tree, address),
+        peers=gpus.read_peers(tree, node, topology) if node else unknown(no_node),
+        atomics=gpus.read_atomics(tree, node, topology) if node else unknown(no_node),
         sensors=sensors,
     )
 
 
-def _identify(device: DisplayDevice, node: GpuNode | None, sensors: Sensors) -> CardIdentity:
-    if device.vendor_id != AMD:
+def _identify(device: gpus.DisplayDevice, node: GpuNode | None, sensors: Sensors) -> CardIdentity:
+    if device.vendor_id != gpus.AMD:
         return CardIdentity(None, "not an AMD device")
     return identify(
         arch=node.arch if node else None,
