@@ -63,24 +63,13 @@ def stand_in(folder: Path, code: str, version_py: str = ROCM_VERSION_PY) -> Path
 
 
 def read_all(
-    folders: list[Path],
-    checkout: Path,
-    *,
-    deadline_s: float = 20,
-    in_process: bool = False,
-    options: tuple[str, ...] = (),
+    folders: list[Path], checkout: Path, *, deadline_s: float = 20, in_process: bool = False, options: Any = ()
 ) -> list[Software]:
     """``read_software`` in a process that finds packages in each folder first; ``-S`` leaves out all others."""
     environ = {**os.environ, "PYTHONPATH": str(checkout), "HF_ROCM_TUNE_QUIET": "1"}
     given = json.dumps([[str(folder), deadline_s, in_process] for folder in folders])
-    done = subprocess.run(
-        [sys.executable, *options, "-P", "-c", _READ],
-        input=given,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    line = [sys.executable, *options, "-P", "-c", _READ]
+    done = subprocess.run(line, input=given, env=environ, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return [Software.from_dict(json.loads(line)) for line in done.stdout.splitlines()]
 
@@ -98,12 +87,8 @@ def test_a_healthy_rocm_build_is_read_whole(tmp_path: Path, checkout: Path) -> N
     assert software.allocator_settings.value == "max_split_size_mb:512"
     assert software.devices.value is not None
     first, second = software.devices.value
-    assert (first.index, first.arch, first.total_bytes, first.pci_address) == (
-        0,
-        "gfx1100",
-        21458059264,
-        "0000:2d:00.0",
-    )
+    assert (first.index, first.arch, first.total_bytes) == (0, "gfx1100", 21458059264)
+    assert first.pci_address == "0000:2d:00.0"
     assert (second.arch, second.pci_address) == ("gfx90a", None), "features are no architecture; no address is invented"
 
 
@@ -129,8 +114,29 @@ def test_a_device_has_the_address_that_the_kernel_lists(tmp_path: Path) -> None:
         assert device.pci_address is None or Path("/sys/bus/pci/devices", device.pci_address).exists()
 
 
-def test_without_torch_the_rest_is_read_and_torch_is_said_to_be_missing(tmp_path: Path, checkout: Path) -> None:
-    software = read_with(tmp_path, checkout, options=("-S",))  # without site-packages there is no torch
+@pytest.fixture(scope="module")
+def without_site_packages(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> dict[str, Software]:
+    """What is read where nothing is installed, or only remains of torch, wheels of ROCm, or records that are broken."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("nothing", "remains", "wheels", "broken")}
+    (folders["remains"] / "torch" / "lib").mkdir(parents=True)
+    plain = ("rocm-sdk-core", "rocm_sdk_device_gfx1100", "amd-torch-device-gfx1100", "rocm", "rocmlike", "prorocm")
+    records = {("wheels", name): f"Name: {name}\nVersion: 10.0.0\n".encode() for name in plain}
+    records |= {("wheels", "rocm-sdk-libraries"): b"\xff\xfe\x00 nonsense", ("broken", "trl"): b"\xff\xfe\x00"}
+    records |= {("broken", "peft"): b"Name: peft\n"}
+    records |= {("broken", "pytorch_triton_rocm"): b"Name: pytorch-triton-rocm\nVersion: 3.5.1\n"}
+    for (folder, name), record in records.items():
+        info = folders[folder] / f"{name}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_bytes((b"" if record.startswith(b"\xff") else b"Metadata-Version: 2.1\n") + record)
+    found = read_all(list(folders.values()), checkout, options=("-S",))  # without site-packages there is no torch
+    return dict(zip(folders, found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["nothing", "remains"])
+def test_without_torch_the_rest_is_read_and_torch_is_said_to_be_missing(
+    name: str, without_site_packages: dict[str, Software]
+) -> None:
+    software = without_site_packages[name]
     assert software.build is None
     for reading in (software.torch_version, software.arch_list, software.devices, software.allocator_settings):
         assert reading.reason == "torch is not installed"
@@ -138,10 +144,14 @@ def test_without_torch_the_rest_is_read_and_torch_is_said_to_be_missing(tmp_path
     assert software.bitsandbytes_libraries.reason == "bitsandbytes is not installed"
 
 
-def test_the_remains_of_an_uninstalled_torch_are_no_torch(tmp_path: Path, checkout: Path) -> None:
-    (tmp_path / "torch" / "lib").mkdir(parents=True)
-    software = read_with(tmp_path, checkout, options=("-S",))
-    assert software.torch_version.reason == "torch is not installed"
+def test_wheels_are_listed_by_plain_names_and_broken_records_are_not_said_to_be_missing(
+    without_site_packages: dict[str, Software],
+) -> None:
+    carried = ("amd-torch-device-gfx1100", "rocm", "rocm-sdk-core", "rocm-sdk-device-gfx1100")
+    assert without_site_packages["wheels"].rocm_wheels == dict.fromkeys(carried, "10.0.0")
+    broken = without_site_packages["broken"]
+    assert broken.package_problems.keys() == {"peft", "trl"}
+    assert broken.packages["triton"] == "3.5.1", "ROCm wheels bring a triton of another name"
 
 
 AT_IMPORT = [
@@ -218,35 +228,6 @@ def test_a_version_file_of_another_form_is_unknown_and_no_cpu_build(tmp_path: Pa
     for software in read_all(folders, checkout):
         assert software.torch_version.value is None and "broken" in software.torch_version.reason
         assert software.build is None and software.hip_version is None
-
-
-def distribution(folder: Path, name: str, metadata: bytes) -> None:
-    """The record of an installed distribution."""
-    info = folder / f"{name}-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_bytes(metadata)
-
-
-def test_wheels_that_carry_rocm_are_listed_by_plain_names(tmp_path: Path, checkout: Path) -> None:
-    for name in ("rocm-sdk-core", "rocm_sdk_device_gfx1100", "amd-torch-device-gfx1100", "rocm", "rocmlike", "prorocm"):
-        distribution(tmp_path, name, f"Metadata-Version: 2.1\nName: {name}\nVersion: 10.0.0\n".encode())
-    distribution(tmp_path, "rocm-sdk-libraries", b"\xff\xfe\x00 nonsense")
-    wheels = read_with(tmp_path, checkout, options=("-S",)).rocm_wheels
-    assert wheels == {
-        "amd-torch-device-gfx1100": "10.0.0",
-        "rocm": "10.0.0",
-        "rocm-sdk-core": "10.0.0",
-        "rocm-sdk-device-gfx1100": "10.0.0",
-    }
-
-
-def test_a_package_whose_record_is_broken_is_not_said_to_be_missing(tmp_path: Path, checkout: Path) -> None:
-    distribution(tmp_path, "peft", b"Metadata-Version: 2.1\nName: peft\n")
-    distribution(tmp_path, "trl", b"\xff\xfe\x00")
-    distribution(tmp_path, "pytorch_triton_rocm", b"Metadata-Version: 2.1\nName: pytorch-triton-rocm\nVersion: 3.5.1\n")
-    software = read_with(tmp_path, checkout, options=("-S",))
-    assert software.package_problems.keys() == {"peft", "trl"}
-    assert software.packages["triton"] == "3.5.1", "ROCm wheels bring a triton of another name"
 
 
 def test_nonsense_in_a_record_from_elsewhere_is_refused_by_name() -> None:
