@@ -22,7 +22,7 @@ from trl import get_peft_config, get_quantization_config
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.data.formats import FormatInfo, Method, as_trl, check_format
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
-from hf_rocm_tune.errors import MemoryFaultError
+from hf_rocm_tune.errors import MemoryFaultError, TuneError
 from hf_rocm_tune.job import announce
 from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
 from hf_rocm_tune.job.refusals import check_method, decide, reward_functions
@@ -110,7 +110,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         telemetry.quieten_bars()
     if newer := upstream.untested():
         on_main_process(lambda: seam_probe.require(newer, announce.say))
-    explain_native_exits(exits.speak)
+    explain_native_exits(_tell)
     several = arguments.training.world_size > 1
     if several_machines(os.environ):
         announce.say(
@@ -125,6 +125,11 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         collective_s=arguments.training.ddp_timeout if several else None,
     ) as guard:
         return _run(arguments, guard)
+
+
+def _tell(error: TuneError) -> None:
+    telemetry.clear_live_line()
+    exits.speak(error)
 
 
 def _run(arguments: Arguments, guard: StallGuard) -> int:
@@ -204,7 +209,7 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
         )
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
-    shown = telemetry.show(trainer, report=job.mover.report, telemetry=job.telemetry)
+    telemetry.show(trainer, report=job.mover.report, telemetry=job.telemetry)
     cards = job.cards = announce.Cards(
         arguments=job.arguments,
         data=job.data.description,
@@ -217,8 +222,7 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
             if not job.arguments.training.push_to_hub:
                 exits.complete()
     except BaseException as error:
-        if shown is not None:
-            shown.close()
+        telemetry.clear_live_line()
         report.write_partial(trainer, facts, error)  # the evidence, whatever it was
         cards.leave_log(error)
         if may_go_back and isinstance(error, MemoryFaultError):

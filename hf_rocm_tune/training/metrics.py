@@ -4,7 +4,8 @@ TRL's ``compute_loss`` gathers each figure over the ranks and reads it at once: 
 for the card in each micro-step. Within `Notes.taken` ``Accelerator.gather`` and ``gather_for_metrics`` give a `Later`
 instead. `settle` then computes all of them with TRL's own operations in TRL's own order, so that they are the same bit
 for bit, after one gather and with one read. Used for the trainers in `TRAINERS`, in the version that was tried, whose
-figures go into the log alone; KTO and GRPO compute with what they gather.
+figures go into the log alone; KTO and GRPO compute with what they gather. The loss is upstream's to add up; only its
+question whether each is finite is answered on the device, see `Notes.loss_to_log`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from hf_rocm_tune.upstream import TESTED
 TRAINERS = (SFTTrainer, DPOTrainer, RewardTrainer)
 _AT_MOST = 100
 """Micro-steps whose figures may be outstanding: they are small tensors on the device."""
+
+
+def is_tried(library: str) -> bool:
+    """Whether this is the version whose private names stand here."""
+    return importlib.metadata.version(library) == TESTED[library]
 
 
 class Later:
@@ -101,13 +107,21 @@ def _share(part: Any, whole: Any) -> Any:
 
 
 class Notes:
-    """The outstanding figures of one trainer."""
+    """The outstanding figures of one trainer, and the losses that it logs."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        tried = isinstance(trainer, TRAINERS) and importlib.metadata.version("trl") == TESTED["trl"]
+    def __init__(self, trainer: Any, *, filters_losses: bool) -> None:
+        self._trainer, self._filters_losses = trainer, filters_losses
+        tried = isinstance(trainer, TRAINERS) and is_tried("trl")
         self._wanted = tried and not is_foreign(type(trainer))  # a user's code may read what TRL has noted
         self._micro_steps = 0
+
+    def loss_to_log(self, loss: Tensor) -> Tensor:
+        """What ``--logging_nan_inf_filter`` asks for, on the device; upstream would read each micro-step's loss."""
+        if not self._filters_losses:
+            return loss
+        trainer = self._trainer
+        steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+        return torch.where(loss.isfinite(), loss, trainer._tr_loss / steps)
 
     @contextmanager
     def taken(self) -> Iterator[None]:

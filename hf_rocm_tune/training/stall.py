@@ -27,6 +27,7 @@ from hf_rocm_tune.ranks.stall_report import is_lost_peer, lost_peer, render
 from hf_rocm_tune.ranks.watchdog import Board, Look, Stall, Watchdog, briefly
 from hf_rocm_tune.training import report
 from hf_rocm_tune.training.supervised import Patience, Phase, hold_on, patience
+from hf_rocm_tune.training.telemetry import clear_live_line
 
 if TYPE_CHECKING:
     from hf_rocm_tune.training.trainer import VerifiedTransferMixin
@@ -213,6 +214,7 @@ class StallGuard:
             "written are intact: start the same command again to continue from the newest one"
         )
         briefly(lambda: self._report(stall), _EVIDENCE_SECONDS)
+        briefly(clear_live_line, _TELL_SECONDS)
         briefly(lambda: self._tell(error), _TELL_SECONDS)
 
     def _report(self, stall: Stall) -> None:

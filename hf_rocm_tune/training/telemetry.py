@@ -457,17 +457,13 @@ _FIRST_TO_GO = ("epoch", "rate", "grad norm", "verified", "accuracy")  # where t
 _TOLD_OF_EVALUATIONS = ("loss", "accuracy", "accuracies", "margins", "reward")
 
 
-def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | None) -> TerminalCallback | None:
-    """Let a trainer show its log here instead of by transformers' callbacks; on the first rank.
-
-    Returns:
-        What shows it, to be closed however the training ends; None where a notebook does.
-    """
+def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | None) -> None:
+    """Let a trainer show its log here instead of by transformers' callbacks; on the first rank, and in no notebook."""
     theirs = [each for each in trainer.callback_handler.callbacks if type(each) in (ProgressCallback, PrinterCallback)]
     for each in theirs:
         trainer.remove_callback(each)
     if not theirs or not trainer.is_world_process_zero():
-        return None
+        return
     device = trainer.args.device
     memory = describe_device(device).get("memory_bytes")
     live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not trainer.args.disable_tqdm
@@ -477,9 +473,13 @@ def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | Non
         read = telemetry.latest() if telemetry is not None else torch_memory(device)
         return counters | {f"gpu/{name}": value for name, value in read.items()}
 
-    made = TerminalCallback(live=live, now=now, memory_gib=memory / 2**30 if memory else None)
-    trainer.add_callback(made)
-    return made
+    trainer.add_callback(TerminalCallback(live=live, now=now, memory_gib=memory / 2**30 if memory else None))
+
+
+def clear_live_line() -> None:
+    """However a training ends, also where this process is about to end without leaving its functions."""
+    for each in tuple(_LIVE):
+        each.close()
 
 
 def quieten_bars() -> None:
@@ -509,6 +509,7 @@ class TerminalCallback(TrainerCallback):
         self._evaluated = 0
 
     def close(self) -> None:
+        _LIVE.discard(self)
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -533,6 +534,7 @@ class TerminalCallback(TrainerCallback):
         )
         self._progress.add_task("", total=state.max_steps, completed=state.global_step, figures="")
         self._progress.start()
+        _LIVE.add(self)
         self._progress.console.show_cursor()  # a run that is killed cannot bring it back
         self._refresh(state, "")
 
@@ -623,6 +625,10 @@ class TerminalCallback(TrainerCallback):
         assert self._progress is not None
         self._refreshed = time.monotonic()
         self._progress.update(self._progress.task_ids[0], completed=state.global_step, figures=figures, refresh=True)
+
+
+_LIVE: set[TerminalCallback] = set()
+"""Those that have a live line now."""
 
 
 def _first(values: Mapping[str, Any], keys: tuple[str, ...]) -> float | None:

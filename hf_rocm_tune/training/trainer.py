@@ -61,7 +61,7 @@ from hf_rocm_tune.training.device_memory import FragmentationCallback, read
 from hf_rocm_tune.training.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.training.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.training.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
-from hf_rocm_tune.training.metrics import Notes
+from hf_rocm_tune.training.metrics import Notes, is_tried
 from hf_rocm_tune.training.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.training.refusals import OptimizerTablesCallback, with_offloads
 from hf_rocm_tune.training.sentinels import SentinelCallback, is_foreign
@@ -179,8 +179,10 @@ class VerifiedTransferMixin(_Base):
         self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
         self._shards: ShardedModel | None = None
         step_faults = StepFaultSpec.from_environment()
+        filters_losses = args is not None and args.logging_nan_inf_filter and is_tried("transformers")
         if args is not None:
             args = _own_arguments(args)
+            args.logging_nan_inf_filter &= not filters_losses
             if "args" in keywords:
                 keywords["args"] = args
             else:
@@ -196,7 +198,7 @@ class VerifiedTransferMixin(_Base):
             super().__init__(*arguments, **keywords)
         if isinstance(self.mover, SplitMover):
             ranks.carry_between_cards(self.model, self.mover)
-        self._notes = Notes(self)
+        self._notes = Notes(self, filters_losses=filters_losses)
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
         mark_computed(self.model, self.mover)
@@ -389,7 +391,7 @@ class VerifiedTransferMixin(_Base):
                 loss = stock(model, inputs, num_items_in_batch)
         self.grad_sync.settle(step=self.state.global_step + 1, synced=self.accelerator.sync_gradients)
         self._guard.remember(loss)
-        return loss
+        return self._notes.loss_to_log(loss)
 
     @override
     def _prepare_inputs(self, inputs: Batch) -> Batch:

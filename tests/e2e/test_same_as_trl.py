@@ -31,7 +31,8 @@ EVALUATION = {"eval_strategy": "steps", "eval_steps": 5}
 METHODS: dict[str, dict[str, Any]] = {"lora": EVALUATION, "qlora": {"load_in_4bit": True}}
 ROWS, BATCH, WINDOW, EVAL_ROWS, EVAL_BATCH = 43, 2, 4, 9, 4
 # Read from each row of the log; the others are times.
-LOGGED = ("step", "epoch", "loss", "grad_norm", "learning_rate", "eval_loss", "num_tokens", "eval_mean_token_accuracy")
+LOGGED = ("step", "epoch", "loss", "grad_norm", "learning_rate", "eval_loss", "num_tokens")
+LOGGED += ("entropy", "mean_token_accuracy", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

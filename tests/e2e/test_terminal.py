@@ -121,6 +121,13 @@ def test_an_error_is_the_last_line_of_a_terminal(server: CommandServer, argv: li
     assert not any("ETA" in line for line in left)
 
 
+def test_the_watchdog_takes_the_live_line_away(server: CommandServer, argv: list[str]) -> None:
+    code, sent = on_terminal(server, [*argv, "--stall_timeout", "2"], {"HF_ROCM_TUNE_CRASH": "step=3,kind=hang"})
+    left = [line for line in screen(sent) if line]
+    assert "ETA" in sent and code == 4 and left[-1].startswith("hf-rocm-tune: error: no progress for "), left
+    assert not any("ETA" in line for line in left)
+
+
 def test_the_live_line_tells_of_card_and_integrity(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

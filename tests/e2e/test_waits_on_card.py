@@ -15,12 +15,14 @@ from tests.simcard.log import Event, Log
 VERDICT = "transfer/backend.py:_EventDigest.result"
 """A batch's, which must be there before its forward. It follows the copy on a queue of its own, not the computation."""
 GUARD = "training/guard.py:TrainingGuard.judge"
-"""Loss and gradient norm, before they are used. Upstream has just waited to ask whether the loss is NaN."""
+"""Loss and gradient norm, before they are used."""
+LOGGED = "training/metrics.py:settle"
+"""What TRL's trainer notes in each micro-step, once a log."""
 UPSTREAM = ("transformers/", "trainer/sft_trainer.py", "accelerate/")
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_a_step_waits_for_its_batches_verdicts_and_for_the_guard_alone(
+def test_a_step_waits_for_its_batches_verdicts_and_the_guard_and_a_log_for_its_figures(
     card_server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path, accumulated: int
 ) -> None:
     log = tmp_path / "log"
@@ -34,7 +36,9 @@ def test_a_step_waits_for_its_batches_verdicts_and_for_the_guard_alone(
     assert len(steps) == 3
     for step in steps:
         ours = Counter(event.caller for event in step if event.kind == "wait" and not event.caller.startswith(UPSTREAM))
-        assert ours == {VERDICT: accumulated, GUARD: 1}
+        assert ours == {VERDICT: accumulated, GUARD: 1, LOGGED: 1}
+        theirs = {event.caller for event in step if event.kind == "wait"} - ours.keys()
+        assert not any("sft_trainer" in caller or "_run_epoch" in caller for caller in theirs), theirs
         # One copy to the card for each batch, all its tensors in it, and nothing beside them.
         assert [event.engine for event in step if event.kind == "to_card"] == [True] * accumulated
 

@@ -82,6 +82,39 @@ def test_the_log_is_trls(kind: str, model_path: Path, tmp_path: Path) -> None:
     assert any("eval_num_tokens" in row for row in ours) and len(ours) == 7
 
 
+class Harmed:
+    """Adds to the loss of one micro-step what has no gradient."""
+
+    bad = 0.0
+    micro_steps = 0
+
+    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+        """As upstream, and more in the fourth."""
+        self.micro_steps += 1
+        return super().compute_loss(*arguments, **keywords) + (self.bad if self.micro_steps == 4 else 0)  # type: ignore[misc]
+
+
+class HarmedStock(Harmed, SFTTrainer):
+    """TRL's."""
+
+
+class HarmedOurs(Harmed, VerifiedSFT):
+    """Ours."""
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_logged_as_upstream_does(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: float, filtered: bool
+) -> None:
+    monkeypatch.setattr(Harmed, "bad", bad)
+    rows = Dataset.from_list([{"text": text} for text in TEXTS])
+    options = {"max_steps": 2, "gradient_accumulation_steps": 3, "logging_nan_inf_filter": filtered}
+    logs = [trained(build(kind, model_path, rows, tmp_path / "out", **options)) for kind in (HarmedStock, HarmedOurs)]
+    theirs, ours = ([row["loss"] for row in log if "loss" in row] for log in logs)
+    assert len(ours) == 2 and repr(ours) == repr(theirs)
+
+
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_the_log_of_two_ranks_is_trls_with_one_collective_a_log(model_path: Path, tmp_path: Path) -> None:
     port, children = free_port(), []
