@@ -214,8 +214,9 @@ def prepare_process(environ: MutableMapping[str, str]) -> None:
     _listen_on_loopback_only(environ)
     if not has_accelerator():
         environ["ACCELERATE_USE_CPU"] = "true"
-    # PEFT 0.21 asks for a property that transformers 5.23 has renamed; nothing that a user could change.
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    # PEFT 0.21 and TRL 1.16 use names that transformers 5.23 has changed; nothing that a user could change.
+    renamed = r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated"
+    warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
 
 
 def several_machines(environ: Mapping[str, str]) -> bool:

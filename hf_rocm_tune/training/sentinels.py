@@ -11,6 +11,7 @@ Not covered: bits that were wrong between two looks and are right again.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -394,6 +395,7 @@ _ADVICE = (
 )
 
 
+@functools.cache
 def is_foreign(cls: type) -> bool:
     """Whether a class, or one that it is made of, has code that is neither upstream's nor ours."""
     return any(

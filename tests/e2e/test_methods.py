@@ -116,6 +116,7 @@ def jobs(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) 
 
 def done(result: Result) -> Result:
     assert result.code == 0, result.stderr[-3000:]
+    assert "Warning" not in result.stderr, result.stderr[-3000:]
     return result
 
 
