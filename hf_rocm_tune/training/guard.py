@@ -174,7 +174,7 @@ class TrainingGuard:
         losses, self._losses = self._losses, []
         if not losses:
             return  # the step was left out on request
-        loss = torch.stack(losses).sum().double()
+        loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()).double()
         if type(norm) is torch.Tensor and norm.device == loss.device:
             mine = torch.stack([loss, norm.double()]).tolist()
         else:

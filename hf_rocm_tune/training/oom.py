@@ -411,7 +411,10 @@ class OutOfMemoryRecovery:
     ) -> Tensor:
         """Gradients of one micro-batch, part by part; its loss."""
         trainer = self._trainer
-        parts = parts_of(trainer, window.batches[number], self.divisor)
+        whole = window.batches[number]
+        # What is used of it is looked at once more: as long as nothing is cut or repeated, its shapes are.
+        used = self.divisor > 1 or batch is whole
+        parts = parts_of(trainer, trainer.unchanged(whole) if used else whole, self.divisor)
         apart = self.divisor > 1 and trainer.args.world_size > 1
         before = window.tokens
         losses = []

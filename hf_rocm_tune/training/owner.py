@@ -45,6 +45,9 @@ class Owner(Trainer):
     def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
+    def unchanged(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise NotImplementedError
+
     def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]:
         raise NotImplementedError
 

@@ -14,6 +14,7 @@ files (named in the coverage).
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import re
@@ -362,8 +363,10 @@ class VerifiedTransferMixin(_Base):
             count = super()._get_num_items_in_batch(sources, torch.device("cpu"))
         finally:
             self.args.average_tokens_across_devices = across
-        for tensor in tree_tensors(sources):
-            require_unchanged(tensor, self.mover)  # what was counted
+        for batch in sources:
+            for name in ("labels", "shift_labels") if isinstance(batch, Mapping) else ():
+                if torch.is_tensor(counted_in := batch.get(name)):
+                    require_unchanged(counted_in, self.mover)
         if not torch.is_tensor(count):
             return count
         counted = everyone([count.item()]) if across else [[count.item()]]
@@ -571,7 +574,13 @@ class VerifiedTransferMixin(_Base):
 
     def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The host tensors that a batch came from; what came from nowhere that is known here stays as it is."""
-        return dict(map_tensors(inputs, lambda tensor: require_unchanged(self._source_of(tensor), self.mover)))
+        return dict(map_tensors(inputs, self._source_of))
+
+    def unchanged(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A batch of host tensors that hold what the loader gave; what it did not give is not looked at."""
+        for tensor in tree_tensors(batch):
+            require_unchanged(tensor, self.mover)
+        return batch
 
     def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]:
         """Within it the step that is under way is harmed, where that was asked for."""
@@ -640,10 +649,7 @@ class VerifiedTransferMixin(_Base):
 
     def _call_event(self, stock: Callable[..., Any], event: str, *arguments: Any, **keywords: Any) -> Any:
         """Tells callbacks of an event. What a user's callback writes to trained weights is right from then on."""
-        written = any(
-            is_foreign(type(each)) and getattr(type(each), event, None) is not getattr(TrainerCallback, event, None)
-            for each in self.callback_handler.callbacks
-        )
+        written = _has_writer(event, *map(type, self.callback_handler.callbacks))
         if written and event != "on_optimizer_step":  # the update has just changed them
             self._sentinel.look()
         result = stock(event, *arguments, **keywords)
@@ -680,6 +686,13 @@ class VerifiedTransferMixin(_Base):
             "model over by name, or on the host (loaded without device_map and without .to()): the trainer moves it, "
             "verified; or consent with --consent_unverified (consent_unverified=True)"
         )
+
+
+@functools.cache
+def _has_writer(event: str, *callbacks: type) -> bool:
+    """Whether one of these classes of callbacks has code of a user's for this event, which may write to weights."""
+    stock = getattr(TrainerCallback, event, None)
+    return any(is_foreign(each) and getattr(each, event, None) is not stock for each in callbacks)
 
 
 class VerifiedSFTTrainer(VerifiedTransferMixin, SFTTrainer):
