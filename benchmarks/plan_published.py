@@ -2,9 +2,11 @@
 
     python benchmarks/plan_published.py [--json FILE]
 
-Only setups whose model, length and micro-batch the source states. What a source does not state (rank, targets, dropout,
-optimizer, loss) is planned with the planner's defaults, so a ratio tells of these settings as well. Memory is compared
-with the card's total less the desktop, in units of 10^9 bytes; a source's "GB" may mean 2^30, which is 1.07 times that.
+Only setups whose model, method, length and micro-batch the source states; rank, targets, dropout, optimizer and
+recomputation are the source's where its configuration says them. Compared is the peak of torch's allocator, in units of
+10^9 bytes. The planner plans TRL's fused loss: where a source computes whole logits, what these would take at the loss
+stands beside, and the truth is expected between the plan and the sum of both. No source ran PEFT with TRL 1.16; in what
+each differs stands beside it. Speed is compared on the one card of RDNA3 that is among them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
+import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,65 +25,113 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from hf_rocm_tune.machine import process  # noqa: E402
-from hf_rocm_tune.plan import PUBLIC_MODELS, CardMemory, PlanRequest, card_memory, config_of, plan_for  # noqa: E402
+from hf_rocm_tune.plan import (  # noqa: E402
+    PUBLIC_MODELS,
+    CardMemory,
+    PlanRequest,
+    card_memory,
+    config_of,
+    plan_for,
+    public_model,
+)
 
-QWEN25_3B = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "tie_word_embeddings": True,
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
+_WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_WIDTHS += ("vocab_size",)
+
+
+def shape(model_type: str, architecture: str, *widths: int, **more: Any) -> dict[str, Any]:
+    """A configuration; the widths in the order of `_WIDTHS`."""
+    own = {"model_type": model_type, "architectures": [architecture]}
+    return own | dict(zip(_WIDTHS, widths, strict=True)) | more
+
+
+LLAMA, GEMMA = ("llama", "LlamaForCausalLM"), ("gemma", "GemmaForCausalLM")
+FALCON = {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False, "bias": False}
+PHI3 = {"pad_token_id": 32000, "max_position_embeddings": 4096, "sliding_window": 2047}
+SHAPES = {
+    "Qwen2.5-3B": shape("qwen2", "Qwen2ForCausalLM", 2048, 11008, 36, 16, 2, 151936, tie_word_embeddings=True),
+    "TinyLlama-1.1B": shape(*LLAMA, 2048, 5632, 22, 32, 4, 32000),
+    "Llama-2-7B": shape(*LLAMA, 4096, 11008, 32, 32, 32, 32000, max_position_embeddings=4096),
+    "Mistral-7B": shape("mistral", "MistralForCausalLM", 4096, 14336, 32, 32, 8, 32000),
+    "Gemma-2B": shape(*GEMMA, 2048, 16384, 18, 8, 1, 256000, head_dim=256),
+    "Gemma-7B": shape(*GEMMA, 3072, 24576, 28, 16, 16, 256000, head_dim=256),
+    "Gemma-2-9B": shape("gemma2", "Gemma2ForCausalLM", 3584, 14336, 42, 16, 8, 256000, head_dim=256),
+    "Phi-2": shape("phi", "PhiForCausalLM", 2560, 10240, 32, 32, 32, 51200),
+    "Phi-3-mini": shape("phi3", "Phi3ForCausalLM", 3072, 8192, 32, 32, 32, 32064, **PHI3),
+    "Falcon-7B": shape("falcon", "FalconForCausalLM", 4544, 18176, 32, 71, 1, 65024, **FALCON),
+    "Llama-3-8B": next(
+        dict(model.fields) for model in PUBLIC_MODELS if model == public_model("meta-llama/Llama-3.1-8B")
+    ),
 }
-LLAMA2_7B = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
+
+#: Of each source where it stands, and in what it is known to differ from what is planned.
+SOURCES = {
+    "xtx": (
+        "ChenHongYu2026/llm-training-on-consumer-amd, eval/gap_attribution.py and results/efficiency/"
+        "B2_gap_attribution/gap_attribution.json (RX 7900 XTX, ROCm 7.2.4, torch 2.12.1, max_memory_allocated)",
+        "transformers' own loss on whole logits; no autocast; no padding",
+    ),
+    "litgpt": (
+        "Lightning-AI/litgpt at 2685705, config_hub/finetune/README.md and the configuration files there (A10G)",
+        "litgpt's own model and whole logits in bfloat16; rows of Alpaca2k, which are shorter than the limit; adapters "
+        "in bfloat16; nf4 without nested constants; how it measures is not stated",
+    ),
+    "torchtune": (
+        "pytorch/torchtune at 0031bfb, README.md (RTX 4090)",
+        "torchtune's own model, compiled, adapters in bfloat16, chunked loss; rank 8 on q, v, output and no MLP is its "
+        "recipe's default; recomputed by its recipe",
+    ),
 }
-LLAMA31_8B = next(dict(model.fields) for model in PUBLIC_MODELS if model.name == "meta-llama/Llama-3.1-8B")
-XTX = "llm-training-on-consumer-amd (RX 7900 XTX, ROCm 7.2.4, torch 2.12.1)"
-LITGPT = "litgpt config_hub/finetune/README.md (A10G)"
-LOSS = "rank, targets, optimizer and loss not stated"
-OTHER = "litgpt's own model and loss, not PEFT and TRL; rank, targets and recomputation not stated"
-#: Name, configuration, method, micro-batch, length, recomputed, published GB and tokens a second, source, reason.
+QV = {"rank": 32, "targets": ("q_proj", "v_proj"), "dropout": 0.05}
+ALL = {"rank": 8, "dropout": 0.05}
+MORE = {"rank": 16, "dropout": 0.1}
+XTX = {"rank": 32, "alpha": 64, "dropout": 0.05, "attention": "eager", "autocast": False, "optim": "adamw_torch"}
+TUNE = {"rank": 8, "alpha": 16, "targets": ("q_proj", "v_proj", "o_proj"), "packing": True, "checkpointing": True}
+#: Source, model, method, micro-batch, length, settings, published peak in GB and tokens a second.
 SETUPS: tuple[tuple[Any, ...], ...] = (
-    ("Qwen2.5-3B LoRA", QWEN25_3B, "lora", 2, 256, False, 12.5, 1493, XTX, LOSS),
-    ("Qwen2.5-3B LoRA", QWEN25_3B, "lora", 2, 256, True, 8.1, 1098, XTX, LOSS),
-    ("Llama-3.1-8B LoRA", LLAMA31_8B, "lora", 1, 512, False, 19.73, None, LITGPT, OTHER),
-    ("Llama-3.1-8B QLoRA", LLAMA31_8B, "qlora", 2, 512, False, 17.41, None, LITGPT, OTHER),
-    ("Llama-2-7B LoRA", LLAMA2_7B, "lora", 2, 512, False, 19.77, None, LITGPT, OTHER),
-    ("Llama-2-7B QLoRA", LLAMA2_7B, "qlora", 2, 512, False, 13.68, None, LITGPT, OTHER),
+    ("xtx", "Qwen2.5-3B", "lora", 2, 256, XTX, 12.47, 1492.6),
+    ("xtx", "Qwen2.5-3B", "lora", 2, 256, {**XTX, "checkpointing": True}, 8.13, 1098.3),
+    ("litgpt", "Falcon-7B", "lora", 1, 512, {**QV, "targets": ("query_key_value",)}, 16.69, None),
+    ("litgpt", "Falcon-7B", "qlora", 1, 512, {**QV, "targets": ("query_key_value",)}, 9.44, None),
+    ("litgpt", "Gemma-2B", "lora", 2, 512, {**MORE, "rank": 8}, 12.62, None),
+    ("litgpt", "Gemma-2B", "qlora", 2, 512, MORE, 11.58, None),
+    ("litgpt", "Gemma-7B", "qlora", 1, 512, MORE, 17.18, None),
+    ("litgpt", "Gemma-2-9B", "qlora", 1, 512, MORE, 20.92, None),
+    ("litgpt", "Llama-2-7B", "lora", 2, 512, QV, 19.77, None),
+    ("litgpt", "Llama-2-7B", "qlora", 2, 512, QV, 13.68, None),
+    ("litgpt", "Llama-3-8B", "lora", 1, 512, QV, 19.73, None),
+    ("litgpt", "Llama-3-8B", "qlora", 2, 512, QV, 17.41, None),
+    ("litgpt", "Mistral-7B", "lora", 2, 512, QV, 20.66, None),
+    ("litgpt", "Mistral-7B", "qlora", 2, 512, QV, 14.29, None),
+    ("litgpt", "Phi-2", "lora", 4, 512, ALL, 13.98, None),
+    ("litgpt", "Phi-2", "qlora", 4, 512, ALL, 14.27, None),
+    ("litgpt", "Phi-3-mini", "lora", 4, 512, ALL, 19.75, None),
+    ("litgpt", "Phi-3-mini", "qlora", 4, 512, ALL, 19.13, None),
+    ("litgpt", "TinyLlama-1.1B", "full", 4, 512, {"dtype": "bfloat16"}, 14.10, None),
+    ("litgpt", "TinyLlama-1.1B", "lora", 8, 512, {**ALL, "rank": 32}, 13.50, None),
+    ("litgpt", "TinyLlama-1.1B", "qlora", 8, 512, {**ALL, "rank": 32}, 16.24, None),
+    ("torchtune", "Llama-3-8B", "lora", 2, 2048, TUNE, 16.2 * 1.073741824, None),
+    ("torchtune", "Llama-3-8B", "qlora", 2, 2048, TUNE, 7.4 * 1.073741824, None),
 )
 
 
 def compare(card: CardMemory, setup: tuple[Any, ...]) -> dict[str, Any]:
     """One row: what was published, what is planned, and the ratios."""
-    name, config, method, micro_batch, length, recomputed, gigabytes, tokens, source, reason = setup
-    request = PlanRequest(
-        methods=(method,),
-        length=length,
-        effective_batch=micro_batch,
-        micro_batch=micro_batch,
-        checkpointing=recomputed,
-        platform="hip" if source == XTX else "cuda",
-    )
-    found = plan_for(request, card=card, config=config_of(config), grid=False).nearest
-    planned = (found.total - found.parts["desktop"]) / 1e9
-    row = {"setup": name, "micro_batch": micro_batch, "length": length, "recomputed": recomputed}
-    row |= {"published_gb": gigabytes, "planned_gb": round(planned, 2), "memory_ratio": round(planned / gigabytes, 2)}
+    source, model, method, micro_batch, length, settings, gigabytes, tokens = setup
+    fixed = {"methods": (method,), "length": length, "effective_batch": micro_batch, "micro_batch": micro_batch}
+    usual = {"checkpointing": False, "platform": "hip" if source == "xtx" else "cuda", "nested": False}
+    request = PlanRequest(**{**usual, **fixed, **settings})
+    plan = plan_for(request, card=card, config=config_of(SHAPES[model]), grid=False)
+    found = plan.nearest
+    planned = found.allocated / 1e9
+    row = {"source": source, "model": model, "method": method, "micro_batch": micro_batch, "length": length}
+    row |= {"recomputed": bool(request.checkpointing), "moment": found.moment}
+    row |= {"published_gb": round(gigabytes, 2), "planned_gb": round(planned, 2)}
+    row |= {"memory_ratio": round(planned / gigabytes, 2), "whole_logits_gb": round(plan.full_logits / 1e9, 2)}
     if tokens:
         speed = found.tokens_per_second
         row |= {"published_tokens_s": tokens, "planned_tokens_s": round(speed), "speed_ratio": round(speed / tokens, 2)}
-    return row | {"source": source, "reason": reason}
+    return row
 
 
 def main() -> None:
@@ -89,12 +142,21 @@ def main() -> None:
     process.prepare_process(os.environ)
     card = card_memory(name="rx7900xtx", desktop_gib=0)
     rows = [compare(card, setup) for setup in SETUPS]
+    print("allocator's peak in GB, planned over published (ratio); what whole logits would take more at the loss")
     for row in rows:
         how = f"{row['micro_batch']} x {row['length']}{', recomputed' if row['recomputed'] else ''}"
         speed = f"{row['planned_tokens_s']} of {row['published_tokens_s']} tokens/s" if "speed_ratio" in row else ""
-        memory = f"{row['planned_gb']:5.1f} of {row['published_gb']:5.1f} GB ({row['memory_ratio']:.2f})"
-        print(f"{row['setup']:<19} {how:<20} {memory}  {speed:<26} {row['source']}: {row['reason']}")
-    result = json.dumps({"benchmark": "plan_published", "rows": rows})
+        memory = f"{row['planned_gb']:5.1f} of {row['published_gb']:5.1f} ({row['memory_ratio']:.2f})"
+        logits = f"+{row['whole_logits_gb']:.1f}"
+        print(
+            f"{row['source']:<9} {row['model']:<14} {row['method']:<5} {how:<20} {memory} {logits:>5}  {speed}".rstrip()
+        )
+    for name, (where, differs) in SOURCES.items():
+        print(f"{name}: {where}\n  differs: {differs}")
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "peft", "trl", "bitsandbytes")}
+    sources = {name: {"where": where, "differs": differs} for name, (where, differs) in SOURCES.items()}
+    found = {"benchmark": "plan_published", "date": time.strftime("%Y-%m-%d"), "machine": platform.machine()}
+    result = json.dumps(found | {"versions": versions, "sources": sources, "rows": rows})
     print(result)
     if wanted.json:
         wanted.json.write_text(result + "\n", encoding="utf-8")

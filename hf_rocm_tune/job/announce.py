@@ -24,7 +24,7 @@ from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.machine import variables
 from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
-from hf_rocm_tune.models.factory import trainable_parameters
+from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
 from hf_rocm_tune.publish.page import loss_panel, write_png

@@ -27,15 +27,8 @@ from hf_rocm_tune.job import announce
 from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
 from hf_rocm_tune.job.refusals import check_method, decide, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
-from hf_rocm_tune.models.factory import (
-    ModelSource,
-    attest_files,
-    check_source,
-    check_targets,
-    load_model,
-    load_tokenizer,
-    target_names,
-)
+from hf_rocm_tune.models.adapter import check_targets, target_names
+from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
 from hf_rocm_tune.publish.push import Publisher

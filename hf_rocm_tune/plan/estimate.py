@@ -16,8 +16,10 @@ Speed is an estimate that ranks choices. It is no measurement and no figure of a
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -169,7 +171,7 @@ class Recording:
     def __init__(self, first: Tape, second: Tape) -> None:
         if second.events != first.events or len(second.segments) != len(first.segments):
             raise ValueError("the step does other things at another length or batch size")
-        self._tapes, self._growth = (first, second), Growth(first, second)
+        self._growth = Growth(first, second)
         keys = [(segment.role, segment.layer) for segment in first.segments]
         self.layers = 1 + max(layer for _, layer in keys)
         #: stretches that belong to no layer
@@ -180,17 +182,23 @@ class Recording:
         for index, key in enumerate(keys):
             storages, signs = events[events[:, 0] == index, 1:].T
             self._stretches[key] = storages, signs, owners[storages]
+        self._makers = {key: np.unique(owned) for key, (_, _, owned) in self._stretches.items()}
+        self._places = [layer for _, layer in keys]
+        names = ("flops", "written", "launches", "products", "unpacked")
+        rows = [[[getattr(each, name) for each in tape.segments] for name in names] for tape in (first, second)]
+        self._work = np.array(rows, dtype=np.float64)  # by tape, kind of work and stretch
+        self._shapes = [(tape.length, tape.batch * tape.length) for tape in (first, second)]
         self._sizes: dict[tuple[int, int], Floats] = {}
-        self._of_layers: dict[tuple[str, tuple[int, int], bool], Floats] = {}
+        self._levels: dict[tuple[object, ...], Floats] = {}
 
     def of_layers(self, role: str, shape: tuple[int, int], accumulating: bool) -> Floats:
         """What `level` gives for each recorded layer in that direction: (layers, 4)."""
         asked = role, shape, accumulating
-        if asked not in self._of_layers:
+        if asked not in self._levels:
             ones = np.ones(self.layers + 1)
             rows = [self.level((role, layer), shape, accumulating, ones) for layer in range(self.layers)]
-            self._of_layers[asked] = np.array(rows)
-        return self._of_layers[asked]
+            self._levels[asked] = np.array(rows)
+        return self._levels[asked]
 
     def level(self, key: tuple[str, int], shape: tuple[int, int], accumulating: bool, times: Floats) -> Floats:
         """Of a stretch, in bytes: the change, the highest level in it, its gradients, and of the change what grows
@@ -201,6 +209,9 @@ class Recording:
         """
         if key not in self._stretches:  # a layer of which nothing needs a gradient
             return np.zeros(4)
+        asked = key, shape, accumulating, times[self._makers[key]].tobytes()
+        if asked in self._levels:
+            return self._levels[asked]
         storages, signs, owners = self._stretches[key]
         if shape not in self._sizes:
             self._sizes[shape] = self._growth.at(*shape)
@@ -208,20 +219,16 @@ class Recording:
         changes, landed = sizes * signs, np.where(signs == 0, sizes, 0.0)
         highest = np.cumsum(changes - landed if accumulating else changes).max(initial=0.0)
         quadratic = changes[self._growth.quadratic[storages]].sum()
-        return np.array([changes.sum(), highest, landed.sum(), quadratic])
+        found = self._levels[asked] = np.array([changes.sum(), highest, landed.sum(), quadratic])
+        return found
 
     def work(self, shape: tuple[int, int], times: Floats) -> Floats:
         """What the step computes, its layers and what belongs to none as often as ``times`` says; see `Step.work`.
 
         Operations grow with tokens and with their product with the length, bytes written with tokens.
         """
-        often = times[[each.layer for each in self._tapes[0].segments]]
-        names = ("flops", "written", "launches", "products", "unpacked")
-        (flops, written, *counts), (more_flops, more_written, *_) = (
-            [float(often @ np.array([getattr(each, name) for each in tape.segments])) for name in names]
-            for tape in self._tapes
-        )
-        (short, tokens), (long, more) = [(tape.length, tape.batch * tape.length) for tape in self._tapes]
+        (flops, written, *counts), (more_flops, more_written, *_) = self._work @ times[self._places]
+        (short, tokens), (long, more) = self._shapes
         square = (more_flops / more - flops / tokens) / (long - short) if long > short else 0.0
         slope = flops / tokens - square * short
         a_token = (more_written - written) / (more - tokens) if more > tokens else written / tokens
@@ -269,9 +276,14 @@ class Step:
             before += len(layer_of)
         return Step(tuple(run for run in found if run[1]), self.layers_only or start > 0)
 
-    def _times(self, run: int, outside: bool) -> Floats:
-        recording, layer_of = self.runs[run]
-        return np.append(np.bincount(layer_of, minlength=recording.layers), outside).astype(np.float64)
+    @cached_property
+    def _times(self) -> list[Floats]:
+        """Of each run how often each recorded layer is there, and behind them whether what is no layer is."""
+        found = []
+        for run, (recording, layer_of) in enumerate(self.runs):
+            counts = [layer_of.count(layer) for layer in range(recording.layers)]
+            found.append(np.array([*counts, run == 0], dtype=np.float64))
+        return found
 
     def peak(self, batch: int, length: int, *, accumulating: bool = False) -> Peak:
         """The peak of one step.
@@ -281,14 +293,14 @@ class Step:
         """
         asked = (batch, length), accumulating
         first = self.runs[0][0]
-        outside = {key: first.level(key, *asked, self._times(0, True)) for key in first.outside}
+        outside = {key: first.level(key, *asked, self._times[0]) for key in first.outside}
         # a card with layers only holds copies of what the embeddings and masks leave behind
         start = max(0.0, outside["start", -1][0]) if self.layers_only else 0.0
         for run, (recording, _) in enumerate(self.runs[1:], 1):
             for key in recording.outside:
                 if key in outside:  # what layers of this run made and it ends
-                    outside[key] += recording.level(key, *asked, self._times(run, False)) * (1, 0, 1, 1)
-        blocks = []
+                    outside[key] = outside[key] + recording.level(key, *asked, self._times[run]) * (1, 0, 1, 1)
+        blocks: list[tuple[str, Floats]] = []
         for role in ("start", "forward", "head", "loss", "backward", "end"):
             if role in _OF_LAYERS:
                 rows = [recording.of_layers(role, *asked)[list(layer_of)] for recording, layer_of in self.runs]
@@ -329,9 +341,10 @@ class Step:
             Floating point operations of matrix products and attention, bytes that other operations write,
             operations that write one, how many are such products, and elements of 4-bit weights that are unpacked.
         """
-        shape = batch, length
-        outside = [run == 0 and not self.layers_only for run in range(len(self.runs))]
-        rows = [self.runs[run][0].work(shape, self._times(run, outside[run])) for run in range(len(self.runs))]
+        rows = []
+        for (recording, _), times in zip(self.runs, self._times, strict=True):
+            counted = np.append(times[:-1], 0.0) if self.layers_only else times
+            rows.append(recording.work((batch, length), counted))
         return tuple(map(float, sum(rows)))
 
 
@@ -448,17 +461,19 @@ class Weights:
     def total(cls, tensors: Iterable[Weight], layer_of: Sequence[int]) -> Weights:
         """Adds up the tensors of the recorded layers, each as often as the real model has such a layer."""
         parts = {"weights": 0, "quantisation constants": 0, "adapters": 0}
-        trained, parameters, largest = [], 0, 0
+        trained: Counter[tuple[int, int]] = Counter()
+        parameters, largest = 0, 0
         for tensor in tensors:
             count = 1 if tensor.layer < 0 else layer_of.count(tensor.layer)
             parts[tensor.part] += tensor.nbytes * count
             if tensor.trained:
-                trained.append(Trained(elements=tensor.elements, itemsize=tensor.itemsize, count=count))
+                trained[tensor.elements, tensor.itemsize] += count
             if tensor.part == "weights":
                 parameters += tensor.elements * count
                 if tensor.elements * tensor.itemsize > tensor.nbytes:  # packed
                     largest = max(largest, 2 * tensor.elements)
-        return cls(parts=parts, trained=tuple(trained), parameters=parameters, largest=largest)
+        groups = tuple(Trained(elements=each, itemsize=size, count=n) for (each, size), n in trained.items())
+        return cls(parts=parts, trained=groups, parameters=parameters, largest=largest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -499,6 +514,11 @@ class CardMemory:
     def free(self) -> int:
         """What is left for torch's allocator."""
         return self.usable - self.desktop - self.context
+
+    @property
+    def margin(self) -> float:
+        """What a choice that could as well take less leaves free: `TIGHT`, of a small card a share."""
+        return min(TIGHT, self.usable / 16)
 
 
 @dataclass(frozen=True, kw_only=True)

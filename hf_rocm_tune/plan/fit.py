@@ -460,9 +460,11 @@ def _grid(recordings: Recordings, card: CardMemory) -> list[Estimate]:
 
 
 def _mixes(variant: Variant, case: Case, card: CardMemory, layers: int, *, selective: bool) -> list[Estimate]:
-    """The fastest case by estimate that fits and recomputes some layers, whole or selectively; nothing where none does.
+    """The fastest case by estimate that recomputes some layers, whole or selectively, and leaves the card's margin free;
+    nothing where none does.
 
-    The more layers are recomputed whole, the fewer have to be selectively.
+    The more layers are recomputed whole, the fewer have to be selectively. Mixes fill a card as far as they may, so what
+    is assumed of it must not decide whether one fits.
     """
     found = []
     fewest = layers if selective else 0
@@ -471,7 +473,7 @@ def _mixes(variant: Variant, case: Case, card: CardMemory, layers: int, *, selec
         best: Estimate | None = None
         for count in range(fewest, -1, -1):
             each = estimate(variant, replace(case, recompute=(whole, count)), card) if whole + count else None
-            if each is None or not each.fits:
+            if each is None or each.spare < card.margin:
                 break
             fewest, best = count, each
         found += [best] if best is not None else []

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.factory import adaptable, check_targets, target_names
+from hf_rocm_tune.models.adapter import adaptable, check_targets, target_names
 from hf_rocm_tune.models.quantised import checkpoint_bits
 from hf_rocm_tune.plan.estimate import Counts, Weight
 from hf_rocm_tune.plan.request import ALL_LINEAR, FOREIGN_ERRORS, PlanRequest, first_line, text_config

@@ -19,14 +19,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models import loading
-from hf_rocm_tune.models.factory import (
-    ModelSource,
-    adaptable,
-    check_source,
-    check_targets,
-    load_model,
-    trainable_parameters,
-)
+from hf_rocm_tune.models.adapter import adaptable, check_targets, trainable_parameters
+from hf_rocm_tune.models.factory import ModelSource, check_source, load_model
 from hf_rocm_tune.models.loading import SAMPLE_ELEMENTS, cast_verified, verified_loading
 from hf_rocm_tune.models.placement import coverage, tensors_of
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
