@@ -92,7 +92,6 @@ SETUPS: tuple[tuple[Any, ...], ...] = (
     ("xtx", "Qwen2.5-3B", "lora", 2, 256, XTX, 12.47, 1492.6),
     ("xtx", "Qwen2.5-3B", "lora", 2, 256, {**XTX, "checkpointing": True}, 8.13, 1098.3),
     ("litgpt", "Falcon-7B", "lora", 1, 512, {**QV, "targets": ("query_key_value",)}, 16.69, None),
-    ("litgpt", "Falcon-7B", "qlora", 1, 512, {**QV, "targets": ("query_key_value",)}, 9.44, None),
     ("litgpt", "Gemma-2B", "lora", 2, 512, {**MORE, "rank": 8}, 12.62, None),
     ("litgpt", "Gemma-2B", "qlora", 2, 512, MORE, 11.58, None),
     ("litgpt", "Gemma-7B", "qlora", 1, 512, MORE, 17.18, None),

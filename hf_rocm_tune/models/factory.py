@@ -12,7 +12,12 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.files import FileRecords, check_files, check_model_directory, default_memory, hub_snapshot
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.placement import place
-from hf_rocm_tune.models.quantised import checkpoint_bits, keep_trainable_on_cpu, require_bitsandbytes
+from hf_rocm_tune.models.quantised import (
+    checkpoint_bits,
+    keep_trainable_on_cpu,
+    require_bitsandbytes,
+    require_quantised,
+)
 from hf_rocm_tune.models.split import device_map, tell_of_devices, without_dispatch
 
 if TYPE_CHECKING:
@@ -131,6 +136,7 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
             f"model {source.name}: its weight files lack {len(missing)} tensors, {missing[0]} first, which would be "
             "made up at random: download or copy it again, or give the model that this configuration belongs to"
         )
+    require_quantised(model, source.name)
     if on_host:
         return model, time.perf_counter() - started
     tell_of_devices(model, mover)

@@ -79,6 +79,24 @@ def require_bitsandbytes(device: torch.device, flag: str) -> None:
         )
 
 
+def require_quantised(model: nn.Module, name: str) -> None:
+    """Refuses a model of which its configuration alone says that bitsandbytes quantised it.
+
+    Transformers loads such weights as they are, into layers that cannot compute with them.
+
+    Raises:
+        UsageError: the weights in its files are plain ones.
+    """
+    marks = {"Linear4bit": "quant_state", "Linear8bitLt": "CB"}
+    for path, module in model.named_modules():
+        mark = marks.get(type(module).__name__)
+        if mark is not None and not hasattr(module.weight, mark):
+            raise UsageError(
+                f"model {name}: its config.json says that bitsandbytes quantised the weights, and {path}.weight in its "
+                "files is not quantised: take quantization_config out of config.json, and give --load_in_4bit instead"
+            )
+
+
 def keep_trainable_on_cpu(model: nn.Module) -> int:
     """Stops bitsandbytes from repacking 4-bit weights on a CPU with AVX512-BF16.
 

@@ -460,11 +460,10 @@ def _grid(recordings: Recordings, card: CardMemory) -> list[Estimate]:
 
 
 def _mixes(variant: Variant, case: Case, card: CardMemory, layers: int, *, selective: bool) -> list[Estimate]:
-    """The fastest case by estimate that recomputes some layers, whole or selectively, and leaves the card's margin free;
-    nothing where none does.
+    """The fastest case by estimate that recomputes some layers, whole or selectively, and leaves the card's margin.
 
-    The more layers are recomputed whole, the fewer have to be selectively. Mixes fill a card as far as they may, so what
-    is assumed of it must not decide whether one fits.
+    Mixes fill a card as far as they may, so what is assumed of it must not decide whether one fits. The more layers are
+    recomputed whole, the fewer have to be selectively. Nothing where none fits so.
     """
     found = []
     fewest = layers if selective else 0

@@ -3,6 +3,7 @@ device that casts wrongly is caught; the targets of an adapter are matched as PE
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,19 @@ def test_a_checkpoint_saved_quantised_loads_verified(
     assert digests(model) == digests(stock(tmp_path, dtype=torch.bfloat16)) == digests(saved)
     assert set(names_in(tmp_path)) <= {name for _, name in mover.moved}
     assert coverage(model, mover).complete
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_configuration_that_claims_quantised_weights_which_the_files_lack_is_one_line(
+    model_of: Any, mover: Any, quantisation: Any, tmp_path: Path, bits: int
+) -> None:
+    directory = Path(shutil.copytree(model_of("llama3", dtype=torch.bfloat16), tmp_path / "claims"))
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = quantisation(bits).to_dict()
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=r"claims: its config\.json says .* is not quantised: take") as refused:
+        load(directory, mover)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ["zero", "flip", "swap", "drop", "late", "zero_range"])
