@@ -492,9 +492,9 @@ class Rates:
     bandwidth: float | None = None  # bytes a second; None: `BANDWIDTH_SHARE` of the data sheet's
     source: str = "assumed, not measured on this card"
     # The true speed is taken to lie between these shares of the estimate: our own bounds. With the rates of an XTX, the
-    # two published steps of Qwen2.5-3B on one were 1.13 and 1.16 times as fast (`benchmarks/plan_published.py`).
+    # two published steps of Qwen2.5-3B on one were 1.27 and 1.32 times as fast (`benchmarks/plan_published.py`).
     least: float = 0.5
-    most: float = 1.3
+    most: float = 1.4
 
 
 @dataclass(frozen=True, kw_only=True)
