@@ -315,6 +315,8 @@ def _refuse_split(arguments: Arguments) -> None:
         "--activation_offloading, which keeps one card's streams only": training.activation_offloading,
         "--torch_compile": training.torch_compile,
         "--fsdp and --deepspeed": bool(training.fsdp or training.deepspeed),
+        f"--init_lora_weights {tune.init_lora_weights}": tune.rewrites_base,
+        "--adapter_name_or_path": tune.adapter_name_or_path is not None,
         "--attn_implementation flex_attention, whose masks are no tensors": arguments.model.attn_implementation
         == "flex_attention",
     }

@@ -4,6 +4,7 @@ GRPO's reward functions, and how several ranks average their gradients."""
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
@@ -33,6 +34,34 @@ def refuse(what: str, reasons: Mapping[str, bool]) -> None:
     """
     if found := [reason for reason, applies in reasons.items() if applies]:
         raise UsageError(f"{what} does not go together with {'; nor with '.join(found)}")
+
+
+_NEVER_TRIED = ("galore", "apollo", "lomo", "adalomo")
+_OF_PACKAGES = {  # transformers 5.23, ``trainer_optimizer.py``
+    "adamw_anyprecision": "torchdistx",
+    "adamw_torch_4bit": "torchao",
+    "adamw_torch_8bit": "torchao",
+    "grokadamw": "grokadamw",
+    "schedule_free": "schedulefree",
+    "stable_adamw": "optimi",
+}
+
+
+def check_optimizer(name: str) -> None:
+    """Refuses an optimizer that was never tried here, or whose package is not there.
+
+    Raises:
+        UsageError: says which others there are.
+    """
+    instead = "choose adamw_torch_fused, adamw_8bit, paged_adamw_8bit or another of --help_all"
+    if name.startswith(_NEVER_TRIED):
+        raise UsageError(
+            f"--optim {name} is not offered: gradients in a projection of their own (GaLore, APOLLO) or updates inside "
+            f"the backward pass (LOMO) were never tried with verified averages and checkpoints; {instead}"
+        )
+    package = next((package for family, package in _OF_PACKAGES.items() if name.startswith(family)), None)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise UsageError(f"--optim {name} needs the package {package}, which is not installed; {instead}")
 
 
 def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:

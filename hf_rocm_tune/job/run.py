@@ -25,12 +25,13 @@ from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.errors import MemoryFaultError, TuneError
 from hf_rocm_tune.job import announce
 from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
-from hf_rocm_tune.job.refusals import check_method, decide, reward_functions
+from hf_rocm_tune.job.refusals import check_method, check_optimizer, decide, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
-from hf_rocm_tune.models.adapter import check_targets, target_names
+from hf_rocm_tune.models.adapter import Rates, check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
+from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
 from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.redaction import local_paths
@@ -70,6 +71,7 @@ class Job:
     telemetry: Telemetry | None
     publisher: Publisher | None
     guard: StallGuard
+    adapter: Adapter | None = None  # to go on training
     rewards: list[Any] | None = None  # GRPO's reward functions, and the name of a reward model
     findings: tuple[dict[str, Any], ...] = ()
     cards: announce.Cards | None = None  # made with the trainer
@@ -297,6 +299,7 @@ def _prepare(
     check_source(source, training.device)
     check_recomputation(arguments, source)
     check_method(arguments, os.environ)
+    check_optimizer(training.optim.value)
     rewards = reward_functions(arguments.script) if arguments.method == "grpo" else None
     check_loggers(training.report_to)
     check_offloads(training)
@@ -323,6 +326,7 @@ def _prepare(
         telemetry=watched if tune.telemetry_every > 0 else None,
         publisher=publisher,
         guard=guard,
+        adapter=open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None,
         rewards=rewards,
     )
 
@@ -346,6 +350,8 @@ def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
         "--grad_compression": ranks.grad_compression != "none",
         "--recompute_layers": tune.recompute_layers is not None,
         "--split_layers": ranks.split_layers is not None,
+        f"--init_lora_weights {tune.init_lora_weights}": tune.rewrites_base,
+        "--adapter_name_or_path": tune.adapter_name_or_path is not None,
     }
 
 
@@ -365,8 +371,12 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     if peft_config is not None:
         peft_config.target_modules = target_names(peft_config.target_modules)
         check_targets(model, peft_config.target_modules)
+        if tune.init_lora_weights != "default":
+            peft_config.init_lora_weights = tune.init_lora_weights
+    if job.adapter is not None:
+        model, peft_config = attach_for_training(job.adapter, model, job.mover), None
     extra: dict[str, Any] = {}
-    if job.arguments.method in ("dpo", "kto") and peft_config is None:
+    if job.arguments.method in ("dpo", "kto") and not job.arguments.model.use_peft:
         extra["ref_model"] = load_model(job.source, job.mover)[0]
     if job.rewards is not None:
         extra["reward_funcs"] = list(job.rewards)
@@ -399,6 +409,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             card_writer=job.write_card,
             telemetry=job.telemetry,
             listener=job.guard.hear,
+            plain_lora=tune.rewrites_base,
+            rates=Rates(lora_b=tune.loraplus_lr_ratio, embeddings=tune.embedding_learning_rate),
             **extra,
         )
     job.arguments = replace(job.arguments, training=trainer.args)  # a copy, with what is changed while it is built

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import re
+import tempfile
+import warnings
 from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.transfer import redirected
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+    from peft import PeftModel
+    from torch import Tensor
+
+    from hf_rocm_tune.transfer import Mover
 
 _SHOWN = 24
 
@@ -81,3 +93,83 @@ def trainable_parameters(model: nn.Module) -> tuple[int, int]:
         total += count
         trainable += count if parameter.requires_grad else 0
     return trainable, total
+
+
+# ---- adapters that begin with a part of the weights (PiSSA, OLoRA) -----------------------------------------------
+
+
+def plain_lora(trained: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What such an adapter is on the original weights: W + BA - B0 A0 = W + [B | -B0] [A ; A0], of twice the rank.
+
+    Args:
+        trained, start: the adapter's tensors by their names in its file, now and before the first step; matrices A have
+            the shape (rank, in), B (out, rank). They may be on different devices.
+
+    Source: `peft.tuners.lora.LoraModel.subtract_mutated_init`, with which `write_plain_lora` writes; this is for
+    comparing what it wrote.
+    """
+    found = {}
+    for name, tensor in trained.items():
+        begun, of_a = start[name], ".lora_A." in name
+        pair = [tensor.detach().cpu(), begun if of_a else -begun]
+        found[name] = torch.cat(pair, dim=0 if of_a else 1)
+    return found
+
+
+def write_plain_lora(model: PeftModel, directory: Path, start: Mapping[str, Tensor], mover: Mover) -> None:
+    """Write the adapter of a model into a directory, with its configuration, as plain LoRA on the original weights.
+
+    PEFT's own conversion does it: it takes the start from a file, on the model's device for as long.
+    """
+    training = model.training
+    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-") as scratch, redirected(mover, stage="adapter"):
+        (begun := Path(scratch) / "start").mkdir()
+        save_file(dict(start), begun / "adapter_model.safetensors")
+        with warnings.catch_warnings():  # that PiSSA does not go with other adapters: it is about to be none
+            warnings.filterwarnings("ignore", message=".* changes the base weights of the model")
+            model.save_pretrained(str(directory), path_initial_model_for_weight_conversion=str(begun))
+    model.train(training)
+
+
+# ---- learning rates -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Learning rates that differ from ``--learning_rate``.
+
+    Attributes:
+        lora_b: of LoRA's B matrices, as a multiple of it (LoRA+, https://arxiv.org/abs/2402.12354).
+        embeddings: of embeddings and the output head, where they are trained whole; a rate itself.
+    """
+
+    lora_b: float | None = None
+    embeddings: float | None = None
+
+    def split(self, model: Any, optimizer: Any) -> None:
+        """Give those parameters groups of their own, behind the others, whose options they keep.
+
+        Raises:
+            UsageError: the model trains nothing of the kind.
+        """
+        embeddings = {
+            id(parameter)
+            for module in (model.get_input_embeddings(), model.get_output_embeddings())
+            if module is not None and self.embeddings is not None
+            for parameter in module.parameters()
+        }
+        trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        special = {each: self.embeddings for each in trained if each in embeddings and "lora_" not in trained[each]}
+        if self.embeddings is not None and not special:
+            raise UsageError(
+                "--embedding_learning_rate: neither embeddings nor output head are trained; add "
+                "--lora_modules_to_save embed_tokens lm_head (by their names in this model)"
+            )
+        if self.lora_b is not None:
+            rate = optimizer.param_groups[0]["lr"] * self.lora_b
+            special |= {each: rate for each, name in trained.items() if ".lora_B." in name}
+        for group in list(optimizer.param_groups):
+            for rate in sorted({special[id(p)] for p in group["params"] if id(p) in special}):
+                moved = [p for p in group["params"] if special.get(id(p)) == rate]
+                optimizer.param_groups.append({**group, "params": moved, "lr": rate})
+            group["params"] = [p for p in group["params"] if id(p) not in special]

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from hf_rocm_tune.errors import UsageError
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel
+
+    from hf_rocm_tune.transfer import Mover
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -226,6 +229,24 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
         raise UsageError(f"{wrong}: {what} ({len(missing) + len(stray)} tensors in all); {fix}")
     peft_model.eval()
     return peft_model
+
+
+def attach_for_training(adapter: Adapter, model: PreTrainedModel, mover: Mover) -> PeftModel:
+    """Wrap a model with an adapter that is trained on. In float32, as a new one would be, but for a quantised base.
+
+    Raises:
+        UsageError: as `attach`.
+    """
+    narrow = torch.bfloat16 if getattr(model, "is_quantized", False) else torch.float32
+
+    def place(tensor: Tensor, name: str) -> Tensor:
+        tensor = tensor.to(narrow) if tensor.is_floating_point() else tensor
+        return mover.move(tensor.clone(), name=name, stage="adapter")
+
+    wrapped = attach(model, adapter, place)
+    adapter.config.inference_mode = False
+    wrapped.set_adapter(NAME)
+    return wrapped
 
 
 def _resize_vocabulary(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ import functools
 import importlib
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,8 @@ _OUR_BOUNDS: dict[str, _Bound] = {
     "prefetch_batches": _OFF_OR_MORE,
     "telemetry_every": _OFF_OR_MORE,
     "effective_batch": _AT_LEAST_ONE,
+    "loraplus_lr_ratio": _POSITIVE,
+    "embedding_learning_rate": _NOT_NEGATIVE,
     "auto_fit_gib": (lambda value: 0 < value < math.inf, "more than 0, and finite"),
     "max_skipped_steps": _NOT_NEGATIVE,
     "early_stopping_patience": _AT_LEAST_ONE,
@@ -63,6 +66,10 @@ _OUR_BOUNDS: dict[str, _Bound] = {
         "a share between 0 and 1 or a number of rows",
     ),
 }
+
+
+_INITS = r"default|gaussian|orthogonal|pissa(_niter_[1-9]\d*)?|olora"
+_FROM_WEIGHTS = ("pissa", "olora")
 
 
 def _option(default: Any, meaning: str, aliases: Sequence[str] = ()) -> Any:
@@ -109,6 +116,25 @@ class TuneArguments:
         "Activation checkpointing of some layers, the first ones: how many are recomputed whole, and how many but"
         " for matrix products and attention (8 or 8,20). --auto_fit chooses it where that is fastest. Default: "
         "all whole, or none, as --activation_checkpointing says.",
+    )
+    init_lora_weights: str = _option(
+        "default",
+        "How LoRA's matrices begin: default (their product is zero), gaussian, orthogonal, or with a part of the "
+        "weights: pissa, pissa_niter_N, olora. The result of these three is saved as plain LoRA for the model as it "
+        "was, of twice the rank; their checkpoints are for going on with the run.",
+    )
+    adapter_name_or_path: str | None = _option(
+        None,
+        "Go on training an existing LoRA adapter, a directory or a Hub id: rank, targets and the like are its own.",
+    )
+    loraplus_lr_ratio: float | None = _option(
+        None, "LoRA+: the learning rate of LoRA's B matrices over that of all else (16 is usual)."
+    )
+    embedding_learning_rate: float | None = _option(
+        None, "Learning rate of embeddings and output head, where they are trained (--lora_modules_to_save)."
+    )
+    mask_thinking: bool = _option(
+        False, "Do not learn what stands from <think> to </think> in the answers; it is still read."
     )
     on_oom: Literal["step_down", "stop"] = _option(
         "step_down",
@@ -160,6 +186,17 @@ class TuneArguments:
             raise ValueError(f"--{name} works only with --auto_fit plan or --auto_fit probe; add one of them")
         if self.recompute_layers is not None:
             recompute.parse(self.recompute_layers)
+        if not re.fullmatch(_INITS, self.init_lora_weights):
+            raise ValueError(
+                f"--init_lora_weights {self.init_lora_weights}: there are default, gaussian, orthogonal, pissa, "
+                "pissa_niter_N and olora; loftq leaves an adapter that does not fit the original weights, and eva, "
+                "corda and lora_ga need a pass over data first"
+            )
+
+    @property
+    def rewrites_base(self) -> bool:
+        """Whether LoRA begins with a part of the weights, which is taken out of them."""
+        return self.init_lora_weights.startswith(_FROM_WEIGHTS)
 
     @property
     def recompute(self) -> tuple[int, int] | None:
@@ -577,6 +614,45 @@ def differences(
     return tuple(found)
 
 
+def _faults_of_lora(given: Mapping[str, Any]) -> list[str]:
+    """What does not go together in an adapter."""
+    begins, adapter = str(given.get("init_lora_weights", "default")), given.get("adapter_name_or_path") is not None
+    its_own = [name for name in _OF_ADAPTERS if given.get(name) is not None and name != "use_peft"]
+    excluded = {
+        f"--init_lora_weights {begins}": begins.startswith(_FROM_WEIGHTS)
+        and {
+            "--use_dora": given.get("use_dora"),
+            "--lora_modules_to_save, which its conversion to plain LoRA leaves out": given.get("lora_modules_to_save"),
+            "--lora_target_parameters": given.get("lora_target_parameters"),
+            "--load_in_4bit and --load_in_8bit: it begins with the weights, which are quantised there": (
+                given.get("load_in_4bit") or given.get("load_in_8bit")
+            ),
+        },
+        "--adapter_name_or_path": adapter
+        and {
+            "--use_peft false": given.get("use_peft") is False,
+            ", ".join(f"--{name}" for name in its_own) + ", which the adapter says itself": its_own,
+        },
+        "--use_peft false": given.get("use_peft") is False
+        and {
+            "--init_lora_weights": begins != "default",
+            "--loraplus_lr_ratio": given.get("loraplus_lr_ratio") is not None,
+        },
+    }
+    return [
+        f"{what} does not go together with {other}"
+        for what, others in excluded.items()
+        for other, there in (others or {}).items()
+        if there
+    ]
+
+
+_OF_ADAPTERS = (
+    *("init_lora_weights", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
+    *("lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora"),
+)
+
+
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
     """Check what the user gave where that needs more than one flag or a bound, all of it at once.
 
@@ -597,6 +673,7 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         faults.append("--load_in_4bit and --load_in_8bit exclude each other; keep one")
     elif quantised and given.get("use_peft") is False:
         faults.append(f"--{quantised[0]} works only with LoRA; leave --use_peft false or --{quantised[0]} away")
+    faults += _faults_of_lora(given)
     if given.get("early_stopping_patience") is not None and given.get("eval_strategy", "no") == "no":
         faults.append("--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)")
     if given.get("fp16") and not accelerator:

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -34,6 +34,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_
 from hf_rocm_tune.errors import CorruptionError, SeamError, TuneError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import create_staging, move_files, replace_directory
+from hf_rocm_tune.models.adapter import write_plain_lora
 from hf_rocm_tune.models.shards import placer
 from hf_rocm_tune.training import saved_state
 from hf_rocm_tune.training.run import claim, make_room, rotate
@@ -41,7 +42,8 @@ from hf_rocm_tune.training.saved_state import Readback
 from hf_rocm_tune.transfer import map_tensors
 
 if TYPE_CHECKING:
-    from torch import nn
+    from peft import PeftModel
+    from torch import Tensor, nn
 
     from hf_rocm_tune.training.owner import Owner
 
@@ -169,6 +171,8 @@ class Checkpoints:
         self._stage: Stage | None = None
         self._saved: Mapping[str, manifest.FileEntry] = {}
         self._saved_digests: Mapping[str, str] = {}
+        self.start: Mapping[str, Tensor] | None = None
+        """What an adapter began with whose result is saved as plain LoRA; None for all others."""
 
     def check_start(self, resume_from: Any) -> Any:
         """Refuse what is certain to fail, a push that nobody does or half a checkpoint; what to resume from."""
@@ -376,9 +380,14 @@ class Checkpoints:
         if self._trainer.is_world_process_zero() and card.is_file():
             shutil.copyfile(card, root / card.name)  # PEFT adds to the card that it finds
         self._trainer.write_model(str(root))
+        self._convert(root)
+
+    def _convert(self, directory: Path) -> None:
+        if self.start is not None and self._trainer.is_world_process_zero():
+            write_plain_lora(cast("PeftModel", self._bare_model()), directory, self.start, self._trainer.mover)
 
     def _publish_result(self, root: Path, destination: Path, only: Collection[str] | None) -> None:
-        found = self._verified(root, {})
+        found = self._verified(root, {}, start=self.start)
         entries = {}
         for name in manifest.list_files(root):
             if only is None or name in only:
@@ -397,7 +406,8 @@ class Checkpoints:
         if self._trainer.is_world_process_zero() and not self._is_in_parts:
             found = manifest.inspect(destination)
             sealed = found.manifest is not None and found.manifest.status == "final" and not found.problems
-            sealed = sealed and not _differing(saved_state.compare_model(destination, self._bare_model(), live))
+            compared = saved_state.compare_model(destination, self._bare_model(), live, self.start)
+            sealed = sealed and not _differing(compared)
         self._forget_whole()
         return bool(broadcast_object_list([sealed])[0])
 
@@ -537,13 +547,15 @@ class Checkpoints:
 
     # ---- reading back ---------------------------------------------------------------------------------------
 
-    def _verified(self, directory: Path, states: Mapping[str, Any]) -> dict[str, Readback]:
+    def _verified(
+        self, directory: Path, states: Mapping[str, Any], *, start: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Readback]:
         """Every file of this rank in ``directory`` as it is found equal to what is live, written again where it is not.
 
         Each time all is written to another directory, so that a bad place on the disk stays taken meanwhile; from the
         third time on from copies that were compared with the device on their way to the host.
         """
-        found = self._compare(directory, states)
+        found = self._compare(directory, states, start)
         for again in range(1, _WRITES):
             bad = [name for name, one in found.items() if one.differing]
             if not bad:
@@ -552,7 +564,9 @@ class Checkpoints:
             scratch = create_staging(directory)
             try:
                 self._write_again(scratch, states, fetched=again > 1)
-                for name, one in self._compare(scratch, states).items():
+                if start is not None:
+                    self._convert(scratch)
+                for name, one in self._compare(scratch, states, start).items():
                     if name in bad and not one.differing:
                         (directory / name).parent.mkdir(exist_ok=True)
                         os.replace(scratch / name, directory / name)
@@ -582,10 +596,12 @@ class Checkpoints:
             else:
                 torch.save(map_tensors(state, saved_state.host_copy) if fetched else state, directory / name)
 
-    def _compare(self, directory: Path, states: Mapping[str, Any]) -> dict[str, Readback]:
+    def _compare(
+        self, directory: Path, states: Mapping[str, Any], start: Mapping[str, Tensor] | None
+    ) -> dict[str, Readback]:
         found: dict[str, Readback] = {}
         if self._trainer.is_world_process_zero() and not self._is_in_parts:
-            found |= saved_state.compare_model(directory, self._bare_model(), self._whole_model())
+            found |= saved_state.compare_model(directory, self._bare_model(), self._whole_model(), start)
         for name, state in states.items():
             compare = saved_state.compare_trainer_state if name == TRAINER_STATE_NAME else saved_state.compare_state
             found[name] = compare(directory / name, state)

@@ -34,6 +34,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.integrity.manifest import FileEntry, read_once
+from hf_rocm_tune.models.adapter import plain_lora
 from hf_rocm_tune.models.quantised import is_written_buffer, set_buffer
 from hf_rocm_tune.models.shards import local, own_rows
 from hf_rocm_tune.transfer.digest import digest
@@ -70,11 +71,18 @@ class Readback:
 
 
 def compare_model(
-    directory: Path, model: nn.Module, trained: Mapping[str, Tensor] | None = None
+    directory: Path,
+    model: nn.Module,
+    trained: Mapping[str, Tensor] | None = None,
+    start: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Readback]:
     """Compare the safetensors files in ``directory`` with a PEFT model's live adapters, or a whole model.
 
-    ``trained``: of a PEFT model that is sharded, the trained weights by name, whole; else they are the model's own.
+    Args:
+        directory: holds the files.
+        model: whose they are.
+        trained: of a PEFT model that is sharded, the trained weights by name, whole; else they are the model's own.
+        start: where the files are to hold plain LoRA, what the adapter began with; see `models.adapter.plain_lora`.
 
     Returns:
         One `Readback` a file, by its name relative to ``directory``.
@@ -82,13 +90,16 @@ def compare_model(
     stored = {file.name: _names(file) for file in sorted(directory.glob("*.safetensors"))}
     found = {
         file: _compare_tensors(directory, file, live, required)
-        for file, live, required in _expected(model, stored, trained)
+        for file, live, required in _expected(model, stored, trained, start)
     }
     return found or {"model.safetensors": Readback(differing=["no .safetensors file was written"])}
 
 
 def compare_recorded(
-    recorded: Mapping[str, str], model: nn.Module, trained: Mapping[str, Tensor] | None = None
+    recorded: Mapping[str, str],
+    model: nn.Module,
+    trained: Mapping[str, Tensor] | None = None,
+    start: Mapping[str, Tensor] | None = None,
 ) -> list[str] | None:
     """Names of what is live in a model and is not what a manifest says was saved; None where it says nothing of it."""
     stored: dict[str, set[str]] = {}
@@ -99,7 +110,7 @@ def compare_recorded(
     if not stored:
         return None
     differing = []
-    for file, live, required in _expected(model, stored, trained):
+    for file, live, required in _expected(model, stored, trained, start):
         names = stored.get(file, set())
         differing += [f"{file}:{name}" for name in sorted(required - names)]
         for name in sorted(names):
@@ -109,12 +120,18 @@ def compare_recorded(
 
 
 def _expected(
-    model: nn.Module, stored: Mapping[str, set[str]], trained: Mapping[str, Tensor] | None
+    model: nn.Module,
+    stored: Mapping[str, set[str]],
+    trained: Mapping[str, Tensor] | None,
+    start: Mapping[str, Tensor] | None,
 ) -> Iterator[tuple[str, Mapping[str, Tensor], set[str]]]:
     """(file, live tensors by their names in that file, names that must be in it)."""
     if hasattr(model, "peft_config"):
         for adapter in cast("PeftModel", model).peft_config:
-            yield adapter_file(adapter), *_live_adapter(model, adapter, trained)
+            live, required = _live_adapter(model, adapter, trained)
+            if start is not None:
+                live = plain_lora({name: live[name] for name in required}, start)
+            yield adapter_file(adapter), live, required
         return
     live, required = _live_model(model, set().union(*stored.values()))
     for file in stored:
@@ -133,6 +150,14 @@ def _live_adapter(
         model, state_dict=state, adapter_name=adapter, save_embedding_layers=False
     )
     return {**(model.state_dict() if state is None else state), **adapter_state}, set(adapter_state)
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """Host copies of a model's only adapter by the names of its file, compared with the device on their way."""
+    from peft import get_peft_model_state_dict
+
+    found = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {name: host_copy(tensor) for name, tensor in found.items()}
 
 
 def _live_model(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], set[str]]:

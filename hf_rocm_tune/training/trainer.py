@@ -34,6 +34,7 @@ from typing_extensions import override
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import Prefetch, require_unchanged, verify_loader
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
+from hf_rocm_tune.models.adapter import Rates
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import (
     Coverage,
@@ -65,6 +66,7 @@ from hf_rocm_tune.training.interrupt import HeartbeatCallback, InterruptCallback
 from hf_rocm_tune.training.metrics import Notes, is_tried
 from hf_rocm_tune.training.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.training.refusals import OptimizerTablesCallback, with_offloads
+from hf_rocm_tune.training.saved_state import adapter_state
 from hf_rocm_tune.training.sentinels import SentinelCallback, is_foreign
 from hf_rocm_tune.training.supervised import Heartbeat, Listener, Phase
 from hf_rocm_tune.training.telemetry import MetricsCallback, Telemetry
@@ -120,6 +122,9 @@ class VerifiedTransferMixin(_Base):
             compared and before its manifest is made; None for upstream's cards.
         telemetry: of the card of this process, for the logs.
         listener: hears each sign of life, beside the supervisor.
+        plain_lora: save the result of an adapter that began with a part of the weights (PiSSA, OLoRA) as plain LoRA for
+            the original weights.
+        rates: learning rates that differ; see `Rates`.
 
     Attributes:
         mover, recompute_layers, run_id, skip_steps: see above.
@@ -157,6 +162,8 @@ class VerifiedTransferMixin(_Base):
         card_writer: Callable[[Path], None] | None = None,
         telemetry: Telemetry | None = None,
         listener: Listener | None = None,
+        plain_lora: bool = False,
+        rates: Rates | None = None,
         **keywords: Any,
     ) -> None:
         upstream.check_all()
@@ -202,8 +209,11 @@ class VerifiedTransferMixin(_Base):
         self._notes = Notes(self, filters_losses=filters_losses)
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
+        self._rates = rates or Rates()
         mark_computed(self.model, self.mover)
         self._place(self.model)
+        if before and plain_lora:
+            self._checkpoints.start = adapter_state(self.model)
         self._sentinel = SentinelCallback(
             self.model,
             self.mover,
@@ -277,6 +287,13 @@ class VerifiedTransferMixin(_Base):
         keep_trainable_on_cpu(model)
         follow_bias_casts(model, self.mover)
         follow_written_buffers(model, self.mover)
+
+    @override
+    def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
+        """As upstream; parameters with a learning rate of their own then have groups of their own."""
+        optimizer = super().create_optimizer(*arguments, **keywords)
+        self._rates.split(self.model, optimizer)
+        return optimizer
 
     # ---- a training begins ----------------------------------------------------------------------------------
 
