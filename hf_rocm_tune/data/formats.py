@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import difflib
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
 
     Rows: TypeAlias = Dataset | IterableDataset
 
@@ -439,3 +441,58 @@ def _named(value: Any) -> str:
         return "an empty list"
     kinds = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return kinds.get(type(value), f"a {type(value).__name__}")
+
+
+# ---- what is read and not learnt ------------------------------------------------------------------------------------
+
+_BEGIN, _END, _NOT_LEARNT = "<think>", "</think>", -100
+
+
+def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str) -> tuple[Rows, int]:
+    """Takes what stands from ``<think>`` to ``</think>`` out of what is learnt; it is still read.
+
+    Args:
+        dataset: with ``input_ids`` and ``labels`` (-100: not learnt), as TRL prepares it; ``seq_lengths`` where several
+            examples share a row.
+        tokenizer: that made them.
+        split: for messages.
+
+    Returns:
+        The rows in which something is left to learn, and how many others there were (0 of a stream). A span that was
+        cut off ends with its example; one that begins in what is not learnt anyhow (a question) is none.
+
+    Raises:
+        UsageError: nothing is left to learn.
+    """
+    from datasets import Dataset
+
+    masked = dataset.map(_without_thinking, fn_kwargs={"tokenizer": tokenizer})
+    left = masked.filter(lambda row: any(label != _NOT_LEARNT for label in row["labels"]))
+    if not isinstance(dataset, Dataset):
+        return left, 0
+    if not len(left):
+        raise UsageError(
+            f"--mask_thinking leaves nothing to learn in the '{split}' rows: what follows {_END} is cut off; raise "
+            "--max_length"
+        )
+    return left, len(dataset) - len(left)
+
+
+def _without_thinking(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    ids, labels, start = row["input_ids"], list(row["labels"]), 0
+    for length in row.get("seq_lengths") or [len(ids)]:
+        # Pieces of ASCII stand for themselves in the vocabularies of byte-level BPE and of SentencePiece.
+        pieces = tokenizer.convert_ids_to_tokens(ids[start : start + length])
+        ends = list(accumulate(map(len, pieces)))
+        text, at = "".join(pieces), 0
+        while (at := text.find(_BEGIN, at)) >= 0:
+            first = bisect_right(ends, at)
+            if labels[start + first] == _NOT_LEARNT:
+                at += len(_BEGIN)
+                continue
+            end = text.find(_END, at)
+            at = len(text) if end < 0 else end + len(_END)
+            for place in range(start + first, start + bisect_left(ends, at) + 1):
+                labels[min(place, start + length - 1)] = _NOT_LEARNT
+        start += length
+    return {"labels": labels}

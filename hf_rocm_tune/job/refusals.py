@@ -72,9 +72,15 @@ def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
     """
     method, training, model = arguments.method, arguments.training, arguments.model
     if method == "sft":
+        wrapped = training.packing and training.packing_strategy == "wrapped"
+        refuse(
+            "--mask_thinking",
+            {"--packing_strategy wrapped, which cuts examples": arguments.tune.mask_thinking and wrapped},
+        )
         return
     reasons = {
         "FSDP and DeepSpeed": bool(training.fsdp or training.deepspeed or is_sharded(environ)),
+        "--mask_thinking, which is of supervised fine-tuning": arguments.tune.mask_thinking,
         "--split_layers": arguments.ranks.split_layers is not None,
         "--precompute_ref_log_probs, whose batches are moved unverified": getattr(
             training, "precompute_ref_log_probs", False

@@ -20,7 +20,7 @@ from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_see
 from trl import get_peft_config, get_quantization_config
 
 from hf_rocm_tune import exits, upstream
-from hf_rocm_tune.data.formats import FormatInfo, Method, as_trl, check_format
+from hf_rocm_tune.data.formats import FormatInfo, Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.errors import MemoryFaultError, TuneError
 from hf_rocm_tune.job import announce
@@ -413,6 +413,13 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             rates=Rates(lora_b=tune.loraplus_lr_ratio, embeddings=tune.embedding_learning_rate),
             **extra,
         )
+    if tune.mask_thinking:
+        for split in ("train", "eval"):
+            if (rows := getattr(trainer, f"{split}_dataset")) is not None:
+                rows, lost = without_thinking(rows, job.tokenizer, split)
+                setattr(trainer, f"{split}_dataset", rows)
+                if lost:
+                    announce.say(f"{lost} {split} rows are left out: all that --max_length leaves of them is thinking")
     job.arguments = replace(job.arguments, training=trainer.args)  # a copy, with what is changed while it is built
     if job.publisher is not None:
         job.publisher.alive = partial(trainer.beat, "save")
