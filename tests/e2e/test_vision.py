@@ -1,0 +1,156 @@
+"""Vision-language models: trained on pictures with every byte verified, as TRL trains them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from hf_rocm_tune.settings.arguments import RanksArguments, TuneArguments
+from tests import tiny
+from tests.e2e.command import CommandServer, Result
+from tests.e2e.conftest import flags, losses_of, report_of
+
+ADAPTER = "adapter_model.safetensors"
+PART = "{%- if part['type'] == 'image' %}{{- '<image>' }}{%- else %}{{- part['text'] }}{%- endif %}"
+CONTENT = (
+    "{%- if message['content'] is string %}{{- message['content'] }}{%- else %}"
+    f"{{%- for part in message['content'] %}}{PART}{{%- endfor %}}{{%- endif %}}"
+)
+TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
+    f"{CONTENT}{{{{- '<|im_end|>\n' }}}}{{%- endfor %}}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(scratch: Path) -> Path:
+    """A small LLaVA: CLIP's vision tower on 28 x 28 pixels (4 patches), a projector, and Llama."""
+    from transformers import (
+        AutoModelForImageTextToText,
+        CLIPImageProcessorPil,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaProcessor,
+    )
+
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<image>"]})
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**size, image_size=28, patch_size=14, projection_dim=64),
+        text_config=LlamaConfig(**size, vocab_size=576, max_position_embeddings=256, **ids),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=4,
+        vision_feature_layer=-1,
+    )
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(scratch / "llava")
+    processor.save_pretrained(scratch / "llava")
+    return scratch / "llava"
+
+
+@pytest.fixture(scope="module")
+def pictures(scratch: Path) -> Path:
+    """A directory with a Parquet file of conversations about pictures."""
+    from datasets import Dataset, Features, Image, List, Value
+    from PIL import Image as Pillow
+
+    chooser, rows = random.Random(0), []
+    for number in range(16):
+        colour = tuple(chooser.randrange(256) for _ in range(3))
+        turns = [("user", f"What colour is picture {number}?"), ("assistant", f"It is {colour}.")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        rows.append({"images": [Pillow.new("RGB", (40, 32), colour)], "messages": messages})
+    kinds = {"images": List(Image()), "messages": List({"role": Value("string"), "content": Value("string")})}
+    (scratch / "pictures").mkdir()
+    Dataset.from_list(rows, features=Features(kinds)).to_parquet(str(scratch / "pictures" / "train.parquet"))
+    return scratch / "pictures"
+
+
+Train = Callable[..., Result]
+
+
+@pytest.fixture
+def train(server: CommandServer, model: Path, pictures: Path, base_flags: list[str], tmp_path: Path) -> Train:
+    """Runs a small job into ``tmp_path / output``."""
+
+    def run(output: str, *more: str, env: dict[str, str] | None = None) -> Result:
+        given = {"model_name_or_path": model, "dataset_name": pictures, "output_dir": tmp_path / output}
+        settings = flags(**given, save_strategy="steps", save_steps=2, learning_rate=1e-3)
+        return server.run(*base_flags, *settings, *more, env=env)
+
+    return run
+
+
+def done(result: Result) -> Result:
+    assert result.code == 0, result.stderr[-3000:]
+    return result
+
+
+def test_pictures_are_trained_on_verified_and_as_stock_trl_does(train: Train, tmp_path: Path) -> None:
+    done(train("ours"))
+    report = report_of(tmp_path / "ours")
+    assert report["coverage"]["unverified"] == [] and report["incidents"] == []
+    assert report["coverage"]["verified_bytes"] == report["coverage"]["device_bytes"]
+    assert report["batches"]["bytes"] > 4 * 2 * 3 * 28 * 28 * 4  # the pixels of 4 batches of 2, in float32
+    weights = load_file(tmp_path / "ours" / ADAPTER)
+    assert {name.split(".")[3] for name in weights} >= {"vision_tower", "language_model"}
+
+    settings = yaml.safe_load(done(train("trl", "--print_config")).stdout)
+    for own in (*dataclasses.fields(TuneArguments), *dataclasses.fields(RanksArguments)):
+        settings.pop(own.name, None)
+    (tmp_path / "trl.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "trl.scripts.sft", "--config", str(tmp_path / "trl.yaml")]
+    stock = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert stock.returncode == 0, stock.stderr[-3000:]
+    assert losses_of(tmp_path / "ours") == losses_of(tmp_path / "trl")
+    for name, tensor in load_file(tmp_path / "trl" / ADAPTER).items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_harmed_pixels_are_found_and_a_killed_run_goes_on(train: Train, tmp_path: Path) -> None:
+    done(train("clean"))
+    done(train("harmed", env={"HF_ROCM_TUNE_FAULT": "kind=zero,tensor=pixel_values,persist=0,count=2"}))
+    counts = report_of(tmp_path / "harmed")["batches"]
+    assert counts["mismatches"] == counts["recovered"] == 2
+    assert {row["tensor"] for row in report_of(tmp_path / "harmed")["incidents"]} == {"pixel_values"}
+    killed = train("killed", env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"})
+    assert killed.code < 0
+    done(train("killed"))
+    clean = (tmp_path / "clean" / ADAPTER).read_bytes()
+    assert clean == (tmp_path / "harmed" / ADAPTER).read_bytes() == (tmp_path / "killed" / ADAPTER).read_bytes()
+
+
+def test_the_plan_says_that_pictures_are_not_counted(server: CommandServer, model: Path) -> None:
+    result = done(server.run("--model", str(model), "--seq", "128", "--json", env={"VERB": "plan"}))
+    assert any("only text is counted: vision input" in note for note in json.loads(result.stdout)["notes"])
+
+
+def test_pictures_for_a_model_of_text_are_one_line(
+    train: Train, model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    refused = train("out", "--model_name_or_path", str(model_of("llama3")))
+    assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr[-2000:]
+    assert "vision" in refused.stderr
+    assert not (tmp_path / "out" / "integrity.json").exists()
