@@ -1,3 +1,4 @@
+# mypy: disable-error-code="empty-body"
 """What the objects that a trainer owns may use of it beside upstream's: declared here, for the type checker alone.
 
 `training.trainer` does it. Checkpoints and the recovery from a shortage of memory import this, so imports point down.
@@ -31,37 +32,16 @@ class Owner(Trainer):
     recompute_layers: tuple[int, int] | None
 
     @property
-    def devices(self) -> tuple[torch.device, ...]:
-        raise NotImplementedError
-
+    def devices(self) -> tuple[torch.device, ...]: ...
     @property
-    def is_sharded(self) -> bool:
-        raise NotImplementedError
-
+    def is_sharded(self) -> bool: ...
     @property
-    def whole_state(self) -> WholeState | None:
-        raise NotImplementedError
-
-    def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def unchanged(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        raise NotImplementedError
-
-    def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor:
-        raise NotImplementedError
-
-    def before_save(self) -> None:
-        raise NotImplementedError
-
-    def before_manifest(self, directory: Path) -> None:
-        raise NotImplementedError
-
-    def write_model(self, directory: str) -> None:
-        raise NotImplementedError
-
-    def beat(self, phase: Phase) -> None:
-        raise NotImplementedError
+    def whole_state(self) -> WholeState | None: ...
+    def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]: ...
+    def unchanged(self, batch: Mapping[str, Any]) -> Mapping[str, Any]: ...
+    def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]: ...
+    def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor: ...
+    def before_save(self) -> None: ...
+    def before_manifest(self, directory: Path) -> None: ...
+    def write_model(self, directory: str) -> None: ...
+    def beat(self, phase: Phase) -> None: ...

@@ -19,7 +19,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -428,13 +428,13 @@ class VerifiedTransferMixin(_Base):
             self.mover.settle(inputs)
         # Of prompts a trainer makes its batch by itself: generates, reads, scores and sends it, in this thread.
         makes = not isinstance(inputs, Mapping)
-        with redirected(self.mover, stage="batches") if makes else nullcontext():
+        with redirected(self.mover, stage="batches") if makes else nullcontext(), self._steady_checkpointing():
             return super()._prepare_inputs(inputs)
 
     @override
     def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; a mean over a part of a micro-batch counts by the part's labels."""
-        with self._notes.taken():
+        with self._notes.taken(), self._steady_checkpointing():
             result = super().compute_loss(*arguments, **keywords)
         factor = 1.0 if self._recovery is None else self._recovery.loss_factor
         if factor == 1.0:
@@ -631,6 +631,22 @@ class VerifiedTransferMixin(_Base):
         super().save_model(directory, _internal_call=True)
 
     # ---- details --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _steady_checkpointing(self) -> Iterator[None]:
+        """TRL turns checkpointing off and on again round a reference's forward, which only ``use_reentrant`` asks for.
+
+        Each time the choice of layers would be lost, and one more hook be left at the embeddings.
+        """
+        model: Any = self.model
+        if isinstance(self, SFTTrainer) or (self.args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+            yield
+            return
+        model.gradient_checkpointing_disable = model.gradient_checkpointing_enable = lambda *_: None
+        try:
+            yield
+        finally:
+            del model.gradient_checkpointing_disable, model.gradient_checkpointing_enable
 
     def _load_weights(self, checkpoint: str, stock: Callable[[], None]) -> None:
         directory = Path(checkpoint)

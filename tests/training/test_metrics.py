@@ -82,6 +82,15 @@ def test_the_log_is_trls(kind: str, model_path: Path, tmp_path: Path) -> None:
     assert any("eval_num_tokens" in row for row in ours) and len(ours) == 7
 
 
+def test_a_reference_leaves_the_choice_of_layers_and_the_embeddings_alone(model_path: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"activation_checkpointing": True, "max_steps": 2, "ours": {"recompute_layers": (1, 0)}}
+    trainer = build(VerifiedDPO, model_path, Dataset.from_list(PAIRS), tmp_path / "out", config=DPOConfig, **options)
+    trainer.train()
+    model = trainer.model.get_base_model()
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]
+    assert len(model.get_input_embeddings()._forward_hooks) <= 2, "PEFT's and transformers', not one a micro-step"
+
+
 class Harmed:
     """Adds to the loss of one micro-step what has no gradient."""
 
