@@ -1,8 +1,8 @@
 """Supervised fine-tuning: ``accelerate launch -m hf_rocm_tune.sft`` (or ``hf-rocm-tune sft``); and the start of others.
 
-``hf_rocm_tune.dpo``, ``kto``, ``reward`` and ``grpo`` start here with their method. Only the start: names of flags are
-checked and variables of a recipe applied before torch is imported, and one boundary turns errors into one line and an
-exit code. The run itself is told in :mod:`hf_rocm_tune.job.run`.
+``hf_rocm_tune.dpo``, ``kto``, ``orpo``, ``reward`` and ``grpo`` start here with their method. Only the start: names of
+flags are checked and variables of a recipe applied before torch is imported, and one boundary turns errors into one
+line and an exit code. The run itself is told in :mod:`hf_rocm_tune.job.run`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None, *, method: Method = "sft") -> int:
 def _start(argv: list[str], method: Method) -> int:
     if names.answered(method, argv):
         return 0
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # the help says of ORPO what it is
     if sys.stderr.isatty():
         os.environ.setdefault("TQDM_LEAVE", "")  # tqdm's own: bars of libraries go when they are full
     before = dict(os.environ)

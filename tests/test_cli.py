@@ -26,7 +26,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 def test_the_verbs_are_the_public_commands() -> None:
     training, machine = (
-        ["sft", "train", "dpo", "kto", "reward", "grpo", "run"],
+        ["sft", "train", "dpo", "kto", "reward", "grpo", "orpo", "run"],
         ["doctor", "plan", "configs", "recipes", "env", "bench", "demo", "drill"],
     )
     result = ["report", "push", "merge", "generate", "chat", "eval"]

@@ -34,7 +34,7 @@ _BATCH = 1000
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 Kind = Literal["messages", "prompt_completion", "text", "tokenized", "preference", "unpaired", "prompt"]
-Method = Literal["sft", "dpo", "kto", "reward", "grpo"]
+Method = Literal["sft", "dpo", "kto", "reward", "grpo", "orpo"]
 
 # Names of a column of prompts and of one of answers: TRL's first, then Alpaca's and those of sets of questions.
 _PROMPTS = ("prompt", "instruction", "question", "query")
@@ -46,6 +46,7 @@ _ACCEPTED: dict[Method, str] = {
     "sft": "'messages' (also with 'tools'), 'prompt' and 'completion', '{text}', 'conversations' (ShareGPT), "
     "'instruction' and 'output' (Alpaca, also with 'input'), 'question' and 'answer', or 'input_ids'",
     "dpo": "'prompt', 'chosen' and 'rejected' (text or messages; 'prompt' may be part of both)",
+    "orpo": "'prompt', 'chosen' and 'rejected' (text or messages; 'prompt' may be part of both)",
     "reward": "'chosen' and 'rejected' (text or messages), also with 'prompt'",
     "kto": "'prompt', 'completion' and 'label' (true or false), or 'prompt', 'chosen' and 'rejected'",
     "grpo": "'prompt' (text or messages) and whatever the reward functions read",
@@ -274,7 +275,7 @@ def _recognise(
             return "text", {text_field: text_field}, ()
         if prompt and answer:
             return "prompt_completion", {"prompt": prompt, "completion": answer}, ()
-    if method in ("dpo", "reward", "kto") and {"chosen", "rejected"} <= {*columns}:
+    if method in ("dpo", "orpo", "reward", "kto") and {"chosen", "rejected"} <= {*columns}:
         pair = {"chosen": "chosen", "rejected": "rejected"}
         begun = isinstance(first["chosen"], list) and _begins(first["chosen"])
         if prompt and isinstance(first[prompt], str) and begun:

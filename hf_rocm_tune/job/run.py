@@ -6,6 +6,7 @@ that.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import trl
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 from trl import get_peft_config, get_quantization_config
 
@@ -438,9 +438,11 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
 def _trainer_class(method: Method) -> type[VerifiedTransferMixin]:
     if method == "sft":
         return VerifiedSFTTrainer
-    name = names.VERBS[method].trainer
+    name, library = names.VERBS[method].trainer, names.VERBS[method].library
     # GRPO makes its batches itself, from prompts; what it moves meanwhile passes the mover (`_prepare_inputs`).
-    return type(f"Verified{name}", (VerifiedTransferMixin, getattr(trl, name)), {})
+    return type(
+        f"Verified{name}", (VerifiedTransferMixin, getattr(importlib.import_module(library or "trl"), name)), {}
+    )
 
 
 def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Splits:

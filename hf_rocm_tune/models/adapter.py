@@ -155,11 +155,14 @@ class Rates:
         embeddings = {
             id(parameter)
             for module in (model.get_input_embeddings(), model.get_output_embeddings())
-            if module is not None and self.embeddings is not None
+            if module is not None
             for parameter in module.parameters()
         }
         trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-        special = {each: self.embeddings for each in trained if each in embeddings and "lora_" not in trained[each]}
+        special: dict[int, float] = {}
+        if self.embeddings is not None:
+            whole = (each for each, name in trained.items() if each in embeddings and "lora_" not in name)
+            special = dict.fromkeys(whole, self.embeddings)
         if self.embeddings is not None and not special:
             raise UsageError(
                 "--embedding_learning_rate: neither embeddings nor output head are trained; add "

@@ -52,13 +52,14 @@ class Verb:
     config: str  # TRL's class of training settings
     what: str  # one sentence
     script: tuple[str, str] = ("trl.scripts.utils", "ScriptArguments")  # TRL's class of the other settings
+    library: str = ""  # where config and trainer are, if not at trl's top
     # defaults that the sources of TRL do not tell, by flag: ours that differ, and what one flag takes from another
     ours: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def owners(self) -> tuple[tuple[str, str], ...]:
         """Module and name of the classes that the parser is built from, in its order."""
-        config = f"trl.trainer.{self.config.removesuffix('Config').lower()}_config"
+        config = f"{self.library or 'trl.trainer'}.{self.config.removesuffix('Config').lower()}_config"
         ours = tuple(("hf_rocm_tune.settings.arguments", name) for name in ("TuneArguments", "RanksArguments"))
         return (*ours, self.script, (config, self.config), *_COMMON)
 
@@ -98,6 +99,12 @@ VERBS: dict[Method, Verb] = {
         config="GRPOConfig",
         what="Train on rewards of the model's own answers, verified.",
         script=("trl.scripts.grpo", "GRPOScriptArguments"),
+        ours=_RATE,
+    ),
+    "orpo": Verb(
+        config="ORPOConfig",
+        what="Train on pairs of answers without a reference model (experimental in TRL), verified.",
+        library="trl.experimental.orpo",
         ours=_RATE,
     ),
 }
