@@ -200,9 +200,12 @@ def test_a_shortage_of_memory_cuts_between_pairs(jobs: Jobs, method: str, tmp_pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["dpo", "kto"])
-def test_a_reference_model_is_verified_and_changes_nothing(jobs: Jobs, method: str, tmp_path: Path) -> None:
-    done(jobs.run(method, tmp_path / "out", use_peft=False, learning_rate=1e-4))
+@pytest.mark.parametrize("method", ["dpo", "kto", "grpo"])
+def test_a_reference_model_is_verified_and_watched(jobs: Jobs, method: str, tmp_path: Path) -> None:
+    beta = {"beta": 0.1} if method == "grpo" else {}
+    done(jobs.run(method, tmp_path / "out", use_peft=False, learning_rate=1e-4, **beta))
+    if method == "grpo":
+        assert [row["kl"] > 0 for row in logged(tmp_path / "out") if "kl" in row][1:] == [True] * (STEPS - 1)
     report = report_of(tmp_path / "out")
     assert_covered(tmp_path / "out")
     weights = sum(tensor.nbytes for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
