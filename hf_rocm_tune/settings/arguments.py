@@ -284,9 +284,6 @@ def process_group(sync: SyncSettings, values: Mapping[str, Any], environ: Mappin
     return {"ddp_backend": "gloo"}
 
 
-_LORA_FACTOR = 10  # by which an adapter's learning rate is above that of all weights, in TRL's examples of each trainer
-
-
 @dataclass(frozen=True, kw_only=True)
 class Difference:
     """A default of ours that differs from TRL's, in use because the user gave no value."""
@@ -585,7 +582,7 @@ def differences(
     lora = given.get("use_peft", True)
     default("use_peft", True, "LoRA; --use_peft false trains all weights")
     if lora:
-        rate = float(f"{_LORA_FACTOR * defaults['learning_rate']:.6g}")
+        rate = float(f"{names.LORA_FACTOR * defaults['learning_rate']:.6g}")
         default("learning_rate", rate, "adapters start at zero and learn at about ten times the rate")
         if given.get("lora_target_parameters") is None:
             default("lora_target_modules", ["all-linear"], "every linear layer but the output head")

@@ -18,7 +18,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,6 @@ class Verb:
     what: str  # one sentence
     script: tuple[str, str] = ("trl.scripts.utils", "ScriptArguments")  # TRL's class of the other settings
     library: str = ""  # where config and trainer are, if not at trl's top
-    # defaults that the sources of TRL do not tell, by flag: ours that differ, and what one flag takes from another
-    ours: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def owners(self) -> tuple[tuple[str, str], ...]:
@@ -75,37 +73,28 @@ _BASES = {  # where these classes' own base classes are
     "TrainingArguments": "transformers.training_args",
     "ScriptArguments": "trl.scripts.utils",
 }
-_EVERY = {
+LORA_FACTOR = 10  # by which an adapter's learning rate is above that of all weights, in TRL's examples of each trainer
+# defaults of ours that differ from what the sources of TRL tell, or that one flag takes from another
+_OURS = {
     "use_peft": "true",
     "lora_dropout": "0",
     "lora_target_modules": "all-linear",
     "activation_checkpointing": "true",
 }
-_RATE = {**_EVERY, "learning_rate": "1e-05; 1e-06 without LoRA"}
 VERBS: dict[Method, Verb] = {
-    "sft": Verb(
-        config="SFTConfig",
-        what="Fine-tune a language model; every byte that goes to the device is verified.",
-        ours={**_EVERY, "learning_rate": "0.0002; 2e-05 without LoRA"},
-    ),
-    "dpo": Verb(config="DPOConfig", what="Train on pairs of a chosen and a rejected answer, verified.", ours=_RATE),
-    "kto": Verb(config="KTOConfig", what="Train on answers that are wanted or not, verified.", ours=_RATE),
-    "reward": Verb(
-        config="RewardConfig",
-        what="Train a reward model on chosen and rejected answers, verified.",
-        ours={**_EVERY, "learning_rate": "0.001; 0.0001 without LoRA"},
-    ),
+    "sft": Verb(config="SFTConfig", what="Fine-tune a language model; every byte that goes to the device is verified."),
+    "dpo": Verb(config="DPOConfig", what="Train on pairs of a chosen and a rejected answer, verified."),
+    "kto": Verb(config="KTOConfig", what="Train on answers that are wanted or not, verified."),
+    "reward": Verb(config="RewardConfig", what="Train a reward model on chosen and rejected answers, verified."),
     "grpo": Verb(
         config="GRPOConfig",
         what="Train on rewards of the model's own answers, verified.",
         script=("trl.scripts.grpo", "GRPOScriptArguments"),
-        ours=_RATE,
     ),
     "orpo": Verb(
         config="ORPOConfig",
         what="Train on pairs of answers without a reference model (experimental in TRL), verified.",
         library="trl.experimental.orpo",
-        ours=_RATE,
     ),
 }
 
@@ -266,7 +255,9 @@ def screen(verb: Method) -> str:
         name = ALIASES.get(typed or "", typed)
         if name is not None and known and name not in known:
             continue
-        default = about.ours.get(name or "") or (_shown(known[name].default) if name in known else "")
+        default = _OURS.get(name or "") or (_shown(known[name].default) if name in known else "")
+        if name == "learning_rate" and known:
+            default = f"{LORA_FACTOR * known[name].default:g}; {default} without LoRA"
         lines.append(f"{line} [{default}]" if default else line)
     return "\n".join(lines) + "\n" + _MORE
 

@@ -76,21 +76,19 @@ class Method:
     Args:
         settings: flags.
         arch: of the model.
-        init: of LoRA, where TRL has no flag for it.
         tolerance: relative, of the losses against the CPU's.
         cards: how many; the CPU's run has as many logical ones where it is a split.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     arch: str = "llama3"
-    init: str = ""
     tolerance: float = 1e-5
     cards: int = 1
 
     @property
     def env(self) -> dict[str, str]:
         """Variables of the command."""
-        return {"SIMCARD_DEVICES": str(self.cards), **({"LORA_INIT": self.init} if self.init else {})}
+        return {"SIMCARD_DEVICES": str(self.cards)}
 
 
 FLOAT32 = {"dtype": "float32", "bf16": False}
@@ -103,7 +101,7 @@ METHODS = {
     "full": Method(settings={"use_peft": False, **FLOAT32, "optim": "adamw_torch_fused"}),
     "dora": Method(settings={"use_dora": True, **FLOAT32}),
     "rslora": Method(settings={"use_rslora": True, **FLOAT32}),
-    "pissa": Method(settings={**FLOAT32}, init="pissa"),
+    "pissa": Method(settings={"init_lora_weights": "pissa", **FLOAT32}),
     "modules to save": Method(settings={"lora_modules_to_save": "lm_head", **FLOAT32}),
     "experts": Method(settings={"lora_target_parameters": "mlp.experts.gate_up_proj", **FLOAT32}, arch="qwen3_moe"),
     "packing": Method(settings={"packing": True, **FLOAT32}),

@@ -13,7 +13,6 @@ It reads one JSON request a line from standard input and answers one JSON line:
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import json
@@ -40,13 +39,6 @@ def _dump_logits_after_saving(target: str) -> None:
             torch.save(logits(self.model), target)
 
     VerifiedSFTTrainer.save_model = save_model
-
-
-def _initialise_lora(scheme: str) -> None:
-    """Every LoRA of the command is initialised so, as by a configuration of the user's own: TRL has no flag for it."""
-    import peft
-
-    peft.LoraConfig.__init__ = functools.partialmethod(peft.LoraConfig.__init__, init_lora_weights=scheme)
 
 
 def _rename(method: str) -> None:
@@ -81,8 +73,6 @@ def _child(request: dict[str, Any]) -> None:
             from tests.e2e.pretended import pretend
 
             pretend(os.environ["PRETENDED_MACHINE"])
-        if "LORA_INIT" in os.environ:
-            _initialise_lora(os.environ["LORA_INIT"])
         if "RENAMED" in os.environ:
             _rename(os.environ["RENAMED"])
         if "MEMORY_ATTACK" in os.environ:
