@@ -135,7 +135,7 @@ try:
 finally:
     print(*set({HEAVY!r}) & set(sys.modules), end="", file=sys.stderr)
 """
-STARTS = (("hf_rocm_tune", "sft"), ("hf_rocm_tune", "train"), ("hf_rocm_tune.sft",))
+STARTS = (("hf_rocm_tune", "sft"), ("hf_rocm_tune", "train"), ("hf_rocm_tune.sft",), ("hf_rocm_tune.orpo",))
 
 
 def light(*argv: str) -> subprocess.CompletedProcess[str]:

@@ -605,6 +605,8 @@ def differences(
         default("dtype", "bfloat16", "frozen weights take half the memory; adapters are trained in float32")
     if given.get("early_stopping_patience") is not None:
         default("metric_for_best_model", "loss", "early stopping watches the evaluation loss")
+    if method == "orpo":
+        default("remove_unused_columns", False, "its own collator reads other columns than the model does")
     if not accelerator:
         default("use_cpu", True, "there is no GPU here")
     default("dataloader_pin_memory", False, "the verified transfer has page-locked slots of its own")
