@@ -152,22 +152,17 @@ class Rates:
         Raises:
             UsageError: the model trains nothing of the kind.
         """
-        embeddings = {
-            id(parameter)
-            for module in (model.get_input_embeddings(), model.get_output_embeddings())
-            if module is not None
-            for parameter in module.parameters()
-        }
         trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         special: dict[int, float] = {}
         if self.embeddings is not None:
-            whole = (each for each, name in trained.items() if each in embeddings and "lora_" not in name)
-            special = dict.fromkeys(whole, self.embeddings)
-        if self.embeddings is not None and not special:
-            raise UsageError(
-                "--embedding_learning_rate: neither embeddings nor output head are trained; add "
-                "--lora_modules_to_save embed_tokens lm_head (by their names in this model)"
-            )
+            both = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
+            whole = [id(parameter) for module in both for parameter in module.parameters()]
+            special = {each: self.embeddings for each in whole if "lora_" not in trained.get(each, "lora_")}
+            if not special:
+                raise UsageError(
+                    "--embedding_learning_rate: neither embeddings nor output head are trained; add "
+                    "--lora_modules_to_save embed_tokens lm_head (by their names in this model)"
+                )
         if self.lora_b is not None:
             rate = optimizer.param_groups[0]["lr"] * self.lora_b
             special |= {each: rate for each, name in trained.items() if ".lora_B." in name}
