@@ -255,6 +255,7 @@ SCALARS = {
     "trainer/reward_trainer.py:RewardTrainer.compute_loss": "likewise",
     "trainer/grpo_trainer.py:GRPOTrainer._compute_loss": "likewise",
     "trainer/grpo_trainer.py:GRPOTrainer._compute_loss.<locals>.global_masked_mean": "likewise",
+    "orpo/orpo_trainer.py:ORPOTrainer.get_batch_loss_metrics": "metrics, to be logged",
     "trainer/utils.py:nanmin": "how many ratios were clipped, to be logged",
     "trainer/utils.py:nanmax": "likewise",
 }
