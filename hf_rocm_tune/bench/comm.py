@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging as transformers_logging
 
 from hf_rocm_tune.bench import report
-from hf_rocm_tune.bench.report import VOCABULARY, Row, Spread, in_turns, ratios, show_bytes, small_llama, table
+from hf_rocm_tune.bench.report import VOCABULARY, Figures, Spread, in_turns, ratios, show_bytes, small_llama, table
 from hf_rocm_tune.errors import StallError
 from hf_rocm_tune.machine.child import Task, answer, run_together, step
 from hf_rocm_tune.models.placement import place
@@ -51,12 +51,7 @@ _MODELS = {
 
 
 def run(wanted: Namespace) -> None:
-    """Measures, prints, writes.
-
-    Raises:
-        UsageError: the device is not there.
-        StallError: a process died or did not come to its end.
-    """
+    """Measures, prints, writes. A process that dies or does not come to its end is a `StallError`."""
     device = report.choose_device(wanted.device)
     machine = report.describe(device)
     devices, left_out = _devices(device)
@@ -78,7 +73,7 @@ def _devices(device: torch.device) -> tuple[list[str], list[dict[str, str]]]:
     return [str(device)] * _RANKS, [{"what": "RCCL or NCCL", "reason": reason}]
 
 
-def _measure(devices: Sequence[str], wanted: Namespace, training: Row | None) -> dict[str, list[Row]]:
+def _measure(devices: Sequence[str], wanted: Namespace, training: Figures | None) -> dict[str, list[Figures]]:
     threads = max(1, len(os.sched_getaffinity(0)) // _RANKS)
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-bench-", ignore_cleanup_errors=True) as folder:
         tasks = [
@@ -107,22 +102,22 @@ def _measure(devices: Sequence[str], wanted: Namespace, training: Row | None) ->
     return result
 
 
-def _average_rows(found: Sequence[Row]) -> list[Row]:
+def _average_rows(found: Sequence[Figures]) -> list[Figures]:
     reference = {row["bytes"]: row["seconds"] for row in found if row["way"] == _REFERENCE}
     return [
         {
             "part": "average",
             "bytes": row["bytes"],
             "way": row["way"],
-            "seconds": Spread.of(row["seconds"]).to_dict(),
-            "time_to_gloo": ratios(row["seconds"], reference[row["bytes"]]).to_dict(),
+            "seconds": Spread.of(row["seconds"]),
+            "time_to_gloo": ratios(row["seconds"], reference[row["bytes"]]),
             "wrong": row["wrong"],
         }
         for row in found
     ]
 
 
-def _training_rows(found: Sequence[Row], size: dict[str, int]) -> list[Row]:
+def _training_rows(found: Sequence[Figures], size: dict[str, int]) -> list[Figures]:
     by_way = {row["way"]: row for row in found}
     tokens = size["batch"] * size["seq"]
     rows = []
@@ -134,10 +129,10 @@ def _training_rows(found: Sequence[Row], size: dict[str, int]) -> list[Row]:
                 "part": "training",
                 "way": way,
                 "ranks": row["ranks"],
-                "seconds": Spread.of(seconds).to_dict(),
-                "tokens_per_second": Spread.of([row["ranks"] * tokens / each for each in seconds]).to_dict(),
-                "time_to_ddp": ratios(seconds, reference["seconds"]).to_dict(),
-                "processor_time_to_ddp": ratios(row["cpu_seconds"], reference["cpu_seconds"]).to_dict(),
+                "seconds": Spread.of(seconds),
+                "tokens_per_second": Spread.of([row["ranks"] * tokens / each for each in seconds]),
+                "time_to_ddp": ratios(seconds, reference["seconds"]),
+                "processor_time_to_ddp": ratios(row["cpu_seconds"], reference["cpu_seconds"]),
                 "bytes_between_ranks_per_step": sync.get("bytes_between_ranks_per_step"),
                 "bytes_to_host_and_back_per_step": sync.get("bytes_to_host_and_back_per_step"),
                 "wait_seconds_per_step": sync.get("wait_seconds_per_step"),
@@ -149,7 +144,7 @@ def _training_rows(found: Sequence[Row], size: dict[str, int]) -> list[Row]:
     return rows
 
 
-def _notes(device: torch.device, rows: Sequence[Row]) -> list[str]:
+def _notes(device: torch.device, rows: Sequence[Figures]) -> list[str]:
     notes = [
         "averages: seconds of one, the way of the result to the device included, on two processes; ratios are taken "
         "pair by pair in the same turn"
@@ -162,8 +157,8 @@ def _notes(device: torch.device, rows: Sequence[Row]) -> list[str]:
     training = {row["way"]: row for row in rows if row["part"] == "training"}
     if training:
         host, again = training[_HOST], training[_AGAIN]
-        seen, noise = host["time_to_ddp"]["median"], again["time_to_ddp"]["median"]
-        work, rest = host["processor_time_to_ddp"]["median"], again["processor_time_to_ddp"]["median"]
+        seen, noise = host["time_to_ddp"].median, again["time_to_ddp"].median
+        work, rest = host["processor_time_to_ddp"].median, again["processor_time_to_ddp"].median
         verdict = "reached" if seen <= GOAL else "not reached"
         if abs(noise - 1) > GOAL - 1:
             verdict = "which says nothing on a machine this restless"
@@ -177,13 +172,13 @@ def _notes(device: torch.device, rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def _tables(rows: Sequence[Row]) -> str:
+def _tables(rows: Sequence[Figures]) -> str:
     averages = [
         [
             f"{show_bytes(row['bytes'])}",
             row["way"],
-            Spread(**row["seconds"]).show(3, 1e3),
-            Spread(**row["time_to_gloo"]).show(2) if row["way"] != _REFERENCE else "reference",
+            row["seconds"].show(3, 1e3),
+            row["time_to_gloo"].show(2) if row["way"] != _REFERENCE else "reference",
             str(row["wrong"]),
         ]
         for row in rows
@@ -194,10 +189,10 @@ def _tables(rows: Sequence[Row]) -> str:
         [
             row["way"],
             str(row["ranks"]),
-            Spread(**row["seconds"]).show(1, 1e3, quartiles=True),
-            f"{row['tokens_per_second']['median']:,.0f}",
-            Spread(**row["time_to_ddp"]).show(3, quartiles=True) if row["way"] != _DDP else "reference",
-            Spread(**row["processor_time_to_ddp"]).show(3, quartiles=True) if row["way"] != _DDP else "reference",
+            row["seconds"].show(1, 1e3, quartiles=True),
+            f"{row['tokens_per_second'].median:,.0f}",
+            row["time_to_ddp"].show(3, quartiles=True) if row["way"] != _DDP else "reference",
+            row["processor_time_to_ddp"].show(3, quartiles=True) if row["way"] != _DDP else "reference",
             "-" if row["bytes_between_ranks_per_step"] is None else f"{row['bytes_between_ranks_per_step'] / 1e6:.2f}",
             "-" if row["wait_seconds_per_step"] is None else f"{1e3 * row['wait_seconds_per_step']:.1f}",
         ]
@@ -231,15 +226,9 @@ Average = Callable[[Tensor], Tensor]
 
 
 def measure(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the other process and measure.
+    """Join the other process and measure; see `_measure` for the request, of which ``store`` is a file that both see.
 
-    Args:
-        request: ``rank``; ``store``: a file that both see; ``device``; ``nccl``: whether RCCL (NCCL) is to be measured;
-            ``sizes`` in bytes; ``repeats``; ``training``: see `_train`, None for none; ``threads`` of
-            torch.
-
-    Returns:
-        ``all_reduce``: rows by size and way, with ``seconds`` and ``wrong``; ``training``: rows by way.
+    Returns ``all_reduce``: rows by size and way, with ``seconds`` and ``wrong``; ``training``: rows by way.
     """
     device = torch.device(request["device"])
     if device.type == "cuda":
@@ -330,7 +319,7 @@ _WAYS: dict[str, tuple[str, SyncSettings]] = {
 
 
 @dataclass(kw_only=True, eq=False)
-class _Side:
+class _TrainedWay:
     """One way of training, on this rank."""
 
     model: nn.Module
@@ -346,16 +335,7 @@ def _train(request: Mapping[str, Any], device: torch.device, *, rank: int) -> li
     """A small Llama with LoRA adapters, trained in several ways, turn by turn; each has its own copy of the model.
 
     A step is forward, backward with the averages in it, their verdict where there is one, clipping and the optimizer.
-    One rank alone trains while the other waits.
-
-    Args:
-        request: ``hidden``, ``layers``, ``batch``, ``seq``; ``turns``, and ``steps`` in each.
-        device: of this rank.
-        rank: its number.
-
-    Returns:
-        A row for each way: ``seconds`` and ``cpu_seconds`` (processor time of this process) of each step, the last
-        ``loss``, ``trainable_bytes`` and, for several ranks, what `GradientCheck.describe` says.
+    One rank alone trains while the other waits. A row for each way has wall and processor seconds of each step.
     """
     transformers_logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -374,7 +354,7 @@ def _train(request: Mapping[str, Any], device: torch.device, *, rank: int) -> li
 
 def _side(
     base: nn.Module, way: tuple[str, SyncSettings] | None, stack: ExitStack, device: torch.device, rank: int
-) -> _Side:
+) -> _TrainedWay:
     verify, sync = way or ("off", SyncSettings())
     mover = stack.enter_context(Mover(device, settings=TransferSettings(verify=verify)))
     model = copy.deepcopy(base)
@@ -384,10 +364,12 @@ def _side(
         model = DistributedDataParallel(model, forward_sync_buffers=False)
         check = watch(model, mover, None, sync)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-3)
-    return _Side(model=model, mover=mover, optimizer=optimizer, check=check, draws=torch.Generator().manual_seed(rank))
+    return _TrainedWay(
+        model=model, mover=mover, optimizer=optimizer, check=check, draws=torch.Generator().manual_seed(rank)
+    )
 
 
-def _turn(side: _Side, request: Mapping[str, Any], *, idle: bool) -> list[tuple[float, float]]:
+def _turn(side: _TrainedWay, request: Mapping[str, Any], *, idle: bool) -> list[tuple[float, float]]:
     taken: list[tuple[float, float]] = []
     dist.barrier()
     for _ in range(0 if idle else request["steps"]):
@@ -411,7 +393,7 @@ def _turn(side: _Side, request: Mapping[str, Any], *, idle: bool) -> list[tuple[
     return taken
 
 
-def _row(name: str, side: _Side, taken: list[tuple[float, float]]) -> dict[str, Any]:
+def _row(name: str, side: _TrainedWay, taken: list[tuple[float, float]]) -> dict[str, Any]:
     trainable = sum(weight.nbytes for weight in side.model.parameters() if weight.requires_grad)
     return {
         "way": name,

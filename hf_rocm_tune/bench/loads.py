@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 from trl.trainer import utils as trl_utils
 
 from hf_rocm_tune.bench import report
-from hf_rocm_tune.bench.report import Row, Spread, ratios, table
+from hf_rocm_tune.bench.report import Figures, Spread, ratios, table
 from hf_rocm_tune.errors import (
     CorruptionError,
     OutOfMemoryError,
@@ -63,8 +63,7 @@ def run(wanted: Namespace) -> None:
     """Builds the checkpoint, measures, prints, writes, and removes the checkpoint.
 
     Raises:
-        UsageError: no room for the checkpoint, or a child refused its input.
-        CorruptionError, OutOfMemoryError: a child ended so.
+        UsageError, CorruptionError, OutOfMemoryError: there is no room, or a child ended so.
     """
     if wanted.scale is not None:
         shape_for(wanted.scale)
@@ -87,7 +86,7 @@ def run(wanted: Namespace) -> None:
     report.publish(wanted, machine, settings, rows, _table(rows), notes, left_out)
 
 
-Samples = dict[tuple[str, str], list[Row]]
+Samples = dict[tuple[str, str], list[Figures]]
 
 
 def _measure(
@@ -120,17 +119,13 @@ def _measure(
     return samples, left_out
 
 
-def _load(request: Mapping[str, Any]) -> Row:
-    """Run one load in a process of its own.
-
-    Raises:
-        TuneError: of the child's kind, with its message.
-    """
+def _load(request: Mapping[str, Any]) -> Figures:
+    """Run one load in a process of its own; a `TuneError` of the child's is raised again."""
     done = child.run(__spec__.name, request=request, deadline_s=_DEADLINE_SECONDS)
     return done.result if done.result is not None else _raise(str(request["side"]), done)
 
 
-def _raise(side: str, done: child.Outcome) -> Row:
+def _raise(side: str, done: child.Outcome) -> Figures:
     kinds = {kind.exit_code: kind for kind in (SeamError, UsageError, CorruptionError, StallError, OutOfMemoryError)}
     if done.status == "timeout":
         raise StallError(f"a load ({side}) {done.how} and was stopped")
@@ -171,7 +166,7 @@ def _check_room(shape: Shape, directory: Path) -> None:
         )
 
 
-def _rows(samples: Samples, shape: Shape) -> list[Row]:
+def _rows(samples: Samples, shape: Shape) -> list[Figures]:
     rows = []
     for (cache, side), taken in samples.items():
         seconds = [one["seconds_to_forward"] for one in taken]
@@ -181,10 +176,10 @@ def _rows(samples: Samples, shape: Shape) -> list[Row]:
                 "cache": cache,
                 "side": side,
                 "bytes": shape.nbytes,
-                "seconds_load": Spread.of([one["seconds_load"] for one in taken]).to_dict(),
-                "seconds_to_forward": Spread.of(seconds).to_dict(),
-                "gb_per_s": Spread.of([gb_per_s(shape.nbytes, one) for one in seconds]).to_dict(),
-                "seconds_to_stock": ratios(seconds, stock).to_dict(),
+                "seconds_load": Spread.of([one["seconds_load"] for one in taken]),
+                "seconds_to_forward": Spread.of(seconds),
+                "gb_per_s": Spread.of([gb_per_s(shape.nbytes, one) for one in seconds]),
+                "seconds_to_stock": ratios(seconds, stock),
                 "host_peak_anonymous": _added(taken, "anonymous"),
                 "host_peak_resident": _added(taken, "resident"),
                 "device_peak": max((one["device_peak"] for one in taken if one["device_peak"]), default=None),
@@ -196,7 +191,7 @@ def _rows(samples: Samples, shape: Shape) -> list[Row]:
     return rows
 
 
-def _added(taken: list[Row], name: str) -> dict[str, int] | None:
+def _added(taken: list[Figures], name: str) -> dict[str, int] | None:
     """The largest peak of one kind of host memory in bytes, with what the process had before it loaded."""
     pairs = [(one["host_peak"][name], one["host_before"][name]) for one in taken]
     if any(peak is None or before is None for peak, before in pairs):
@@ -228,7 +223,7 @@ def _describe(shape: Shape) -> str:
     )
 
 
-def _table(rows: list[Row]) -> str:
+def _table(rows: list[Figures]) -> str:
     header = [
         "cache",
         "side",
@@ -242,16 +237,13 @@ def _table(rows: list[Row]) -> str:
     ]
     lines = []
     for row in rows:
-        spreads = [Spread(**row[name]) for name in ("seconds_to_forward", "seconds_load", "gb_per_s")]
-        ratio = Spread(**row["seconds_to_stock"]).show(2) if row["side"] != "stock" else "reference"
-        memory = [_megabytes(row[name]) for name in ("host_peak_anonymous", "host_peak_resident")]
+        spreads = [row[name].show(2) for name in ("seconds_to_forward", "seconds_load", "gb_per_s")]
+        ratio = row["seconds_to_stock"].show(2) if row["side"] != "stock" else "reference"
+        hosts = [row[name] for name in ("host_peak_anonymous", "host_peak_resident")]
+        memory = ["-" if one is None else f"{(one['peak'] - one['before']) / 1e6:.0f}" for one in hosts]
         device = "-" if row["device_peak"] is None else f"{row['device_peak'] / 1e6:.0f}"
-        lines.append([row["cache"], row["side"], *(spread.show(2) for spread in spreads), ratio, *memory, device])
+        lines.append([row["cache"], row["side"], *spreads, ratio, *memory, device])
     return table(header, lines)
-
-
-def _megabytes(memory: dict[str, int] | None) -> str:
-    return "-" if memory is None else f"{(memory['peak'] - memory['before']) / 1e6:.0f}"
 
 
 # ---- the checkpoint ---------------------------------------------------------------------------------------------
@@ -460,13 +452,8 @@ _BEFORE_THE_CLOCK = (LlamaForCausalLM, trl_utils.create_model_from_path)
 def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Load, run one ``forward`` of 8 tokens, and say how long it took and what it needed.
 
-    Args:
-        spec: ``model``: checkpoint directory; ``side``: "stock" is ``from_pretrained``, "ours" the same through the
-            mover; ``device``; ``verify``: what ours verifies; ``load_in_4bit``: NF4, double quantisation.
-
-    Returns:
-        ``seconds_load``, ``seconds_to_forward``, bytes of memory, the digest of the logits, and the share of the
-        model's bytes that was verified (None for stock).
+    ``side`` "stock" is ``from_pretrained``, "ours" the same through the mover. Memory is in bytes, and
+    ``verified_share`` None for stock.
     """
     device = torch.device(spec["device"])
     tokens = torch.arange(_TOKENS, device=device)[None]  # the device is awake now

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-Row = dict[str, Any]
+Figures = dict[str, Any]
 
 _PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "safetensors")
 _ON_HOST = "cpu (no accelerator: other host memory plays the device)"
@@ -53,7 +53,7 @@ class Spread:
         )
         return cls(median=median, q1=q1, q3=q3, min=min(samples), max=max(samples), n=len(samples))
 
-    def to_dict(self) -> Row:
+    def to_dict(self) -> Figures:
         """Plain JSON values, to six significant digits."""
         return {name: value if name == "n" else float(f"{value:.6g}") for name, value in asdict(self).items()}
 
@@ -115,23 +115,17 @@ def progress(text: str) -> None:
 
 def publish(
     wanted: Namespace,
-    machine: Row,
-    settings: Row,
-    rows: list[Row],
+    machine: Figures,
+    settings: Figures,
+    rows: list[Figures],
     table: str,
     notes: Sequence[str] = (),
     left_out: Sequence[dict[str, str]] = (),
 ) -> None:
     """Print machine, table, notes and, as the last line, the JSON object; write it to ``--json`` too.
 
-    Args:
-        wanted: the flags, with ``bench`` and ``command``.
-        machine: see `describe`.
-        settings: what was chosen beside the flags.
-        rows: the figures, one flat or nested JSON object each.
-        table: the same for a reader.
-        notes: what a reader must know, one sentence each.
-        left_out: ``what`` was not measured, and the ``reason``.
+    ``settings`` is what was chosen beside the flags, ``table`` the figures of ``rows`` for a reader, and ``left_out``
+    names ``what`` was not measured, and the ``reason``.
     """
     flags = {
         name: value for name, value in vars(wanted).items() if name not in ("bench", "command", "json_file", "plot")
@@ -151,7 +145,7 @@ def publish(
         "notes": list(notes),
         "left_out": list(left_out),
     }
-    text = json.dumps(result, default=str)
+    text = json.dumps(result, default=lambda value: value.to_dict() if isinstance(value, Spread) else str(value))
     if wanted.json_file is not None:
         wanted.json_file.write_text(text + "\n", encoding="utf-8")
     print(text, flush=True)
@@ -214,9 +208,9 @@ def choose_device(name: str | None) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def describe(device: torch.device) -> Row:
+def describe(device: torch.device) -> Figures:
     """Card, processor, memory, load and versions; memory in 10^9 bytes; None where it cannot be read."""
-    card: Row = {"device": _ON_HOST, "device_memory_gb": None}
+    card: Figures = {"device": _ON_HOST, "device_memory_gb": None}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         card = {"device": properties.name, "device_memory_gb": round(properties.total_memory / 1e9, 1)}
@@ -239,7 +233,7 @@ def describe(device: torch.device) -> Row:
     }
 
 
-def _summary(machine: Row) -> str:
+def _summary(machine: Figures) -> str:
     versions = machine["versions"]
     build = f"torch {versions['torch']}, transformers {versions['transformers']}, python {versions['python']}"
     host = f"{machine['processor'] or 'unknown processor'}, {machine['cores']} cores, {machine['memory_gb']} GB"
@@ -258,7 +252,7 @@ def _processor() -> str | None:
 # ---- plots ------------------------------------------------------------------------------------------------------
 
 
-def plot_transfers(wanted: Namespace, machine: Row, rows: Sequence[Row]) -> None:
+def plot_transfers(wanted: Namespace, machine: Figures, rows: Sequence[Figures]) -> None:
     """GB/s over size, a panel for each direction, a line for each way; bars reach from minimum to maximum."""
     names = list(dict.fromkeys(row["direction"] for row in rows))
     figure, panels = _figure(wanted, machine, len(names))
@@ -267,7 +261,7 @@ def plot_transfers(wanted: Namespace, machine: Row, rows: Sequence[Row]) -> None
         for way in dict.fromkeys(row["way"] for row in here):
             mine = [row for row in here if row["way"] == way]
             speeds = [row["gb_per_s"] for row in mine]
-            places, medians = [row["bytes"] for row in mine], [speed["median"] for speed in speeds]
+            places, medians = [row["bytes"] for row in mine], [speed.median for speed in speeds]
             panel.errorbar(places, medians, yerr=_reach(speeds), label=way, marker="o", capsize=3)
         ticks = sorted({row["bytes"] for row in here})
         panel.set(title=name, xlabel="bytes of one copy", ylabel="GB/s (10^9 bytes a second)")
@@ -279,7 +273,7 @@ def plot_transfers(wanted: Namespace, machine: Row, rows: Sequence[Row]) -> None
     figure.savefig(wanted.plot)
 
 
-def plot_loads(wanted: Namespace, machine: Row, rows: Sequence[Row]) -> None:
+def plot_loads(wanted: Namespace, machine: Figures, rows: Sequence[Figures]) -> None:
     """Seconds to the first forward, and its part that is loading, by state of the page cache and side."""
     figure, (panel,) = _figure(wanted, machine, 1)
     labels = [f"{row['side']}\n{row['cache']} cache" for row in rows]
@@ -287,7 +281,7 @@ def plot_loads(wanted: Namespace, machine: Row, rows: Sequence[Row]) -> None:
     bars = (("seconds_to_forward", "to the end of the first forward", 0.7), ("seconds_load", "of these, loading", 0.4))
     for name, text, width in bars:
         values = [row[name] for row in rows]
-        medians = [value["median"] for value in values]
+        medians = [value.median for value in values]
         panel.bar(places, medians, width, yerr=_reach(values), capsize=4, label=text)
     panel.set(ylabel="seconds")
     panel.set_xticks(places, labels)
@@ -295,7 +289,7 @@ def plot_loads(wanted: Namespace, machine: Row, rows: Sequence[Row]) -> None:
     figure.savefig(wanted.plot)
 
 
-def _figure(wanted: Namespace, machine: Row, panels: int) -> tuple[Figure, list[Axes]]:
+def _figure(wanted: Namespace, machine: Figures, panels: int) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure  # not pyplot: it would look for a display
 
     figure = Figure(figsize=(7 * panels, 5.5), layout="constrained", dpi=120)
@@ -303,6 +297,6 @@ def _figure(wanted: Namespace, machine: Row, panels: int) -> tuple[Figure, list[
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
-def _reach(spreads: Sequence[Row]) -> list[list[float]]:
-    below = [spread["median"] - spread["min"] for spread in spreads]
-    return [below, [spread["max"] - spread["median"] for spread in spreads]]
+def _reach(spreads: Sequence[Spread]) -> list[list[float]]:
+    below = [spread.median - spread.min for spread in spreads]
+    return [below, [spread.max - spread.median for spread in spreads]]

@@ -29,7 +29,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from hf_rocm_tune.bench import report
-from hf_rocm_tune.bench.report import Row, Spread, in_turns, ratios, table
+from hf_rocm_tune.bench.report import Figures, Spread, in_turns, ratios, table
 from hf_rocm_tune.errors import UsageError
 
 REFERENCE = "trl sft"
@@ -70,7 +70,7 @@ def run(wanted: Namespace) -> None:
         _write_rows(scratch / "rows", str(model), size, wanted.steps)
         common = _flags(str(model), scratch, wanted.steps, size, device)
         sides = _sides(size["batch"], device)
-        samples: dict[str, list[Row]] = {name: [] for name in sides}
+        samples: dict[str, list[Figures]] = {name: [] for name in sides}
         for turn, name in in_turns(sides, wanted.turns):
             report.progress(f"{f'turn {turn} of {wanted.turns}' if turn else 'warming up'}: {name}")
             module, *flags = sides[name]
@@ -140,7 +140,7 @@ def _write_rows(folder: Path, model: str, size: dict[str, int], steps: int) -> N
     (folder / "train.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
 
 
-def _train(name: str, module: str, flags: list[str], scratch: Path, device: torch.device, step_tokens: int) -> Row:
+def _train(name: str, module: str, flags: list[str], scratch: Path, device: torch.device, step_tokens: int) -> Figures:
     """Run one side once.
 
     Raises:
@@ -189,35 +189,34 @@ def _loss_in(line: str) -> float | None:
     return float(found[1]) if found else None
 
 
-def _row(name: str, samples: dict[str, list[Row]]) -> Row:
+def _row(name: str, samples: dict[str, list[Figures]]) -> Figures:
     mine, other = samples[name], samples[REFERENCE]
     spreads = ("seconds_to_first_step", "seconds", "cpu_seconds", "tokens_per_second", "tokens_per_cpu_second")
-    row: Row = {key: Spread.of([one[key] for one in mine]).to_dict() for key in spreads}
+    row: Figures = {key: Spread.of([one[key] for one in mine]) for key in spreads}
     for key in ("tokens_per_second", "tokens_per_cpu_second"):
-        row[f"{key}_to_trl"] = ratios([one[key] for one in mine], [one[key] for one in other]).to_dict()
+        row[f"{key}_to_trl"] = ratios([one[key] for one in mine], [one[key] for one in other])
     row |= {"host_peak": max(one["host_peak"] for one in mine)}
     row |= {"device_peak": max((one["device_peak"] for one in mine if one["device_peak"]), default=None)}
     return {"side": name, **row, **{key: mine[-1][key] for key in ("steps", "loss", "chosen")}}
 
 
-def _table(rows: list[Row]) -> str:
+def _table(rows: list[Figures]) -> str:
     header = ["side", "tokens/s (min .. max)", "to trl", "CPU s (wall s)", "tokens/CPU s", "to trl", "s to 1st step"]
     lines = []
     for row in rows:
-        spread = {key: Spread(**value) for key, value in row.items() if isinstance(value, dict) and "q1" in value}
         to_trl = [
-            "reference" if row["side"] == REFERENCE else spread[f"{key}_to_trl"].show(2)
+            "reference" if row["side"] == REFERENCE else row[f"{key}_to_trl"].show(2)
             for key in ("tokens_per_second", "tokens_per_cpu_second")
         ]
         lines.append(
             [
                 row["side"],
-                spread["tokens_per_second"].show(0),
+                row["tokens_per_second"].show(0),
                 to_trl[0],
-                f"{spread['cpu_seconds'].median:.1f} ({spread['seconds'].median:.1f})",
-                f"{spread['tokens_per_cpu_second'].median:.0f}",
+                f"{row['cpu_seconds'].median:.1f} ({row['seconds'].median:.1f})",
+                f"{row['tokens_per_cpu_second'].median:.0f}",
                 to_trl[1],
-                f"{spread['seconds_to_first_step'].median:.1f}",
+                f"{row['seconds_to_first_step'].median:.1f}",
                 f"{row['host_peak'] / 1e6:.0f}",
                 "-" if row["device_peak"] is None else f"{row['device_peak'] / 1e6:.0f}",
                 str(row["steps"]),
@@ -226,7 +225,7 @@ def _table(rows: list[Row]) -> str:
     return table([*header, "host MB", "card MB", "steps"], lines)
 
 
-def _notes(device: torch.device, size: dict[str, int], rows: list[Row]) -> list[str]:
+def _notes(device: torch.device, size: dict[str, int], rows: list[Figures]) -> list[str]:
     by_side = {row["side"]: row for row in rows}
     same = by_side["ours, verified"]["loss"] == by_side["ours, unverified"]["loss"]
     chosen = by_side["ours, auto_fit plan"]["chosen"]

@@ -2,16 +2,12 @@
 
 Four trainers in one process, the same model, data and seed: unverified, unverified once more, sampled, and fully
 verified. They train in short stretches, in turns, and each step's time is divided by that of the same step of the
-unverified trainer in the same turn. The second unverified trainer does the same work as the first, so its ratio is what
-the measurement itself cannot tell from 1.
+unverified trainer in the same turn; the second unverified one shows what the measurement cannot tell from 1.
 
-A step is measured from the end of the one before: fetching and sending the next batch, its digests and verdict,
-``forward``, ``backward``, the optimizer, and the slice of the sentinel belong to it. The first of each stretch is
-thrown away, it pays for starting, and so is the first stretch of each trainer. An accelerator is waited for at the ends
-of a stretch only, because a wait after each step would hide what verification costs an unverified run that queues steps
-ahead; there a sample is the mean step of a stretch.
-
-Not covered: saving, evaluation, several ranks.
+A step is measured from the end of the one before, so its batch, digests, verdict, optimizer and sentinel belong to it.
+The first of each stretch, and the first stretch, are thrown away. An accelerator is waited for at the ends of a stretch
+only, because a wait after each step would hide what verification costs a run that queues steps ahead; there a sample is
+the mean step of a stretch. Not covered: saving, evaluation, several ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from trl import SFTConfig
 
 from hf_rocm_tune.bench import report
-from hf_rocm_tune.bench.report import VOCABULARY, Row, Spread, in_turns, ratios, table
+from hf_rocm_tune.bench.report import VOCABULARY, Figures, Spread, in_turns, ratios, table
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.transfer import Mover, TransferSettings
 
@@ -69,12 +65,7 @@ Trainer = Callable[..., Any]
 
 
 def run(wanted: Namespace, trainer_class: Trainer) -> None:
-    """Trains, prints, writes.
-
-    Raises:
-        UsageError: the device is not there.
-        CorruptionError: a transfer could not be made right.
-    """
+    """Trains, prints, writes."""
     device = report.choose_device(wanted.device)
     machine = report.describe(device)
     default = asdict(_SIZES[device.type])
@@ -88,7 +79,9 @@ def run(wanted: Namespace, trainer_class: Trainer) -> None:
         base = Path(scratch) / "base"
         set_seed(0)
         report.small_llama(size.hidden, size.layers, size.seq).save_pretrained(base)
-        sides = {name: _Side(trainer_class, wanted, size, device, verify, base) for name, verify in SIDES.items()}
+        sides = {
+            name: _TimedTrainer(trainer_class, wanted, size, device, base, verify) for name, verify in SIDES.items()
+        }
         parameters = sum(parameter.numel() for parameter in sides[REFERENCE].trainer.model.parameters())
         try:
             seconds = _interleave(sides, wanted.turns)
@@ -119,9 +112,9 @@ class _Clock(TrainerCallback):
         return [later - earlier for earlier, later in pairwise(self.ends)]
 
 
-class _Side:
+class _TimedTrainer:
     def __init__(
-        self, trainer_class: Trainer, wanted: Namespace, size: Size, device: torch.device, verify: str, base: Path
+        self, trainer_class: Trainer, wanted: Namespace, size: Size, device: torch.device, base: Path, verify: str
     ) -> None:
         self._clock = _Clock(device)
         self.loss = 0.0
@@ -175,7 +168,7 @@ def _random_tokens(size: Size, steps: int) -> Dataset:
     return Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
 
 
-def _interleave(sides: dict[str, _Side], turns: int) -> dict[str, list[float]]:
+def _interleave(sides: dict[str, _TimedTrainer], turns: int) -> dict[str, list[float]]:
     """Samples by side, in the same order for all; the first turn only warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     begun = -1
@@ -188,13 +181,13 @@ def _interleave(sides: dict[str, _Side], turns: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _row(name: str, seconds: dict[str, list[float]], side: _Side) -> Row:
+def _row(name: str, seconds: dict[str, list[float]], side: _TimedTrainer) -> Figures:
     batches = side.trainer.transfer_report.to_dict()["batches"]
     return {
         "side": name,
         "verify": SIDES[name],
-        "seconds": Spread.of(seconds[name]).to_dict(),
-        "ratio": ratios(seconds[name], seconds[REFERENCE]).to_dict(),
+        "seconds": Spread.of(seconds[name]),
+        "ratio": ratios(seconds[name], seconds[REFERENCE]),
         "ratio_of_totals": round(sum(seconds[name]) / sum(seconds[REFERENCE]), 6),
         "batch_bytes": batches["bytes"],
         "batch_verified_bytes": batches["verified_bytes"],
@@ -202,8 +195,8 @@ def _row(name: str, seconds: dict[str, list[float]], side: _Side) -> Row:
     }
 
 
-def _notes(device: torch.device, size: Size, parameters: int, rows: list[Row]) -> list[str]:
-    by_side = {row["side"]: row["ratio"]["median"] for row in rows}
+def _notes(device: torch.device, size: Size, parameters: int, rows: list[Figures]) -> list[str]:
+    by_side = {row["side"]: row["ratio"].median for row in rows}
     goal, seen, noise = GOALS[device.type], by_side["full"], by_side[CONTROL]
     verdict = "reached" if seen <= goal else "not reached"
     if abs(noise - 1) > goal - 1:
@@ -217,7 +210,7 @@ def _notes(device: torch.device, size: Size, parameters: int, rows: list[Row]) -
     ]
 
 
-def _table(rows: list[Row]) -> str:
+def _table(rows: list[Figures]) -> str:
     header = [
         "side",
         "ms a step (q1 .. q3)",
@@ -228,15 +221,8 @@ def _table(rows: list[Row]) -> str:
     ]
     lines = []
     for row in rows:
-        seconds, ratio = Spread(**row["seconds"]), Spread(**row["ratio"])
+        ratio = row["ratio"].show(4, quartiles=True) if row["side"] != REFERENCE else "reference"
         share = f"{100 * row['batch_verified_bytes'] / row['batch_bytes']:.0f} %"
-        ratio_text = ratio.show(4, quartiles=True) if row["side"] != REFERENCE else "reference"
-        cells = [
-            seconds.show(2, 1e3, quartiles=True),
-            ratio_text,
-            f"{row['ratio_of_totals']:.4f}",
-            str(seconds.n),
-            share,
-        ]
-        lines.append([row["side"], *cells])
+        figures = [row["seconds"].show(2, 1e3, quartiles=True), ratio, f"{row['ratio_of_totals']:.4f}"]
+        lines.append([row["side"], *figures, str(row["seconds"].n), share])
     return table(header, lines)

@@ -20,7 +20,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from hf_rocm_tune.bench import report
-from hf_rocm_tune.bench.report import Row, Spread, in_turns, ratios, show_bytes, table
+from hf_rocm_tune.bench.report import Figures, Spread, in_turns, ratios, show_bytes, table
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Digest, Mover, TransferSettings, digest, gb_per_s
 
@@ -38,17 +38,13 @@ Send = Callable[[], Tensor]
 
 
 def run(wanted: Namespace) -> None:
-    """Measures, prints, writes.
-
-    Raises:
-        UsageError: the device is not there, or the largest copy does not fit in memory.
-    """
+    """Measures, prints, writes. A largest copy that does not fit in memory is a `UsageError`."""
     device = report.choose_device(wanted.device)
     largest = wanted.max_size or (1 << 30 if device.type == "cuda" else 64 << 20)
     _check_room(largest, device)
     found, left_out = directions(device)
     machine = report.describe(device)
-    rows: list[Row] = []
+    rows: list[Figures] = []
     for direction in found:
         left_out += missing_ways(direction)
         for nbytes in report.sizes(SMALLEST, largest):
@@ -139,7 +135,7 @@ def _wait_for(direction: Direction) -> None:
             torch.cuda.synchronize(device)
 
 
-def measure(direction: Direction, nbytes: int, repeats: int) -> list[Row]:
+def measure(direction: Direction, nbytes: int, repeats: int) -> list[Figures]:
     """All ways of a direction with copies of one size, interleaved: one row for each way."""
     source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=direction.source)
     expected = digest(source)
@@ -160,9 +156,9 @@ def measure(direction: Direction, nbytes: int, repeats: int) -> list[Row]:
             "direction": direction.name,
             "bytes": nbytes,
             "way": name,
-            "seconds": Spread.of([seconds for seconds, _ in timings]).to_dict(),
-            "gb_per_s": Spread.of([gb_per_s(nbytes, seconds) for seconds, _ in timings]).to_dict(),
-            "speed_to_reference": ratios(base, [seconds for seconds, _ in timings]).to_dict(),
+            "seconds": Spread.of([seconds for seconds, _ in timings]),
+            "gb_per_s": Spread.of([gb_per_s(nbytes, seconds) for seconds, _ in timings]),
+            "speed_to_reference": ratios(base, [seconds for seconds, _ in timings]),
             "reference": reference,
             "wrong": sum(not right for _, right in timings),
         }
@@ -199,7 +195,7 @@ def _check_room(largest: int, device: torch.device) -> None:
         raise UsageError(f"--max_size {show_bytes(largest)} needs {show_bytes(need)} on {device}; give a smaller one")
 
 
-def _notes(device: torch.device, rows: list[Row]) -> list[str]:
+def _notes(device: torch.device, rows: list[Figures]) -> list[str]:
     notes = [
         "seconds of one copy, from the call until its bytes may be used; raw copies write to memory that is allocated "
         "once, the other ways allocate what they return; speed is relative to the reference of the direction, pair by "
@@ -215,19 +211,17 @@ def _notes(device: torch.device, rows: list[Row]) -> list[str]:
     return notes
 
 
-def _goal(row: Row) -> str:
-    seen = row["speed_to_reference"]["median"]
+def _goal(row: Figures) -> str:
+    seen = row["speed_to_reference"].median
     verdict = "reached" if seen >= 0.95 else "not reached"
     return f"goal 95 % of {row['reference']} at {show_bytes(row['bytes'])}: {100 * seen:.1f} % seen, {verdict}"
 
 
-def _table(rows: list[Row]) -> str:
+def _table(rows: list[Figures]) -> str:
     header = ["direction", "size", "way", "GB/s (min .. max)", "microseconds", "speed to reference", "wrong"]
     lines = []
     for row in rows:
-        speed, ratio = Spread(**row["gb_per_s"]), Spread(**row["speed_to_reference"])
-        microseconds = f"{row['seconds']['median'] * 1e6:.1f}"
-        ratio_text = ratio.show(2) if row["way"] != row["reference"] else "reference"
-        figures = [speed.show(2), microseconds, ratio_text, str(row["wrong"])]
+        ratio = row["speed_to_reference"].show(2) if row["way"] != row["reference"] else "reference"
+        figures = [row["gb_per_s"].show(2), f"{row['seconds'].median * 1e6:.1f}", ratio, str(row["wrong"])]
         lines.append([row["direction"], show_bytes(row["bytes"]), row["way"], *figures])
     return table(header, lines)

@@ -126,17 +126,11 @@ def _answers(model_folder: Path, adapter: Path | None, questions: list[str]) -> 
     return answers
 
 
-def _evaluation_losses(adapter: Path) -> list[float]:
-    """All evaluation losses of the run, in order, from the state that Trainer keeps in its checkpoints."""
-    states = sorted(adapter.glob("checkpoint-*/trainer_state.json"), key=lambda file: int(file.parent.name[11:]))
-    history = json.loads(states[-1].read_text(encoding="utf-8"))["log_history"]
-    return [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-
-
 def _report(adapter: Path, pairs: list[tuple[str, str]], before: list[str], after: list[str]) -> None:
+    from hf_rocm_tune.publish.history import LOG_NAME, series
     from hf_rocm_tune.training.report import FILE_NAME, closing_line
 
-    losses = _evaluation_losses(adapter)
+    losses = [loss for _, loss in series(json.loads((adapter / LOG_NAME).read_text())["log"], "eval_loss")]
     for (question, truth), first, then in zip(pairs, before, after, strict=True):
         _say(f"question  {question}")
         _say(f"  before  {first or '(nothing)'}")

@@ -39,7 +39,7 @@ _TEMPLATE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class BaseRecipe:
     """How the base model is made. Written beside it: another recipe makes the assets anew."""
 
     hidden: int = 192
@@ -48,10 +48,6 @@ class Recipe:
     batch: int = 8
     learning_rate: float = 2e-3
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.hidden % 64 or min(self.hidden, self.layers, self.batch) < 1 or self.steps < 0:
-            raise ValueError(f"hidden must be a multiple of 64, layers and batch positive, steps not negative: {self}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +59,14 @@ class Assets:
 
 
 def prepare(
-    folder: Path, *, recipe: Recipe | None = None, fresh: bool = False, say: Callable[[str], None] = print
+    folder: Path, *, recipe: BaseRecipe | None = None, fresh: bool = False, say: Callable[[str], None] = print
 ) -> Assets:
-    """Make the assets, or find them complete.
-
-    Args:
-        folder: to be created. It appears only when all is in it.
-        recipe: of the base model.
-        fresh: make them anew in any case.
-        say: receives one line for each step.
+    """Make the assets, or find them complete. The folder appears only when all is in it.
 
     Raises:
         UsageError: the folder exists and is not one of ours.
     """
-    recipe = recipe or Recipe()
+    recipe = recipe or BaseRecipe()
     assets = Assets(model=folder / "model", data=folder / "data")
     stamp = folder / "recipe.json"
     wanted = json.dumps(vars(recipe))
@@ -97,7 +87,7 @@ def prepare(
     return assets
 
 
-def _make(folder: Path, recipe: Recipe, say: Callable[[str], None]) -> None:
+def _make(folder: Path, recipe: BaseRecipe, say: Callable[[str], None]) -> None:
     pairs = read_pairs()
     write_splits(folder / "data", pairs)
     training = [pair for pair in pairs if not pair.held_back]
@@ -138,7 +128,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _new_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCausalLM:
+def _new_model(tokenizer: PreTrainedTokenizerFast, recipe: BaseRecipe) -> LlamaForCausalLM:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -168,7 +158,7 @@ def _blocks(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tenso
     return torch.tensor(stream[: count * BLOCK]).view(count, BLOCK)
 
 
-def _pretrain(model: LlamaForCausalLM, blocks: torch.Tensor, recipe: Recipe) -> float:
+def _pretrain(model: LlamaForCausalLM, blocks: torch.Tensor, recipe: BaseRecipe) -> float:
     """Plain next-token training on the CPU; gives the mean loss of the last tenth of the steps.
 
     On one thread: the weights then do not depend on the number of cores, and on a machine that is busy otherwise
@@ -178,33 +168,26 @@ def _pretrain(model: LlamaForCausalLM, blocks: torch.Tensor, recipe: Recipe) -> 
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        losses = _train_steps(model, blocks, recipe)
-    finally:
-        torch.set_num_threads(threads)
-    last = losses[-max(1, len(losses) // 10) :]
-    return sum(last) / len(last) if last else float("nan")
-
-
-def _train_steps(model: LlamaForCausalLM, blocks: torch.Tensor, recipe: Recipe) -> list[float]:
-    import torch
-
     order = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=max(recipe.steps, 1))
     losses = []
     model.train()
-    for _ in range(recipe.steps):
-        batch = blocks[torch.randint(len(blocks), (recipe.batch,), generator=order)]
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    try:
+        for _ in range(recipe.steps):
+            batch = blocks[torch.randint(len(blocks), (recipe.batch,), generator=order)]
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    finally:
+        torch.set_num_threads(threads)
     model.eval()
-    return losses
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last) if last else float("nan")
 
 
 # ---- real text that is on every machine: questions and answers from the docstrings of Python's standard library ------

@@ -1,10 +1,8 @@
 """The model and the data of a notebook: the real ones, or small ones that stand in where those cannot be had.
 
-They stand in where torch sees no GPU (a billion parameters would take hours there) or where the model can neither be
-found on this disk nor on the Hub. Which it was, and why, is printed.
-
-All of it happens in a process of its own: a notebook that is to start training processes must not have touched a GPU,
-and is better off without the threads of a training run.
+They stand in where torch sees no GPU (a billion parameters would take hours there) or where the model is neither on
+this disk nor on the Hub. All of it happens in a process of its own: a notebook that is to start training processes must
+not have touched a GPU, and is better off without the threads of a training run.
 """
 
 from __future__ import annotations
@@ -22,24 +20,18 @@ from hf_rocm_tune.errors import UsageError
 #: Names a model in place of the notebook's, GPU or not; ``demo`` asks for the small one.
 VARIABLE = "HF_ROCM_TUNE_NOTEBOOK_MODEL"
 DEMO = "demo"
-RECIPE = assets.Recipe(steps=120)
+RECIPE = assets.BaseRecipe(steps=120)
 
 
-class Choice(NamedTuple):
-    """What a notebook trains.
-
-    Attributes:
-        model: Hub id or directory.
-        data: Hub id or directory, rows of ``messages`` in the splits ``train`` and ``test``.
-        small: whether the small ones stand in.
-    """
+class NotebookModel(NamedTuple):
+    """What a notebook trains: Hub ids or directories, and whether the small ones stand in."""
 
     model: str
     data: str
     small: bool
 
 
-def choose(model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-runs") -> Choice:
+def choose(model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-runs") -> NotebookModel:
     """Choose, and make the small model where it is needed.
 
     Raises:
@@ -48,7 +40,7 @@ def choose(model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-
     wanted = os.environ.get(VARIABLE, "")
     if wanted and wanted != DEMO:
         print(f"{VARIABLE} is set: {wanted} instead of {model}")
-        return Choice(wanted, data, False)
+        return NotebookModel(wanted, data, False)
     command = [sys.executable, "-m", __name__, DEMO if wanted else model, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -56,7 +48,7 @@ def choose(model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-
     *told, found = done.stdout.splitlines()
     print(*told, sep="\n")
     where = json.loads(found)
-    return Choice(where["model"], where["data"], True) if where else Choice(model, data, False)
+    return NotebookModel(where["model"], where["data"], True) if where else NotebookModel(model, data, False)
 
 
 def _why_not(model: str) -> str | None:

@@ -180,16 +180,11 @@ def open_adapter(name: str, revision: str | None = None) -> Adapter:
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, str], Tensor]) -> PeftModel:
-    """Wrap a model with an adapter, active, in evaluation mode.
+    """Wrap a model with an adapter, active, in evaluation mode. The model may be on the meta device.
 
     PEFT decides which tensor of the file belongs where. `PeftModel.from_pretrained` is not used, because it reads
-    straight onto the device.
-
-    Args:
-        model: changed in place; it may be on the meta device.
-        adapter: to attach.
-        place: called with each tensor of the file (on the host, a view of the mapped file) and its name there; what it
-            returns is used as it is.
+    straight onto the device: `place` is called with each tensor of the file (on the host, a view of the mapped file)
+    and its name there, and what it returns is used as it is.
 
     Raises:
         UsageError: the adapter does not belong to this model, or its file cannot be read.

@@ -252,13 +252,9 @@ def _row(loaded: Loaded, prompt: Prompt, ids: list[int], sampling: Sampling, *, 
 
 
 def read_prompts(given: Sequence[str], file: Path | None, stdin: IO[str]) -> list[Prompt]:
-    """All prompts of a command line.
+    """All prompts of a command line: texts, the rows of a ``.jsonl`` file, any other file, or standard input.
 
-    Args:
-        given: texts of ``--prompt``.
-        file: a ``.jsonl`` file with a row for each prompt (``prompt``: text or messages; ``messages``: a conversation,
-            of which everything up to the last user's turn is taken), or any other text, which is one prompt.
-        stdin: read when neither is given; the whole of it is one prompt.
+    A row has ``prompt`` (text or messages), or ``messages``, of which all up to the last user's turn is taken.
 
     Raises:
         UsageError: there is nothing, or it cannot be read.

@@ -1,17 +1,12 @@
 """``hf-rocm-tune eval``: perplexity on a split, and tasks of lm-evaluation-harness; a table, and one line of JSON.
 
-Perplexity is exp of the mean negative log-likelihood of the counted tokens. A token counts once, whatever the length of
-its row and the size of the batch; a mean of batch means, as trainers log it as ``eval_loss``, weighs tokens in short
-rows more. Logits come in the model's dtype; the log-softmax is taken in float32 and the sum in float64. Batches pass
-the mover as in training. Base and adapter see the same batches. Rows become token ids as TRL's SFT trainer prepares
-them (read in TRL 1.16, ``SFTTrainer._prepare_dataset``): text and completions end with the end token; conversations go
-through the chat template; of a prompt with its completion only the completion is counted; truncation keeps the
-beginning.
+Perplexity is exp of the mean negative log-likelihood of the counted tokens, each of which counts once, whatever the
+length of its row (a mean of batch means, as trainers log it as ``eval_loss``, weighs tokens in short rows more). Logits
+come in the model's dtype; the log-softmax is taken in float32 and the sum in float64. Base and adapter see the same
+batches. Rows become token ids as TRL's SFT trainer prepares them (read in TRL 1.16, ``SFTTrainer._prepare_dataset``).
 
 The harness is a package of its own (the extra ``eval``, tried with lm-eval 0.4.13). It is handed the loaded model; what
 it asks the model it puts on the device itself, which is not verified, and the result says so.
-
-No torch is imported before the flags have been read: a wrong flag is refused at once.
 """
 
 from __future__ import annotations
@@ -94,18 +89,10 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
             "versions": {name: _version(name) for name in _VERSIONS},
         }
         if wanted.dataset_name:
-            result["perplexity"] = perplexity(
-                loaded,
-                wanted.dataset_name,
-                config=wanted.dataset_config,
-                split=wanted.split,
-                text_field=wanted.dataset_text_field,
-                max_length=wanted.max_length,
-                max_rows=wanted.max_rows,
-                batch_size=wanted.batch_size,
-                assistant_only=wanted.assistant_only,
-                compare=wanted.compare,
-            )
+            names = ("split", "max_length", "max_rows", "batch_size", "assistant_only", "compare")
+            asked = {name: getattr(wanted, name) for name in names}
+            asked |= {"config": wanted.dataset_config, "text_field": wanted.dataset_text_field}
+            result["perplexity"] = perplexity(loaded, wanted.dataset_name, **asked)
             print("\n".join(_table(result["perplexity"])), flush=True)
         if tasks:
             result["tasks"] = _run_tasks(loaded, tasks, manager, wanted)
@@ -340,11 +327,7 @@ def _rendered(
 
 
 def _find_tasks(tasks: Sequence[str], include_path: Path | None) -> Any:
-    """The harness's own `TaskManager`, before a model is loaded.
-
-    Raises:
-        UsageError: the package is not installed, or a task is unknown.
-    """
+    """The harness's own `TaskManager`, before a model is loaded."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError(
             "--tasks needs lm-evaluation-harness, which is not installed: pip install 'hf-rocm-tune[eval]'"
@@ -361,11 +344,7 @@ def _find_tasks(tasks: Sequence[str], include_path: Path | None) -> Any:
 
 
 def _run_tasks(loaded: Loaded, tasks: Sequence[str], manager: Any, wanted: argparse.Namespace) -> dict[str, Any]:
-    """The harness's own results as plain values, of the base under ``without_adapter``.
-
-    Raises:
-        UsageError: the data of a task cannot be had.
-    """
+    """The harness's own results as plain values, of the base under ``without_adapter``."""
     import lm_eval
     from datasets.exceptions import DatasetsError
     from lm_eval.models.huggingface import HFLM

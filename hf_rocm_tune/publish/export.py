@@ -31,7 +31,6 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
 DEFAULT_TYPE = "q4_k_m"
 _FLOATING = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-_STORED = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _KNOWN = re.compile(r"f32|bf?16|f16|t?i?q\d(_[0-9a-z]+)+")
 # For values spread as those of trained weights; zeros, or another tensor's values, differ by 1 or more.
 _MOST_ERROR = {8: 0.02, 6: 0.06, 5: 0.12, 4: 0.25, 3: 0.45, 2: 0.7, 1: 0.9}
@@ -144,13 +143,8 @@ def _stored(model: Path) -> Iterator[tuple[str, Any]]:
 
 def _lossless(model: Path) -> str:
     """The narrowest floating type that holds every weight."""
-    from safetensors import safe_open
-
-    kinds = set()
-    for file in model.glob("*.safetensors"):
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            kinds |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-    return _STORED.get(next(iter(kinds)), "f32") if len(kinds) == 1 else "f32"
+    kinds = {str(tensor.dtype) for _, tensor in _stored(model) if tensor.is_floating_point()}
+    return next((kind for kind, dtype in _FLOATING.items() if kinds == {f"torch.{dtype}"}), "f32")
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str, Callable[[], Any]]]:

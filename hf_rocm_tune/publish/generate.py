@@ -1,12 +1,9 @@
 """A model to talk to or to measure: loaded and verified, and text from it, one prompt in, one answer out.
 
 A base with its adapter, a merged model, or one from the Hub. Weights, adapter and prompts pass the mover, as in
-training: every tensor is digested on the host and again on the device. The line that `loaded_model` says tells how much
-of what lies on the device was verified, and whether the files themselves are the ones that somebody recorded.
-
-Sampling is upstream's (`GenerationConfig`); what the user does not set is as the model's own generation settings say.
-The same seed gives the same answer on the same machine, and base and adapter draw the same random numbers when they are
-compared.
+training. Sampling is upstream's (`GenerationConfig`); what the user does not set is as the model's own generation
+settings say. The same seed gives the same answer on the same machine, and base and adapter draw the same random
+numbers when they are compared.
 """
 
 from __future__ import annotations
@@ -296,12 +293,11 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> li
 def answer(
     loaded: Loaded, ids: Sequence[int], sampling: Sampling, write: Callable[[str], None] = lambda _: None
 ) -> Answer:
-    """Let the model go on from token ids.
+    """Let the model go on from token ids; Ctrl-C goes through, and what was written until then stands.
 
     Raises:
         UsageError: the prompt leaves no room in the model's context.
         OutOfMemoryError: it does not fit on the device.
-        KeyboardInterrupt: Ctrl-C; what was written until then stands.
     """
     config = _config(loaded, sampling, len(ids))
     tokens = torch.tensor([list(ids)])

@@ -242,11 +242,7 @@ class _Base:
         return sum(prod(shape) * item(kind) for _, kind, shape in self.stored.values())
 
     def read(self, name: str) -> Tensor:
-        """One tensor on the host, a view of its mapped file.
-
-        Raises:
-            UsageError: its file cannot be read any more.
-        """
+        """One tensor on the host, a view of its mapped file."""
         file = self.stored[name][0]
         try:
             if self._opened is None or self._opened[0] != file:
@@ -280,11 +276,7 @@ class Site:
 
 
 def find_sites(model: PeftModel) -> dict[str, Site]:
-    """Every parameter of the plain model that the attached adapter changes, by name.
-
-    Raises:
-        UsageError: the adapter changes nothing, or something that cannot be merged.
-    """
+    """Every parameter of the plain model that the attached adapter changes, by name; none is a `UsageError`."""
     sites: dict[str, Site] = {}
     inside: list[str] = []
     for path, module in model.base_model.model.named_modules():
@@ -396,11 +388,7 @@ class StoredGroup:
 
 
 class Names:
-    """The names of one model's parameters and of the stored tensors.
-
-    Args:
-        model: on the meta device, plain.
-        stored: names of the tensors in its files.
+    """The names of one model's parameters and of the stored tensors; the model is plain, and on the meta device.
 
     Attributes:
         group_of: by stored name; what is no part of the model (rotary tables of old checkpoints) is missing.
@@ -555,11 +543,7 @@ class _Change:
         return size * sum(self.sites[name].shape.numel() for name in self._beside.values() if name in self.sites)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of every tensor of the result, in the order of the base's files.
-
-        Raises:
-            UsageError: a value cannot be merged, is not finite, or is stored in a form that cannot be merged into.
-        """
+        """Name and value of every tensor of the result, in the order of the base's files."""
         done: set[str] = set()
         for stored in self._base.stored:
             group = self._names.group_of.get(stored)

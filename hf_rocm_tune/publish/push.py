@@ -211,12 +211,9 @@ def stage(
     base_model_id: str | None = None,
     durable: bool = False,
 ) -> Staged:
-    """Prepare the upload of a directory.
+    """Prepare the upload of a directory, whose manifest was verified, in an empty one.
 
     Args:
-        directory: a finished run or a checkpoint.
-        written: its manifest, verified.
-        root: an empty directory to prepare it in.
         private: what must not be in it.
         prefix: folder on the Hub, see `Staged`; only into one goes what a run needs to go on.
         base_model_id: see `PushSettings`.

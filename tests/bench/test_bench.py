@@ -36,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 def bench(*argv: str) -> tuple[list[str], Any, str]:
     """A benchmark as a process of its own: its lines, the result that the last of them is, and standard error."""
     command = [sys.executable, "-m", "hf_rocm_tune", "bench", *argv]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     return lines, json.loads(lines[-1]), done.stderr
@@ -69,9 +69,9 @@ def test_every_way_is_measured_at_every_size_and_arrives_right() -> None:
     rows = [row for nbytes in (1, 4097, 1 << 16) for row in measure(ON_HOST, nbytes, 2)]
     ways = ["raw pageable", "tensor.to", "ours, unverified", "ours, verified"]
     assert [row["way"] for row in rows] == ways * 3
-    assert all(row["wrong"] == 0 and math.isfinite(row["gb_per_s"]["median"]) for row in rows)
+    assert all(row["wrong"] == 0 and math.isfinite(row["gb_per_s"].median) for row in rows)
     reference = [row for row in rows if row["way"] == row["reference"]]
-    assert [row["speed_to_reference"]["median"] for row in reference] == [1, 1, 1]
+    assert [row["speed_to_reference"].median for row in reference] == [1, 1, 1]
 
 
 def test_ours_verifies_on_one_side_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,13 +417,13 @@ SFT_FLAGS = ("--device", "cpu", "--hidden", "64", "--layers", "1", "--batch", "2
 
 @pytest.mark.long
 def test_all_sides_fine_tune_alike_and_are_measured(tmp_path: Path) -> None:
-    lines, result, _ = bench("sft", *SFT_FLAGS, "--turns", "2", "--steps", "4", "--json", str(tmp_path / "r.json"))
+    lines, result, _ = bench("sft", *SFT_FLAGS, "--turns", "1", "--steps", "4", "--json", str(tmp_path / "r.json"))
     assert json.loads((tmp_path / "r.json").read_text()) == result
     rows = {row["side"]: row for row in result["rows"]}
     assert list(rows) == ["bare loop", "trl sft", "ours, unverified", "ours, verified", "ours, auto_fit plan"]
     assert all(any(line.startswith(side + " ") for line in lines) for side in rows)
     for row in rows.values():
-        assert row["steps"] == 4 and row["tokens_per_second"]["n"] == 2
+        assert row["steps"] == 4 and row["tokens_per_second"]["n"] == 1
         assert row["seconds"]["min"] > 0 and row["seconds_to_first_step"]["min"] > 0 and row["host_peak"] > 50 << 20
         assert row["cpu_seconds"]["median"] >= 0 and math.isfinite(row["loss"])
         # three steps of 32 tokens lie between the first and the last

@@ -13,7 +13,7 @@ from hf_rocm_tune.demo import __main__ as demo
 from hf_rocm_tune.demo import assets
 from hf_rocm_tune.errors import UsageError
 
-RECIPE = assets.Recipe(hidden=64, layers=1, steps=2, batch=2)
+RECIPE = assets.BaseRecipe(hidden=64, layers=1, steps=2, batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +82,14 @@ def test_the_same_recipe_gives_the_same_bytes(made: assets.Assets, tmp_path: Pat
 @pytest.mark.long
 def test_finished_assets_are_used_again_and_another_recipe_replaces_them(tmp_path: Path) -> None:
     folder = tmp_path / "assets"
-    bare = assets.Recipe(hidden=64, layers=1, steps=0)
+    bare = assets.BaseRecipe(hidden=64, layers=1, steps=0)
     weights = assets.prepare(folder, recipe=bare).model / "model.safetensors"
     first = weights.stat().st_mtime_ns
     said: list[str] = []
     assets.prepare(folder, recipe=bare, say=said.append)
     assert weights.stat().st_mtime_ns == first
     assert said == [f"assets: found in {folder}"]
-    assets.prepare(folder, recipe=assets.Recipe(hidden=64, layers=1, steps=0, seed=1))
+    assets.prepare(folder, recipe=assets.BaseRecipe(hidden=64, layers=1, steps=0, seed=1))
     assert weights.stat().st_mtime_ns != first
     assert [path.name for path in tmp_path.iterdir()] == ["assets"]
 

@@ -17,8 +17,7 @@ from huggingface_hub import ModelCard
 from hf_rocm_tune.integrity import manifest
 from tests.e2e.command import CommandServer, Result, log_rows
 from tests.e2e.conftest import flags
-from tests.publish.hub_fixtures import on_hub
-from tests.publish.hub_server import TOKEN, USER, LoopbackHub, loopback_hub
+from tests.publish.hub_server import TOKEN, USER, LoopbackHub, loopback_hub, on_hub
 
 COMMIT = "POST .*/commit/"
 TRIES = 6  # of one step of a push

@@ -17,8 +17,7 @@ from hf_rocm_tune.publish import hub
 from hf_rocm_tune.publish.generate import Loaded, LoadSettings, loaded_model
 from tests import tiny
 from tests.e2e.command import CommandServer
-from tests.publish.hub_fixtures import ATTEMPTS, use
-from tests.publish.hub_server import LoopbackHub, loopback_hub
+from tests.publish.hub_server import ATTEMPTS, LoopbackHub, loopback_hub, use
 from tests.publish.merge_cases import lora, merged
 
 

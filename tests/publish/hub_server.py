@@ -13,10 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import numpy as np
+import pytest
 import yaml
+from huggingface_hub import constants, hf_api
+from safetensors.numpy import save_file
+
+from hf_rocm_tune.integrity import manifest
 
 TOKEN = "hf_PlantedTokenThatMustNeverBeSeen0123"
 USER = "tester"
@@ -24,30 +31,18 @@ USER = "tester"
 
 @dataclass
 class Fault:
-    """What goes wrong with the requests that match.
+    """What goes wrong with the requests that match."""
 
-    Args:
-        match: regular expression for "METHOD path".
-        status: answer with it, instead of doing the work.
-        headers: of that answer.
-        body: of that answer; a message where it is empty.
-        drop: close the connection, "before" the work, in the "middle" of the request's body, or "after" the work.
-        hold: never answer; in the middle of the body, or at once where there is none. The connection is closed by
-            `LoopbackHub.release`.
-        first: called before anything else is done.
-        times: how many requests it hits; None for all.
-        skip: how many it lets pass before.
-    """
-
-    match: str
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    body: bytes = b""
+    match: str  # regular expression for "METHOD path"
+    status: int = 0  # answer with it, instead of doing the work
+    headers: dict[str, str] = field(default_factory=dict)  # of that answer
+    body: bytes = b""  # of that answer; a message where it is empty
+    # Close the connection, "before" the work, in the "middle" of the request's body, or "after" the work.
     drop: str = ""
+    # Never answer; in the middle of the body, or at once where there is none, until `LoopbackHub.release`.
     hold: bool = False
-    first: Callable[[], None] | None = None
-    times: int | None = 1
-    skip: int = 0
+    first: Callable[[], None] | None = None  # called before anything else is done
+    times: int | None = 1  # how many requests it hits; None for all
     hits: int = 0
 
 
@@ -69,22 +64,18 @@ class LoopbackHub(ThreadingHTTPServer):
         self.held = threading.Event()
 
     def fault(self, match: str, **settings: Any) -> Fault:
-        """Let requests fail from now on; see `Fault`."""
         self.faults.append(Fault(match=match, **settings))
         return self.faults[-1]
 
     def corrupt(self, path: str) -> None:
-        """Store other bytes than are sent for files that match, from now on (objects by their SHA-256)."""
         self.damage.append(re.compile(path))
 
     def stored(self, key: str, content: bytes) -> bytes:
-        """What is kept of this content."""
         if any(pattern.search(key) for pattern in self.damage):
             return bytes([content[0] ^ 1]) + content[1:]
         return content
 
     def lines(self, pattern: str = "") -> list[str]:
-        """The requests so far, as "METHOD path", that match."""
         return [one.line for one in self.requests if re.search(pattern, one.line)]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -119,20 +110,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append(request)
         fault = self._fault(request)
         try:
-            if fault is not None and fault.first is not None:
+            if fault.first is not None:
                 fault.first()
-            if fault is not None and fault.drop == "before":
+            if fault.drop == "before":
                 raise _Dropped
             body = self._body(request, fault)
-            if fault is not None and fault.hold:
+            if fault.hold:
                 self._hold()
-            if fault is not None and fault.status:
+            if fault.status:
                 message = fault.body or json.dumps({"error": f"injected {fault.status}"}).encode()
                 kind = "application/json" if not fault.body else "text/html"
                 answer: Answer = (fault.status, {"Content-Type": kind, **fault.headers}, message)
             else:
                 answer = self._answer(request, body)
-            if fault is not None and fault.drop == "after":
+            if fault.drop == "after":
                 raise _Dropped
             self._send(answer)
         except _Dropped:
@@ -141,22 +132,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = _serve
 
-    def _fault(self, request: Request) -> Fault | None:
+    def _fault(self, request: Request) -> Fault:
         with self.server.store.lock:
             for fault in self.server.faults:
-                if re.search(fault.match, request.line) and (
-                    fault.times is None or fault.hits < fault.skip + fault.times
-                ):
+                if re.search(fault.match, request.line) and (fault.times is None or fault.hits < fault.times):
                     fault.hits += 1
-                    return fault if fault.hits > fault.skip else None
-        return None
+                    return fault
+        return Fault(match="")
 
     def _hold(self) -> None:
         self.server.held.set()
         self.server.release.wait()
         raise _Dropped
 
-    def _body(self, request: Request, fault: Fault | None) -> bytes:
+    def _body(self, request: Request, fault: Fault) -> bytes:
         if request.headers.get("transfer-encoding") == "chunked":
             parts = []
             while size := int(self.rfile.readline().strip() or b"0", 16):
@@ -166,15 +155,14 @@ class _Handler(BaseHTTPRequestHandler):
             body = b"".join(parts)
         else:
             size = int(request.headers.get("content-length") or 0)
-            half = size // 2 if fault is not None and (fault.drop == "middle" or (fault.hold and size)) else size
+            half = size // 2 if fault.drop == "middle" or (fault.hold and size) else size
             body = self.rfile.read(half)
             if len(body) < half:
                 raise _Dropped  # the client has gone
-            if fault is not None and fault.drop == "middle":
+            if fault.drop == "middle":
                 raise _Dropped
             if half < size:
                 self._hold()
-        request.bytes = len(body)
         return body
 
     def _answer(self, request: Request, body: bytes) -> Answer:
@@ -251,18 +239,15 @@ class Repo:
     tags: dict[str, str] = field(default_factory=dict)
 
     def commit_of(self, revision: str) -> str:
-        """The commit of a branch, tag or commit id."""
         sha = self.branches.get(revision) or self.tags.get(revision) or revision
         if sha not in self.commits:
             raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return sha
 
     def files(self, revision: str = "main") -> dict[str, File]:
-        """The files of a revision by path."""
         return self.commits[self.commit_of(revision)]
 
     def add_commit(self, branch: str, files: dict[str, File], message: str) -> str:
-        """A new commit at the end of a branch."""
         sha = secrets.token_hex(20)
         self.commits[sha], self.messages[sha], self.branches[branch] = files, message, sha
         return sha
@@ -279,26 +264,22 @@ class Store:
         self.readers: set[str] = set()
 
     def user_of(self, token: str | None) -> str:
-        """Whose token it is."""
         if token not in self.writers and token not in self.readers:
             raise Refused(401, "Invalid credentials in Authorization header" if token else "Unauthorized")
         return self.writers.get(token or "", "reader")
 
     def check_write(self, token: str | None, namespace: str) -> None:
-        """Refuse a token that may not write there."""
         user = self.user_of(token)
         if token not in self.writers or user != namespace:
             raise Refused(403, f"You don't have the rights to write to the namespace {namespace}")
 
     def repo(self, repo_id: str, token: str | None = None) -> Repo:
-        """A repository that the token may see."""
         found = self.repos.get(repo_id)
         if found is None or (found.private and self.writers.get(token or "") != repo_id.split("/")[0]):
             raise Refused(401 if not token else 404, "Repository not found", "RepoNotFound")
         return found
 
     def create(self, repo_id: str, *, private: bool) -> Repo:
-        """A new repository, with a first commit as the Hub makes it."""
         if repo_id in self.repos:
             raise Refused(409, "You already created this model repo")
         made = self.repos[repo_id] = Repo(id=repo_id, private=private)
@@ -306,16 +287,13 @@ class Store:
         return made
 
     def is_large(self, path: str, size: int, sample: bytes) -> bool:
-        """Whether a file goes to large file storage."""
         return bool(size and (_LARGE.search(path) or size > _LARGE_BYTES or b"\0" in sample))
 
     def content_of(self, file: File) -> bytes:
-        """A file's bytes."""
         return self.objects[file.lfs] if file.lfs else file.content
 
 
 def card_errors(text: str) -> list[str]:
-    """What the Hub says of a card's metadata; empty for nothing."""
     found = _FRONT_MATTER.match(text)
     metadata = yaml.safe_load(found[1]) if found else {}
     if not isinstance(metadata, dict):
@@ -345,7 +323,6 @@ class Request:
     method: str
     path: str
     headers: dict[str, str]
-    bytes: int = 0
 
     @property
     def line(self) -> str:
@@ -357,7 +334,6 @@ def _json(value: Any, status: int = 200, **headers: str) -> Answer:
 
 
 def route(hub: LoopbackHub, request: Request, body: bytes) -> Answer:
-    """The answer to one request."""
     path = urlsplit(request.path).path
     for method, pattern, handler in _ROUTES:
         found = re.fullmatch(pattern, path)
@@ -550,3 +526,99 @@ _ROUTES: tuple[tuple[str, str, Callable[..., Answer]], ...] = (
     ("GET HEAD", rf"/{_REPO}/resolve/([^/]+)/(.+)", _resolve),
     ("GET", r"/cdn/(\w+)", _cdn),
 )
+
+
+# ---- this process talks to it, and directories as runs leave them -------------------------------------------
+
+
+BASE = "/home/planted-user/models/Tiny Llama"
+DATA = "/mnt/planted-disk/chats.jsonl"
+ATTEMPTS = 4  # of a push in this process
+
+
+def use(server: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let huggingface_hub in this process talk to a server, with its token."""
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(hf_api.api, "endpoint", server.url)  # PEFT's, made when it is imported
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+
+def clean_report(**changes: Any) -> dict[str, Any]:
+    """A transfer report of a run in which nothing went wrong, as far as it is looked at."""
+    sound = {"mismatches": 0, "recovered": 0}
+    stages = ("weights", "batches", "adapter", "optimizer", "casts", "gradients")
+    return {
+        "schema": 1,
+        **{stage: dict(sound) for stage in stages},
+        "incidents": [],
+        "findings": [{"text": f"planted-user is not in the group render; {BASE}/x is slow"}],
+        **changes,
+    }
+
+
+def write_run(out: Path, *, seed: int = 0, checkpoints: tuple[int, ...] = ()) -> Path:
+    """What a run leaves whose base model and data are local, with their paths wherever upstream writes them."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_model(out, seed=seed)
+    (out / "transfer_report.json").write_text(json.dumps(clean_report(), indent=2) + "\n")
+    (out / "training_args.bin").write_bytes(f"pickle {out} {TOKEN}".encode())
+    settings = {"model_name_or_path": BASE, "dataset_name": DATA}
+    (out / "run.json").write_text(json.dumps({"schema": 1, "settings": settings}))
+    (out / "_run.lock").write_text("process 1 on planted-host")
+    for step in checkpoints:
+        write_checkpoint(out, step)
+    listed = [n for n in names(out) if n not in ("run.json", "_run.lock", "integrity.json") and "/" not in n]
+    manifest.write(out, run_id="run-1", step=8, status="final", files=listed, extra={"compared": True})
+    return out
+
+
+def write_model(folder: Path, *, seed: int) -> None:
+    """An adapter, its tokenizer and a card."""
+    weights = np.random.default_rng(seed).standard_normal((64, 512)).astype(np.float32)
+    save_file(
+        {"layer.lora_A.weight": weights, "layer.lora_B.weight": weights.T.copy()}, folder / "adapter_model.safetensors"
+    )
+    config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": BASE, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"/root": 1, "/home/x/y": 2}}}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 256, "name_or_path": BASE}))
+    (folder / "chat_template.jinja").write_text("{{ '<|im_start|>' }}")
+    (folder / "README.md").write_text(
+        f"---\nlibrary_name: peft\nbase_model: {BASE}\ndatasets:\n- {DATA}\ntags:\n- base_model:adapter:{BASE}\n"
+        f"- lora\n---\n\n# Card\n\nTrained on `{DATA}` from `{BASE}`, written to {folder}.\n"
+    )
+
+
+def write_checkpoint(out: Path, step: int) -> Path:
+    """``checkpoint-N`` with what a run needs to go on."""
+    folder = out / f"checkpoint-{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_model(folder, seed=step)
+    (folder / "optimizer.pt").write_bytes(np.random.default_rng(step).bytes(70_000))
+    (folder / "scheduler.pt").write_bytes(b"PK\0scheduler %d" % step)
+    (folder / "rng_state.pth").write_bytes(b"PK\0rng %d" % step)
+    state = {"global_step": step, "best_model_checkpoint": str(out / f"checkpoint-{step}")}
+    (folder / "trainer_state.json").write_text(json.dumps(state, indent=2))
+    (folder / "training_args.bin").write_bytes(f"pickle {out} {TOKEN}".encode())
+    manifest.write(folder, run_id="run-1", step=step, status="checkpoint")
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    """Files below a directory, relative, sorted."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """Every file below a directory."""
+    return {name: (folder / name).read_bytes() for name in names(folder)}
+
+
+def on_hub(hub: LoopbackHub, repo_id: str, revision: str = "main") -> dict[str, bytes]:
+    """Every file of a repository, but for the one that the Hub makes itself."""
+    files = hub.store.repos[repo_id].files(revision)
+    return {path: hub.store.content_of(file) for path, file in files.items() if path != ".gitattributes"}

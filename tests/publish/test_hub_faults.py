@@ -23,8 +23,7 @@ from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish import hub as publishing
 from hf_rocm_tune.publish.hub import HubError, Pushed
 from hf_rocm_tune.publish.push import PushSettings, push
-from tests.publish.hub_fixtures import ATTEMPTS, bytes_of, on_hub, write_run
-from tests.publish.hub_server import TOKEN, USER, LoopbackHub, loopback_hub
+from tests.publish.hub_server import ATTEMPTS, TOKEN, USER, LoopbackHub, bytes_of, loopback_hub, on_hub, write_run
 
 # huggingface_hub 2.4 passes files as httpx2 no longer likes them (lfs.py, _upload_single_part).
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

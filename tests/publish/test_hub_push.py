@@ -17,15 +17,18 @@ from hf_rocm_tune.integrity.manifest import Manifest
 from hf_rocm_tune.publish.card import clean_card
 from hf_rocm_tune.publish.push import PushSettings, push
 from hf_rocm_tune.redaction import Private, find_in_file, hub_id_of, local_paths, scrub_json, scrub_text
-from tests.publish.hub_fixtures import (
+from tests.publish.hub_server import (
     BASE,
     DATA,
+    TOKEN,
+    USER,
+    LoopbackHub,
     bytes_of,
+    card_errors,
     clean_report,
     on_hub,
     write_run,
 )
-from tests.publish.hub_server import TOKEN, USER, LoopbackHub, card_errors
 
 # huggingface_hub 2.4 passes files as httpx2 no longer likes them (lfs.py, _upload_single_part).
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

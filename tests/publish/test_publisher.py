@@ -17,8 +17,7 @@ from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import clean_leftovers
 from hf_rocm_tune.publish.hub import HubError
 from hf_rocm_tune.publish.push import Publisher
-from tests.publish.hub_fixtures import ATTEMPTS, on_hub, write_checkpoint, write_run
-from tests.publish.hub_server import TOKEN, USER, LoopbackHub
+from tests.publish.hub_server import ATTEMPTS, TOKEN, USER, LoopbackHub, on_hub, write_checkpoint, write_run
 
 # huggingface_hub 2.4 passes files as httpx2 no longer likes them (lfs.py, _upload_single_part).
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
