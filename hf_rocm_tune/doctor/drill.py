@@ -399,7 +399,7 @@ def send_clean(
 ) -> CleanTransfers:
     """Send tensors of every dtype and size, through all stages in turn, and compare what arrived byte by byte.
 
-    A mover that is given sends instead of a new one; its report must be a `IncidentLog`.
+    A mover that is given sends instead of a new one; its report must be an `IncidentLog`.
     """
     found, samples, rng = CleanTransfers(), Samples(seed + 1), random.Random(seed)
     with mover or _mover(device) as sender:
