@@ -265,6 +265,11 @@ class Prefetch:
             self._waiting = None  # nothing was read beyond the window
         return Window(self, batches)
 
+    def begin_all(self, window: list[Any]) -> None:
+        """Begins all that a window still has, for whoever uses its batches side by side."""
+        for number, batch in enumerate(list.__iter__(window) if self._batches else ()):
+            window[number] = self._begin(batch)
+
     def begin_ahead(self, window: list[Any], number: int) -> None:
         """Before batch `number` of a window is handed out: begins it and those that may be under way beside it."""
         if self._batches == 0:
@@ -292,6 +297,10 @@ class Window(list[Any]):
     def __init__(self, prefetch: Prefetch, batches: list[Any]) -> None:
         super().__init__(batches)
         self._prefetch = prefetch
+
+    def begin_all(self) -> None:
+        """Begins the transfers of all that is left."""
+        self._prefetch.begin_all(self)
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(len(self)):

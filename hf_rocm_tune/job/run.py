@@ -399,6 +399,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             compare_optimizer_every=tune.compare_optimizer_every,
             consent_unverified=tune.consent_unverified,
             recompute_layers=job.fit.choice.recompute if job.fit else tune.recompute,
+            pipeline=job.arguments.ranks.pipeline == "auto",
             on_oom=tune.on_oom,
             max_skipped_steps=tune.max_skipped_steps,
             grad_sync=job.arguments.grad_sync.way,

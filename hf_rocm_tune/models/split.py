@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.transfer import Digest, FaultSpec, Mover, TransferReport, TransferSettings, map_tensors
-from hf_rocm_tune.transfer.copies import Fetched
+from hf_rocm_tune.transfer import Digest, FaultSpec, Mover, TransferReport, TransferSettings, map_tensors, tree_tensors
+from hf_rocm_tune.transfer.copies import Fetched, Fetcher
 from hf_rocm_tune.transfer.raw_bytes import named_tensors
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 
@@ -213,9 +215,18 @@ class SplitMover(Mover):
     mark_derived, mark_trained = _by_knower("mark_derived"), _by_knower("mark_trained")
     mark_unverified = _by_knower("mark_unverified")
 
-    def move(self, tensor: Tensor, *, name: str, stage: str = "weights", source: str | None = None) -> Tensor:
+    def move(
+        self,
+        tensor: Tensor,
+        *,
+        name: str,
+        stage: str = "weights",
+        source: str | None = None,
+        transient: bool = False,
+    ) -> Tensor:
         """As `Mover.move`, to the card that the name belongs to."""
-        return self.cards[self.split.card_of(name)].move(tensor, name=name, stage=stage, source=source)
+        card = self.cards[self.split.card_of(name)]
+        return card.move(tensor, name=name, stage=stage, source=source, transient=transient)
 
     def serves(self, device: torch.device) -> bool:
         """Whether one of the cards is this device."""
@@ -292,6 +303,29 @@ def tell_of_devices(model: PreTrainedModel, mover: Mover) -> None:
 # ---- what crosses between cards ----------------------------------------------------------------------------------
 
 
+class Flight(Protocol):
+    """A micro-batch that crosses while others compute, see `training.pipeline`: it is told of each crossing."""
+
+    def cross(self, place: int) -> AbstractContextManager[Callable[[int], tuple[Fetcher, Any]]]:
+        """Around all that crosses at one place, places counted from 1 on in the order in which a pass comes by them.
+
+        Others may have their turn meanwhile. Gives, by card, what fetches from it, and the mark of what it has queued.
+        """
+
+    def cut(self, tensor: Tensor, moved: Tensor, way: Way) -> Tensor:
+        """What goes on in the place of a tensor that needs a gradient: the graph ends at each crossing."""
+
+
+class _Pass(threading.local):
+    """A forward pass; each thread has its own."""
+
+    def __init__(self) -> None:
+        # The first of the two is held, so that no other tensor gets its identity meanwhile.
+        self.carried: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.is_under_way = False
+        self.flight: Flight | None = None
+
+
 class Hops:
     """Carries each tensor that a layer on another card needs there, and its gradient back.
 
@@ -310,8 +344,16 @@ class Hops:
         # Logical cards share a device: there a tensor is on another card than the first when it was carried there or
         # comes out of a module of that card.
         self._elsewhere: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
-        self._carried: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._in_forward = False
+        self._pass = _Pass()
+
+    @contextmanager
+    def flying(self, flight: Flight) -> Iterator[None]:
+        """Within the block what this thread computes is a flight."""
+        self._pass.flight = flight
+        try:
+            yield
+        finally:
+            self._pass.flight = None
 
     def install(self, backbone: nn.Module, layers: nn.ModuleList) -> list[RemovableHandle]:
         """Puts the hooks on a model whose layers are placed.
@@ -329,24 +371,29 @@ class Hops:
             hooks.append(layer.register_forward_pre_hook(self._fetch_arguments(number, card), with_kwargs=True))
             if self._mover.logical:
                 hooks += [module.register_forward_hook(self._made_on(card)) for module in layer.modules()]
-        last = f"layers.{len(layers) - 1}.output"
-        hooks.append(layers[-1].register_forward_hook(lambda module, given, output: self._all_to(0, output, last)))
+        name, place = f"layers.{len(layers) - 1}.output", len(self._mover.cards)
+        hooks.append(
+            layers[-1].register_forward_hook(
+                lambda module, given, output: self._all_to(0, output, [(name, output)], place)
+            )
+        )
         return hooks
 
     def _begin(self, module: nn.Module, arguments: Any) -> None:
         """A forward pass begins, whatever became of the one before."""
-        self._carried.clear()
-        self._in_forward = True
+        self._pass.carried.clear()
+        self._pass.is_under_way = True
 
     def _end(self, module: nn.Module, arguments: Any, output: Any) -> Any:
-        home = self._all_to(0, output, "output")
-        self._carried.clear()
-        self._in_forward = False
+        home = self._all_to(0, output, [("output", output)], len(self._mover.cards) + 1)
+        self._pass.carried.clear()
+        self._pass.is_under_way = False
         return home
 
     def _fetch_arguments(self, number: int, card: int) -> Callable[..., Any]:
         def before(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            return self._all_to(card, arguments, f"layers.{number}"), self._all_to(card, keywords, f"layers.{number}")
+            name = f"layers.{number}"
+            return self._all_to(card, (arguments, keywords), [(name, arguments), (name, keywords)], card)
 
         return before
 
@@ -365,26 +412,43 @@ class Hops:
             return self._elsewhere.get(tensor.untyped_storage(), 0)
         return next((card for card, mover in enumerate(self._mover.cards) if mover.serves(tensor.device)), None)
 
-    def _all_to(self, card: int, tree: Any, name: str) -> Any:
-        """The same structure with every tensor on that card."""
-        names = {id(tensor): path for path, tensor in named_tensors(tree, name)}
-        return map_tensors(tree, lambda tensor: self._to(card, tensor, names[id(tensor)]))
+    def _all_to(self, card: int, tree: Any, named: Sequence[tuple[str, Any]], place: int) -> Any:
+        """The same structure with every tensor on that card.
 
-    def _to(self, card: int, tensor: Tensor, name: str) -> Tensor:
+        Args:
+            card: its number.
+            tree: a nested structure.
+            named: its parts, with what the names of their tensors begin with.
+            place: see `Flight.cross`.
+        """
+        names = {id(tensor): path for name, part in named for path, tensor in named_tensors(part, name)}
+        flight = self._pass.flight
+        found: dict[int, Tensor] = {}  # by identity: the tensors that have to be carried
+        for tensor in tree_tensors(tree):
+            if self._card_of(tensor) not in (None, card) and (id(tensor), card) not in self._pass.carried:
+                found[id(tensor)] = tensor
+        with flight.cross(place) if flight is not None and found else nullcontext() as crossing:
+            moved = {key: self._carry(card, tensor, names[key], crossing) for key, tensor in found.items()}
+        return map_tensors(tree, lambda tensor: self._here(card, tensor, moved))
+
+    def _carry(self, card: int, tensor: Tensor, name: str, crossing: Any) -> Tensor:
         here = self._card_of(tensor)
-        if here is None or here == card:
-            return tensor
-        key = (id(tensor), card)
-        if key in self._carried:
-            return self._carried[key][1]
+        assert here is not None
         way = Way(self._mover, source=here, target=card, name=name)
-        moved: Tensor = _Hop.apply(tensor, way) if tensor.requires_grad else way.forward(tensor)
+        if self._pass.flight is None:
+            moved: Tensor = _Hop.apply(tensor, way) if tensor.requires_grad else way.forward(tensor)
+        else:
+            moved = way.forward(tensor, *crossing(here))
+            moved = self._pass.flight.cut(tensor, moved, way) if tensor.requires_grad else moved
         if self._mover.logical:
             self._elsewhere[moved.untyped_storage()] = card
-        if self._in_forward:  # and not in a recomputation, after which nobody would let go of it
-            # The first of the two is held, so that no other tensor gets its identity meanwhile.
-            self._carried[key] = (tensor, moved)
+        if self._pass.is_under_way:  # and not in a recomputation, after which nobody would let go of it
+            self._pass.carried[id(tensor), card] = tensor, moved
         return moved
+
+    def _here(self, card: int, tensor: Tensor, moved: dict[int, Tensor]) -> Tensor:
+        carried = self._pass.carried.get((id(tensor), card), (tensor, tensor))[1]
+        return moved.get(id(tensor), carried)
 
 
 class Way:
@@ -398,22 +462,24 @@ class Way:
     """
 
     def __init__(self, mover: SplitMover, *, source: int, target: int, name: str) -> None:
-        self._mover, self._source, self._target, self._name = mover, source, target, name
+        self._mover, self.source, self.target, self._name = mover, source, target, name
 
-    def forward(self, tensor: Tensor) -> Tensor:
-        """The tensor on the target card."""
-        return self._carry(tensor, self._source, self._target, f"forward.{self._name}")
+    def forward(self, tensor: Tensor, fetcher: Fetcher | None = None, mark: Any = None) -> Tensor:
+        """The tensor on the target card. A flight has a fetcher of its own, and a mark behind the tensor."""
+        return self._carry(tensor, self.source, self.target, f"forward.{self._name}", fetcher, mark)
 
-    def backward(self, gradient: Tensor) -> Tensor:
+    def backward(self, gradient: Tensor, fetcher: Fetcher | None = None, mark: Any = None) -> Tensor:
         """A gradient on the source card."""
-        return self._carry(gradient, self._target, self._source, f"backward.{self._name}")
+        return self._carry(gradient, self.target, self.source, f"backward.{self._name}", fetcher, mark)
 
-    def _carry(self, tensor: Tensor, source: int, target: int, name: str) -> Tensor:
+    def _carry(self, tensor: Tensor, source: int, target: int, name: str, fetcher: Fetcher | None, mark: Any) -> Tensor:
         """Through the host. Digests of all three places are the same, or it is done again."""
         mover = self._mover
+        fetch = mover.cards[source].fetched if fetcher is None else partial(fetcher.fetched, mark=mark)
         for _ in range(_TRIES):
-            with mover.cards[source].fetched(tensor, name=f"{name}.from{source}", stage=BETWEEN_CARDS) as fetched:
-                moved = mover.cards[target].move(fetched.host, name=f"{name}.to{target}", stage=BETWEEN_CARDS)
+            with fetch(tensor, name=f"{name}.from{source}", stage=BETWEEN_CARDS) as fetched:
+                where = f"{name}.to{target}"
+                moved = mover.cards[target].move(fetched.host, name=where, stage=BETWEEN_CARDS, transient=True)
                 arrived = mover.cards[target].digest_of(moved)
             if fetched.digest is None or arrived is None or fetched.digest == arrived:
                 return moved

@@ -231,6 +231,12 @@ class RanksArguments:
         " 18,22; the last may be left out), or auto, which fills them evenly by plan. On the CPU the cards are "
         "logical: the same code and real copies, for trying it out.",
     )
+    pipeline: Literal["auto", "off"] = _option(
+        "auto",
+        "With --split_layers: whether the micro-batches of an accumulation window are under way side by side (auto, "
+        "where there are several), so that the cards compute at the same time, or one after the other (off), which "
+        "needs less memory. The result is the same.",
+    )
     preflight: Literal["auto", "always", "off"] = _option(
         "auto",
         "Whether several processes try their cards before they join: copies of every pair by value, and an all-"

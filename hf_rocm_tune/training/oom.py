@@ -464,7 +464,8 @@ class OutOfMemoryRecovery:
         alone = args.world_size == 1
         outside = not (isinstance(error, torch.OutOfMemoryError) or self._cache_was_given_back)
         self._cache_was_given_back |= outside
-        wanted = self.divisor if alone and outside else next_divisor(found.sizes, self.divisor, part.units)
+        again = trainer.fewer_in_flight() or outside
+        wanted = self.divisor if alone and again else next_divisor(found.sizes, self.divisor, part.units)
         if wanted is not None and not alone:
             wanted *= 2  # every further shortage would cost another restart
         self._shortages += 1
@@ -506,7 +507,7 @@ class OutOfMemoryRecovery:
                 f"{who}no memory for {found.what} at step {step} ({found.said}): start the same command again, it goes "
                 f"on from the newest checkpoint with {cut}"
             )
-        now = f"with {cut} from now on" if found.wanted > self.divisor else "after the allocator's cache was given back"
+        now = f"with {cut} from now on" if found.wanted > self.divisor else "as it was"
         logger.warning("step %d: no memory for %s; the step is done again, %s", step, found.what, now)
         self.divisor = found.wanted
 

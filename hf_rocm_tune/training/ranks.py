@@ -415,11 +415,13 @@ def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 # ---- one process, several cards -----------------------------------------------------------------------------
 
 
-def carry_between_cards(model: nn.Module, mover: SplitMover) -> None:
+def carry_between_cards(model: nn.Module, mover: SplitMover) -> Hops:
     """From now on what goes from one card's layers to another's goes through the movers, forward and backward."""
     base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
     _, layers = layer_stack(base, base.config)
-    Hops(mover).install(base.base_model, layers)
+    hops = Hops(mover)
+    hops.install(base.base_model, layers)
+    return hops
 
 
 def cards_of_parameters(model: nn.Module, mover: SplitMover) -> dict[int, int]:
@@ -462,7 +464,7 @@ def clip_over_cards(
     return totals[0]
 
 
-def describe_split(mover: SplitMover, model: nn.Module) -> dict[str, Any]:
+def describe_split(mover: SplitMover, model: nn.Module, in_flight: int) -> dict[str, Any]:
     """For the report: what each card holds, and what crossed."""
     held = [0] * len(mover.cards)
     for name, tensor in tensors_of(model):
@@ -482,4 +484,5 @@ def describe_split(mover: SplitMover, model: nn.Module) -> dict[str, Any]:
                 BETWEEN_CARDS: counted[BETWEEN_CARDS],
             }
         )
-    return {"layers": mover.split.stack, "way": "staged through the host", "cards": rows}
+    way = {"layers": mover.split.stack, "way": "staged through the host", "micro_batches_in_flight": in_flight}
+    return {**way, "cards": rows}

@@ -11,7 +11,6 @@ Not covered: bits that were wrong between two looks and are right again.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -388,6 +387,7 @@ def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
 # ---- in a run -----------------------------------------------------------------------------------------------
 
 _UPSTREAM = frozenset({"hf_rocm_tune", "transformers", "trl", "peft", "accelerate", "torch", "typing", "builtins"})
+_FOREIGN: dict[type, bool] = {}  # what `is_foreign` found
 _SAID = {"replaced": "were replaced by other tensors", "removed": "were removed", "added": "were added"}
 _ADVICE = (
     "Nothing was saved since; the checkpoints already written are intact: start the same command again to continue "
@@ -395,14 +395,15 @@ _ADVICE = (
 )
 
 
-@functools.cache
 def is_foreign(cls: type) -> bool:
     """Whether a class, or one that it is made of, has code that is neither upstream's nor ours."""
-    return any(
-        base.__module__.partition(".")[0] not in _UPSTREAM
-        and any(callable(value) for name, value in vars(base).items() if not name.startswith("__"))
-        for base in cls.__mro__
-    )
+    if cls not in _FOREIGN:
+        _FOREIGN[cls] = any(
+            base.__module__.partition(".")[0] not in _UPSTREAM
+            and any(callable(value) for name, value in vars(base).items() if not name.startswith("__"))
+            for base in cls.__mro__
+        )
+    return _FOREIGN[cls]
 
 
 class SentinelCallback(TrainerCallback):

@@ -65,6 +65,7 @@ from hf_rocm_tune.training.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.training.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
 from hf_rocm_tune.training.metrics import Notes, is_tried
 from hf_rocm_tune.training.oom import OutOfMemoryRecovery, parts_of, recovery_for
+from hf_rocm_tune.training.pipeline import Pipeline, flies
 from hf_rocm_tune.training.refusals import OptimizerTablesCallback, with_offloads
 from hf_rocm_tune.training.saved_state import adapter_state
 from hf_rocm_tune.training.sentinels import SentinelCallback, is_foreign
@@ -108,6 +109,8 @@ class VerifiedTransferMixin(_Base):
         consent_unverified: train although ``verify="full"`` did not reach every byte.
         recompute_layers: where checkpointing is on, of how many layers, from the first on, activations are recomputed
             whole, and of how many but for products and attention; None: of all, whole. See `models.recompute`.
+        pipeline: of a split model several micro-batches are under way at once, where that can be; only for losses
+            that run the model once, all of its layers as they are. See :mod:`~hf_rocm_tune.training.pipeline`.
         on_oom: ``step_down``: a step that runs out of memory is done again with smaller micro-batches, see
             :mod:`~hf_rocm_tune.training.oom`; ``stop``: it ends the run.
         max_skipped_steps: how many of the last 100 steps may be left out because they are not finite.
@@ -152,6 +155,7 @@ class VerifiedTransferMixin(_Base):
         compare_optimizer_every: int = 0,
         consent_unverified: bool = False,
         recompute_layers: tuple[int, int] | None = None,
+        pipeline: bool = False,
         on_oom: Literal["step_down", "stop"] = "step_down",
         max_skipped_steps: int = 5,
         grad_sync: Way = "ddp",
@@ -186,6 +190,7 @@ class VerifiedTransferMixin(_Base):
         self._recovery: OutOfMemoryRecovery | None = None
         self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
         self._shards: ShardedModel | None = None
+        self._pipeline: Pipeline | None = None
         step_faults = StepFaultSpec.from_environment()
         filters_losses = args is not None and args.logging_nan_inf_filter and is_tried("transformers")
         if args is not None:
@@ -205,7 +210,9 @@ class VerifiedTransferMixin(_Base):
             stack.enter_context(redirected(self.mover, stage="adapter"))  # PEFT moves fresh adapters by itself
             super().__init__(*arguments, **keywords)
         if isinstance(self.mover, SplitMover):
-            ranks.carry_between_cards(self.model, self.mover)
+            hops = ranks.carry_between_cards(self.model, self.mover)
+            if pipeline and flies(self):
+                self._pipeline = Pipeline(hops, self.mover)
         self._notes = Notes(self, filters_losses=filters_losses)
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
@@ -364,7 +371,10 @@ class VerifiedTransferMixin(_Base):
         if self._recovery is not None:
             self._recovery.begin_step()
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return self._training_prefetch.window(batches), count
+        window = self._training_prefetch.window(batches)
+        if self._pipeline is not None:
+            self._pipeline.begin_step(window)
+        return window, count
 
     @override
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Any:
@@ -401,6 +411,8 @@ class VerifiedTransferMixin(_Base):
             return torch.zeros((), device=self.args.device)
         self._strike("step", self.state.global_step + 1)
         stock = super().training_step
+        if self._pipeline is not None and (self._recovery is None or self._recovery.divisor == 1):
+            stock = partial(self._pipeline.step, stock)
         if not isinstance(inputs, Mapping):  # prompts from which a trainer generates its batch: not ours to cut
             loss: Tensor = stock(model, inputs, num_items_in_batch)
         elif self._recovery is not None:
@@ -561,7 +573,9 @@ class VerifiedTransferMixin(_Base):
         """What the report says of this training beside the counters, as this rank saw it."""
         return {
             "grad_sync": self.grad_sync.describe(self.model, self.args.world_size),
-            "split": ranks.describe_split(self.mover, self.model) if isinstance(self.mover, SplitMover) else None,
+            "split": ranks.describe_split(self.mover, self.model, self._pipeline.in_flight if self._pipeline else 1)
+            if isinstance(self.mover, SplitMover)
+            else None,
             "memory": {
                 "steps_down": self._recovery is not None,
                 "micro_batch_divisor": 1 if self._recovery is None else self._recovery.divisor,
@@ -578,6 +592,10 @@ class VerifiedTransferMixin(_Base):
         """Where the model is: the trainer's device, or those of all cards of a split."""
         cards = self.mover if isinstance(self.mover, SplitMover) and not self.mover.logical else None
         return tuple(card.device for card in cards.cards) if cards else (self.args.device,)
+
+    def fewer_in_flight(self) -> bool:
+        """Fewer micro-batches are under way at once from now on; False where each is alone already."""
+        return self._pipeline is not None and self._pipeline.fewer()
 
     @property
     def is_sharded(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -76,11 +76,11 @@ class Backend(Protocol):
     def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
         """Device memory, uint8[nbytes]. Long-lived memory (weights) is allocated for the caller's compute stream."""
 
-    def follow(self, source: Tensor) -> None:
-        """Let the queue wait for what the caller's compute stream has queued, before it reads device bytes `source`.
+    def mark(self) -> Any:
+        """The place in the caller's compute stream behind all that it has queued; for `follow`."""
 
-        The caller keeps `source` until the queue has read it.
-        """
+    def follow(self, mark: Any) -> None:
+        """Let the queue wait for what stands before `mark`, whose results it then reads."""
 
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
         """Queue a copy of host bytes to device bytes, or back. `source` stays unchanged until the ticket is done."""
@@ -123,8 +123,11 @@ class HostBackend:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8)
 
-    def follow(self, source: Tensor) -> None:
+    def mark(self) -> None:
         """What the caller computes is done when it returns."""
+
+    def follow(self, mark: None) -> None:
+        """See `mark`."""
 
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
         ticket = _HostTicket(self._queue.submit(self._copy_now, target, source))
@@ -221,8 +224,11 @@ class AcceleratorBackend:
             with self._queue():
                 return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def follow(self, source: Tensor) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+    def mark(self) -> torch.cuda.Event:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def follow(self, mark: torch.cuda.Event) -> None:
+        self._stream.wait_event(mark)
 
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
         with self._queue():

@@ -311,23 +311,25 @@ class Fetcher:
         self.slot_bytes = settings.slot_bytes or backend.default_slot_bytes
         self.ring = Ring(backend, slot_bytes=self.slot_bytes, slots=settings.slots)
 
-    def begin(self, tensor: Tensor, *, name: str, stage: str) -> Fetched:
+    def begin(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None) -> Fetched:
         """Queue the copy of a tensor of this device. Waits while all slots are taken.
 
         Args:
             tensor: of any dense dtype; it must not change before `Fetched.settle` has returned.
             name, stage: for incidents and faults.
+            mark: see `Mover.mark`: it was computed before that. None: it was queued before this.
         """
-        return Fetched(self, tensor.detach().contiguous(), name, stage)
+        source = tensor.detach().contiguous()
+        return Fetched(self, source, name, stage, mark if tensor.is_contiguous() else None)
 
     @contextmanager
-    def fetched(self, tensor: Tensor, *, name: str, stage: str) -> Iterator[Fetched]:
-        """The bytes of a tensor on the host for the length of a block.
+    def fetched(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None) -> Iterator[Fetched]:
+        """The bytes of a tensor on the host for the length of a block; see `begin`.
 
         Raises:
             CorruptionError: see `Fetched.settle`.
         """
-        found = self.begin(tensor, name=name, stage=stage)
+        found = self.begin(tensor, name=name, stage=stage, mark=mark)
         try:
             found.settle()
             yield found
@@ -344,7 +346,7 @@ class Fetched:
         digest: of the bytes that were fetched, after `settle`; None where they were not verified.
     """
 
-    def __init__(self, fetcher: Fetcher, source: Tensor, name: str, stage: str) -> None:
+    def __init__(self, fetcher: Fetcher, source: Tensor, name: str, stage: str, mark: Any = None) -> None:
         self._fetcher, self._backend, self._name, self._stage = fetcher, fetcher.backend, name, stage
         number, verify, self._step = fetcher.enter(stage)
         self._source = as_bytes(source)  # kept: the caller may drop its tensor with the copy still queued
@@ -359,9 +361,10 @@ class Fetched:
                 self._memory = torch.empty(size, dtype=torch.uint8)
         self.host = typed_view(self._memory, 0, source.dtype, source.shape)
         self._label = Label(stage, number, 0, (Part(name, 0, size, 0, size),))
-        self._backend.follow(self._source)
+        self._backend.follow(mark or self._backend.mark())
         self._expected = self._backend.digest(self._source) if verify else None
-        self._ticket = self._backend.copy(self._memory, self._source, self._label, blocking=size > fetcher.slot_bytes)
+        # Pageable memory is copied to while the caller waits: not before `settle`.
+        self._ticket = None if size > fetcher.slot_bytes else self._copy()
         self._queueing_seconds = time.perf_counter() - begun
 
     def settle(self) -> None:
@@ -371,7 +374,7 @@ class Fetched:
             CorruptionError: no way of reading them helped, or the settings say to stop. `host` then holds wrong bytes.
         """
         begun = time.perf_counter()
-        self._ticket.wait()
+        (self._ticket or self._copy(blocking=True)).wait()
         if self._expected is not None:
             self.digest = self._expected.result()
             self._prove(self.digest)
@@ -395,7 +398,7 @@ class Fetched:
         wrong: Tensor | None = None
         for attempt, rung in enumerate(_READINGS):
             if rung == "same_copy":
-                self._backend.copy(self._memory, self._source, self._label, blocking=True)
+                self._copy(blocking=True)
             elif rung == "pageable":
                 self._memory.copy_(self._backend.read_back(self._source))
             self._harm(attempt)
@@ -408,6 +411,9 @@ class Fetched:
                 self._fail(wrong, rung, "stopped", "--on_corruption stop was asked for")
         assert wrong is not None
         self._fail(wrong, _READINGS[-1], "failed", f"{len(_READINGS)} ways of reading it did not help")
+
+    def _copy(self, *, blocking: bool = False) -> Ticket:
+        return self._backend.copy(self._memory, self._source, self._label, blocking=blocking)
 
     def _harm(self, attempt: int) -> None:
         if self._fetcher.faulty is not None:

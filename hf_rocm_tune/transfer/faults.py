@@ -113,8 +113,8 @@ class FaultyBackend:
         self.inner, self.spec = inner, spec
         self.device, self.staging_grows = inner.device, inner.staging_grows
         self.default_slot_bytes = inner.default_slot_bytes
-        self.staging, self.allocate, self.follow = inner.staging, inner.allocate, inner.follow
-        self.read_back, self.hand_out = inner.read_back, inner.hand_out
+        self.staging, self.allocate, self.mark = inner.staging, inner.allocate, inner.mark
+        self.follow, self.read_back, self.hand_out = inner.follow, inner.read_back, inner.hand_out
         self.injected = 0
         self._lock = threading.RLock()
         self._matched = 0

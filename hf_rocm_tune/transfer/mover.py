@@ -144,7 +144,15 @@ class Mover:
 
     # ---- moving ---------------------------------------------------------------------------------------------
 
-    def move(self, tensor: Tensor, *, name: str, stage: str = "weights", source: str | None = None) -> Tensor:
+    def move(
+        self,
+        tensor: Tensor,
+        *,
+        name: str,
+        stage: str = "weights",
+        source: str | None = None,
+        transient: bool = False,
+    ) -> Tensor:
         """Send one host tensor and wait for its verdict.
 
         Args:
@@ -152,6 +160,7 @@ class Mover:
             name: for incidents, for example the parameter's name.
             stage: ``weights``, ``batches``, ``adapter`` or ``optimizer``.
             source: the file it came from, for incidents.
+            transient: it is not kept: its memory is taken without a wait for what the caller has queued.
 
         Returns:
             A new tensor on the device, same dtype and shape, contiguous, without gradient history, that owns its
@@ -163,7 +172,7 @@ class Mover:
         """
         self._check_host(tensor, name)
         shipment = self._new_shipment(stage, [Parcel(name, tensor, 0, source)])
-        buffer = self._backend.allocate(shipment.nbytes, long_lived=True)
+        buffer = self._backend.allocate(shipment.nbytes, long_lived=not transient)
         self._sender.send(shipment, buffer, self._ladder.route, attempt=0)
         self._finish(shipment, buffer)
         with torch.inference_mode(False):
@@ -193,6 +202,10 @@ class Mover:
         """
         self._check_open()
         return self._fetcher.fetched(tensor, name=name, stage=stage)
+
+    def mark(self) -> Any:
+        """The place in the caller's compute stream behind all that it has queued, for `Fetcher.begin`."""
+        return self._backend.mark()
 
     def another_fetcher(self) -> Fetcher:
         """A way to the host with a queue and slots of its own, for tensors that cross beside what is sent."""

@@ -24,7 +24,8 @@ from hf_rocm_tune.transfer.digest import digest
 from hf_rocm_tune.transfer.mover import Mover
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
-_READERS = (Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.tolist)
+READERS = (Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.tolist)
+"""Calls that bring a number from the device, for which the caller waits."""
 
 
 def redirected(mover: Mover, *, stage: str) -> AbstractContextManager[Any]:
@@ -148,7 +149,7 @@ _CROSSING: dict[Any, Callable[[_Redirect, Any, Any, Any], Any]] = {
     Tensor.__setitem__: _Redirect._set_item,
     Tensor.__getitem__: _Redirect._get_item,
     **dict.fromkeys(_MAKERS, _Redirect._make),
-    **dict.fromkeys(_READERS, _Redirect._read),
+    **dict.fromkeys(READERS, _Redirect._read),
 }
 
 

@@ -178,9 +178,9 @@ class _Counting(Mover):
         super().__init__(CPU)
         self._names = names
 
-    def move(self, tensor: Tensor, *, name: str, stage: str = "weights", source: str | None = None) -> Tensor:
+    def move(self, tensor: Tensor, *, name: str, **more: Any) -> Tensor:  # type: ignore[override]
         self._names[name] += 1
-        return super().move(tensor, name=name, stage=stage, source=source)
+        return super().move(tensor, name=name, **more)
 
 
 def names_of(model: Any, *counts: int) -> Counter[str]:
