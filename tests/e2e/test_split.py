@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -159,6 +160,16 @@ def test_faults_on_hops_are_healed_and_a_run_goes_on_where_it_was_stopped(
     assert report["activations"]["mismatches"] == report["activations"]["recovered"] > 1
     assert report["optimizer"]["tensors"] > 0 < report["adapter"]["tensors"]
     assert report["optimizer"]["verified_bytes"] == report["optimizer"]["bytes"]
+
+
+def test_a_run_that_is_killed_between_its_micro_batches_goes_on(command: Callable[..., Result], tmp_path: Path) -> None:
+    both = {"max_steps": 6, "save_steps": 2, "gradient_accumulation_steps": 4, "split_layers": "auto"}
+    assert_done(command("whole", **both))
+    killed = command("killed", **both, env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"})
+    assert killed.code == -signal.SIGKILL
+    assert_done(command("killed", **both))
+    assert_equal_adapters(tmp_path / "whole", tmp_path / "killed")
+    assert report_of(tmp_path / "killed")["split"]["micro_batches_in_flight"] == 4
 
 
 def assert_equal_adapters(one: Path, other: Path) -> None:

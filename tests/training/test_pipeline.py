@@ -186,7 +186,7 @@ def test_on_two_cards_whose_kernels_and_copies_are_late(tmp_path: Path) -> None:
         environment = simcard.environment()
     except simcard.NoCompiler as missing:
         pytest.skip(str(missing))
-    delays = {"SIMCARD_DEVICES": "2", "SIMCARD_POISON": "1", "SIMCARD_DELAYS": "0,200,0,900"}
+    delays = {"SIMCARD_DEVICES": "2", "SIMCARD_POISON": "1", "SIMCARD_DELAYS": "0,60,0,600"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.test_pipeline", str(tmp_path)],
         env={**os.environ, **environment, **delays},
@@ -201,7 +201,7 @@ def test_on_two_cards_whose_kernels_and_copies_are_late(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     on_cards = Runs(Path(sys.argv[1]), torch.device("cuda", 0), torch.device("cuda", 1))
-    results = [on_cards(pipeline=which, activation_checkpointing=True) for which in (False, True)]
+    results = [on_cards(pipeline=which, activation_checkpointing=True, max_steps=1) for which in (False, True)]
     differing = [name for name, each in results[0][1].items() if not torch.equal(each, results[1][1][name])]
     same = results[0][0] == results[1][0]
     print(json.dumps({"differ": differing, "losses": same, "mismatches": on_cards.crossed["mismatches"]}))
