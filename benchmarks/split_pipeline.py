@@ -73,7 +73,7 @@ def train(place: Path, wanted: argparse.Namespace, *, pipeline: bool) -> tuple[l
         max_steps=wanted.steps, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     clock = Clock()
-    with SplitMover(Split.of("model.layers", (1, 1)), [torch.device("cuda", card) for card in (0, 1)]) as mover:
+    with SplitMover(Split("model.layers", (1, 1)), [torch.device("cuda", card) for card in (0, 1)]) as mover:
         tell_of_devices(model, mover)
         data = Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
         made = Verified(

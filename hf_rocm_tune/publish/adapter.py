@@ -7,7 +7,6 @@ converted when they were saved.
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.models.files import check_safetensors
+from hf_rocm_tune.publish.history import run_settings
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -175,7 +175,7 @@ def open_adapter(name: str, revision: str | None = None) -> Adapter:
         raise UsageError(f"{name}: adapter_model.bin is a pickle, which is not read here: save it as safetensors")
     else:
         raise UsageError(f"{name} has {CONFIG_FILE}, but no {WEIGHTS_FILE}: copy it again, or take a checkpoint")
-    settings = _settings_of_run(directory)
+    settings = run_settings(directory)
     return Adapter(name=name, directory=directory, config=config, written=written, settings=settings)
 
 
@@ -190,12 +190,12 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
         UsageError: the adapter does not belong to this model, or its file cannot be read.
     """
     from peft import PeftModel, PeftModelForCausalLM, set_peft_model_state_dict
+    from safetensors.torch import load_file
 
     wrapper = PeftModelForCausalLM if model.can_generate() else PeftModel
     adapter.config.inference_mode = True
     try:
-        with safe_open(adapter.directory / WEIGHTS_FILE, framework="pt", device="cpu") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+        tensors = load_file(adapter.directory / WEIGHTS_FILE)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{adapter.name}: {WEIGHTS_FILE} cannot be read ({error}); copy it again") from error
     _resize_vocabulary(model, tensors)
@@ -310,17 +310,6 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
             "original ones: save it as plain LoRA with save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     return config
-
-
-def _settings_of_run(directory: Path) -> Mapping[str, Any]:
-    """From the run that wrote this directory, or the directory above a checkpoint."""
-    for place in (directory, directory.parent):
-        try:
-            settings = json.loads((place / "run.json").read_text(encoding="utf-8"))["settings"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        return settings if isinstance(settings, dict) else {}
-    return {}
 
 
 def _short(error: BaseException) -> str:

@@ -20,7 +20,8 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -133,12 +134,10 @@ def _call(command: list[str]) -> None:
 
 def _stored(model: Path) -> Iterator[tuple[str, Any]]:
     """Name and tensor of everything in a model's files."""
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
     for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                yield name, opened.get_tensor(name)
+        yield from load_file(file).items()  # views of the mapped file
 
 
 def _lossless(model: Path) -> str:
@@ -256,8 +255,11 @@ def modelfile(model: Path, file: Path) -> tuple[str, str]:
     from transformers import AutoTokenizer
 
     gguf: Any = importlib.import_module("gguf")
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
     lines = [f"FROM ./{file.name}"]
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
+    except (OSError, ValueError) as error:  # code of the model's own, say
+        return lines[0] + "\n", f"the Modelfile has no TEMPLATE: {str(error).splitlines()[0]}"
     remark = ""
     if tokenizer.chat_template:
         begins = gguf.GGUFReader(file).get_field("tokenizer.ggml.add_bos_token")
@@ -274,35 +276,35 @@ def modelfile(model: Path, file: Path) -> tuple[str, str]:
 
 
 def _go_template(tokenizer: Any, *, adds_bos: bool) -> str:
-    """A template of ``.System``, ``.Prompt`` and ``.Response``; empty where the chat template is not of this form."""
+    """A template of ``.System`` and ``.Messages``; empty where the chat template is not of this form."""
     from jinja2 import TemplateError
 
     said = {"system": "\x01s\x01", "user": "\x01u\x01", "assistant": "\x01a\x01"}
 
     def render(*roles: str) -> str:
         messages = [{"role": role, "content": said[role]} for role in roles]
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=roles[-1] == "user")
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text.removeprefix(tokenizer.bos_token or "") if adds_bos else text
 
     try:
-        single, whole = render("user"), render("user", "assistant", "user")
-        before, _, to_answer = single.partition(said["user"])
-        after = whole[len(before + said["user"] + to_answer + said["assistant"]) :].partition(before + said["user"])[0]
-        parts: Mapping[str, str] = {"user": before + said["user"] + to_answer, "assistant": said["assistant"] + after}
-        if whole != parts["user"] + parts["assistant"] + parts["user"]:
-            return ""
-        with_system = ""
-        try:
-            full = render("system", "user")
-            if full.endswith(parts["user"]) and full.count(said["system"]) == 1:
-                with_system = full.removesuffix(parts["user"])
-        except TemplateError:  # it takes no system message
-            pass
+        before, _, to_answer = render("user").partition(said["user"])
+        whole = render("user", "assistant", "user")
     except (TemplateError, ValueError, TypeError):
         return ""
-    system = f"{{{{ if .System }}}}{with_system}{{{{ end }}}}" if with_system else ""
-    pieces = (with_system, before, to_answer, after)
-    if any(mark in piece for piece in pieces for mark in ("{{", "}}", '"""')):
+    between = whole.partition(said["assistant"])[2].partition(said["user"])[0]
+    user = next(before[at:] for at in range(len(before) + 1) if between.endswith(before[at:]))
+    head, after = before.removesuffix(user), between.removesuffix(user)  # head: a system message by default
+    turn = user + said["user"] + to_answer
+    turns = turn + said["assistant"] + after + turn
+    if whole != head + turns or any(mark in whole for mark in ("{{", "}}", '"""')):
         return ""
-    text = system + before + "{{ .Prompt }}" + to_answer + "{{ .Response }}" + after
-    return text.replace(said["system"], "{{ .System }}")
+    first = head
+    with suppress(TemplateError, ValueError, TypeError):  # some take no system message
+        full = render("system", "user", "assistant", "user")
+        if full.endswith(turns) and full.count(said["system"]) == 1 and "{{" not in full:
+            first = full.removesuffix(turns).replace(said["system"], "{{ .System }}")
+            first = f"{{{{ if .System }}}}{first}{f'{{{{ else }}}}{head}' if head else ''}{{{{ end }}}}"
+    return (
+        first + '{{ range .Messages }}{{ if eq .Role "user" }}' + user + "{{ .Content }}" + to_answer
+        + '{{ else if eq .Role "assistant" }}{{ .Content }}' + after + "{{ end }}{{ end }}"
+    )  # fmt: skip

@@ -363,6 +363,12 @@ def _read(path: Path, missing: list[str]) -> dict[str, Any]:
     return {}
 
 
+def run_settings(directory: Path) -> dict[str, Any]:
+    """Of the run that wrote a directory, or the directory above a checkpoint; empty where nothing tells."""
+    found = (table(_read(place / "run.json", []), "settings") for place in (directory, directory.parent))
+    return next(filter(None, found), {})
+
+
 def _too_deep(value: Any, left: int = 32) -> bool:
     """Whether more objects and lists lie within each other than any of ours."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

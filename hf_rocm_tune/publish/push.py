@@ -35,7 +35,7 @@ from hf_rocm_tune.integrity.atomic import create_staging, read_plain
 from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
-from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, unrecovered
+from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, run_settings, unrecovered
 from hf_rocm_tune.publish.hub import HubError, Pushed, Repository, Say, Staged, Verify
 from hf_rocm_tune.redaction import Private, find_in_file, scrub_json
 
@@ -129,12 +129,9 @@ def private_here(
     public ("" for their last name); ``repo_id`` stands for the directory, ``base_model_id`` for the base model's.
     """
     paths = dict(others or {})
-    for place in (directory, directory.parent):
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            settings = json.loads((place / "run.json").read_text(encoding="utf-8"))["settings"]
-            for key, value in settings.items():
-                if isinstance(value, str) and os.path.isabs(value):
-                    paths.setdefault(value, (base_model_id or "") if key == "model_name_or_path" else "")
+    for key, value in run_settings(directory).items():
+        if isinstance(value, str) and os.path.isabs(value):
+            paths.setdefault(value, (base_model_id or "") if key == "model_name_or_path" else "")
     with suppress(OSError, ValueError, AttributeError):
         config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
         base = config.get("base_model_name_or_path")

@@ -66,7 +66,7 @@ class Runs:
             "disable_tqdm": True,
             "activation_checkpointing": False,
         } | options
-        with SplitMover(Split.of("model.layers", counts), devices, faults=faults) as mover:
+        with SplitMover(Split("model.layers", counts), devices, faults=faults) as mover:
             tell_of_devices(model, mover)
             self.trainer = VerifiedSFTTrainer(
                 model=model,
