@@ -159,9 +159,7 @@ def _notes(device: torch.device, rows: Sequence[Figures]) -> list[str]:
         host, again = training[_HOST], training[_AGAIN]
         seen, noise = host["time_to_ddp"].median, again["time_to_ddp"].median
         work, rest = host["processor_time_to_ddp"].median, again["processor_time_to_ddp"].median
-        verdict = "reached" if seen <= GOAL else "not reached"
-        if abs(noise - 1) > GOAL - 1:
-            verdict = "which says nothing on a machine this restless"
+        verdict = report.verdict(seen, noise, GOAL)
         notes += [
             f"a Llama of {host['parameters'] / 1e6:.1f} M parameters, {host['trainable_bytes'] / 1e6:.2f} MB of them "
             "LoRA adapters; every step averages, there is no accumulation",
@@ -173,37 +171,34 @@ def _notes(device: torch.device, rows: Sequence[Figures]) -> list[str]:
 
 
 def _tables(rows: Sequence[Figures]) -> str:
-    averages = [
-        [
-            f"{show_bytes(row['bytes'])}",
-            row["way"],
-            row["seconds"].show(3, 1e3),
-            row["time_to_gloo"].show(2) if row["way"] != _REFERENCE else "reference",
-            str(row["wrong"]),
-        ]
-        for row in rows
-        if row["part"] == "average"
-    ]
-    text = table(["size", "way", "ms (min .. max)", "time to gloo", "wrong"], averages)
-    training = [
-        [
-            row["way"],
-            str(row["ranks"]),
-            row["seconds"].show(1, 1e3, quartiles=True),
-            f"{row['tokens_per_second'].median:,.0f}",
-            row["time_to_ddp"].show(3, quartiles=True) if row["way"] != _DDP else "reference",
-            row["processor_time_to_ddp"].show(3, quartiles=True) if row["way"] != _DDP else "reference",
-            "-" if row["bytes_between_ranks_per_step"] is None else f"{row['bytes_between_ranks_per_step'] / 1e6:.2f}",
-            "-" if row["wait_seconds_per_step"] is None else f"{1e3 * row['wait_seconds_per_step']:.1f}",
-        ]
-        for row in rows
-        if row["part"] == "training"
-    ]
-    if not training:
-        return text
-    header = ["training", "ranks", "ms a step (q1 .. q3)", "tokens/s", "time to ddp (q1 .. q3)"]
-    header += ["processor time to ddp", "MB between ranks", "ms waited"]
-    return f"{text}\n\n{table(header, training)}"
+    def to_ddp(name: str) -> Callable[[Figures], str]:
+        return lambda row: "reference" if row["way"] == _DDP else row[name].show(3, quartiles=True)
+
+    def each(name: str, scale: float, digits: int) -> Callable[[Figures], str]:
+        return lambda row: "-" if row[name] is None else f"{scale * row[name]:.{digits}f}"
+
+    averages = {
+        "size": lambda row: show_bytes(row["bytes"]),
+        "way": lambda row: row["way"],
+        "ms (min .. max)": lambda row: row["seconds"].show(3, 1e3),
+        "time to gloo": lambda row: "reference" if row["way"] == _REFERENCE else row["time_to_gloo"].show(2),
+        "wrong": lambda row: row["wrong"],
+    }
+    training = {
+        "training": lambda row: row["way"],
+        "ranks": lambda row: row["ranks"],
+        "ms a step (q1 .. q3)": lambda row: row["seconds"].show(1, 1e3, quartiles=True),
+        "tokens/s": lambda row: f"{row['tokens_per_second'].median:,.0f}",
+        "time to ddp (q1 .. q3)": to_ddp("time_to_ddp"),
+        "processor time to ddp": to_ddp("processor_time_to_ddp"),
+        "MB between ranks": each("bytes_between_ranks_per_step", 1e-6, 2),
+        "ms waited": each("wait_seconds_per_step", 1e3, 1),
+    }
+    parts = {"average": averages, "training": training}
+    drawn = (
+        table(columns, here) for part, columns in parts.items() if (here := [r for r in rows if r["part"] == part])
+    )
+    return "\n\n".join(drawn)
 
 
 # ---- one of the two processes: both measure the same in the same order; what the first saw is the result ----------

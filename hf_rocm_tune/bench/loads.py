@@ -224,26 +224,21 @@ def _describe(shape: Shape) -> str:
 
 
 def _table(rows: list[Figures]) -> str:
-    header = [
-        "cache",
-        "side",
-        "s to first forward",
-        "s load",
-        "GB/s",
-        "time to stock",
-        "anon MB",
-        "RSS MB",
-        "device MB",
-    ]
-    lines = []
-    for row in rows:
-        spreads = [row[name].show(2) for name in ("seconds_to_forward", "seconds_load", "gb_per_s")]
-        ratio = row["seconds_to_stock"].show(2) if row["side"] != "stock" else "reference"
-        hosts = [row[name] for name in ("host_peak_anonymous", "host_peak_resident")]
-        memory = ["-" if one is None else f"{(one['peak'] - one['before']) / 1e6:.0f}" for one in hosts]
-        device = "-" if row["device_peak"] is None else f"{row['device_peak'] / 1e6:.0f}"
-        lines.append([row["cache"], row["side"], *spreads, ratio, *memory, device])
-    return table(header, lines)
+    def added(memory: dict[str, int] | None) -> str:
+        return "-" if memory is None else f"{(memory['peak'] - memory['before']) / 1e6:.0f}"
+
+    columns = {
+        "cache": lambda row: row["cache"],
+        "side": lambda row: row["side"],
+        "s to first forward": lambda row: row["seconds_to_forward"].show(2),
+        "s load": lambda row: row["seconds_load"].show(2),
+        "GB/s": lambda row: row["gb_per_s"].show(2),
+        "time to stock": lambda row: "reference" if row["side"] == "stock" else row["seconds_to_stock"].show(2),
+        "anon MB": lambda row: added(row["host_peak_anonymous"]),
+        "RSS MB": lambda row: added(row["host_peak_resident"]),
+        "device MB": lambda row: "-" if row["device_peak"] is None else f"{row['device_peak'] / 1e6:.0f}",
+    }
+    return table(columns, rows)
 
 
 # ---- the checkpoint ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -95,17 +95,24 @@ def in_turns(names: Iterable[str], turns: int) -> Iterator[tuple[int, str]]:
             yield turn, name
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as text, however wide; the first column is aligned to the left, the others to the right."""
+def table(columns: Mapping[str, Callable[[Figures], Any]], rows: Iterable[Figures]) -> str:
+    """A table as text, however wide: by header, what a row shows there. The first column is aligned to the left."""
     drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for at, name in enumerate(header):
+    for at, name in enumerate(columns):
         drawn.add_column(name, justify="right" if at else "left", no_wrap=True)
     for row in rows:
-        drawn.add_row(*map(escape, row))
+        drawn.add_row(*(escape(str(show(row))) for show in columns.values()))
     console = Console(width=1000, color_system=None, force_terminal=False)
     with console.capture() as captured:
         console.print(drawn)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def verdict(seen: float, noise: float, goal: float) -> str:
+    """On a ratio that should not be above a goal, where the same against itself gives another ratio."""
+    if abs(noise - 1) > goal - 1:
+        return "which says nothing on a machine this restless"
+    return "reached" if seen <= goal else "not reached"
 
 
 def progress(text: str) -> None:

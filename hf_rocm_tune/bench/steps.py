@@ -198,31 +198,25 @@ def _row(name: str, seconds: dict[str, list[float]], side: _TimedTrainer) -> Fig
 def _notes(device: torch.device, size: Size, parameters: int, rows: list[Figures]) -> list[str]:
     by_side = {row["side"]: row["ratio"].median for row in rows}
     goal, seen, noise = GOALS[device.type], by_side["full"], by_side[CONTROL]
-    verdict = "reached" if seen <= goal else "not reached"
-    if abs(noise - 1) > goal - 1:
-        verdict = "which says nothing on a machine this restless"
     return [
         f"a Llama of {parameters / 1e6:.1f} M parameters with LoRA adapters, {size.batch} x {size.seq} tokens a step",
-        f"goal: verified within {100 * (goal - 1):.0f} % of unverified; seen {100 * (seen - 1):+.2f} %, {verdict}; two "
-        f"unverified trainers differ by {100 * (noise - 1):+.2f} %, which is what this measurement cannot tell from 0",
+        f"goal: verified within {100 * (goal - 1):.0f} % of unverified; seen {100 * (seen - 1):+.2f} %, "
+        f"{report.verdict(seen, noise, goal)}; two unverified trainers differ by {100 * (noise - 1):+.2f} %, "
+        "which is what this measurement cannot tell from 0",
         "ratios are taken step by step in the same turn; the ratio of totals weighs a sentinel's large tensors as they "
         "fall, the median does not",
     ]
 
 
 def _table(rows: list[Figures]) -> str:
-    header = [
-        "side",
-        "ms a step (q1 .. q3)",
-        "ratio to off (q1 .. q3)",
-        "ratio of totals",
-        "samples",
-        "batches verified",
-    ]
-    lines = []
-    for row in rows:
-        ratio = row["ratio"].show(4, quartiles=True) if row["side"] != REFERENCE else "reference"
-        share = f"{100 * row['batch_verified_bytes'] / row['batch_bytes']:.0f} %"
-        figures = [row["seconds"].show(2, 1e3, quartiles=True), ratio, f"{row['ratio_of_totals']:.4f}"]
-        lines.append([row["side"], *figures, str(row["seconds"].n), share])
-    return table(header, lines)
+    columns = {
+        "side": lambda row: row["side"],
+        "ms a step (q1 .. q3)": lambda row: row["seconds"].show(2, 1e3, quartiles=True),
+        "ratio to off (q1 .. q3)": lambda row: (
+            "reference" if row["side"] == REFERENCE else row["ratio"].show(4, quartiles=True)
+        ),
+        "ratio of totals": lambda row: f"{row['ratio_of_totals']:.4f}",
+        "samples": lambda row: row["seconds"].n,
+        "batches verified": lambda row: f"{100 * row['batch_verified_bytes'] / row['batch_bytes']:.0f} %",
+    }
+    return table(columns, rows)

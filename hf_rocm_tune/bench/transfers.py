@@ -218,10 +218,15 @@ def _goal(row: Figures) -> str:
 
 
 def _table(rows: list[Figures]) -> str:
-    header = ["direction", "size", "way", "GB/s (min .. max)", "microseconds", "speed to reference", "wrong"]
-    lines = []
-    for row in rows:
-        ratio = row["speed_to_reference"].show(2) if row["way"] != row["reference"] else "reference"
-        figures = [row["gb_per_s"].show(2), f"{row['seconds'].median * 1e6:.1f}", ratio, str(row["wrong"])]
-        lines.append([row["direction"], show_bytes(row["bytes"]), row["way"], *figures])
-    return table(header, lines)
+    columns = {
+        "direction": lambda row: row["direction"],
+        "size": lambda row: show_bytes(row["bytes"]),
+        "way": lambda row: row["way"],
+        "GB/s (min .. max)": lambda row: row["gb_per_s"].show(2),
+        "microseconds": lambda row: f"{row['seconds'].median * 1e6:.1f}",
+        "speed to reference": lambda row: (
+            "reference" if row["way"] == row["reference"] else row["speed_to_reference"].show(2)
+        ),
+        "wrong": lambda row: row["wrong"],
+    }
+    return table(columns, rows)

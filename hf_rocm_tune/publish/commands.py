@@ -175,6 +175,9 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
             print(export.export(directory, tools, say))
         except TuneError as error:
             raise type(error)(f"{error}; the merged model in {directory} is complete") from error
+        except OSError as error:
+            what = f"{directory / 'gguf'} cannot be written: {error.strerror}"
+            raise UsageError(f"{what}; the merged model in {directory} is complete") from error
     if not wanted.push:
         return 0
     from hf_rocm_tune.publish.push import main as push

@@ -5,6 +5,7 @@ The tests that convert need llama.cpp: on PATH, or the directory in ``LLAMA_CPP`
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -243,4 +244,18 @@ def test_what_the_converter_refuses_is_one_line_and_the_merged_model_stays(tmp_p
     code, _, err = merge("llama", "--gguf", "f16", "--llama_cpp", str(folder))
     last = err.splitlines()[-1]
     assert code == 2 and f"{export.CONVERTER} failed: NotImplementedError: an error of its own" in last
+    assert manifest.verify(tmp_path / "out") == [] and not (tmp_path / "out" / "gguf").exists()
+
+
+def test_a_full_disk_is_one_line_and_the_merged_model_stays(
+    tmp_path: Path, merge: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(export, "find_tools", lambda *_: export.Tools(kind="f16", converter=Path("x"), quantizer=None))
+    monkeypatch.setattr(export, "_call", full)
+    code, _, err = merge("llama", "--gguf", "f16")
+    last = err.splitlines()[-1]
+    assert code == 2 and "cannot be written: No space left on device; the merged model" in last, err
     assert manifest.verify(tmp_path / "out") == [] and not (tmp_path / "out" / "gguf").exists()
