@@ -205,7 +205,7 @@ class Death:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class RestartDecision:
     """What to do now, and why, for people."""
 
     action: Literal["restart", "stop"]
@@ -244,7 +244,7 @@ def place_of(death: Death) -> Place:
     return Place(name=names[str(death.phase)])
 
 
-def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings) -> Decision:
+def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings) -> RestartDecision:
     """What to do after the last of these deaths, oldest first. Codes 0, 2, 3 and 130 are ends, not deaths.
 
     Rules, in this order: died in the upload: the result is complete, nothing is started again; the second exception
@@ -255,28 +255,28 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings
     """
     last, place = deaths[-1], place_of(deaths[-1])
     if last.phase == "publish":
-        return Decision(action="stop", reason="the result is complete on disk and only its upload died")
+        return RestartDecision(action="stop", reason="the result is complete on disk and only its upload died")
     recent = [death for death in deaths if death.checkpoint == last.checkpoint]
     here = sum(place_of(death) == place and death.cut == last.cut for death in recent)
     raised = sum(death.code == 1 and place_of(death) == _AT_THE_START for death in recent)
     if here >= DEATHS_TO_STOP or raised >= EXCEPTIONS_TO_STOP:
         also = ", although it is left out" if place.step in skipped else ""
-        return Decision(action="stop", reason=f"died {here} times {place.name}{also}")
+        return RestartDecision(action="stop", reason=f"died {here} times {place.name}{also}")
     if len(recent) > settings.max_restarts:
-        return Decision(action="stop", reason=f"{settings.max_restarts} restarts brought no new checkpoint")
+        return RestartDecision(action="stop", reason=f"{settings.max_restarts} restarts brought no new checkpoint")
     wait = min(settings.backoff_seconds * 2 ** (len(recent) - 1), _LONGEST_WAIT_SECONDS)
     if here >= DEATHS_TO_SKIP and place.step is not None and place.step not in skipped:
         if len(skipped) >= settings.max_skips:
             steps = ", ".join(map(str, sorted(skipped)))
             why = f"steps {steps} are left out already" if skipped else "no step may be left out"
-            return Decision(action="stop", reason=f"died {here} times {place.name}, and {why} (--max_skips)")
-        return Decision(
+            return RestartDecision(action="stop", reason=f"died {here} times {place.name}, and {why} (--max_skips)")
+        return RestartDecision(
             action="restart",
             skip=place.step,
             wait_seconds=wait,
             reason=f"died {here} times {place.name}: the step is left out, its batches are not trained on",
         )
-    return Decision(action="restart", wait_seconds=wait, reason=f"died {place.name}")
+    return RestartDecision(action="restart", wait_seconds=wait, reason=f"died {place.name}")
 
 
 # ---- one start: its processes, its signs of life, its journal ------------------------------------------------
@@ -524,7 +524,7 @@ class _Supervision:
             return _End(code=128 + number, how=f"ended by {signal.Signals(number).name}")
         return _End(code=status, how=f"exit code {status}")
 
-    def _judge(self, end: _End, watch: Watch) -> Decision | None:
+    def _judge(self, end: _End, watch: Watch) -> RestartDecision | None:
         if self._asked.signals or (not end.stalled and end.code in {0, INTERRUPTED, *FINAL_CODES}):
             return None
         pulse = watch.pulse if watch.begun else None
@@ -551,7 +551,7 @@ class _Supervision:
         except (OSError, ValueError, KeyError, TypeError):
             return 1  # there is none, or the job itself will say what is wrong with it
 
-    def _enter(self, end: _End, watch: Watch, decision: Decision | None) -> None:
+    def _enter(self, end: _End, watch: Watch, decision: RestartDecision | None) -> None:
         evidence = [f"amdgpu left the device core dump {name}" for name in sorted(core_dumps() - self._dumps)]
         self._ledger.add(
             "end",
@@ -569,7 +569,7 @@ class _Supervision:
         if self._ledger.failure is not None:
             _say(f"{JOURNAL_FILE} could not be written: {self._ledger.failure.strerror}")
 
-    def _carry_out(self, decision: Decision, end: _End) -> None:
+    def _carry_out(self, decision: RestartDecision, end: _End) -> None:
         newest = self._deaths[-1].checkpoint
         place = f"checkpoint-{newest}" if newest else "the start, since there is no checkpoint yet (see --save_steps)"
         if decision.action == "stop":

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.supervisor import ENTRIES, Death, Decision, Ledger, Settings, decide, place_of, shown, to_start
+from hf_rocm_tune.supervisor import ENTRIES, Death, Ledger, RestartDecision, Settings, decide, place_of, shown, to_start
 from hf_rocm_tune.training.supervised import JOURNAL_FILE, Begun
 
 THIS = [sys.executable, "-m"]
@@ -102,9 +102,9 @@ def death(
     return Death(how="ended", code=code, phase=phase, step=step, resumed_at=resumed_at, checkpoint=checkpoint)  # type: ignore[arg-type]
 
 
-def decisions(deaths: list[Death], settings: Settings = SETTINGS) -> list[Decision]:
+def decisions(deaths: list[Death], settings: Settings = SETTINGS) -> list[RestartDecision]:
     """The decision after each of them, until it is to stop; steps are left out as decided."""
-    made: list[Decision] = []
+    made: list[RestartDecision] = []
     for count in range(1, len(deaths) + 1):
         skipped = {each.skip for each in made if each.skip is not None}
         made.append(decide(deaths[:count], skipped, settings))

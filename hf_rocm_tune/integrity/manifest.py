@@ -54,7 +54,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class FileProblem:
     """One thing that is wrong: the file, "missing", "truncated", "changed", "unreadable", "refused" or "damaged"."""
 
     file: str
@@ -69,7 +69,7 @@ class Problem:
 class Inspection:
     """The outcome of `inspect`."""
 
-    problems: list[Problem]
+    problems: list[FileProblem]
     unlisted: list[str]  # files that the manifest does not list
     manifest: Manifest | None  # None where it cannot be read
 
@@ -109,61 +109,63 @@ def write(
     return manifest
 
 
-def read(directory: Path) -> Manifest | Problem:
+def read(directory: Path) -> Manifest | FileProblem:
     """The manifest of ``directory``, or what is wrong with it. Never raises on its content."""
     path = directory / MANIFEST_NAME
     try:
         details = path.stat()
         if not stat.S_ISREG(details.st_mode) or details.st_size > _LARGEST_MANIFEST_BYTES:
-            return Problem(file=MANIFEST_NAME, kind="damaged", detail="not a manifest: no plain file, or far too large")
+            return FileProblem(
+                file=MANIFEST_NAME, kind="damaged", detail="not a manifest: no plain file, or far too large"
+            )
         return _from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return Problem(file=MANIFEST_NAME, kind="missing", detail="the directory was never completed, or not by us")
+        return FileProblem(file=MANIFEST_NAME, kind="missing", detail="the directory was never completed, or not by us")
     except (OSError, ValueError) as error:  # a NUL in the path, invalid UTF-8 and JSON are ValueErrors
-        return Problem(file=MANIFEST_NAME, kind="damaged", detail=str(error))
+        return FileProblem(file=MANIFEST_NAME, kind="damaged", detail=str(error))
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        return Problem(file=MANIFEST_NAME, kind="damaged", detail=f"not of the expected form: {error!r}")
+        return FileProblem(file=MANIFEST_NAME, kind="damaged", detail=f"not of the expected form: {error!r}")
 
 
 def inspect(directory: Path) -> Inspection:
     """Compare every listed file with its entry, and name the files that are not listed."""
     manifest = read(directory)
-    if isinstance(manifest, Problem):
+    if isinstance(manifest, FileProblem):
         return Inspection(problems=[manifest], unlisted=[], manifest=None)
     problems = compare(directory, manifest.files)
     unlisted = [name for name in list_files(directory) if name not in manifest.files]
     return Inspection(problems=problems, unlisted=unlisted, manifest=manifest)
 
 
-def compare(directory: Path, entries: Mapping[str, FileEntry]) -> list[Problem]:
+def compare(directory: Path, entries: Mapping[str, FileEntry]) -> list[FileProblem]:
     return [found for name, entry in entries.items() if (found := _check(directory, name, entry))]
 
 
-def verify(directory: Path) -> list[Problem]:
+def verify(directory: Path) -> list[FileProblem]:
     """All problems of ``directory`` against its manifest; empty means that every listed file is as it was written."""
     return inspect(directory).problems
 
 
-def _check(directory: Path, name: str, entry: FileEntry) -> Problem | None:
+def _check(directory: Path, name: str, entry: FileEntry) -> FileProblem | None:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
-        return Problem(file=name, kind="refused", detail="the manifest names a path outside of its directory")
+        return FileProblem(file=name, kind="refused", detail="the manifest names a path outside of its directory")
     path = directory / name
     try:
         # A link is followed (the Hub's cache is made of links), but only to a plain file: a pipe would block for ever.
         details = path.stat()
         if not stat.S_ISREG(details.st_mode):
-            return Problem(file=name, kind="refused", detail="not a plain file")
+            return FileProblem(file=name, kind="refused", detail="not a plain file")
         if details.st_size != entry.bytes:
             kind = "truncated" if details.st_size < entry.bytes else "changed"
-            return Problem(file=name, kind=kind, detail=f"{details.st_size} bytes, {entry.bytes} were written")
+            return FileProblem(file=name, kind=kind, detail=f"{details.st_size} bytes, {entry.bytes} were written")
         found = _digest(path)
     except FileNotFoundError:
-        return Problem(file=name, kind="missing", detail=f"{entry.bytes} bytes were written")
+        return FileProblem(file=name, kind="missing", detail=f"{entry.bytes} bytes were written")
     except (OSError, ValueError) as error:
-        return Problem(file=name, kind="unreadable", detail=str(error))
+        return FileProblem(file=name, kind="unreadable", detail=str(error))
     if found != entry:
-        return Problem(file=name, kind="changed", detail="its bytes are not those that were written")
+        return FileProblem(file=name, kind="changed", detail="its bytes are not those that were written")
     return None
 
 

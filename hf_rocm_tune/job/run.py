@@ -43,7 +43,7 @@ from hf_rocm_tune.training.device_memory import explain_native_exits, warm_up
 from hf_rocm_tune.training.faults import Crashes, StepFaultSpec
 from hf_rocm_tune.training.ranks import check_fsdp, is_wanted
 from hf_rocm_tune.training.refusals import as_usage_errors, check_loggers, check_offloads
-from hf_rocm_tune.training.run import Plan, prepare_output_dir
+from hf_rocm_tune.training.run import StartPlan, prepare_output_dir
 from hf_rocm_tune.training.stall import StallGuard
 from hf_rocm_tune.training.supervised import tell_begun
 from hf_rocm_tune.training.telemetry import Telemetry
@@ -62,7 +62,7 @@ class Job:
 
     arguments: Arguments
     asked: dict[str, Any]  # the settings before --auto_fit chose: by them a run is known
-    plan: Plan
+    plan: StartPlan
     fit: Fit | None
     source: ModelSource
     data: Splits
@@ -226,7 +226,9 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
     return None
 
 
-def _plan(arguments: Arguments, asked: dict[str, Any], *, going_back: bool = False, restarted: bool = False) -> Plan:
+def _plan(
+    arguments: Arguments, asked: dict[str, Any], *, going_back: bool = False, restarted: bool = False
+) -> StartPlan:
     """What to do in the output directory: rank 0 decides, all ranks hear it."""
     return on_main_process(
         lambda: prepare_output_dir(
@@ -280,7 +282,7 @@ def _open_publisher(arguments: Arguments) -> Publisher | None:
 
 
 def _prepare(
-    arguments: Arguments, asked: dict[str, Any], plan: Plan, publisher: Publisher | None, guard: StallGuard
+    arguments: Arguments, asked: dict[str, Any], plan: StartPlan, publisher: Publisher | None, guard: StallGuard
 ) -> Job:
     """Everything that can be refused without loading the model."""
     training, tune = arguments.training, arguments.tune

@@ -7,7 +7,7 @@ its SHA-256 goes into the manifest together with the digests of what was live. A
 another way each time. A resumed run compares what it holds after loading with those digests.
 
 A rank that fails must not leave a save at once: the others wait for it in a barrier of upstream's. So a failure is kept
-in the `Stage`, the writing goes on as far as it can, and all ranks decide together in `failed`.
+in the `StagedSave`, the writing goes on as far as it can, and all ranks decide together in `failed`.
 
 Not covered: DeepSpeed's sharded files get a manifest, but are not compared with what is live (``extra.compared``).
 """
@@ -56,7 +56,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _FULL = "disk full"
 
 
-class Publisher(Protocol):
+class Uploader(Protocol):
     """Who uploads; what is uploaded is a directory that has been verified and has its manifest."""
 
     def checkpoint(self, directory: Path) -> None:
@@ -70,7 +70,7 @@ class Publisher(Protocol):
 
 
 @dataclass(kw_only=True)
-class Stage:
+class StagedSave:
     """A staging directory and what happened in it."""
 
     root: Path  # it exists when `usable`
@@ -87,9 +87,9 @@ class Stage:
             self.failure = self.failure or error
 
 
-def open_stage(final: Path, *, rank: int, need_bytes: int) -> Stage:
+def open_stage(final: Path, *, rank: int, need_bytes: int) -> StagedSave:
     """Make a staging directory beside ``final`` on rank 0 and tell every rank; each looks whether it sees it."""
-    stage = Stage(root=final.parent, need_bytes=need_bytes)
+    stage = StagedSave(root=final.parent, need_bytes=need_bytes)
     name = None
     if rank == 0:
         try:
@@ -105,7 +105,7 @@ def open_stage(final: Path, *, rank: int, need_bytes: int) -> Stage:
     return stage
 
 
-def failed(stage: Stage) -> bool:
+def failed(stage: StagedSave) -> bool:
     """Whether some rank found the disk full; raises what else went wrong, here or on another rank. Collective."""
     error = stage.failure
     own = []
@@ -122,7 +122,7 @@ def failed(stage: Stage) -> bool:
     return bool(told)
 
 
-def drop_stage(stage: Stage, *, rank: int) -> None:
+def drop_stage(stage: StagedSave, *, rank: int) -> None:
     """Delete what is left of the staging directory, and give its space back."""
     if stage.failure is not None:
         stage.failure = None
@@ -166,9 +166,9 @@ class Checkpoints:
             checkpoint to resume from is damaged, incomplete, or of another model.
     """
 
-    def __init__(self, trainer: Owner, publisher: Publisher | None) -> None:
+    def __init__(self, trainer: Owner, publisher: Uploader | None) -> None:
         self._trainer, self._publisher = trainer, publisher
-        self._stage: Stage | None = None
+        self._stage: StagedSave | None = None
         self._saved: Mapping[str, manifest.FileEntry] = {}
         self._saved_digests: Mapping[str, str] = {}
         self.start: Mapping[str, Tensor] | None = None
@@ -229,7 +229,7 @@ class Checkpoints:
         if trainer.is_world_process_zero():
             rotate(final, limit=trainer.args.save_total_limit, best=state.best_model_checkpoint)
 
-    def _publish_checkpoint(self, stage: Stage, final: Path) -> bool:
+    def _publish_checkpoint(self, stage: StagedSave, final: Path) -> bool:
         """Verify what upstream wrote, each rank its own, and rename it; False when the disk is full. Collective."""
         staged = stage.root / final.name
         stage.attempt(self._name_best, staged, final)
@@ -627,7 +627,7 @@ class Checkpoints:
         if self._trainer.whole_state is not None:
             self._trainer.whole_state.forget()
 
-    def _open_stage(self, final: Path) -> Stage:
+    def _open_stage(self, final: Path) -> StagedSave:
         args = self._trainer.args
         if args.save_on_each_node and args.world_size > 1:
             raise UsageError(
@@ -637,7 +637,7 @@ class Checkpoints:
         written = (p for p in self._trainer.model.parameters() if p.requires_grad or not adapter)
         return open_stage(final, rank=args.process_index, need_bytes=sum(each.nbytes for each in written))
 
-    def _close(self, stage: Stage) -> None:
+    def _close(self, stage: StagedSave) -> None:
         self._stage = None
         self._forget_whole()
         drop_stage(stage, rank=self._trainer.args.process_index)

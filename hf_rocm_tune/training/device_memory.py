@@ -53,7 +53,7 @@ _PEEK = ("hipPeekAtLastError", "cudaPeekAtLastError")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class AllocatorReading:
     """The memory of one device at one moment, in bytes."""
 
     total: int
@@ -66,7 +66,9 @@ class Reading:
     retries: int  # how often a request failed at first and was served after the cache was given back
 
     @classmethod
-    def of(cls, stats: Mapping[str, int], segments: Iterable[Mapping[str, Any]], *, free: int, total: int) -> Reading:
+    def of(
+        cls, stats: Mapping[str, int], segments: Iterable[Mapping[str, Any]], *, free: int, total: int
+    ) -> AllocatorReading:
         """From ``torch.cuda.memory_stats``, ``torch.cuda.memory_snapshot`` and ``torch.cuda.mem_get_info``."""
         return cls(
             total=total,
@@ -94,7 +96,7 @@ class Reading:
         }
 
 
-def reason_to_empty(now: Reading, earlier: Reading | None) -> str | None:
+def reason_to_empty(now: AllocatorReading, earlier: AllocatorReading | None) -> str | None:
     """Why the cache should be given back at the next safe point; None when it should stay."""
     if earlier is not None and now.retries > earlier.retries:
         return f"{now.retries - earlier.retries} requests failed at first and were served from a cache given back"
@@ -112,12 +114,12 @@ def largest_free_block(segments: Iterable[Mapping[str, Any]]) -> int:
     return max((block["size"] for block in blocks if block["state"] == "inactive"), default=0)
 
 
-def read(device: torch.device) -> Reading:
+def read(device: torch.device) -> AllocatorReading:
     """The memory of an accelerator now. Waits for nothing on the device."""
     free, total = torch.cuda.mem_get_info(device)
     here = torch.cuda.current_device() if device.index is None else device.index
     segments = (one for one in torch.cuda.memory_snapshot() if one["device"] == here)
-    return Reading.of(torch.cuda.memory_stats(device), segments, free=free, total=total)
+    return AllocatorReading.of(torch.cuda.memory_stats(device), segments, free=free, total=total)
 
 
 class FragmentationCallback(TrainerCallback):
@@ -125,7 +127,7 @@ class FragmentationCallback(TrainerCallback):
 
     def __init__(self, device: torch.device, report: TransferReport) -> None:
         self._device, self._report = device, report
-        self._earlier: Reading | None = None
+        self._earlier: AllocatorReading | None = None
         self._quiet_until = 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -141,7 +143,7 @@ class FragmentationCallback(TrainerCallback):
         self._earlier = after = read(self._device)
         self._tell(state.global_step, reason, now, after)
 
-    def _tell(self, step: int, reason: str, before: Reading, after: Reading) -> None:
+    def _tell(self, step: int, reason: str, before: AllocatorReading, after: AllocatorReading) -> None:
         returned = before.reserved - after.reserved
         logger.warning(
             "step %d: the allocator's cache was given back (%s): %.1f GiB returned, %.1f GiB stay in blocks partly in "

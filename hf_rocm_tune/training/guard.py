@@ -72,7 +72,7 @@ _UNUSED = "these layers take no part in the loss (experts that no token is route
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class StepFinding:
     """Something that is wrong with a step."""
 
     step: int  # from 1 on
@@ -92,7 +92,7 @@ class StepGuard:
         self._losses: deque[float] = deque(maxlen=_REMEMBERED)
         self._quiet_until = 0
 
-    def judge(self, step: int, loss: float, grad_norm: float, *, scaled: bool = False) -> Finding | None:
+    def judge(self, step: int, loss: float, grad_norm: float, *, scaled: bool = False) -> StepFinding | None:
         """The verdict on a step (from 1 on) whose gradients have not been used yet.
 
         Args:
@@ -110,7 +110,7 @@ class StepGuard:
         self._losses.append(loss)
         return found
 
-    def _not_finite(self, step: int, loss: float, grad_norm: float) -> Finding:
+    def _not_finite(self, step: int, loss: float, grad_norm: float) -> StepFinding:
         self._skips.append(step)
         while self._skips[0] <= step - SKIPPED_AMONG:
             self._skips.popleft()
@@ -119,18 +119,18 @@ class StepGuard:
             f"step {step}: loss {loss:.4g}, gradient norm {grad_norm:.4g}: the step was not used ({count} of the last "
             f"{SKIPPED_AMONG}, at most {self._max_skipped} are let pass). Likely causes: {_NOT_FINITE_CAUSES}"
         )
-        return Finding(step=step, kind="not finite", text=text, stops=count > self._max_skipped, skips=True)
+        return StepFinding(step=step, kind="not finite", text=text, stops=count > self._max_skipped, skips=True)
 
-    def _nothing_learned(self, step: int) -> Finding | None:
+    def _nothing_learned(self, step: int) -> StepFinding | None:
         if self._dead not in (_DEAD_NAMED, _DEAD_STOPS):
             return None
         text = (
             f"step {step}: loss and gradient norm are exactly 0, for {self._dead} steps now: nothing is learned. "
             f"Likely causes: {_DEAD_CAUSES}"
         )
-        return Finding(step=step, kind="dead", text=text, stops=self._dead == _DEAD_STOPS)
+        return StepFinding(step=step, kind="dead", text=text, stops=self._dead == _DEAD_STOPS)
 
-    def _spike(self, step: int, loss: float) -> Finding | None:
+    def _spike(self, step: int, loss: float) -> StepFinding | None:
         if len(self._losses) < _ENOUGH or step < self._quiet_until:
             return None
         median = statistics.median(self._losses)
@@ -142,7 +142,7 @@ class StepGuard:
             f"step {step}: the loss is {loss:.4g}, far above those of the last {len(self._losses)} steps (median "
             f"{median:.4g}). Likely causes: {_SPIKE_CAUSES}"
         )
-        return Finding(step=step, kind="loss spike", text=text)
+        return StepFinding(step=step, kind="loss spike", text=text)
 
 
 class TrainingGuard:
@@ -204,9 +204,9 @@ class TrainingGuard:
             f"step {step}: {len(bad) or 'some'} trainable weights hold NaN or infinity{named}, so they are not saved. "
             "Likely causes: a learning rate that is too high, or wrong arithmetic on the device (the doctor tries it)"
         )
-        self.tell(Finding(step=step, kind="weights not finite", text=text, stops=True))
+        self.tell(StepFinding(step=step, kind="weights not finite", text=text, stops=True))
 
-    def tell(self, finding: Finding) -> None:
+    def tell(self, finding: StepFinding) -> None:
         """Warn and report once for all ranks; `DivergedError` where the finding says that the run must end."""
         trainer = self._trainer
         if trainer.is_world_process_zero():
@@ -228,7 +228,7 @@ class MovementCallback(TrainerCallback):
     LoRA's ``B`` starts at zero, so one that is still zero has never had a gradient.
     """
 
-    def __init__(self, model: nn.Module, tell: Callable[[Finding], None]) -> None:
+    def __init__(self, model: nn.Module, tell: Callable[[StepFinding], None]) -> None:
         self._model, self._tell = model, tell
         self._before: dict[str, Digest] = {}
         self._since = self._next = 0
@@ -257,7 +257,7 @@ class MovementCallback(TrainerCallback):
             what = f"{len(zero)} LoRA matrices B are still zero after {steps} steps ({shown}): {_UNUSED}"
         else:
             return
-        self._tell(Finding(step=state.global_step, kind=kind, text=f"step {state.global_step}: {what}"))
+        self._tell(StepFinding(step=state.global_step, kind=kind, text=f"step {state.global_step}: {what}"))
 
     def _look(self, step: int, *, wait: int) -> None:
         rows = _trainable(self._model)

@@ -80,7 +80,7 @@ class Later:
         return self.known
 
 
-class _Gathered(Later):
+class _Leaf(Later):
     """A tensor of all ranks; ``rows``: how many of them count, None for all."""
 
     def __init__(self, tensor: Tensor, rows: int | None) -> None:
@@ -131,8 +131,8 @@ class Notes:
             yield
             return
         ending = accelerator.gradient_state
-        accelerator.gather = lambda tensor: _Gathered(tensor, None)
-        accelerator.gather_for_metrics = lambda tensor: _Gathered(
+        accelerator.gather = lambda tensor: _Leaf(tensor, None)
+        accelerator.gather_for_metrics = lambda tensor: _Leaf(
             tensor, ending.remainder if ending.end_of_dataloader and ending.remainder > 0 else None
         )
         try:
@@ -166,7 +166,7 @@ def settle(figures: Iterable[Any], accelerator: Any) -> None:
         if id(figure) not in found and figure.known is None:
             found[id(figure)] = figure
             open_ends += [part for part in figure.parts if isinstance(part, Later)]
-    _gather([each for each in found.values() if isinstance(each, _Gathered)], accelerator)
+    _gather([each for each in found.values() if isinstance(each, _Leaf)], accelerator)
     reads = [each for each in found.values() if isinstance(each, _Read)]
     if reads:
         tensors = [each.parts[0].value().reshape(()) for each in reads]
@@ -175,7 +175,7 @@ def settle(figures: Iterable[Any], accelerator: Any) -> None:
             each.known = number if tensor.is_floating_point() else int(number)
 
 
-def _gather(leaves: list[_Gathered], accelerator: Any) -> None:
+def _gather(leaves: list[_Leaf], accelerator: Any) -> None:
     """All of them in one collective, as bytes; with one process there is nothing to gather."""
     ranks = accelerator.num_processes
     if ranks == 1:

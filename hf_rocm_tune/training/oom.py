@@ -94,7 +94,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class BatchPart:
     """One part of a micro-batch."""
 
     inputs: dict[str, Any]  # what the trainer is given in place of the batch
@@ -188,7 +188,7 @@ def next_divisor(sizes: Sequence[int], divisor: int, units: range) -> int | None
     return divisor
 
 
-def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs: bool = False) -> list[Part]:
+def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs: bool = False) -> list[BatchPart]:
     """Cut a batch of host tensors into at most ``divisor`` parts, which are views of it where that is possible.
 
     Args:
@@ -204,7 +204,7 @@ def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs
     found = layout(batch, pairs=pairs)
     groups = group(found.sizes, divisor)
     if len(groups) == 1:
-        return [Part(inputs=dict(batch), units=groups[0], tokens=sum(found.sizes), share=1.0)]
+        return [BatchPart(inputs=dict(batch), units=groups[0], tokens=sum(found.sizes), share=1.0)]
     tokens = [sum(found.sizes[number] for number in each) for each in groups]
     if found.kind != "packed":
         rows = len(found.sizes)
@@ -218,7 +218,7 @@ def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs
         counts = [_labels_that_count(one, shifted=labels_shifted) for one in inputs]
         weights = counts if any(counts) else tokens
     return [
-        Part(inputs=one, units=each, tokens=size, share=weight / sum(weights))
+        BatchPart(inputs=one, units=each, tokens=size, share=weight / sum(weights))
         for one, each, size, weight in zip(inputs, groups, tokens, weights, strict=True)
     ]
 
@@ -256,7 +256,7 @@ def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]
     return inputs
 
 
-def parts_of(trainer: Owner, batch: Mapping[str, Any], divisor: int) -> list[Part]:
+def parts_of(trainer: Owner, batch: Mapping[str, Any], divisor: int) -> list[BatchPart]:
     """`split` for what this trainer's loss and collator do."""
     return split(batch, divisor, labels_shifted=trainer._loss_shifts_labels, pairs=has_pairs(trainer))
 
@@ -286,7 +286,7 @@ class RandomState:
             torch.cuda.set_rng_state(state, device)
 
 
-class Window:
+class StepWindow:
     """One optimizer step under way: its micro-batches so far, and what must be put back to do them again.
 
     Put back are gradients (there are none at the start of a step), random states, and what the trainer has logged since
@@ -353,8 +353,8 @@ class OutOfMemoryRecovery:
 
     def __init__(self, trainer: Owner, *, resumed: bool) -> None:
         self._trainer = trainer
-        self._window: Window | None = None
-        self._at: tuple[int, Part] | None = None  # number of the micro-step under way in the window, and its part
+        self._window: StepWindow | None = None
+        self._at: tuple[int, BatchPart] | None = None  # number of the micro-step under way in the window, and its part
         self._shortages = 0
         self._cache_was_given_back = False  # in this optimizer step
         self.loss_factor = 1.0
@@ -372,7 +372,7 @@ class OutOfMemoryRecovery:
         Raises:
             OutOfMemoryError: a micro-batch that cannot be cut further finds no memory, or there are several ranks.
         """
-        window = self._window = self._window or Window(self._trainer)
+        window = self._window = self._window or StepWindow(self._trainer)
         window.batches.append(self._trainer.host_batch(inputs))
         shortages: list[dict[str, Any]] = []
         todo: Sequence[Mapping[str, Any]] = [inputs]
@@ -389,7 +389,7 @@ class OutOfMemoryRecovery:
         return found[0]
 
     def _try(
-        self, window: Window, stock: Stock, model: nn.Module, todo: Sequence[Mapping[str, Any]], num_items: Any
+        self, window: StepWindow, stock: Stock, model: nn.Module, todo: Sequence[Mapping[str, Any]], num_items: Any
     ) -> tuple[Tensor | None, _Shortage | None]:
         """The loss of the last of these micro-batches, which end the window; or what ran out of memory."""
         first = len(window.batches) - len(todo)
@@ -407,7 +407,7 @@ class OutOfMemoryRecovery:
         return loss, None
 
     def _micro_step(
-        self, window: Window, stock: Stock, model: nn.Module, number: int, batch: Mapping[str, Any], num_items: Any
+        self, window: StepWindow, stock: Stock, model: nn.Module, number: int, batch: Mapping[str, Any], num_items: Any
     ) -> Tensor:
         """Gradients of one micro-batch, part by part; its loss."""
         trainer = self._trainer
@@ -434,7 +434,7 @@ class OutOfMemoryRecovery:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     @contextmanager
-    def _as_one_of(self, parts: int, part: Part, num_items: Any) -> Iterator[None]:
+    def _as_one_of(self, parts: int, part: BatchPart, num_items: Any) -> Iterator[None]:
         """Upstream divides by the accumulation steps what no token count has normalised: there are more steps now."""
         trainer = self._trainer
         steps = trainer.current_gradient_accumulation_steps
@@ -451,7 +451,7 @@ class OutOfMemoryRecovery:
 
     # ---- after a try that failed ----------------------------------------------------------------------------
 
-    def _note(self, window: Window, error: RuntimeError) -> _Shortage:
+    def _note(self, window: StepWindow, error: RuntimeError) -> _Shortage:
         """What is known of a shortage, and keeps nothing of the error, which holds on to every activation.
 
         Allocates no device memory. Any other error is raised again.
@@ -594,7 +594,7 @@ def local_gathers(accelerator: Any, on: bool = True) -> Iterator[None]:
 
 
 def _keep_evidence(
-    directory: Path, name: str, part: Part, found: Layout, device: torch.device, said: str
+    directory: Path, name: str, part: BatchPart, found: Layout, device: torch.device, said: str
 ) -> str | None:
     """The directory with the batch and the allocator's snapshot (https://pytorch.org/memory_viz); None if it failed."""
     accelerator = device.type == "cuda"

@@ -27,7 +27,7 @@ from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.plan.candidates import Candidate, Trial, Way, with_slack
 from hf_rocm_tune.plan.estimate import Trained, optimizer
 from hf_rocm_tune.ranks.agree import highest
-from hf_rocm_tune.training.oom import Window, local_gathers, parts_of
+from hf_rocm_tune.training.oom import StepWindow, local_gathers, parts_of
 
 if TYPE_CHECKING:
     from hf_rocm_tune.training.trainer import VerifiedTransferMixin
@@ -209,7 +209,7 @@ def _trained(model: nn.Module) -> Iterator[nn.Parameter]:
 def _undone(trainer: VerifiedTransferMixin) -> Iterator[None]:
     """The model as it will be prepared for training, but for DistributedDataParallel; afterwards all is as before."""
     model, accelerator, args = trainer.model, trainer.accelerator, trainer.args
-    window = Window(trainer)
+    window = StepWindow(trainer)
     training, checkpointing = model.training, bool(args.activation_checkpointing)
     with ExitStack() as stack:
         stack.callback(release_memory)

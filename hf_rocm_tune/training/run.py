@@ -5,7 +5,7 @@ a crash has to do. Another run is refused unless it may overwrite. Two runs are 
 what the model becomes are the same; what is only shown, reported, pushed, kept or checked may change (`IGNORED`).
 
 A run is known by its ``run.json`` and its manifests alone. A file that neither names is somebody else's and is never
-touched, whatever it is called. Nothing here imports torch. Before `Plan.commit` nothing changes in the directory,
+touched, whatever it is called. Nothing here imports torch. Before `StartPlan.commit` nothing changes in the directory,
 except that what killed processes left half written is cleaned up. Only rank 0 calls `prepare_output_dir`.
 """
 
@@ -464,7 +464,7 @@ def _delete(checkpoint: Path, run_id: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StartPlan:
     """What to do, decided and not yet done. It can be pickled and sent to the other ranks."""
 
     directory: Path  # the output directory; it exists
@@ -513,7 +513,7 @@ def prepare_output_dir(
     overwrite: bool = False,
     resume: str | bool | None = None,
     restarted: bool | None = None,
-) -> Plan:
+) -> StartPlan:
     """Decide what a start with these settings does in ``path`` (``--output_dir``).
 
     Args:
@@ -560,7 +560,7 @@ class _Start:
         self._named = None if self._newest_wanted or word in ("false", "no", "0", "") else Path(str(resume))
         self._notes: list[str] = []
 
-    def decide(self, lock: RunLock, restarted: bool | None) -> Plan:
+    def decide(self, lock: RunLock, restarted: bool | None) -> StartPlan:
         self._lock = lock
         left = clean_leftovers(self.directory)
         self._notes += [f"{self.directory}: {line} (left by a process that was killed)" for line in left]
@@ -603,16 +603,16 @@ class _Start:
         """Names at the top that the run there has written, beside those that every run writes."""
         return (*record.files, *(listed_by(self.directory, record.run_id) or ()))
 
-    def _plan(self, action: Literal["fresh", "resume", "finished"], record: RunRecord, **more: Any) -> Plan:
+    def _plan(self, action: Literal["fresh", "resume", "finished"], record: RunRecord, **more: Any) -> StartPlan:
         if record.skipped_steps and action != "finished":
             steps = ", ".join(map(str, record.skipped_steps))
             self._notes.append(f"left out as run.json says, because the run died in them twice: steps {steps}")
         rest = {"checkpoint": None, **more}
-        return Plan(
+        return StartPlan(
             directory=self.directory, action=action, record=record, notes=tuple(self._notes), lock=self._lock, **rest
         )
 
-    def _go_on(self, record: RunRecord, *, newest_wanted: bool) -> Plan:
+    def _go_on(self, record: RunRecord, *, newest_wanted: bool) -> StartPlan:
         """The same command again: finished, or from the newest verified checkpoint, or from the beginning."""
         if not newest_wanted and self._is_finished(record):
             return self._plan("finished", record)
@@ -660,7 +660,7 @@ class _Start:
             self._notes.append(f"the result in {self.directory} is not sound any more, it is made again: {lost[0]}")
         return not lost
 
-    def _resume(self, checkpoint: Path, record: RunRecord, **more: Any) -> Plan:
+    def _resume(self, checkpoint: Path, record: RunRecord, **more: Any) -> StartPlan:
         if not os.path.isdir(checkpoint) or not is_checkpoint(checkpoint):
             inside = list_checkpoints(checkpoint)
             hint = (
@@ -677,7 +677,7 @@ class _Start:
             )
         return self._plan("resume", record, checkpoint=checkpoint, **more)
 
-    def _begin_again(self, old: RunRecord | None) -> Plan:
+    def _begin_again(self, old: RunRecord | None) -> StartPlan:
         if self._newest_wanted:
             raise UsageError(
                 "--overwrite_output_dir deletes what --resume_from_checkpoint true asks for: give one of them"

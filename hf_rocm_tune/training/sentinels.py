@@ -217,10 +217,10 @@ class TrainedSentinel:
         self._excuse_writes = excuse_writes
         self.checks = self.rewritten = 0
         self._held: list[Any] = []
-        self._groups: list[_Group] = []
+        self._groups: list[_Pack] = []
         self._next = 0
-        self._taken: tuple[list[_Group], list[list[int]], QueuedDigests] | None = None
-        self._queued: list[tuple[list[_Group], list[int], QueuedDigests, QueuedDigests]] = []
+        self._taken: tuple[list[_Pack], list[list[int]], QueuedDigests] | None = None
+        self._queued: list[tuple[list[_Pack], list[int], QueuedDigests, QueuedDigests]] = []
         self._replaced: dict[str, None] = {}
 
     def begin(self) -> list[Change]:
@@ -283,9 +283,9 @@ class TrainedSentinel:
                 if torch.is_tensor(value) and not getattr(value, "is_paged", False):
                     yield f"optimizer state {name}", self._local(value)
 
-    def _turn(self) -> list[_Group]:
+    def _turn(self) -> list[_Pack]:
         """The groups whose turn it is: all, where they are not too large together."""
-        chosen: list[_Group] = []
+        chosen: list[_Pack] = []
         room = _BYTES_PER_UPDATE
         for _ in self._groups:
             group = self._groups[self._next % len(self._groups)]
@@ -298,7 +298,7 @@ class TrainedSentinel:
 
 
 @dataclass
-class _Group:
+class _Pack:
     """Tensors of one kind on one device whose storages are digested as one."""
 
     kind: str
@@ -317,9 +317,9 @@ class _Group:
         return [tensor._version for tensor in self.tensors]
 
 
-def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Group]:
-    groups: list[_Group] = []
-    open_groups: dict[tuple[str, torch.device], _Group] = {}
+def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Pack]:
+    groups: list[_Pack] = []
+    open_groups: dict[tuple[str, torch.device], _Pack] = {}
     seen: set[int] = set()
     for kind, tensor in listed:
         storage = tensor.untyped_storage()
@@ -328,7 +328,7 @@ def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Group]:
         seen.add(storage._cdata)
         group = open_groups.get((kind, tensor.device))
         if group is None or group.nbytes + storage.nbytes() > _PACKED_BYTES:
-            open_groups[kind, tensor.device] = group = _Group(kind)
+            open_groups[kind, tensor.device] = group = _Pack(kind)
             groups.append(group)
         group.tensors.append(tensor)
         group.pointers.append(tensor.data_ptr())

@@ -117,7 +117,7 @@ def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
     return _directory(environ) is not None
 
 
-class Listener(Protocol):
+class PulseListener(Protocol):
     """Whoever hears the signs of life of a trainer; see `Heartbeat.beat`."""
 
     def __call__(self, *, step: int, phase: Phase, fresh: bool) -> None:
@@ -130,7 +130,7 @@ class Heartbeat:
     ``listener`` hears each sign of life as well: see `training.stall`, whose watchdog is inside the process.
     """
 
-    def __init__(self, environ: Mapping[str, str] = os.environ, listener: Listener | None = None) -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ, listener: PulseListener | None = None) -> None:
         self._listener = listener
         directory = _directory(environ)
         self._file: int | None = None

@@ -90,7 +90,7 @@ _METRICS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class SensorSample:
     """The sensors at one moment."""
 
     metrics: Mapping[str, float]  # with the unit in the name: hotspot_c, power_w, utilisation_percent, vram_used_gib
@@ -98,7 +98,7 @@ class Sample:
     missing: Mapping[str, str] = field(default_factory=dict)  # metric to the reason why it is not in `metrics`
 
 
-def sample(tree: Tree, address: str) -> Sample:
+def sample(tree: Tree, address: str) -> SensorSample:
     """Read the sensors of the card at a PCI address, ``domain:bus:device.function``."""
     sensors = read_sensors(tree, address)
     metrics: dict[str, float] = {}
@@ -113,7 +113,7 @@ def sample(tree: Tree, address: str) -> Sample:
     if held.value is None:
         missing["limits"] = held.reason
     limits = None if held.value is None else frozenset(throttle_causes(held.value))
-    return Sample(metrics=metrics, limits=limits, missing=missing)
+    return SensorSample(metrics=metrics, limits=limits, missing=missing)
 
 
 def card_of(device: torch.device) -> tuple[str | None, str]:
@@ -202,7 +202,7 @@ class Telemetry:
 
     def __init__(
         self,
-        read: Callable[[], Sample] | None,
+        read: Callable[[], SensorSample] | None,
         *,
         source: str,
         every_s: float,
@@ -291,7 +291,7 @@ class Telemetry:
                 found["missing"] = missing
         return found | {name: round(value, 3) for name, value in self._memory().items() if "peak" in name}
 
-    def _judge(self, seen: Sample) -> list[str]:
+    def _judge(self, seen: SensorSample) -> list[str]:
         lines = []
         hotspot = seen.metrics.get("hotspot_c")
         if hotspot is not None and self._alarms["hotspot"].update(

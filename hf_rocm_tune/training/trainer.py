@@ -58,7 +58,7 @@ from hf_rocm_tune.models.split import SplitMover
 from hf_rocm_tune.ranks.agree import everyone
 from hf_rocm_tune.ranks.averaging import Compression, SyncSettings, Way
 from hf_rocm_tune.training import ranks
-from hf_rocm_tune.training.checkpoint import Checkpoints, Publisher
+from hf_rocm_tune.training.checkpoint import Checkpoints, Uploader
 from hf_rocm_tune.training.device_memory import FragmentationCallback, read
 from hf_rocm_tune.training.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.training.guard import MovementCallback, TrainingGuard
@@ -69,7 +69,7 @@ from hf_rocm_tune.training.pipeline import Pipeline, flies
 from hf_rocm_tune.training.refusals import OptimizerTablesCallback, with_offloads
 from hf_rocm_tune.training.saved_state import adapter_state
 from hf_rocm_tune.training.sentinels import SentinelCallback, is_foreign
-from hf_rocm_tune.training.supervised import Heartbeat, Listener, Phase
+from hf_rocm_tune.training.supervised import Heartbeat, Phase, PulseListener
 from hf_rocm_tune.training.telemetry import MetricsCallback, Telemetry
 from hf_rocm_tune.transfer import (
     FaultSpec,
@@ -162,10 +162,10 @@ class VerifiedTransferMixin(_Base):
         grad_compression: Compression = "none",
         run_id: str = "",
         skip_steps: Collection[int] = (),
-        publisher: Publisher | None = None,
+        publisher: Uploader | None = None,
         card_writer: Callable[[Path], None] | None = None,
         telemetry: Telemetry | None = None,
-        listener: Listener | None = None,
+        listener: PulseListener | None = None,
         plain_lora: bool = False,
         rates: Rates | None = None,
         **keywords: Any,

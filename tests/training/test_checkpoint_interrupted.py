@@ -66,7 +66,7 @@ def test_every_writer_s_way_of_reporting_a_full_disk_is_understood(tmp_path: Pat
 import errno, os, subprocess, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from hf_rocm_tune.training.checkpoint import Stage, drop_stage, is_disk_full
+from hf_rocm_tune.training.checkpoint import StagedSave, drop_stage, is_disk_full
 disk = Path({str(tmp_path)!r})
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "small", str(disk)], check=True)
 big = torch.zeros(2_000_000)
@@ -75,7 +75,7 @@ for write in (
     lambda path: save_file({{"a": big}}, path),
     lambda path: path.write_bytes(bytes(8 << 20)),
 ):
-    stage = Stage(root=disk, need_bytes=0)
+    stage = StagedSave(root=disk, need_bytes=0)
     stage.attempt(write, disk / "file")
     assert is_disk_full(stage.failure, disk, 8_000_000), repr(stage.failure)
     (disk / "file").unlink(missing_ok=True)

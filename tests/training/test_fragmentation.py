@@ -12,8 +12,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_rocm_tune.training.device_memory import (
     LOOK_EVERY,
+    AllocatorReading,
     FragmentationCallback,
-    Reading,
     read,
     reason_to_empty,
 )
@@ -37,8 +37,8 @@ SEGMENTS: list[dict[str, Any]] = [
 ]
 
 
-def reading(**changed: int) -> Reading:
-    recorded = Reading.of(STATS, SEGMENTS, free=int(0.4 * GIB), total=TOTAL)
+def reading(**changed: int) -> AllocatorReading:
+    recorded = AllocatorReading.of(STATS, SEGMENTS, free=int(0.4 * GIB), total=TOTAL)
     return dataclasses.replace(recorded, **changed)
 
 
@@ -83,11 +83,11 @@ def test_an_allocator_that_had_to_give_back_its_cache_within_a_step_is_helped_be
 class Trouble:
     """What is read from step to step; emptying the cache cures it."""
 
-    def __init__(self, readings: list[Reading]) -> None:
+    def __init__(self, readings: list[AllocatorReading]) -> None:
         self.left = readings
         self.emptied = 0
 
-    def read(self, _device: torch.device) -> Reading:
+    def read(self, _device: torch.device) -> AllocatorReading:
         return self.left.pop(0)
 
     def empty(self) -> None:

@@ -16,19 +16,19 @@ import pytest
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.training import supervised
-from hf_rocm_tune.training.run import Plan, fingerprint, prepare_output_dir, read_record, skip_step
+from hf_rocm_tune.training.run import StartPlan, fingerprint, prepare_output_dir, read_record, skip_step
 
 SETTINGS = {"learning_rate": 2e-4, "seed": 1, "model_name_or_path": "some/model", "logging_steps": 5}
 
 
-def _start(out: Path, settings: dict[str, Any] | None = None, **options: Any) -> Plan:
+def _start(out: Path, settings: dict[str, Any] | None = None, **options: Any) -> StartPlan:
     """One start of a run that is killed right after it: the lock goes with the process."""
     plan = prepare_output_dir(out, settings or SETTINGS, **options)
     plan.lock.release()
     return plan
 
 
-def _begin(out: Path, *steps: int, settings: dict[str, Any] | None = None) -> Plan:
+def _begin(out: Path, *steps: int, settings: dict[str, Any] | None = None) -> StartPlan:
     """A run in ``out`` that has written these checkpoints."""
     plan = _start(out, settings)
     plan.commit()
@@ -46,7 +46,7 @@ def _checkpoint(path: Path, run_id: str, step: int, *, attested: bool = True) ->
     return path
 
 
-def _finish(out: Path, plan: Plan) -> None:
+def _finish(out: Path, plan: StartPlan) -> None:
     (out / "adapter_model.safetensors").write_bytes(b"result")
     (out / "README.md").write_text("card")
     files = ["adapter_model.safetensors", "README.md"]
@@ -366,7 +366,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "supervisor"
 
 
-def began(told: Path, plan: Plan) -> None:
+def began(told: Path, plan: StartPlan) -> None:
     """The run began, and its supervisor starts it once more."""
     plan.commit()
     supervised.tell_begun(run_id=plan.run_id, output_dir=plan.directory, resumed_from=None)

@@ -17,7 +17,7 @@ from hf_rocm_tune.doctor.findings import knowledge_data
 from hf_rocm_tune.machine.sysfs import LiveTree
 from hf_rocm_tune.settings.arguments import TuneArguments
 from hf_rocm_tune.training import telemetry
-from hf_rocm_tune.training.telemetry import HOTSPOT_WARN_C, Sample, Telemetry, of_device, sample
+from hf_rocm_tune.training.telemetry import HOTSPOT_WARN_C, SensorSample, Telemetry, of_device, sample
 from tests.training.telemetry_card import ADDRESS, CURRENT_BIT, FIT_BIT, HOTSPOT_BIT, POWER_BIT, VR_BIT, Card
 
 
@@ -161,9 +161,9 @@ def test_the_thread_ends_with_the_training_and_begins_again_with_the_next(saver:
 def test_a_read_that_hangs_holds_no_training_up(saver: Any) -> None:
     released = threading.Event()
 
-    def read() -> Sample:
+    def read() -> SensorSample:
         released.wait(60)
-        return Sample(metrics={})
+        return SensorSample(metrics={})
 
     watched = Telemetry(read, source="a driver that hangs", every_s=0.001, tell=lambda line: None)
     trainer = saver(save_strategy="no", max_steps=3, ours={"telemetry": watched})
@@ -299,7 +299,7 @@ def test_the_throttle_bits_are_told_apart(card: Card, bits: int, limits: set[str
 class Script:
     """Readings one after another, looked at by hand."""
 
-    def __init__(self, *samples: Sample) -> None:
+    def __init__(self, *samples: SensorSample) -> None:
         self.lines: list[str] = []
         self._samples = iter(samples)
         self.telemetry = Telemetry(lambda: next(self._samples), source="a script", every_s=1.0, tell=self.lines.append)
@@ -309,8 +309,8 @@ class Script:
             self.telemetry.look()
 
 
-def hot(*degrees: float) -> Iterator[Sample]:
-    return (Sample(metrics={"hotspot_c": one}) for one in degrees)
+def hot(*degrees: float) -> Iterator[SensorSample]:
+    return (SensorSample(metrics={"hotspot_c": one}) for one in degrees)
 
 
 def test_one_cause_is_said_once_and_its_episodes_are_counted() -> None:
@@ -323,7 +323,7 @@ def test_one_cause_is_said_once_and_its_episodes_are_counted() -> None:
 
 
 def test_the_power_limit_is_no_warning_of_heat() -> None:
-    script = Script(*[Sample(metrics={}, limits=frozenset({"power"}))] * 5)
+    script = Script(*[SensorSample(metrics={}, limits=frozenset({"power"}))] * 5)
     script.play(5)
     (line,) = script.lines
     assert line.startswith("note: ") and "usual under full load" in line
@@ -340,8 +340,8 @@ def test_a_log_without_a_look_since_the_last_one_claims_nothing() -> None:
 
 
 def test_an_alarm_survives_a_look_that_knows_nothing() -> None:
-    held = Sample(metrics={}, limits=frozenset({"temperature"}))
-    script = Script(held, Sample(metrics={}), held, Sample(metrics={}, limits=frozenset()), held)
+    held = SensorSample(metrics={}, limits=frozenset({"temperature"}))
+    script = Script(held, SensorSample(metrics={}), held, SensorSample(metrics={}, limits=frozenset()), held)
     script.play(5)
     assert script.telemetry.summary()["episodes"]["temperature"] == 2
     assert len(script.lines) == 1
@@ -354,7 +354,7 @@ def test_a_peak_between_two_logs_is_in_the_log() -> None:
 
 
 def test_a_figure_that_comes_and_goes_is_averaged_over_where_it_was() -> None:
-    script = Script(*hot(80), Sample(metrics={}, missing={"hotspot_c": "gone"}), *hot(90))
+    script = Script(*hot(80), SensorSample(metrics={}, missing={"hotspot_c": "gone"}), *hot(90))
     script.play(3)
     found = script.telemetry.summary()
     assert found["hotspot_c"] == {"mean": 85.0, "max": 90.0}
