@@ -112,7 +112,8 @@ class Notes:
     def __init__(self, trainer: Any, *, filters_losses: bool) -> None:
         self._trainer, self._filters_losses = trainer, filters_losses
         tried = isinstance(trainer, TRAINERS) and is_tried("trl")
-        self._wanted = tried and not is_foreign(type(trainer))  # a user's code may read what TRL has noted
+        # A user's code may gather by itself, and read what TRL has noted.
+        self._wanted = tried and not is_foreign(type(trainer)) and trainer.compute_loss_func is None
         self._micro_steps = 0
 
     def loss_to_log(self, loss: Tensor) -> Tensor:
@@ -130,6 +131,7 @@ class Notes:
         if not self._wanted or "gather" in vars(accelerator):
             yield
             return
+        self._micro_steps += 1
         ending = accelerator.gradient_state
         accelerator.gather = lambda tensor: _Leaf(tensor, None)
         accelerator.gather_for_metrics = lambda tensor: _Leaf(
@@ -139,8 +141,7 @@ class Notes:
             yield
         finally:
             del accelerator.gather, accelerator.gather_for_metrics
-        self._micro_steps += 1
-        if self._micro_steps == _AT_MOST:
+        if self._micro_steps >= _AT_MOST:
             self.settle()
 
     def settle(self) -> None:
