@@ -254,7 +254,7 @@ class Prefetch:
         self._under_way = [weakref.ref(one) for one in pending if one is not None and self.mover.is_pending(one)]
         has_room = self._batches > 0 and len(self._under_way) <= self._batches
         self._waiting = None if has_room else batch
-        return self._begin(batch, fresh=True) if has_room else batch
+        return self._begin(batch) if has_room else batch
 
     def window(self, batches: list[Any]) -> Window:
         """The batches of an accumulation window, as a list that keeps to the limit while it is iterated."""
@@ -280,13 +280,13 @@ class Prefetch:
         if stop > len(window) and self._waiting is not None:
             self._begun, self._waiting = (self._waiting, self._begin(self._waiting)), None
 
-    def _begin(self, batch: Any, *, fresh: bool = False) -> Any:
+    def _begin(self, batch: Any) -> Any:
         first = next(tree_tensors(batch), None)
         if first is None or self.mover.provenance(first) is not None:
             return batch
         moved = self.mover.begin(batch)
-        for tensor in tree_tensors(batch) if not fresh else ():
-            require_unchanged(tensor, self.mover)  # it has waited
+        for tensor in tree_tensors(batch):
+            require_unchanged(tensor, self.mover)  # it may have waited, and what was sent is what was read
         self._under_way += [weakref.ref(tensor) for tensor in tree_tensors(moved) if self.mover.is_pending(tensor)][:1]
         return moved
 
