@@ -40,7 +40,6 @@ FROM_CARD = {
     "transformers/trainer.py:Trainer.store_flos": "floating point operations, counted",
     "transformers/trainer_pt_utils.py:nested_numpify": "losses of an evaluation",
     "transformers/masking_utils.py:_ignore_causal_mask_sdpa": "whether a mask masks nothing",
-    "trainer/sft_trainer.py:SFTTrainer.compute_loss": "entropy and accuracy, to be logged",
     "training/guard.py:TrainingGuard.judge": "loss and norm, looked at for NaN",
     "training/guard.py:TrainingGuard.require_finite.<locals>.<listcomp>": "whether a weight is finite",
     "transformers/masking_utils.py:find_packed_sequence_indices": "whether positions begin anew",
@@ -51,6 +50,7 @@ FROM_CARD = {
 }
 """Scalars, to be logged or looked at."""
 SAVED = {
+    "training/metrics.py:settle": "what TRL's trainer has noted since the last log, in one read",
     "safetensors/torch.py:_to_ndarray": "an adapter or a model, compared with its file afterwards",
     "transformers/trainer.py:Trainer._save_optimizer_and_scheduler": "likewise",
 }
