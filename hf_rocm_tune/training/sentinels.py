@@ -217,6 +217,7 @@ class TrainedSentinel:
         self._excuse_writes = excuse_writes
         self.checks = self.rewritten = 0
         self._held: list[Any] = []
+        self._held_ids: list[int] = []
         self._groups: list[_Pack] = []
         self._next = 0
         self._taken: tuple[list[_Pack], list[list[int]], QueuedDigests] | None = None
@@ -236,9 +237,9 @@ class TrainedSentinel:
         """After an update: remembers what is there now."""
         held = [each for group in self._optimizer.param_groups for each in group["params"]]
         held += [each for state in self._optimizer.state.values() for each in state.values()]
-        moved = any(group.pointers != group.find() for group in self._groups)
-        if moved or list(map(id, held)) != list(map(id, self._held)):
-            self._held, self._groups = held, _grouped(self._list())
+        ids = list(map(id, held))
+        if ids != self._held_ids or any(group.pointers != group.find() for group in self._groups):
+            self._held, self._held_ids, self._groups = held, ids, _grouped(self._list())
         chosen = self._turn()
         queued = QueuedDigests([group.packed() for group in chosen])
         versions = [group.versions() for group in chosen] if self._excuse_writes else []
@@ -308,7 +309,7 @@ class _Pack:
     nbytes: int = 0
 
     def find(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self.tensors]
+        return list(map(Tensor.data_ptr, self.tensors))
 
     def packed(self) -> Tensor:
         return self.data[0] if len(self.data) == 1 else torch.cat(self.data)
