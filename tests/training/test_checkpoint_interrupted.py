@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import errno
 import functools
-import logging
 import os
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import clean_leftovers
-from tests.training.trainers import Make, VerifiedPlain, names
-from tests.two_ranks import free_port
+from tests.training.trainers import Make, VerifiedPlain, names, two_ranks
 
 
 @pytest.mark.parametrize("writer", ["_save", "_save_optimizer_and_scheduler", "_save_rng_state"])
@@ -128,16 +123,7 @@ def _counting(call: Callable[..., Any], calls: list[int], die_at: int) -> Callab
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_two_ranks_save_together_and_survive_a_full_disk_on_either(model_path: Path, tmp_path: Path) -> None:
-    port = free_port()
-    children = []
-    for rank in range(2):
-        child = os.fork()  # an import of everything takes longer than the test
-        if child == 0:
-            _run_rank(rank, port, model_path, tmp_path)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    said = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
-    assert codes == [0, 0], "\n".join(said)
+    said = two_ranks(lambda rank: _save_with_full_disks(rank, model_path, tmp_path), tmp_path)
     assert said[0].count("was not saved") == 2 and said[1].count("was not saved") == 0
     out = tmp_path / "out"
     assert names(out) == ["checkpoint-1", "checkpoint-4"]
@@ -148,38 +134,22 @@ def test_two_ranks_save_together_and_survive_a_full_disk_on_either(model_path: P
     assert "staging" not in (out / "checkpoint-4" / "trainer_state.json").read_text()
 
 
-def _run_rank(rank: int, port: int, model_path: Path, tmp_path: Path) -> None:
-    """One rank of a CPU job whose disk is full on rank 0 at step 2 and on rank 1 at step 3: never returns."""
-    code = 1
-    try:
-        log = os.open(tmp_path / f"rank{rank}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 2)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - it lives as long as the process
-        logging.basicConfig(force=True)
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in names.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        rows = [{"input_ids": [5, 6, 7, 8 + n], "labels": [5, 6, 7, 8 + n]} for n in range(16)]
-        args = TrainingArguments(
-            output_dir=str(tmp_path / "out"), max_steps=4, save_steps=1, eval_strategy="steps", eval_steps=1,
-            per_device_train_batch_size=1, load_best_model_at_end=True, report_to="none", disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )  # fmt: skip
-        assert args.world_size == 2
-        _full_disk(Trainer, "_save", lambda trainer: rank == 0 and trainer.state.global_step == 2)
-        _full_disk(Trainer, "_save_rng_state", lambda trainer: rank == 1 and trainer.state.global_step == 3)
-        model = AutoModelForCausalLM.from_pretrained(model_path)
-        trainer = VerifiedPlain(model=model, args=args, train_dataset=rows, eval_dataset=rows, run_id="run-2")
-        trainer.train()
-        trainer.save_model()
-        trainer.seal_output()
-        torch.distributed.destroy_process_group()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+def _save_with_full_disks(rank: int, model_path: Path, tmp_path: Path) -> None:
+    """One rank of a CPU job whose disk is full on rank 0 at step 2 and on rank 1 at step 3."""
+    rows = [{"input_ids": [5, 6, 7, 8 + n], "labels": [5, 6, 7, 8 + n]} for n in range(16)]
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=4, save_steps=1, eval_strategy="steps", eval_steps=1,
+        per_device_train_batch_size=1, load_best_model_at_end=True, report_to="none", disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    assert args.world_size == 2
+    _full_disk(Trainer, "_save", lambda trainer: rank == 0 and trainer.state.global_step == 2)
+    _full_disk(Trainer, "_save_rng_state", lambda trainer: rank == 1 and trainer.state.global_step == 3)
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    trainer = VerifiedPlain(model=model, args=args, train_dataset=rows, eval_dataset=rows, run_id="run-2")
+    trainer.train()
+    trainer.save_model()
+    trainer.seal_output()
 
 
 def _full_disk(owner: type, name: str, when: Callable[[Any], bool]) -> None:

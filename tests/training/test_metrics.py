@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTTrainer
 
 from hf_rocm_tune import VerifiedTransferMixin
 from tests import tiny
-from tests.training.trainers import VerifiedSFT, build
-from tests.two_ranks import free_port
+from tests.training.trainers import VerifiedSFT, build, two_ranks
 
 
 class VerifiedDPO(VerifiedTransferMixin, DPOTrainer):
@@ -126,14 +122,7 @@ def test_a_loss_that_is_not_finite_is_logged_as_upstream_does(
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_the_log_of_two_ranks_is_trls_with_one_collective_a_log(model_path: Path, tmp_path: Path) -> None:
-    port, children = free_port(), []
-    for rank in range(2):
-        child = os.fork()  # an import of everything takes longer than the test
-        if child == 0:
-            _run_rank(rank, port, lambda: _compare(model_path, tmp_path), tmp_path)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes == [0, 0], "\n".join((tmp_path / f"rank{rank}").read_text() for rank in range(2))
+    two_ranks(lambda _: _compare(model_path, tmp_path), tmp_path)
 
 
 def _compare(model: Path, tmp_path: Path) -> None:
@@ -160,24 +149,3 @@ def _counted(gather: Callable[..., Any], counts: list[Counter[str]]) -> Callable
         return gather(*arguments, **keywords)
 
     return counting
-
-
-def _run_rank(rank: int, port: int, work: Callable[[], None], tmp_path: Path) -> None:
-    """One rank of a CPU job: never returns."""
-    code = 1
-    try:
-        log = os.open(tmp_path / f"rank{rank}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 2)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - it lives as long as the process
-        logging.basicConfig(force=True)
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in names.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        work()
-        torch.distributed.destroy_process_group()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
