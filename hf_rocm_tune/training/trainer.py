@@ -321,8 +321,7 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        if self.recompute_layers is not None and self.args.activation_checkpointing:
-            recompute(self.model, self.recompute_layers)
+        self._choose_recomputed()
         replicated = self.args.world_size > 1 and not is_sharded(self.model)
         if replicated:
             self.grad_sync.before_wrapping(self.model, self._sentinel)
@@ -440,8 +439,11 @@ class VerifiedTransferMixin(_Base):
             self.mover.settle(inputs)
         # Of prompts a trainer makes its batch by itself: generates, reads, scores and sends it, in this thread.
         makes = not isinstance(inputs, Mapping)
-        with redirected(self.mover, stage="batches") if makes else nullcontext(), self._steady_checkpointing():
-            return super()._prepare_inputs(inputs)
+        with redirected(self.mover, stage="batches") if makes else nullcontext():
+            batch: Batch = super()._prepare_inputs(inputs)
+        if makes:
+            self._choose_recomputed()  # for the generation checkpointing was off, and on again for all layers
+        return batch
 
     @override
     def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
@@ -649,6 +651,10 @@ class VerifiedTransferMixin(_Base):
         super().save_model(directory, _internal_call=True)
 
     # ---- details --------------------------------------------------------------------------------------------
+
+    def _choose_recomputed(self) -> None:
+        if self.recompute_layers is not None and self.args.activation_checkpointing:
+            recompute(self.model, self.recompute_layers)
 
     @contextmanager
     def _steady_checkpointing(self) -> Iterator[None]:
