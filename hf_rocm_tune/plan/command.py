@@ -28,6 +28,7 @@ from hf_rocm_tune.plan.request import (
     card_memory,
     quiet,
 )
+from hf_rocm_tune.plan.ways import LINK, THROUGH_HOST, CardsWay, sentence, ways
 
 _PROGRAM = "hf-rocm-tune"
 _NO_DATA = "YOUR_DATA"
@@ -75,14 +76,22 @@ def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) ->
     with quiet():  # of kernels that would be faster, for example
         plan = plan_for(request, card=card, within_limit=wanted.length is None)
         savings = _savings(plan) if wanted.savings else []
+        several = ways(plan) if plan.request.cards > 1 else []
     line = command(plan.request, plan.nearest, _passed_on(wanted))
     if wanted.json:
-        print(json.dumps(as_values(plan, line) | ({"savings": savings} if savings else {})))
+        more: dict[str, Any] = {"savings": savings} if savings else {}
+        more |= {"ways": list(map(_way_values, several)), "advice": sentence(plan, several)} if several else {}
+        print(json.dumps(as_values(plan, line) | more))
     else:
-        print(as_text(plan, line), *(["", *_savings_table(savings)] if savings else []), sep="\n")
+        tables = [
+            *(["", *_ways_table(plan, several)] if several else []),
+            *(["", *_savings_table(savings)] if savings else []),
+        ]
+        print(as_text(plan, line), *tables, sep="\n")
     if plan.choice is None:
         missing = -plan.nearest.spare / GIB
-        raise OutOfMemoryError(f"nothing fits: {missing:.1f} GiB are missing at the least. {_advice(plan)}")
+        instead = ["--split" if way.name == "split" else way.flags for way in several if way.fits and way.flags]
+        raise OutOfMemoryError(f"nothing fits: {missing:.1f} GiB are missing at the least. {_advice(plan, instead)}")
     what = f"Planned for {plan.choice.total / GIB:.1f} GiB of the card; `{_PROGRAM} plan` says what takes it."
     _write_recipe(wanted, what, plan.request, plan.choice)
     return 0
@@ -109,16 +118,17 @@ def _split(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -
     return 0
 
 
-def _advice(plan: Plan) -> str:
+def _advice(plan: Plan, instead: list[str]) -> str:
+    """What else to try; ``instead`` are flags of ways that fit several cards."""
     request = plan.request
-    ways = {
+    helps = dict.fromkeys(instead, True) | {
         "--dtype bfloat16": request.methods == ("full",) and request.dtype is None,
         "--method qlora": "qlora" not in request.methods or any("--method qlora" in note for note in plan.notes),
         "a shorter --seq": request.length > 512,
         "no --modules_to_save": bool(request.modules_to_save),
         "a smaller model": True,
     }
-    some = ", ".join(way for way, helps in ways.items() if helps)
+    some = ", ".join(what for what, may in helps.items() if may)
     return f"Try {some}; `{_PROGRAM} plan --largest` names the largest that fits"
 
 
@@ -311,6 +321,31 @@ def _savings_table(rows: list[dict[str, Any]]) -> Iterator[str]:
         way = f"micro-batch {row['micro_batch']}, {'with' if row['checkpointing'] else 'without'} checkpointing"
         gib = f"{row['total'] / GIB:.1f}" if row["fits"] else f"[{row['total'] / GIB:.1f}]"
         yield f"{row['change']:<20} {gib:>6} {row['tokens_per_second']:>9,.0f}  {way}"
+
+
+def _way_values(way: CardsWay) -> dict[str, Any]:
+    own = {name: getattr(way, name) for name in ("name", "fits", "total", "longest", "crossing", "flags")}
+    return (
+        own
+        | {"method": way.option.variant, **vars(way.option.case)}
+        | {"estimated_tokens_per_second": way.option.tokens_per_second}
+    )
+
+
+def _ways_table(plan: Plan, found: list[CardsWay]) -> Iterator[str]:
+    rates = f"{LINK / 1e9:.0f} GB/s from card to card and {THROUGH_HOST / 1e9:.0f} through the host assumed"
+    yield f"{plan.request.cards} cards, by way ({rates}); case: micro-batch x accumulation"
+    yield f"{'way':<9} {'method':<6} {'GiB':>6} {'longest':>8} {'tokens/s':>9} {'GiB a step':>11}  case"
+    for way in found:
+        gib = f"{way.total / GIB:.1f}" if way.fits else f"[{way.total / GIB:.1f}]"
+        case, speed = way.option.case, f"{way.option.tokens_per_second:,.0f}" if way.fits else "-"
+        how = f"{case.micro_batch} x {case.accumulation}, {_with(case)} checkpointing"
+        how += "" if way.flags else "; computed, not offered"
+        yield (
+            f"{way.name:<9} {way.option.variant:<6} {gib:>6} {way.longest or '-':>8} {speed:>9} "
+            f"{way.crossing / GIB:>11.2f}  {how}"
+        )
+    yield sentence(plan, found)
 
 
 def _model(plan: Plan) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
@@ -304,25 +304,27 @@ class Plan:
     def _wanted(self) -> list[Estimate]:
         return [each for each in self.grid if each.case.length == self.request.length]
 
-    def longest(self, method: str) -> int | None:
+    def longest(self, method: str, fits: Callable[[Case, Callable[[Case], Step]], bool] | None = None) -> int | None:
         """The longest sequence that fits with micro-batch 1 and checkpointing, in steps of 128 tokens.
+
+        Whether one does is what ``fits`` says of a case and its recorded step; by default, whether it fits the card.
 
         The last step is recorded at that very length, because attention may change its ways on the road to it. None:
         none fits, or it is not known, because each length would have to be recorded or one takes too long to.
         """
         recordings = self.recordings[method]
-        if not self.scales or sum(recordings.variant.weights.parts.values()) > self.card.free:
-            return None
         short = replace(_case(self.request, 1, 2), checkpointing=recordings.can_checkpoint)
 
-        def fits(length: int, exact: bool = False) -> bool:
-            variant = replace(recordings.variant, trace=lambda case: recordings(case, exact=exact))
-            return estimate(variant, replace(short, length=length), self.card).fits
+        def on_card(case: Case, trace: Callable[[Case], Step]) -> bool:
+            return estimate(replace(recordings.variant, trace=trace), case, self.card).fits
+
+        def at(length: int, exact: bool = False) -> bool:
+            return (fits or on_card)(replace(short, length=length), partial(recordings, exact=exact))
 
         with suppress(TooManyOperations):
-            found = longest(fits, limit=self.limit or LONGEST)
-            while found and not fits(found, exact=True):
-                found = longest(fits, limit=found - LENGTH_STEP) if found > LENGTH_STEP else None
+            found = longest(at, limit=self.limit or LONGEST) if self.scales else None
+            while found and not at(found, exact=True):
+                found = longest(at, limit=found - LENGTH_STEP) if found > LENGTH_STEP else None
             return found
         return None
 
@@ -373,7 +375,7 @@ def plan_for(
             continue
         try:
             recordings = Recordings(config, request, method, lengths)
-            planned[method] = recordings, _grid(recordings, card)
+            planned[method] = recordings, grid_of(recordings, card, request, lengths)
         except TooManyOperations as error:
             refused[method] = error
             break
@@ -435,11 +437,11 @@ def _case(request: PlanRequest, size: int, length: int) -> Case:
     )
 
 
-def _grid(recordings: Recordings, card: CardMemory) -> list[Estimate]:
+def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, lengths: tuple[int, ...]) -> list[Estimate]:
     """Every length and micro-batch with and without checkpointing, and where only the former fits with as little as
     needs be."""
-    request, variant, layers = recordings.request, recordings.variant, len(recordings.sample.layer_of)
-    lengths = (request.length,) if recordings.fixed_length else recordings.lengths
+    variant, layers = recordings.variant, len(recordings.sample.layer_of)
+    lengths = (request.length,) if recordings.fixed_length else lengths
     sizes = (request.micro_batch,) if request.micro_batch else micro_batches(request.each)
     ways = [way for way in (False, True) if request.checkpointing in (None, way) and way <= recordings.can_checkpoint]
     if not ways:

@@ -436,6 +436,50 @@ def test_each_card_is_shown_and_the_recipe_splits_alike(model: str, tmp_path: Pa
     assert values["cards"][0]["usable"] == pytest.approx(19.9 * GIB, rel=1e-6)
 
 
+def ways_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {way["name"]: way for way in found["ways"]}
+
+
+def test_ways_to_use_two_cards_are_what_their_own_plans_say(small: Path, run: Any) -> None:
+    words = ("--model", str(small), "--seq", "512", "--effective_batch", "8", "--method", "lora", "--gpu", "rx7900xt")
+    code, out, _ = run(*words, "--cards", "2", "--json")
+    found = json.loads(out)
+    way = ways_of(found)
+    assert code == 0 and list(way) == ["ddp", "host", "fsdp2", "split", "pipeline"]
+    assert way["ddp"]["total"] == way["host"]["total"] == found["choice"]["total"]
+    assert way["ddp"]["longest"] == found["longest"]["lora"]
+    gradients = found["choice"]["parts"]["gradient buckets"]
+    assert way["ddp"]["crossing"] == pytest.approx(2 * gradients)  # each of two cards sends half of them, twice
+    speed = {name: each["estimated_tokens_per_second"] for name, each in way.items()}
+    assert speed["split"] < speed["host"] < speed["ddp"] < found["speed"]["tokens_per_second"]
+    split = json.loads(run(*words, "--split", "--json")[1])
+    assert way["split"]["total"] == pytest.approx(max(card["total"] for card in split["cards"]), rel=1e-3)
+    micro_batches = way["split"]["accumulation"]
+    bubble = 1 / (micro_batches + 1)
+    assert 2 * (1 - bubble) <= speed["pipeline"] / speed["split"] < 2
+    assert way["pipeline"]["flags"] == ""
+    layers = 4 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048) * 2  # bytes in bfloat16
+    gathered = way["fsdp2"]["accumulation"] * 2 * layers  # by both cards the half that each lacks, twice
+    assert way["fsdp2"]["crossing"] == pytest.approx(gathered + 2 * gradients, rel=0.01)
+    assert found["advice"].startswith("ddp: lora fits each card whole, so 2 cards take 2 batches at once")
+    out = run(*words, "--cards", "2")[1]
+    assert found["advice"] in out and "pipeline" in out and "computed, not offered" in out
+
+
+def test_where_no_card_holds_the_model_the_ways_that_share_it_are_named(changed: Any, run: Any) -> None:
+    model = changed(num_hidden_layers=16)
+    words = ("--model", model, "--seq", "512", "--effective_batch", "4", "--method", "full", "--dtype", "bfloat16")
+    code, out, err = run(*words, "--cards", "2", "--vram", "9", "--desktop_gib", "0", "--json")
+    found = json.loads(out)
+    way = ways_of(found)
+    assert code == 5 and not way["ddp"]["fits"] and way["split"]["fits"]
+    assert "--split" in err and err.count("\n") == 1
+    fitting = [name for name in ("fsdp2", "split") if way[name]["fits"]]
+    best = max(fitting, key=lambda name: way[name]["estimated_tokens_per_second"])
+    assert found["advice"].startswith(f"{best}: full fits no card whole")
+    assert way["ddp"]["longest"] is None and way["split"]["longest"] >= 512
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

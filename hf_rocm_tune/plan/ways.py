@@ -1,0 +1,187 @@
+"""Ways to use several cards, side by side: what fits, how fast it may be, and what crosses between the cards.
+
+    ddp       each card has the whole model and its share of the batch; gradients are averaged by RCCL
+    host      the same, averaged through host memory
+    fsdp2     each card has its share of the weights; a layer is gathered where it computes, forward and backward
+    split     each card has some of the layers; one computes after the other
+    pipeline  a split whose cards work on different micro-batches: computed only, this package does not offer it
+
+Every figure is an estimate from counted bytes and assumed rates. Nothing of it was measured on two cards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.plan.estimate import GIB, NEAR, Case, Estimate, Step, Variant, estimate, fastest
+from hf_rocm_tune.plan.fit import Plan, SplitPlan, grid_of, over_cards
+
+#: Assumed: bytes a second and direction of PCIe 4.0 x8, as two cards have it on most boards; of x16 28 to 29e9 were
+#: measured (ROCm/ROCm#2253).
+LINK = 13e9
+#: Assumed: the same through host memory, with digests, and with gloo for averages.
+THROUGH_HOST = 3e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardsWay:
+    """One way to use the cards."""
+
+    name: str  # ``ddp``, ``host``, ``fsdp2``, ``split`` or ``pipeline``
+    option: Estimate  # the fastest case that fits, else the one that misses least; its speed is that of all cards
+    total: float  # bytes on the fullest card
+    fits: bool
+    longest: int | None  # tokens, with micro-batch 1 and checkpointing; None: none fits, or not known
+    crossing: float  # bytes between the cards, or between them and the host, in one optimizer step; all cards together
+    flags: str  # that choose it; empty: it cannot be chosen
+
+
+def ways(plan: Plan) -> list[CardsWay]:
+    """What `plan`, of a job on several cards, gives in each way; ways that this model does not allow are left out."""
+    wanted = [each for each in plan.grid if each.case.length == plan.request.length]
+    launched = "--accelerate_config dual_rx7900xt"
+    found = [
+        _replicated(plan, wanted, "ddp", LINK, launched),
+        _replicated(plan, wanted, "host", THROUGH_HOST, f"{launched} --grad_sync host"),
+        _sharded(plan, wanted),
+    ]
+    try:
+        return [*found, *_layered(plan)]
+    except UsageError:  # fewer layers than cards
+        return found
+
+
+def sentence(plan: Plan, found: list[CardsWay]) -> str:
+    """Which of the ways to take, and why."""
+    offered = [each for each in found if each.fits and each.flags]
+    if not offered:
+        return "none of these fits: see what a shorter --seq or --method qlora takes, or a smaller model"
+    top = max(each.option.tokens_per_second for each in offered)
+    best = next(each for each in offered if each.option.tokens_per_second >= top * (1 - NEAR))
+    method, cards = best.option.variant, plan.request.cards
+    gib = best.crossing / GIB
+    why = {
+        "ddp": f"{method} fits each card whole, so {cards} cards take {cards} batches at once and only {gib:.2f} GiB "
+        "cross in a step",
+        "host": f"{method} fits each card whole, and {gib:.2f} GiB of gradients cross in a step",
+        "fsdp2": f"{method} fits no card whole, and to gather {gib:.1f} GiB of weights in a step takes less time than "
+        "cards that wait for each other",
+        "split": f"{method} fits no card whole; a second card makes room, no speed, and {gib:.2f} GiB cross in a step",
+    }
+    return f"{best.name}: {why[best.name]}; start it with {best.flags}"
+
+
+def _at(plan: Plan, option: Estimate, *, times: float = 1.0, plus: float = 0.0, least: float = 0.0) -> Estimate:
+    """The option at the speed that it has if the seconds that a step computes change so; ``least``: not below that."""
+    tokens = plan.request.effective_batch * option.case.length
+    seconds = max(times * tokens / option.tokens_per_second + plus, least)
+    return replace(option, tokens_per_second=tokens / seconds)
+
+
+def _best(options: list[Estimate]) -> Estimate:
+    return fastest(options) or min(options, key=lambda each: each.total)
+
+
+def _gradients(variant: Variant) -> float:
+    return float(sum(each.nbytes for each in variant.weights.trained))
+
+
+def _replicated(plan: Plan, wanted: list[Estimate], name: str, rate: float, flags: str) -> CardsWay:
+    """A ring's traffic: each card sends what it has but for its own share, twice. None of it is taken to overlap."""
+    cards = plan.request.cards
+    each_sends = {method: 2 * (cards - 1) / cards * _gradients(it) for method, it in plan.variants.items()}
+    best = _best([_at(plan, one, plus=each_sends[one.variant] / rate) for one in wanted])
+    crossing = cards * each_sends[best.variant]
+    longest = plan.longest(best.variant)
+    return CardsWay(
+        name=name, option=best, total=best.total, fits=best.fits, longest=longest, crossing=crossing, flags=flags
+    )
+
+
+def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
+    """FSDP2 gathers each layer twice for each micro-batch, while others compute; what is no layer is there all along.
+
+    Where all weights are trained their gradients are counted whole, which is more than it takes.
+    """
+    cards = plan.request.cards
+    wanted = [each for each in wanted if each.case.recompute is None]  # mixes of recomputation do not go with it
+    variants, gathered = {}, {}
+    for method, recordings in plan.recordings.items():
+        whole, layer_of = recordings.variant, recordings.sample.layer_of
+        by_layer = [0] * (1 + max(layer_of))
+        for weight in recordings.sample.weights():
+            if weight.layer >= 0 and weight.part == "weights":
+                by_layer[weight.layer] += weight.nbytes
+        layers = sum(by_layer[layer] for layer in layer_of)
+        saved = max(0, int(layers * (cards - 1) / cards) - 2 * max(by_layer))  # two layers are whole at a time
+        parts = dict(whole.weights.parts)
+        parts |= {"weights": parts["weights"] - saved, "adapters": parts["adapters"] // cards}
+        trained = tuple(replace(each, elements=-(-each.elements // cards)) for each in whole.weights.trained)
+        # 4-bit weights are made on each card before they are cut
+        largest = whole.weights.largest + saved if whole.weights.largest else 0
+        weights = replace(whole.weights, parts=parts, trained=trained, largest=largest)
+        variants[method] = replace(whole, weights=weights)
+        gathered[method] = 2 * layers * (cards - 1) / cards
+
+    def alone(case: Case, variant: Variant) -> Estimate:
+        return replace(estimate(variant, replace(case, cards=1), plan.card), case=case)
+
+    options = []
+    for one in wanted:
+        here = alone(one.case, variants[one.variant])
+        here = replace(here, tokens_per_second=cards * here.tokens_per_second)
+        options.append(_at(plan, here, least=one.case.accumulation * gathered[one.variant] / LINK))
+    best = _best(options)
+    crossing = cards * (best.case.accumulation * gathered[best.variant] + _gradients(plan.variants[best.variant]))
+
+    def fits(case: Case, trace: Callable[[Case], Step]) -> bool:
+        return alone(case, replace(variants[best.variant], trace=trace)).fits
+
+    return CardsWay(
+        name="fsdp2",
+        option=best,
+        total=best.total,
+        fits=best.fits,
+        longest=plan.longest(best.variant, fits),
+        crossing=crossing,
+        flags="--accelerate_config dual_rx7900xt_fsdp2",
+    )
+
+
+def _layered(plan: Plan) -> list[CardsWay]:
+    """A split, and what a pipeline of the same stages would be: its cards idle for (p - 1) / (m + p - 1) of a step."""
+    cards = plan.request.cards
+    request = replace(plan.request, cards=1, mixes=False)
+    grid = [one for each in plan.recordings.values() for one in grid_of(each, plan.card, request, (request.length,))]
+    found: SplitPlan = over_cards(replace(plan, request=request, grid=tuple(grid)), cards=[plan.card] * cards)
+    case, method = found.option.case, found.option.variant
+    recordings = plan.recordings[method]
+    rows, length = case.shape
+    hidden = rows * length * recordings.sample.config.hidden_size * (2 if request.autocast else 4)
+    crossing = 2.0 * cards * case.accumulation * hidden  # over each boundary and home again, and the gradients back
+    bubble = (cards - 1) / (case.accumulation + cards - 1)
+    stops = [sum(found.counts[: card + 1]) for card in range(cards)]
+
+    def fits(case: Case, trace: Callable[[Case], Step]) -> bool:
+        parts = [(stop - count, stop) for count, stop in zip(found.counts, stops, strict=True)]
+        step = trace(case)
+        return all(
+            estimate(replace(recordings.part(*at), trace=partial(_part_of, step, *at)), case, plan.card).fits
+            for at in parts
+        )
+
+    longest = plan.longest(method, fits)
+    total = max(each.total for each in found.estimates)
+    split = _at(plan, found.option, plus=crossing / THROUGH_HOST)
+    pipeline = _at(plan, found.option, times=1 / cards / (1 - bubble), plus=crossing / THROUGH_HOST / cards)
+    return [
+        CardsWay(name=name, option=one, total=total, fits=found.fits, longest=longest, crossing=crossing, flags=flags)
+        for name, one, flags in (("split", split, "--split_layers auto"), ("pipeline", pipeline, ""))
+    ]
+
+
+def _part_of(step: Step, start: int, stop: int, case: Case) -> Step:
+    return step.part(start, stop)
