@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from hf_rocm_tune.errors import UsageError
@@ -253,11 +252,12 @@ class Recorder(TorchDispatchMode):
             segment.launches += 1
             segment.flops += flops
             segment.products += flops > 0
-            if func.name() == "bitsandbytes::gemm_4bit":
+            *_, name, has_a_rate = self._kernels[func]
+            if name == "bitsandbytes::gemm_4bit":
                 segment.unpacked += math.prod(args[2])
-            elif func.name() == "bitsandbytes::dequantize_4bit":
+            elif name == "bitsandbytes::dequantize_4bit":
                 segment.unpacked += out.numel()
-            if flops or func is aten._to_copy.default or func.namespace == "bitsandbytes":
+            if has_a_rate:
                 segment.written = written
         if workspace is not None:
             self._event(workspace, -1)
@@ -302,9 +302,11 @@ def remembered(known: dict[Any, Any], func: Any, args: tuple[Any, ...], kwargs: 
     operator = known.get(func)
     if operator is None:
         aliases = any(each.alias_info for each in (*func._schema.arguments, *func._schema.returns))
-        operator = known[func] = not aliases, func._overloadpacket in flop_registry or func.name() in _PRODUCTS
-    fresh, counted = operator
-    key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else ()) if fresh else None
+        name, counted = func.name(), func._overloadpacket in flop_registry or func.name() in _PRODUCTS
+        has_a_rate = counted or func is aten._to_copy.default or func.namespace == "bitsandbytes"
+        operator = known[func] = not aliases, counted, name, has_a_rate
+    fresh, counted, name, _ = operator
+    key = (name, _key(args), _key(tuple(kwargs.items())) if kwargs else ()) if fresh else None
     if key is not None and (found := known.get(key)) is not None:
         alone, outputs, flops = found
         made = [
@@ -352,7 +354,10 @@ def _outputs(out: Any, given: object) -> tuple[Any, ...] | None:
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [tensor for each in inside for tensor in _tensors_in(each)]
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -441,7 +446,11 @@ class DeviceMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _cast(self, given: Any, dtype: torch.dtype) -> Any:
-        return tree_map_only(Tensor, lambda tensor: self._cast_tensor(tensor, dtype), given)
+        if isinstance(given, Tensor):
+            return self._cast_tensor(given, dtype)
+        if type(given) is dict:
+            return {name: self._cast(each, dtype) for name, each in given.items()}
+        return type(given)([self._cast(each, dtype) for each in given]) if type(given) in (tuple, list) else given
 
     def _cast_tensor(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64):
