@@ -90,9 +90,13 @@ def _gradients(variant: Variant) -> float:
 
 
 def _replicated(plan: Plan, wanted: list[Estimate], name: str, rate: float, flags: str) -> CardsWay:
-    """A ring's traffic: each card sends what it has but for its own share, twice. None of it is taken to overlap."""
+    """In a ring each card sends what it has but for its own share, twice; through the host all of it goes and comes.
+
+    None of it is taken to overlap with computing.
+    """
     cards = plan.request.cards
-    each_sends = {method: 2 * (cards - 1) / cards * _gradients(it) for method, it in plan.variants.items()}
+    times = 2.0 if name == "host" else 2 * (cards - 1) / cards
+    each_sends = {method: times * _gradients(variant) for method, variant in plan.variants.items()}
     best = _best([_at(plan, one, plus=each_sends[one.variant] / rate) for one in wanted])
     crossing = cards * each_sends[best.variant]
     longest = plan.longest(best.variant)
@@ -135,7 +139,8 @@ def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
         here = replace(here, tokens_per_second=cards * here.tokens_per_second)
         options.append(_at(plan, here, least=one.case.accumulation * gathered[one.variant] / LINK))
     best = _best(options)
-    crossing = cards * (best.case.accumulation * gathered[best.variant] + _gradients(plan.variants[best.variant]))
+    crossing = cards * best.case.accumulation * gathered[best.variant]
+    crossing += (cards - 1) * _gradients(plan.variants[best.variant])
 
     def fits(case: Case, trace: Callable[[Case], Step]) -> bool:
         return alone(case, replace(variants[best.variant], trace=trace)).fits
@@ -160,7 +165,7 @@ def _layered(plan: Plan) -> list[CardsWay]:
     case, method = found.option.case, found.option.variant
     recordings = plan.recordings[method]
     rows, length = case.shape
-    hidden = rows * length * recordings.sample.config.hidden_size * (2 if request.autocast else 4)
+    hidden = rows * length * recordings.sample.config.hidden_size * (4 if request.dtype_of(method) == "float32" else 2)
     crossing = 2.0 * cards * case.accumulation * hidden  # over each boundary and home again, and the gradients back
     bubble = (cards - 1) / (case.accumulation + cards - 1)
     stops = [sum(found.counts[: card + 1]) for card in range(cards)]
