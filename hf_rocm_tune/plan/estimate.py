@@ -517,8 +517,8 @@ class CardMemory:
 
     @property
     def margin(self) -> float:
-        """What a choice that could as well take less leaves free: `TIGHT`, of a small card a share."""
-        return min(TIGHT, self.usable / 16)
+        """What a choice that could as well take less leaves free: `TIGHT`; of a limit that is no card's, a share."""
+        return TIGHT if self.usable >= 4 * GIB else self.usable / 64
 
 
 @dataclass(frozen=True, kw_only=True)
