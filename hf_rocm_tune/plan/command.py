@@ -464,7 +464,8 @@ def _parser() -> argparse.ArgumentParser:
     flag("--effective_batch", type=int, default=usual.effective_batch, help="sequences a step, all cards (16)")
     names = ("--batch_size", "--micro_batch", "--per_device_train_batch_size")
     flag(*names, dest="micro_batch", type=int, help="sequences to one pass on a card (default: what is fastest)")
-    flag("--cards", type=int, default=1, help="cards, each with the whole model unless --split (1)")
+    several = "cards, each with the whole model unless --split; the ways to use several are compared (1)"
+    flag("--cards", type=int, default=1, help=several)
     over = "share out the layers of one model over the cards instead: evenly by memory, or as said (18 or 18,22)"
     flag("--split", nargs="?", const="auto", metavar="N,N", help=over)
     flag("--measure", action="store_true", help="time this machine's card first, and keep that for later plans")
