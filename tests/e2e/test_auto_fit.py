@@ -114,12 +114,12 @@ def test_the_plan_chooses_and_the_run_is_the_one_to_which_that_was_given(job: Jo
 
 
 def _room_for_some(job: Job, output: Path) -> float:
-    """GiB with which 8 rows fit where some activations are recomputed, and do not where none are."""
+    """GiB with which 8 rows fit where some activations are recomputed, a margin left, and do not where none are."""
     settings = parse([*job.argv, *flags(output_dir=output, use_cpu=True)]).resolved()
     request = replace(from_training(settings, platform="cpu"), effective_batch=8, micro_batch=8)
     plan = plan_for(request, card=CardMemory(name="any", usable=1 << 40, desktop=0, context=0), grid=False)
     off, on = (each.total for each in plan.grid)
-    return (on + 0.6 * (off - on)) / GIB
+    return (on + 0.95 * (off - on)) / GIB
 
 
 def test_a_mix_of_recomputation_trains_as_without_any(job: Job, tmp_path: Path) -> None:
