@@ -29,22 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """What to load.
+    """What to load."""
 
-    Args:
-        name: Hub id or local directory.
-        revision: branch, tag or commit of a Hub id.
-        trust_remote_code: passed to transformers.
-        reward: load it as a reward model: with one number for an output, whose head may be new.
-        init: further keyword arguments of ``from_pretrained`` (dtype, attn_implementation ...).
-        quantization: bitsandbytes configuration, or None.
-    """
-
-    name: str
-    revision: str = "main"
+    name: str  # Hub id or local directory
+    revision: str = "main"  # branch, tag or commit of a Hub id
     trust_remote_code: bool = False
-    reward: bool = False
-    init: dict[str, Any] = field(default_factory=dict)
+    reward: bool = False  # as a reward model: with one number for an output, whose head may be new
+    init: dict[str, Any] = field(default_factory=dict)  # for ``from_pretrained`` (dtype, attn_implementation ...)
     quantization: BitsAndBytesConfig | None = None
 
     @property

@@ -153,15 +153,10 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecords:
-    """What was found out about weight files.
+    """What was found out about weight files."""
 
-    Args:
-        attested: files whose content has the SHA-256 that was recorded of them.
-        unknown: names of files of which nothing is recorded.
-    """
-
-    attested: int
-    unknown: tuple[str, ...]
+    attested: int  # whose content has the SHA-256 that was recorded of them
+    unknown: tuple[str, ...]  # names of those of which nothing is recorded
 
 
 def check_files(
