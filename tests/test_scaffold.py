@@ -57,26 +57,24 @@ def decide(setup_env: ModuleType, root: Path, *nodes: str | bytes, override: str
     )
 
 
-def test_amd_gpu_gets_the_rocm_build_and_no_other(setup_env: ModuleType, tmp_path: Path) -> None:
-    choice = decide(setup_env, tmp_path, CPU_NODE, gpu_node(110000))
-    assert choice.build == "rocm7.2"
-    assert choice.attempts == ((f"{PLAIN}+rocm7.2", "https://download.pytorch.org/whl/rocm7.2"),)
-    assert "gfx1100" in choice.reason
-
-
-def test_amd_gpu_wins_over_nvidia(setup_env: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
-    assert decide(setup_env, tmp_path, CPU_NODE, gpu_node(110000)).build == "rocm7.2"
-
-
-def test_card_beside_an_integrated_gpu_gets_the_rocm_build(setup_env: ModuleType, tmp_path: Path) -> None:
-    assert decide(setup_env, tmp_path, CPU_NODE, gpu_node(100306), gpu_node(110000)).build == "rocm7.2"
-
-
-def test_integrated_gpu_alone_has_no_kernels_in_the_wheel(setup_env: ModuleType, tmp_path: Path) -> None:
-    choice = decide(setup_env, tmp_path, CPU_NODE, gpu_node(100306))
-    assert choice.build == "cpu"
-    assert "no kernels for gfx1036" in choice.reason
+@pytest.mark.parametrize(
+    ("versions", "nvidia", "build", "said"),
+    [
+        ([110000], False, "rocm7.2", "gfx1100"),
+        ([110000], True, "rocm7.2", "gfx1100"),
+        ([100306, 110000], False, "rocm7.2", "gfx1100"),
+        ([100306], False, "cpu", "no kernels for gfx1036"),  # an integrated GPU alone
+    ],
+)
+def test_an_amd_card_gets_the_rocm_build_and_no_other(
+    setup_env: ModuleType, tmp_path: Path, versions: list[int], nvidia: bool, build: str, said: str
+) -> None:
+    if nvidia:
+        (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    choice = decide(setup_env, tmp_path, CPU_NODE, *map(gpu_node, versions))
+    assert choice.build == build and said in choice.reason
+    if build != "cpu":
+        assert choice.attempts == ((f"{PLAIN}+{build}", f"https://download.pytorch.org/whl/{build}"),)
 
 
 @pytest.mark.parametrize(
