@@ -80,7 +80,7 @@ def run_guarded(
     environ = os.environ if environ is None else environ
     redaction.remember({name: value for name, value in environ.items() if not value.startswith("/")})
     redaction.remember_arguments(argv)
-    group = Group.of(environ)
+    group = RankGroup.of(environ)
     if group is not None and (earlier := group.final_ending()) is not None:
         return earlier.code  # its line was printed then
     rank = number(environ, "RANK")
@@ -132,7 +132,7 @@ def speak(error: TuneError, *, environ: Mapping[str, str] | None = None) -> None
     """Print and record an error as the ending of this process, which the caller ends itself: see the watchdog."""
     environ = os.environ if environ is None else environ
     ending = Ending(code=error.exit_code, message=str(error), rank=number(environ, "RANK"))
-    _end(ending, Group.of(environ), environ)
+    _end(ending, RankGroup.of(environ), environ)
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _end(ending: Ending, group: Group | None, environ: Mapping[str, str]) -> None:
+def _end(ending: Ending, group: RankGroup | None, environ: Mapping[str, str]) -> None:
     """Print and record an ending, unless another rank of the group has spoken already."""
     if group is not None and not group.claim(ending):
         return
@@ -212,7 +212,7 @@ class Ending:
         return f"{PROGRAM}: {who}{kind}: {redaction.one_line(self.message)}"
 
 
-class Group:
+class RankGroup:
     """The ranks that one launcher started on this machine, and the record of how they ended (see `of`).
 
     One file for each try (torchrun restarts a group): the file appears complete or not at all. It stands beside the
@@ -224,7 +224,7 @@ class Group:
         self._directory, self._key, self._attempt, self._newer_than_ns = directory, key, attempt, newer_than_ns
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Group | None:
+    def of(cls, environ: Mapping[str, str]) -> RankGroup | None:
         """The group of this process, or None for a process that was started alone."""
         if "TORCHELASTIC_RUN_ID" not in environ and number(environ, "WORLD_SIZE", 1) < 2:
             return None

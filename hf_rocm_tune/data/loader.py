@@ -256,14 +256,14 @@ class Prefetch:
         self._waiting = None if has_room else batch
         return self._begin(batch) if has_room else batch
 
-    def window(self, batches: list[Any]) -> Window:
+    def window(self, batches: list[Any]) -> AccumulationWindow:
         """The batches of an accumulation window, as a list that keeps to the limit while it is iterated."""
         begun, self._begun = self._begun, None
         if begun is not None and batches and batches[0] is begun[0]:
             batches[0] = begun[1]
         if batches and batches[-1] is self._waiting:
             self._waiting = None  # nothing was read beyond the window
-        return Window(self, batches)
+        return AccumulationWindow(self, batches)
 
     def begin_all(self, window: list[Any]) -> None:
         """Begins all that a window still has, for whoever uses its batches side by side."""
@@ -291,7 +291,7 @@ class Prefetch:
         return moved
 
 
-class Window(list[Any]):
+class AccumulationWindow(list[Any]):
     """The batches of one accumulation window. Iterating it begins transfers, and lets go of what it hands out."""
 
     def __init__(self, prefetch: Prefetch, batches: list[Any]) -> None:

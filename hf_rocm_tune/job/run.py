@@ -27,7 +27,7 @@ from hf_rocm_tune.job import announce
 from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
 from hf_rocm_tune.job.refusals import check_method, check_optimizer, decide, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
-from hf_rocm_tune.models.adapter import Rates, check_targets, target_names
+from hf_rocm_tune.models.adapter import LearningRates, check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
@@ -92,7 +92,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     Returns:
         0; whatever goes wrong is raised.
     """
-    group = exits.Group.of(os.environ)
+    group = exits.RankGroup.of(os.environ)
     met_at = group.meeting_place() if group else None
     place = met_at.with_name(f"{met_at.name}-preflight") if met_at is not None else None
     preflight = partial(decide, environ=os.environ, place=place, say=announce.say)
@@ -138,7 +138,7 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
             announce.say(note)
         if restarted:
             where = plan.checkpoint.name if plan.checkpoint else "the start"
-            group = exits.Group.of(os.environ)
+            group = exits.RankGroup.of(os.environ)
             why = ((group and group.last_message()) or "a process ended without a word").partition(". ")[0]
             announce.say(f"the launcher has started all processes again ({why}): the run goes on from {where}")
         publisher = _open_publisher(arguments)
@@ -413,7 +413,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             telemetry=job.telemetry,
             listener=job.guard.hear,
             plain_lora=tune.rewrites_base,
-            rates=Rates(lora_b=tune.loraplus_lr_ratio, embeddings=tune.embedding_learning_rate),
+            rates=LearningRates(lora_b=tune.loraplus_lr_ratio, embeddings=tune.embedding_learning_rate),
             **extra,
         )
     if tune.mask_thinking:

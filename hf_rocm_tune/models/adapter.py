@@ -135,7 +135,7 @@ def write_plain_lora(model: PeftModel, directory: Path, start: Mapping[str, Tens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class LearningRates:
     """Learning rates that differ from ``--learning_rate``.
 
     Attributes:

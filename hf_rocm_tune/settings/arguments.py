@@ -505,7 +505,7 @@ def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
     return {name: value for name in owners if (value := getattr(namespace, name)) is not _UNSET}
 
 
-def _read_recipe_values(parser: _Parser, recipe: names.Recipe) -> dict[str, Any]:
+def _read_recipe_values(parser: _Parser, recipe: names.RecipeFile) -> dict[str, Any]:
     """What a recipe sets, by name, in the types of the flags."""
     values, faults = {}, []
     for key, name in names.canonical_keys(recipe).items():

@@ -158,7 +158,7 @@ def canonical(argv: Sequence[str]) -> list[str]:
     return [renamed(argument) for argument in argv]
 
 
-def canonical_keys(recipe: Recipe) -> dict[str, str]:
+def canonical_keys(recipe: RecipeFile) -> dict[str, str]:
     """The keys of a recipe and the flags that they stand for: with dashes, with leading ones, or by an alias.
 
     Raises:
@@ -374,7 +374,7 @@ def _tree(module: str) -> ast.Module | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class RecipeFile:
     """What a recipe file says."""
 
     path: Path
@@ -434,7 +434,7 @@ def find_recipe(given: str | Path) -> Path:
     )
 
 
-def read_recipe(path: str | Path) -> Recipe:
+def read_recipe(path: str | Path) -> RecipeFile:
     """Read a recipe file.
 
     Args:
@@ -469,7 +469,7 @@ def read_recipe(path: str | Path) -> Recipe:
             f"not {', '.join(foreign)}: take them out, or set them in your shell"
         )
     remember(content)
-    return Recipe(
+    return RecipeFile(
         path=path,
         values={str(key): value for key, value in content.items()},
         env={str(key): str(value) for key, value in env.items()},

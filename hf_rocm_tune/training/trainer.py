@@ -34,7 +34,7 @@ from typing_extensions import override
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import Prefetch, require_unchanged, verify_loader
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
-from hf_rocm_tune.models.adapter import Rates
+from hf_rocm_tune.models.adapter import LearningRates
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import (
     Coverage,
@@ -127,7 +127,7 @@ class VerifiedTransferMixin(_Base):
         listener: hears each sign of life, beside the supervisor.
         plain_lora: save the result of an adapter that began with a part of the weights (PiSSA, OLoRA) as plain LoRA for
             the original weights.
-        rates: learning rates that differ; see `Rates`.
+        rates: learning rates that differ; see `LearningRates`.
 
     Attributes:
         mover, recompute_layers, run_id, skip_steps: see above.
@@ -167,7 +167,7 @@ class VerifiedTransferMixin(_Base):
         telemetry: Telemetry | None = None,
         listener: PulseListener | None = None,
         plain_lora: bool = False,
-        rates: Rates | None = None,
+        rates: LearningRates | None = None,
         **keywords: Any,
     ) -> None:
         upstream.check_all()
@@ -216,7 +216,7 @@ class VerifiedTransferMixin(_Base):
         self._notes = Notes(self, filters_losses=filters_losses)
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
-        self._rates = rates or Rates()
+        self._rates = rates or LearningRates()
         mark_computed(self.model, self.mover)
         self._place(self.model)
         if before and plain_lora:
