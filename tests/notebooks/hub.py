@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hf_rocm_tune.launch import environment
 from tests.publish.hub_server import TOKEN, loopback_hub
 
 
@@ -14,13 +14,5 @@ def hub_in_environment() -> Iterator[None]:
     """Within the block, processes that are started find this Hub and its token in their environment. Without Xet."""
     with loopback_hub() as server:
         wanted = {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        before = {name: os.environ.get(name) for name in wanted}
-        os.environ.update(wanted)
-        try:
+        with environment(wanted):
             yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value

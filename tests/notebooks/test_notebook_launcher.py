@@ -36,6 +36,14 @@ if __name__ == "__main__":
 """
 
 
+def job(tmp_path: Path, **more: int) -> list[str]:
+    """The flags of a small job."""
+    model = tiny.build("llama3", tmp_path / "models")
+    data = tiny.write_dataset_dir(tmp_path / "data", train=16, test=4)
+    settings = {"per_device_train_batch_size": 2, "max_length": 64, "disable_tqdm": True, **more}
+    return flags(model_name_or_path=model, dataset_name=data, output_dir=tmp_path / "out", **settings)
+
+
 def launch(tmp_path: Path, argv: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the launcher in a process of its own, as a notebook's kernel would."""
     script = tmp_path / "launch.py"
@@ -60,15 +68,7 @@ def test_a_job_that_fails_raises_with_its_code(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.long
 def test_two_spawned_processes_train_verified_and_catch_a_wrong_average(tmp_path: Path) -> None:
-    argv = flags(
-        model_name_or_path=tiny.build("llama3", tmp_path / "models"),
-        dataset_name=tiny.write_dataset_dir(tmp_path / "data", train=16, test=4),
-        output_dir=tmp_path / "out",
-        max_steps=2,
-        per_device_train_batch_size=2,
-        max_length=64,
-        disable_tqdm=True,
-    )
+    argv = job(tmp_path, max_steps=2)
     done = launch(tmp_path, argv, HF_ROCM_TUNE_FAULT="kind=zero,stage=gradients,count=1", HF_ROCM_TUNE_SPLIT="1")
     assert done.returncode == 0, done.stderr[-3000:]
     report = report_of(tmp_path / "out")
@@ -89,16 +89,7 @@ def test_wrong_input_is_one_line_of_ours_and_a_failure(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_ctrl_c_in_the_notebook_saves_a_checkpoint_and_ends_all_processes(tmp_path: Path) -> None:
     """The interrupt button sends SIGINT to the kernel's process group, as a terminal does."""
-    argv = flags(
-        model_name_or_path=tiny.build("llama3", tmp_path / "models"),
-        dataset_name=tiny.write_dataset_dir(tmp_path / "data", train=16, test=4),
-        output_dir=tmp_path / "out",
-        max_steps=100000,
-        per_device_train_batch_size=2,
-        max_length=64,
-        logging_steps=1,
-        disable_tqdm=True,
-    )
+    argv = job(tmp_path, max_steps=100000, logging_steps=1)
     (tmp_path / "launch.py").write_text(LAUNCH)
     with (tmp_path / "said").open("w") as said_to:
         kernel = subprocess.Popen(
