@@ -204,6 +204,10 @@ def test_the_printed_configuration_gives_the_same_job_to_us_and_to_trl(base: lis
     recipe.write_text(first.to_yaml())
     assert read("--config", str(recipe)).resolved() == first.resolved()
 
+    going_on = read(*base, "--adapter_name_or_path", "an-adapter")
+    recipe.write_text(going_on.to_yaml())
+    assert read("--config", str(recipe)).resolved() == going_on.resolved()
+
     own = {field.name for part in OUR_TYPES for field in dataclasses.fields(part)}
     recipe.write_text(yaml.safe_dump({k: v for k, v in yaml.safe_load(first.to_yaml()).items() if k not in own}))
     theirs = TrlParser(TRL_TYPES).parse_args_and_config(["--config", str(recipe)])

@@ -18,7 +18,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -338,6 +338,8 @@ class Arguments:
         settings = {name: value for name, value in self.resolved().items() if name != "print_config"}
         if settings.get("steps_per_generation") is not None:
             settings.pop("generation_batch_size")  # GRPO takes one of the two, and makes the other of it
+        if settings["adapter_name_or_path"] is not None:
+            settings = {name: value for name, value in settings.items() if name not in _OF_ADAPTERS}
         return yaml.safe_dump(redact_json(settings), sort_keys=False, allow_unicode=True)
 
 
@@ -619,43 +621,29 @@ def differences(
     return tuple(found)
 
 
-def _faults_of_lora(given: Mapping[str, Any]) -> list[str]:
-    """What does not go together in an adapter."""
-    begins, adapter = str(given.get("init_lora_weights", "default")), given.get("adapter_name_or_path") is not None
-    its_own = [name for name in _OF_ADAPTERS if given.get(name) is not None and name != "use_peft"]
-    excluded = {
-        f"--init_lora_weights {begins}": begins.startswith(_FROM_WEIGHTS)
-        and {
-            "--use_dora": given.get("use_dora"),
-            "--lora_modules_to_save, which its conversion to plain LoRA leaves out": given.get("lora_modules_to_save"),
-            "--lora_target_parameters": given.get("lora_target_parameters"),
-            "--load_in_4bit and --load_in_8bit: it begins with the weights, which are quantised there": (
-                given.get("load_in_4bit") or given.get("load_in_8bit")
-            ),
-        },
-        "--adapter_name_or_path": adapter
-        and {
-            "--use_peft false": given.get("use_peft") is False,
-            ", ".join(f"--{name}" for name in its_own) + ", which the adapter says itself": its_own,
-        },
-        "--use_peft false": given.get("use_peft") is False
-        and {
-            "--init_lora_weights": begins != "default",
-            "--loraplus_lr_ratio": given.get("loraplus_lr_ratio") is not None,
-        },
-    }
-    return [
-        f"{what} does not go together with {other}"
-        for what, others in excluded.items()
-        for other, there in (others or {}).items()
-        if there
-    ]
-
-
 _OF_ADAPTERS = (
     *("init_lora_weights", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
     *("lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora"),
 )
+
+
+def _faults_of_lora(given: Mapping[str, Any]) -> Iterator[str]:
+    """What does not go together in an adapter."""
+    begins, full = str(given.get("init_lora_weights", "default")), given.get("use_peft") is False
+    quantised = given.get("load_in_4bit") or given.get("load_in_8bit")
+    if begins.startswith(_FROM_WEIGHTS):
+        for name in ("use_dora", "lora_modules_to_save", "lora_target_parameters"):
+            if given.get(name):
+                yield f"--init_lora_weights {begins} does not go with --{name}: the result would lack that part"
+        if quantised:
+            yield f"--init_lora_weights {begins} needs weights that --load_in_4bit and --load_in_8bit quantise"
+    if full:
+        for name in ("init_lora_weights", "loraplus_lr_ratio", "adapter_name_or_path"):
+            if given.get(name) not in (None, "default"):
+                yield f"--{name} needs LoRA; leave it or --use_peft false away"
+    own = [f"--{name}" for name in _OF_ADAPTERS if given.get(name) is not None]
+    if own and given.get("adapter_name_or_path") is not None:
+        yield f"--adapter_name_or_path brings its own {', '.join(own)}; leave them away"
 
 
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
