@@ -129,7 +129,16 @@ def _tell(error: TuneError) -> None:
 
 def _run(arguments: Arguments, guard: StallGuard) -> int:
     asked = {**arguments.resolved(), "world_size": arguments.training.world_size}
-    if arguments.method != "sft":  # runs of older versions have no method
+    # Runs of older versions have no method, and none of these.
+    later = (
+        "init_lora_weights",
+        "adapter_name_or_path",
+        "loraplus_lr_ratio",
+        "embedding_learning_rate",
+        "mask_thinking",
+    )
+    asked = {name: value for name, value in asked.items() if name not in later or value not in (None, False, "default")}
+    if arguments.method != "sft":
         asked["method"] = arguments.method
     restarted = bool(highest([exits.number(os.environ, "TORCHELASTIC_RESTART_COUNT")])[0])
     plan = _plan(arguments, asked, restarted=restarted)
