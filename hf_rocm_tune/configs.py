@@ -52,12 +52,7 @@ class NamedFiles:
             return file.readline().lstrip("#").strip()
 
     def copy(self, name: str, dest: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Copy one to where the user can edit it.
-
-        Args:
-            name: as for `path`.
-            dest: the new file, or an existing directory that gets the file under its own name.
-            overwrite: replace a file that is already there.
+        """Copy one to where the user can edit it: to a new file, or into an existing directory under its own name.
 
         Returns:
             The file that was written.

@@ -197,12 +197,8 @@ def _meeting(arguments: Any, given: Collection[str], directory: Path) -> dict[st
 
     torch's own store listens on every interface, and what is sent to its agent's is unpickled. The ranks' own store is
     at a free port of the loopback interface, see `process.prepare_process`. Every try has a store of its own: in one
-    that lives over several, a new try meets the addresses of the last (pytorch#135712).
-
-    Args:
-        arguments: the launcher's flags, as its own parser gives them; changed in place.
-        given: names of the flags that are on the command line.
-        directory: of this launch, which nobody else may read.
+    that lives over several, a new try meets the addresses of the last (pytorch#135712). The launcher's flags in
+    `arguments` are changed, unless the user has `given` a meeting of his own; nobody else may read `directory`.
 
     Raises:
         UsageError: restarts are asked for, and there is one process.

@@ -30,10 +30,7 @@ class TrainingFailed(TuneError):
 
 
 def train(argv: Sequence[str]) -> None:
-    """Runs one training process; what ``notebook_launcher`` is given.
-
-    Args:
-        argv: flags, as to ``hf-rocm-tune sft``.
+    """Runs one training process with flags, as to ``hf-rocm-tune sft``; what ``notebook_launcher`` is given.
 
     Raises:
         TrainingFailed: the job did not end with 0. The launcher drops what a function returns, so a failure has to be

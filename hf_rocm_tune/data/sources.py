@@ -266,12 +266,7 @@ def _refuse_missing_path(name: str) -> None:
 
 @contextmanager
 def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[None]:
-    """Errors of `datasets` become one line; its own log of the same error is held back meanwhile.
-
-    Args:
-        name: what is being read.
-        files: where to look for the fault; by default the files that ``name`` stands for.
-    """
+    """Errors of `datasets` while reading `name` become one line, about its `files`; its log is held back meanwhile."""
     import pyarrow as pa
     from datasets.exceptions import DatasetsError
     from datasets.utils import logging

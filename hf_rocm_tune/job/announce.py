@@ -134,17 +134,14 @@ _ON_THE_PROCESSOR = ("no_gpu", "no_card")
 
 
 def look(*, doctor: bool, say: Callable[[str], None], deadline_s: float = DEADLINE_S) -> tuple[dict[str, Any], ...]:
-    """Look at this machine, on its first rank.
+    """Look at this machine, on its first rank; nothing is run on the card, and a failure does not stop the run.
 
-    Nothing is run on the card, and torch, which this process trains with, is asked here and not in a child process.
-    A failure does not stop the run. What is certain to end it (a card that torch does not see, a wheel without kernels
-    for it) ends it at once by itself, and the line printed just before says why. All else is a reading or a report of
-    others that may not hold here, and the run's own verification judges what really arrives.
+    What is certain to end it (a card that torch does not see, a wheel without kernels for it) ends it by itself, and
+    the line printed just before says why. All else may not hold here, and the run's verification judges what arrives.
 
     Args:
         doctor: False leaves only what the policy of environment variables has found already.
-        say: takes a line for each warning and failure but for what was said already: variables were spoken of when the
-            package was imported, and of the processor as the device by the run.
+        say: takes a line for each warning and failure that was not told already.
         deadline_s: seconds after which the run goes on without an answer: a driver may hang inside a read.
 
     Returns:

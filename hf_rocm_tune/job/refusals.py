@@ -159,9 +159,7 @@ def decide(
     place: Path | None,
     say: Callable[..., None],
 ) -> preflight.Preflight | None:
-    """Make the preflight where there are several ranks and it is wanted. Every rank calls it.
-
-    It works the same however the ranks were started: what it needs is in the environment that every launcher fills.
+    """Make the preflight where there are several ranks and it is wanted. Every rank calls it, however it was started.
 
     Args:
         ranks: ``--preflight`` and ``--grad_sync``.

@@ -268,13 +268,9 @@ class RanksArguments:
 
 
 def process_group(sync: SyncSettings, values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the way of averaging asks of TRL's settings: through the host, RCCL is not even made.
+    """What the way of averaging asks of TRL's settings, given by name: through the host, RCCL is not even made.
 
-    Args:
-        sync: as it will be.
-        values: TRL's settings by name, as far as they are given.
-        environ: of this process, with ``WORLD_SIZE`` where a launcher set it: Accelerate takes a back end for the word
-            that there is a process group, and a single process has none.
+    A single process, by ``WORLD_SIZE``, has no group: Accelerate takes a back end for the word that there is one.
 
     Raises:
         UsageError: another process group is asked for.
