@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
-from hf_rocm_tune.sft import main
+from hf_rocm_tune import sft
+
+main = partial(sft.main, method="dpo")
 
 if __name__ == "__main__":
-    sys.exit(main(method="dpo"))
+    sys.exit(main())

@@ -44,7 +44,6 @@ def main(argv: Sequence[str] | None = None, *, method: Method = "sft") -> int:
 def _start(argv: list[str], method: Method) -> int:
     if names.answered(method, argv):
         return 0
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # the help says of ORPO what it is
     if sys.stderr.isatty():
         os.environ.setdefault("TQDM_LEAVE", "")  # tqdm's own: bars of libraries go when they are full
     before = dict(os.environ)

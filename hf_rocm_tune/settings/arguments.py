@@ -475,6 +475,7 @@ class _Flags:
 
 @functools.cache
 def _flags(method: Method) -> _Flags:
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # our help says of ORPO what it is
     theirs = tuple(
         getattr(importlib.import_module(module), name) for module, name in names.VERBS[method].owners[len(_OUR_TYPES) :]
     )

@@ -93,7 +93,7 @@ VERBS: dict[Method, Verb] = {
     ),
     "orpo": Verb(
         config="ORPOConfig",
-        what="Train on pairs of answers without a reference model (experimental in TRL), verified.",
+        what="Train on pairs without a reference model (experimental in TRL), verified.",
         library="trl.experimental.orpo",
     ),
 }
