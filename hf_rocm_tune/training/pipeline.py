@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_rocm_tune.data.loader import Window
+from hf_rocm_tune.data.loader import AccumulationWindow
 from hf_rocm_tune.models.quantised import writable_buffers
 from hf_rocm_tune.models.split import Hops, SplitMover, Way
 from hf_rocm_tune.training.faults import StepFaultSpec
@@ -225,7 +225,7 @@ class Pipeline:
         self._losses: dict[int, Tensor] = {}
         self._errors: dict[int, BaseException] = {}
         self._left = iter(range(len(self._window)))
-        if isinstance(self._window, Window):
+        if isinstance(self._window, AccumulationWindow):
             self._window.begin_all()
         batches = [first, *(self._window[number] for number in range(1, len(self._window)))]
         job = (stock, model, batches, num_items)
