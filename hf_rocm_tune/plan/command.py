@@ -340,7 +340,6 @@ def _ways_table(plan: Plan, found: list[CardsWay]) -> Iterator[str]:
         gib = f"{way.total / GIB:.1f}" if way.fits else f"[{way.total / GIB:.1f}]"
         case, speed = way.option.case, f"{way.option.tokens_per_second:,.0f}" if way.fits else "-"
         how = f"{case.micro_batch} x {case.accumulation}, {_with(case)} checkpointing"
-        how += "" if way.flags else "; computed, not offered"
         yield (
             f"{way.name:<9} {way.option.variant:<6} {gib:>6} {way.longest or '-':>8} {speed:>9} "
             f"{way.crossing / GIB:>11.2f}  {how}"

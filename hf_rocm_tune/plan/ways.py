@@ -4,7 +4,7 @@
     host      the same, averaged through host memory
     fsdp2     each card has its share of the weights; a layer is gathered where it computes, forward and backward
     split     each card has some of the layers; one computes after the other
-    pipeline  a split whose cards work on different micro-batches: computed only, this package does not offer it
+    pipeline  a split whose cards work on different micro-batches
 
 Every figure is an estimate from counted bytes and assumed rates. Nothing of it was measured on two cards.
 """
@@ -24,6 +24,8 @@ from hf_rocm_tune.plan.fit import Plan, SplitPlan, grid_of, over_cards
 LINK = 13e9
 #: Assumed: the same through host memory, with digests, and with gloo for averages.
 THROUGH_HOST = 3e9
+#: Micro-batches under way at once for each card of a pipeline, if a step has as many; see `training.pipeline`.
+IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class CardsWay:
     fits: bool
     longest: int | None  # tokens, with micro-batch 1 and checkpointing; None: none fits, or not known
     crossing: float  # bytes between the cards, or between them and the host, in one optimizer step; all cards together
-    flags: str  # that choose it; empty: it cannot be chosen
+    flags: str  # that choose it
 
 
 def ways(plan: Plan) -> list[CardsWay]:
@@ -56,7 +58,7 @@ def ways(plan: Plan) -> list[CardsWay]:
 
 def sentence(plan: Plan, found: list[CardsWay]) -> str:
     """Which of the ways to take, and why."""
-    offered = [each for each in found if each.fits and each.flags]
+    offered = [each for each in found if each.fits]
     if not offered:
         return "none of these fits: see what a shorter --seq or --method qlora takes, or a smaller model"
     top = max(each.option.tokens_per_second for each in offered)
@@ -70,6 +72,8 @@ def sentence(plan: Plan, found: list[CardsWay]) -> str:
         "fsdp2": f"{method} fits no card whole, and to gather {gib:.1f} GiB of weights in a step takes less time than "
         "cards that wait for each other",
         "split": f"{method} fits no card whole; a second card makes room, no speed, and {gib:.2f} GiB cross in a step",
+        "pipeline": f"{method} fits no card whole, the micro-batches of a step keep both cards at work, and {gib:.2f} "
+        "GiB cross in a step",
     }
     return f"{best.name}: {why[best.name]}; start it with {best.flags}"
 
@@ -157,35 +161,51 @@ def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
 
 
 def _layered(plan: Plan) -> list[CardsWay]:
-    """A split, and what a pipeline of the same stages would be: its cards idle for (p - 1) / (m + p - 1) of a step."""
+    """A split whose cards take turns, and one with micro-batches side by side.
+
+    The cards of the second idle for (p - 1) / (m + p - 1) of a step; as many micro-batches as `training.pipeline` lets
+    under way are counted with all that each keeps for backward, which is the most that they can keep at once.
+    """
     cards = plan.request.cards
     request = replace(plan.request, cards=1, mixes=False)
     grid = [one for each in plan.recordings.values() for one in grid_of(each, plan.card, request, (request.length,))]
     found: SplitPlan = over_cards(replace(plan, request=request, grid=tuple(grid)), cards=[plan.card] * cards)
-    case, method = found.option.case, found.option.variant
-    recordings = plan.recordings[method]
-    rows, length = case.shape
-    hidden = rows * length * recordings.sample.config.hidden_size * (4 if request.dtype_of(method) == "float32" else 2)
-    crossing = 2.0 * cards * case.accumulation * hidden  # over each boundary and home again, and the gradients back
-    bubble = (cards - 1) / (case.accumulation + cards - 1)
     stops = [sum(found.counts[: card + 1]) for card in range(cards)]
+    parts = [(stop - count, stop) for count, stop in zip(found.counts, stops, strict=True)]
 
-    def fits(case: Case, trace: Callable[[Case], Step]) -> bool:
-        parts = [(stop - count, stop) for count, stop in zip(found.counts, stops, strict=True)]
-        step = trace(case)
-        return all(
-            estimate(replace(recordings.part(*at), trace=partial(_part_of, step, *at)), case, plan.card).fits
-            for at in parts
+    def takes(case: Case, method: str, trace: Callable[[Case], Step], flights: int) -> float:
+        """Bytes on the fullest card with that many micro-batches under way."""
+        step, totals = trace(case), []
+        for at in parts:
+            part = replace(plan.recordings[method].part(*at), trace=partial(_part_of, step, *at))
+            others = (flights - 1) * step.part(*at).peak(*case.shape, accumulating=True).kept
+            totals.append(estimate(part, case, plan.card).total + others)
+        return max(totals)
+
+    def way(name: str, option: Estimate, *, flights: int, turns: bool, flags: str) -> CardsWay:
+        case, method = option.case, option.variant
+        wide = 4 if request.dtype_of(method) == "float32" else 2
+        hidden = case.micro_batch * case.length * plan.recordings[method].sample.config.hidden_size * wide
+        crossing = 2.0 * cards * case.accumulation * hidden  # over each boundary and home again, and the gradients back
+        times = 1.0 if turns else (case.accumulation + cards - 1) / case.accumulation / cards
+        total = takes(case, method, plan.variants[method].trace, flights)
+        return CardsWay(
+            name=name,
+            option=_at(plan, option, times=times, plus=crossing / THROUGH_HOST / (1 if turns else cards)),
+            total=total,
+            fits=total <= plan.card.usable,
+            longest=plan.longest(method, lambda case, trace: takes(case, method, trace, flights) <= plan.card.usable),
+            crossing=crossing,
+            flags=flags,
         )
 
-    longest = plan.longest(method, fits)
-    total = max(each.total for each in found.estimates)
-    split = _at(plan, found.option, plus=crossing / THROUGH_HOST)
-    pipeline = _at(plan, found.option, times=1 / cards / (1 - bubble), plus=crossing / THROUGH_HOST / cards)
-    return [
-        CardsWay(name=name, option=one, total=total, fits=found.fits, longest=longest, crossing=crossing, flags=flags)
-        for name, one, flags in (("split", split, "--split_layers auto"), ("pipeline", pipeline, ""))
+    split = way("split", found.option, flights=1, turns=True, flags="--split_layers auto")
+    piped = [
+        way("pipeline", one, flights=flights, turns=False, flags="--split_layers auto --pipeline auto")
+        for one in grid
+        if (flights := min(IN_FLIGHT * cards, one.case.accumulation)) > 1
     ]
+    return [split, *sorted(piped, key=lambda each: (not each.fits, -each.option.tokens_per_second))[:1]]
 
 
 def _part_of(step: Step, start: int, stop: int, case: Case) -> Step:

@@ -232,10 +232,10 @@ class RanksArguments:
         "logical: the same code and real copies, for trying it out.",
     )
     pipeline: Literal["auto", "off"] = _option(
-        "auto",
-        "With --split_layers: whether the micro-batches of an accumulation window are under way side by side (auto, "
-        "where there are several), so that the cards compute at the same time, or one after the other (off), which "
-        "needs less memory. The result is the same.",
+        "off",
+        "With --split_layers: auto has the micro-batches of an accumulation window under way side by side, so that the "
+        "cards compute at the same time; the result is the same, and each keeps its activations. off: one after the "
+        "other, the cards take turns.",
     )
     preflight: Literal["auto", "always", "off"] = _option(
         "auto",

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from hf_rocm_tune.data.loader import AccumulationWindow
 from hf_rocm_tune.models.quantised import writable_buffers
 from hf_rocm_tune.models.split import Hops, SplitMover, Way
+from hf_rocm_tune.plan.ways import IN_FLIGHT
 from hf_rocm_tune.training.faults import StepFaultSpec
 from hf_rocm_tune.transfer.copies import Fetcher
 from hf_rocm_tune.transfer.redirect import READERS
@@ -172,7 +173,9 @@ class Pipeline:
 
     def __init__(self, hops: Hops, mover: SplitMover) -> None:
         self.mover, self._hops = mover, hops
-        self.in_flight = 2 * len(mover.cards)  # measured: with one more than cards they still wait for each other
+        self.in_flight = IN_FLIGHT * len(
+            mover.cards
+        )  # measured: with one more than cards they still wait for each other
         # For each thread: in a queue that they share, one's fetch would wait behind what another waits for.
         self._fetchers = [[card.another_fetcher() for card in mover.cards] for _ in range(self.in_flight)]
         self.tower = _Tower(len(mover.cards))

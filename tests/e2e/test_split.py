@@ -137,7 +137,7 @@ def test_faults_on_hops_are_healed_and_a_run_goes_on_where_it_was_stopped(
     both = {"max_steps": 6, "save_steps": 3, "num_train_epochs": 1, "gradient_accumulation_steps": 2}
     assert_done(command("one", **both))
     fault = "kind=zero,stage=activations,tensor=forward.layers.1.0.*,rate=0.5,seed=4"
-    assert_done(command("two", **both, split_layers="1", fault=fault))
+    assert_done(command("two", **both, split_layers="1", pipeline="auto", fault=fault))
     assert_equal_adapters(tmp_path / "one", tmp_path / "two")
     first = report_of(tmp_path / "two")
     assert first["activations"]["mismatches"] == first["activations"]["recovered"] > 2
@@ -151,7 +151,7 @@ def test_faults_on_hops_are_healed_and_a_run_goes_on_where_it_was_stopped(
     record = again / "run.json"
     record.write_text(record.read_text().replace('"finished"', '"running"'))
     fault = "kind=flip,stage=activations,tensor=backward*,rate=0.5,seed=1"
-    assert_done(command("again", **both, split_layers="1,1", pipeline="off", fault=fault))
+    assert_done(command("again", **both, split_layers="1,1", fault=fault))
     # TRL counts tokens from zero again when it resumes; all else goes on.
     learned = [[(row["loss"], row["grad_norm"]) for row in trajectory(each)] for each in (tmp_path / "one", again)]
     assert learned[0] == learned[1] and len(learned[0]) == 6
@@ -163,7 +163,13 @@ def test_faults_on_hops_are_healed_and_a_run_goes_on_where_it_was_stopped(
 
 
 def test_a_run_that_is_killed_between_its_micro_batches_goes_on(command: Callable[..., Result], tmp_path: Path) -> None:
-    both = {"max_steps": 6, "save_steps": 2, "gradient_accumulation_steps": 4, "split_layers": "auto"}
+    both = {
+        "max_steps": 6,
+        "save_steps": 2,
+        "gradient_accumulation_steps": 4,
+        "split_layers": "auto",
+        "pipeline": "auto",
+    }
     assert_done(command("whole", **both))
     killed = command("killed", **both, env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"})
     assert killed.code == -signal.SIGKILL

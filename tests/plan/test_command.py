@@ -455,16 +455,15 @@ def test_ways_to_use_two_cards_are_what_their_own_plans_say(small: Path, run: An
     assert speed["split"] < speed["host"] < speed["ddp"] < found["speed"]["tokens_per_second"]
     split = json.loads(run(*words, "--split", "--json")[1])
     assert way["split"]["total"] == pytest.approx(max(card["total"] for card in split["cards"]), rel=1e-3)
-    micro_batches = way["split"]["accumulation"]
-    bubble = 1 / (micro_batches + 1)
-    assert 2 * (1 - bubble) <= speed["pipeline"] / speed["split"] < 2
-    assert way["pipeline"]["flags"] == ""
+    assert 1 < speed["pipeline"] / speed["split"] < 2
+    assert way["pipeline"]["flags"] == "--split_layers auto --pipeline auto"
+    assert way["pipeline"]["longest"] < way["split"]["longest"], "each micro-batch under way keeps its activations"
     layers = 4 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048) * 2  # bytes in bfloat16
     gathered = way["fsdp2"]["accumulation"] * 2 * layers  # by both cards the half that each lacks, twice
     assert way["fsdp2"]["crossing"] == pytest.approx(gathered + gradients, rel=0.01)
     assert found["advice"].startswith("ddp: lora fits each card whole, so 2 cards take 2 batches at once")
     out = run(*words, "--cards", "2")[1]
-    assert found["advice"] in out and "pipeline" in out and "computed, not offered" in out
+    assert found["advice"] in out and "pipeline" in out
 
 
 def test_where_no_card_holds_the_model_the_ways_that_share_it_are_named(changed: Any, run: Any) -> None:
