@@ -84,6 +84,7 @@ def parts() -> list[Part]:
         Part("doctor", 90, (*OURS, "doctor", "--json"), accepted=(0, 1, 2)),
         Part("shortage of memory", 90, shortage),
         Part("plan errors", 120, (sys.executable, "benchmarks/plan_errors.py", "--device", "cuda", *small, *json_to)),
+        Part("bench sft", 240, (*bench, "sft", *width, "--turns", "1", "--steps", "20", *json_to)),
     ]
 
 

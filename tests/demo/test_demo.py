@@ -73,6 +73,13 @@ def test_plain_transformers_loads_model_and_tokenizer(made: assets.Assets) -> No
     assert bool(logits.isfinite().all())
 
 
+@pytest.fixture
+def read_once(pairs: list[assets.Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read the whole standard library takes seconds, and gives the same each time (see above)."""
+    monkeypatch.setattr(assets, "read_pairs", lambda: pairs)
+
+
+@pytest.mark.usefixtures("read_once")
 def test_the_same_recipe_gives_the_same_bytes(made: assets.Assets, tmp_path: Path) -> None:
     again = assets.prepare(tmp_path / "assets", recipe=RECIPE)
     for name in ("model/model.safetensors", "model/tokenizer.json", "data/train.jsonl", "data/test.jsonl"):
@@ -102,6 +109,7 @@ def test_a_folder_of_someone_else_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "assets" / "thesis.txt").read_text() == "years of work"
 
 
+@pytest.mark.usefixtures("read_once")
 def test_a_failure_on_the_way_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
     def stop(line: str) -> None:
         if line.startswith("base model"):
