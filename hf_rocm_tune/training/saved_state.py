@@ -157,7 +157,7 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     found = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return {name: host_copy(tensor) for name, tensor in found.items()}
+    return {name: host_copy(tensor).clone() for name, tensor in found.items()}  # on the CPU it is the live tensor
 
 
 def _live_model(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], set[str]]:
