@@ -666,7 +666,7 @@ class VerifiedTransferMixin(_Base):
         if isinstance(self, SFTTrainer) or (self.args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
             yield
             return
-        model.gradient_checkpointing_disable = model.gradient_checkpointing_enable = lambda *_: None
+        model.gradient_checkpointing_disable = model.gradient_checkpointing_enable = lambda *_, **__: None
         try:
             yield
         finally:
