@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         return _capture(wanted.capture)
     report = _examine(checks, full=wanted.full, recording=wanted.recording)
     if wanted.json or wanted.markdown:  # these are made to be given to others; the table is for who sits here
-        report = without_names(report, Owner.of_this_machine(os.environ))
+        report = without_names(report, PrivateNames.of_this_machine(os.environ))
     if wanted.json:
         _show(json.dumps(report.to_dict(), indent=2))
     elif wanted.markdown:
@@ -239,7 +239,7 @@ def _groups() -> dict[str, str]:
     return {check.name: check.group for check in all_checks()}
 
 
-def without_names(report: Report, owner: Owner) -> Report:
+def without_names(report: Report, owner: PrivateNames) -> Report:
 
     def cleaned(finding: Finding) -> Finding:
         clean = owner.out_of_variable if finding.check == "variables" else owner.out_of
@@ -415,7 +415,7 @@ _IP_ADDRESS = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![\w.])")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Owner:
+class PrivateNames:
     """The names that must not get out of this machine: logins, this machine's own, home directories in odd places."""
 
     users: tuple[str, ...]
@@ -423,7 +423,7 @@ class Owner:
     homes: tuple[str, ...]
 
     @classmethod
-    def of_this_machine(cls, environ: Mapping[str, str]) -> Owner:
+    def of_this_machine(cls, environ: Mapping[str, str]) -> PrivateNames:
         """Whatever the system and the variables call the user and the machine, but for words of the doctor."""
         private, public = Private.of_this_machine(environ), _PUBLIC | _own_words()
         users, hosts = (
@@ -494,7 +494,7 @@ def of_policy(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def pack(evidence: Evidence, recording: Mapping[str, Any], owner: Owner) -> dict[str, Any]:
+def pack(evidence: Evidence, recording: Mapping[str, Any], owner: PrivateNames) -> dict[str, Any]:
     """What goes into the file, of this machine's evidence and the recording of what was read for it."""
     software = evidence.software.to_dict() if evidence.software else {}
     packed: dict[str, Any] = map_strings(
@@ -518,7 +518,7 @@ def write_capture(file: Path, evidence: Evidence, recording: Mapping[str, Any]) 
     Raises:
         UsageError: it cannot be written.
     """
-    packed = pack(evidence, recording, Owner.of_this_machine(os.environ))
+    packed = pack(evidence, recording, PrivateNames.of_this_machine(os.environ))
     try:
         write_text_atomic(file, json.dumps(packed, indent=1, sort_keys=True) + "\n")
     except OSError as error:

@@ -312,7 +312,7 @@ class Flight(Protocol):
         Others may have their turn meanwhile. Gives, by card, what fetches from it, and the mark of what it has queued.
         """
 
-    def cut(self, tensor: Tensor, moved: Tensor, way: Way) -> Tensor:
+    def cut(self, tensor: Tensor, moved: Tensor, way: Crossing) -> Tensor:
         """What goes on in the place of a tensor that needs a gradient: the graph ends at each crossing."""
 
 
@@ -434,7 +434,7 @@ class Hops:
     def _carry(self, card: int, tensor: Tensor, name: str, crossing: Any) -> Tensor:
         here = self._card_of(tensor)
         assert here is not None
-        way = Way(self._mover, source=here, target=card, name=name)
+        way = Crossing(self._mover, source=here, target=card, name=name)
         if self._pass.flight is None:
             moved: Tensor = _Hop.apply(tensor, way) if tensor.requires_grad else way.forward(tensor)
         else:
@@ -451,7 +451,7 @@ class Hops:
         return moved.get(id(tensor), carried)
 
 
-class Way:
+class Crossing:
     """From one card to another, and back for gradients.
 
     Args:
@@ -496,7 +496,7 @@ class _Hop(torch.autograd.Function):
     """The identity between two cards."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, way: Way) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, way: Crossing) -> Tensor:
         ctx.way = way
         return way.forward(tensor)
 

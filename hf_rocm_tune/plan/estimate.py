@@ -157,7 +157,7 @@ class Growth:
         return found
 
 
-class Recording:
+class StepRecording:
     """A step of few layers, recorded at two shapes: what each of its stretches holds at any batch and length.
 
     Args:
@@ -259,7 +259,7 @@ class Step:
     """
 
     #: of each run its recording, and for each of its real layers the stand-in among the recorded ones
-    runs: tuple[tuple[Recording, Counts], ...]
+    runs: tuple[tuple[StepRecording, Counts], ...]
     #: as a card sees it that has layers of a split model and nothing else, beside copies of what they are given
     layers_only: bool = False
 
@@ -355,7 +355,7 @@ _BLOCK_8_BIT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainedTensor:
     """Tensors of one size that are trained."""
 
     elements: int  # of one tensor
@@ -387,17 +387,17 @@ class Optimizer:
     copies_of_one: float = 0.0  # of the largest of them instead, where they are stepped one by one
     floats_of_one: int = 0  # the same in float32, whatever the parameter
 
-    def kept(self, trained: Iterable[Trained]) -> int:
+    def kept(self, trained: Iterable[TrainedTensor]) -> int:
         """Bytes of state, wherever it lives."""
 
-        def one(tensor: Trained) -> int:
+        def one(tensor: TrainedTensor) -> int:
             if self.bits == 8 and tensor.elements >= _SMALLEST_8_BIT:
                 return tensor.elements + 4 * -(-tensor.elements // _BLOCK_8_BIT)
             return tensor.elements * (4 if self.bits else tensor.itemsize)
 
         return self.states * sum(one(tensor) * tensor.count for tensor in trained)
 
-    def taken(self, trained: Sequence[Trained]) -> float:
+    def taken(self, trained: Sequence[TrainedTensor]) -> float:
         """Bytes that a step takes on the card while it runs."""
         largest = max((tensor.elements * tensor.itemsize for tensor in trained), default=0)
         floats = max((4 * tensor.elements for tensor in trained), default=0)
@@ -453,7 +453,7 @@ class Weights:
     """Totals of a model as it is trained."""
 
     parts: Mapping[str, int]  # bytes by part
-    trained: tuple[Trained, ...]  # the tensors that have gradients
+    trained: tuple[TrainedTensor, ...]  # the tensors that have gradients
     parameters: int  # of the model, adapters not counted, packed ones as what they stand for
     largest: int  # bytes that the largest tensor has before it is quantised; 0 where nothing is
 
@@ -472,7 +472,7 @@ class Weights:
                 parameters += tensor.elements * count
                 if tensor.elements * tensor.itemsize > tensor.nbytes:  # packed
                     largest = max(largest, 2 * tensor.elements)
-        groups = tuple(Trained(elements=each, itemsize=size, count=n) for (each, size), n in trained.items())
+        groups = tuple(TrainedTensor(elements=each, itemsize=size, count=n) for (each, size), n in trained.items())
         return cls(parts=parts, trained=groups, parameters=parameters, largest=largest)
 
 

@@ -24,8 +24,8 @@ from hf_rocm_tune.plan.estimate import (
     Case,
     Counts,
     Estimate,
-    Recording,
     Step,
+    StepRecording,
     Tape,
     Variant,
     Weights,
@@ -71,7 +71,7 @@ class Recordings:
     lengths: tuple[int, ...]  # the lengths that are asked for often, ascending
     # by content of the rows, way to recompute, and batch and length, or the lengths between which they scale
     _tapes: dict[tuple[str, str, int, int], Tape] = field(default_factory=dict)
-    _scales: dict[tuple[str, str, int, int], Recording | None] = field(default_factory=dict)
+    _scales: dict[tuple[str, str, int, int], StepRecording | None] = field(default_factory=dict)
     _events: int = 0  # allocations and releases of the first recorded step
 
     @cached_property
@@ -177,7 +177,7 @@ class Recordings:
         )
         return Step(tuple((self._recording(each, exact), layers) for each, layers in runs if layers))
 
-    def _recording(self, case: Case, exact: bool) -> Recording:
+    def _recording(self, case: Case, exact: bool) -> StepRecording:
         for low, high in () if exact or self.fixed_length else self._around(case):
             if found := self._scaled(case, low, high):
                 return found
@@ -205,7 +205,7 @@ class Recordings:
         low, high = self.lengths[0], self.lengths[-1] * (self.request.each if case.packing else 1)
         return (low, high) if low < high else (max(2, low // 2), high)
 
-    def _scaled(self, case: Case, low: int, high: int) -> Recording | None:
+    def _scaled(self, case: Case, low: int, high: int) -> StepRecording | None:
         """The step between two lengths, or None where it does other things at each."""
         key = (case.content, _way(case), low, high)
         if key not in self._scales:
@@ -215,7 +215,7 @@ class Recordings:
                 if told_apart((few, low), (many, high)):
                     tapes = self._tape(case, few, low), self._tape(case, many, high)
                     with suppress(ValueError):
-                        self._scales[key] = Recording(*tapes)
+                        self._scales[key] = StepRecording(*tapes)
                     break
         return self._scales[key]
 

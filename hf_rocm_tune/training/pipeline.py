@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_rocm_tune.data.loader import AccumulationWindow
 from hf_rocm_tune.models.quantised import writable_buffers
-from hf_rocm_tune.models.split import Hops, SplitMover, Way
+from hf_rocm_tune.models.split import Crossing, Hops, SplitMover
 from hf_rocm_tune.plan.ways import IN_FLIGHT
 from hf_rocm_tune.training.faults import StepFaultSpec
 from hf_rocm_tune.transfer.copies import Fetcher
@@ -111,7 +111,7 @@ class _Flight:
 
     def __init__(self, pipeline: Pipeline, number: int, fetchers: Sequence[Fetcher]) -> None:
         self._pipeline, self.number, self._fetchers = pipeline, number, fetchers
-        self._cuts: list[tuple[Tensor, Tensor, Way]] = []
+        self._cuts: list[tuple[Tensor, Tensor, Crossing]] = []
 
     @contextmanager
     def cross(self, place: int) -> Iterator[Callable[[int], tuple[Fetcher, Any]]]:
@@ -129,7 +129,7 @@ class _Flight:
             mark.synchronize()
         self._pipeline.tower.enter(self.number, place)
 
-    def cut(self, tensor: Tensor, moved: Tensor, way: Way) -> Tensor:
+    def cut(self, tensor: Tensor, moved: Tensor, way: Crossing) -> Tensor:
         leaf = moved.detach().requires_grad_()
         self._cuts.append((tensor, leaf, way))
         return leaf

@@ -25,7 +25,7 @@ from hf_rocm_tune.errors import UsageError, device_shortage
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.plan.candidates import Candidate, Trial, Way, with_slack
-from hf_rocm_tune.plan.estimate import Trained, optimizer
+from hf_rocm_tune.plan.estimate import TrainedTensor, optimizer
 from hf_rocm_tune.ranks.agree import highest
 from hf_rocm_tune.training.oom import StepWindow, local_gathers, parts_of
 
@@ -189,7 +189,7 @@ def _went_through(trainer: VerifiedTransferMixin, rows: list[dict[str, Any]], *,
 def _stand_in(trainer: VerifiedTransferMixin, what: str) -> torch.Tensor:
     """As much memory as the optimizer, and the buckets of several ranks, will take: always, or while it steps."""
     kind = optimizer(str(getattr(trainer.args.optim, "value", trainer.args.optim)))
-    trained = [Trained(elements=one.numel(), itemsize=one.element_size()) for one in _trained(trainer.model)]
+    trained = [TrainedTensor(elements=one.numel(), itemsize=one.element_size()) for one in _trained(trainer.model)]
     if what == "step":
         nbytes = int(kind.taken(trained))
     else:

@@ -12,7 +12,7 @@ import pytest
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.doctor import command
-from hf_rocm_tune.doctor.command import Owner, of_policy, pack, read_capture, write_capture
+from hf_rocm_tune.doctor.command import PrivateNames, of_policy, pack, read_capture, write_capture
 from hf_rocm_tune.doctor.diagnose import all_checks, diagnose
 from hf_rocm_tune.doctor.findings import Evidence, all_rows, own_environ
 from hf_rocm_tune.errors import UsageError
@@ -23,7 +23,9 @@ from hf_rocm_tune.machine.variables import POLICY
 from tests.machine.trees import NODES, RAPHAEL, XT, Built, Slot
 from tests.machines.case import stack
 
-OWNER = Owner(users=("marguerite", "mag"), hosts=("thunderbird.example.org", "thunderbird"), homes=("/srv/mag-home",))
+OWNER = PrivateNames(
+    users=("marguerite", "mag"), hosts=("thunderbird.example.org", "thunderbird"), homes=("/srv/mag-home",)
+)
 TOKEN = "hf_abcdefghijklmnopqrstuvwx"
 # What must not be in a file or a report that is given away, and where it stands in what is read.
 IN_REPORT = ("marguerite", "thunderbird", "mag-home", TOKEN, "s3cr3t-p4ss", "192.168.17.23", "9c:6b:00:12:34:56")
@@ -125,14 +127,16 @@ def test_only_variables_of_the_policy_are_taken_and_the_users_are_told_from_ours
 
 
 def test_the_names_of_this_machine_are_found_and_public_ones_left_alone() -> None:
-    found = Owner.of_this_machine(
+    found = PrivateNames.of_this_machine(
         {"USER": "render", "LOGNAME": "marguerite", "HOSTNAME": "thunderbird.lan", "HOME": "/srv/mag-home"}
     )
     assert "render" not in found.users
     assert {"marguerite", "mag-home"} <= set(found.users)
     assert {"thunderbird.lan", "thunderbird"} <= set(found.hosts)
     assert "/srv/mag-home" in found.homes
-    assert Owner.of_this_machine({"USER": "ab", "LOGNAME": "12345"}).users == Owner.of_this_machine({}).users
+    assert (
+        PrivateNames.of_this_machine({"USER": "ab", "LOGNAME": "12345"}).users == PrivateNames.of_this_machine({}).users
+    )
 
 
 def test_what_says_nothing_about_anybody_stays_as_it_is() -> None:
@@ -144,7 +148,7 @@ def test_what_says_nothing_about_anybody_stays_as_it_is() -> None:
         *("6.14.0-37-generic", "CONFIG_HSA_AMD_P2P=y"),
     )
     assert [text for text in forms if not OWNER.out_of(text) == text == OWNER.out_of_variable(text)] == []
-    nobody = Owner(users=(), hosts=(), homes=())
+    nobody = PrivateNames(users=(), hosts=(), homes=())
     words = [text for row in all_rows().values() for text in (row.title, row.says, row.cure, *row.sources)]
     words += [text for row in POLICY for text in (row.reason, row.cure, row.source)]
     assert [text for text in words if nobody.out_of(text) != text] == []
@@ -155,7 +159,7 @@ def test_a_name_that_is_a_word_of_the_doctor_spoils_no_capture(name: str, tmp_pa
     machine = Built("a machine").card(XT).card(slot=Slot(width=4)).igpu(RAPHAEL)
     recording = machine.having(software=stack(), environ={"HIP_VISIBLE_DEVICES": "0"}).recording()
     evidence, _ = read_capture(saved(tmp_path / "machine.json", recording))
-    named = Owner.of_this_machine({"USER": name, "HOSTNAME": f"{name}.lan", "HOME": f"/home/{name}"})
+    named = PrivateNames.of_this_machine({"USER": name, "HOSTNAME": f"{name}.lan", "HOME": f"/home/{name}"})
     packed = pack(evidence, record(RecordedTree(recording))[1], named)
     again, _ = read_capture(saved(tmp_path / "machine.json", packed))
     assert diagnose(again, all_checks()).findings == diagnose(evidence, all_checks()).findings

@@ -22,7 +22,7 @@ import pytest
 
 from hf_rocm_tune.doctor import command as doctor_command
 from hf_rocm_tune.doctor import links
-from hf_rocm_tune.doctor.command import Owner, pack, read_capture
+from hf_rocm_tune.doctor.command import PrivateNames, pack, read_capture
 from hf_rocm_tune.doctor.findings import (
     DATA_FILES,
     KNOWLEDGE,
@@ -131,7 +131,7 @@ Found = dict[str, Any]
 ONE_CARD = [name for name, case in MACHINES.items() if case.cards < 2]
 SEVERITY = {"fail": 2, "warn": 1}
 # Nobody: no name of a user, a host or a session may get from a recording into the output.
-OWNER = Owner(users=("marguerite",), hosts=("thunderbird",), homes=("/home/marguerite",))
+OWNER = PrivateNames(users=("marguerite",), hosts=("thunderbird",), homes=("/home/marguerite",))
 
 
 def shape(template: str) -> re.Pattern[str]:

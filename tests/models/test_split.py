@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.models.split import Hops, Split, SplitMover, Way, counts_for, layer_stack, parse, stack_of
+from hf_rocm_tune.models.split import Crossing, Hops, Split, SplitMover, counts_for, layer_stack, parse, stack_of
 from hf_rocm_tune.transfer import FaultSpec, Mover, digest
 from tests import tiny
 
@@ -304,11 +304,11 @@ def test_without_gradients_as_in_evaluation(model_of: Any) -> None:
 def test_bytes_that_change_in_host_memory_are_sent_again() -> None:
     with SplitMover(Split("layers", (1, 1)), [CPU] * 2) as mover:
         harmed = _HarmedHost(mover, times=1)
-        assert torch.equal(Way(harmed, source=0, target=1, name="x").forward(torch.ones(40)), torch.ones(40))
+        assert torch.equal(Crossing(harmed, source=0, target=1, name="x").forward(torch.ones(40)), torch.ones(40))
         (row,) = mover.report.incidents
         assert row["kind"] == "changed on the host"
         with pytest.raises(CorruptionError, match="changed in host memory"):
-            Way(_HarmedHost(mover, times=9), source=0, target=1, name="x").forward(torch.ones(40))
+            Crossing(_HarmedHost(mover, times=9), source=0, target=1, name="x").forward(torch.ones(40))
 
 
 def _HarmedHost(mover: SplitMover, *, times: int) -> SplitMover:

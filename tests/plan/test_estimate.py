@@ -19,11 +19,11 @@ from hf_rocm_tune.plan.estimate import (
     Case,
     Estimate,
     Growth,
-    Recording,
     Segment,
     Step,
+    StepRecording,
     Tape,
-    Trained,
+    TrainedTensor,
     Variant,
     Weight,
     Weights,
@@ -93,7 +93,7 @@ def written_down(batch: int, length: int) -> Tape:
 
 
 def step_of(first: Tape, second: Tape) -> Step:
-    return Step(((Recording(first, second), LAYER_OF),))
+    return Step(((StepRecording(first, second), LAYER_OF),))
 
 
 TRACE = step_of(written_down(2, 100), written_down(3, 400))
@@ -360,8 +360,8 @@ def _parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
 
 
-def _trained(dtype: torch.dtype) -> list[Trained]:
-    return [Trained(elements=torch.Size(shape).numel(), itemsize=dtype.itemsize) for shape in SHAPES]
+def _trained(dtype: torch.dtype) -> list[TrainedTensor]:
+    return [TrainedTensor(elements=torch.Size(shape).numel(), itemsize=dtype.itemsize) for shape in SHAPES]
 
 
 def _state_bytes(found: torch.optim.Optimizer) -> int:

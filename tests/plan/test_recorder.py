@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.plan import recorder as shapes_device
-from hf_rocm_tune.plan.estimate import Case, Recording, Step, Tape, Weights
+from hf_rocm_tune.plan.estimate import Case, Step, StepRecording, Tape, Weights
 from hf_rocm_tune.plan.recorder import DeviceMode, Recorder, autocast_flags, record, remembered
 from hf_rocm_tune.plan.request import PlanRequest, config_of
 from hf_rocm_tune.plan.sample import Sample, build
@@ -107,7 +107,7 @@ def test_few_layers_tell_what_all_layers_take(arch: str, lora: bool) -> None:
     assert len(few.layers) < len(whole.layers) == len(few.layer_of)
     for checkpointing in (False, True):
         case = replace(PADDED, checkpointing=checkpointing)
-        trace = Step(((Recording(record(few, case, 2, 128), record(few, case, 3, 512)), few.layer_of),))
+        trace = Step(((StepRecording(record(few, case, 2, 128), record(few, case, 3, 512)), few.layer_of),))
         for batch, length in ((4, 200), (2, 640)):
             whole_level = level(record(whole, case, batch, length))
             assert trace.peak(batch, length).total == pytest.approx(whole_level, rel=0.01)
