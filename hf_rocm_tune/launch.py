@@ -13,7 +13,6 @@ is not passed on to such a process; ``kill`` (SIGTERM) is.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -46,10 +45,6 @@ from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.settings import names
 from hf_rocm_tune.training.supervised import leave_terminal
 
-CONFIG_FLAG = "--accelerate_config"
-#: Names that the launcher and ``trl sft`` both have: there, as in ``trl``, they are the job's.
-SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
-_NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _NEVER_SEVERAL = ("NO", "MULTI_CPU")
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -70,24 +65,19 @@ def split(argv: Sequence[str]) -> CommandLine:
     Raises:
         UsageError: ``--accelerate_config`` has no value.
     """
-    accelerate_config, rest = names.take_flag(argv, CONFIG_FLAG)
+    accelerate_config, rest = names.take_flag(argv, names.CONFIG_FLAG)
     launcher: list[str] = []
     job: list[str] = []
     arguments = iter(rest)
     for argument in arguments:
-        name = _name(argument)
-        if not argument.startswith("--") or name not in _launcher_flags():
+        name = names.bare(argument)
+        if not argument.startswith("--") or name not in names.launcher_flags():
             job.append(argument)
             continue
         launcher.append(argument)
-        if _launcher_flags()[name] and "=" not in argument:
+        if names.launcher_flags()[name] and "=" not in argument:
             launcher.extend(value for value in [next(arguments, None)] if value is not None)
     return CommandLine(accelerate_config, launcher, job)
-
-
-def is_launcher_flag(name: str) -> bool:
-    """Whether ``name``, without dashes, is a flag that only the launcher reads."""
-    return name == _name(CONFIG_FLAG) or name in _launcher_flags()
 
 
 def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, extra: Sequence[str]) -> int:
@@ -112,7 +102,7 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
     if (arguments.num_processes or 1) > 1 and kind in _NEVER_SEVERAL and not flagged:
         raise UsageError(
             f"--num_processes {arguments.num_processes} with {arguments.config_file} would start one process; "
-            f"use {CONFIG_FLAG} dual_rx7900xt, or cpu_dual without GPUs"
+            f"use {names.CONFIG_FLAG} dual_rx7900xt, or cpu_dual without GPUs"
         )
     if arguments.use_deepspeed or kind == "DEEPSPEED":
         process.require_deepspeed()
@@ -128,7 +118,7 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
     """Run a job and give its code. A launcher above this one (the supervisor) is told what the job told us."""
     _quieten()
     arguments.signals_to_handle = "SIGQUIT"  # read by torch's agent; accelerate has no flag for it
-    given = {_name(argument) for argument in argv if argument.startswith("--")}
+    given = {names.bare(argument) for argument in argv if argument.startswith("--")}
     above = os.environ.get(EXIT_FILE_VARIABLE)
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as directory:
         variables = _meeting(arguments, given, Path(directory))
@@ -262,7 +252,7 @@ def _unrecorded(status: int, rank: int | None) -> int:
 
 def _config_flags(accelerate_config: str | None, extra: Sequence[str]) -> list[str]:
     """``--config_file`` for the launcher, from a name, a path or the machine."""
-    given = {_name(argument) for argument in extra if argument.startswith("--")}
+    given = {names.bare(argument) for argument in extra if argument.startswith("--")}
     if accelerate_config is None:
         if "config_file" in given:
             return []
@@ -273,7 +263,8 @@ def _config_flags(accelerate_config: str | None, extra: Sequence[str]) -> list[s
         found = "a GPU is visible" if gpu else "no GPU is visible"
         # A YAML comment on stdout: `--print_config > recipe.yaml` stays a recipe, and stderr is for errors only.
         print(
-            f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {CONFIG_FLAG} chooses another)", flush=True
+            f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {names.CONFIG_FLAG} chooses another)",
+            flush=True,
         )
     path = Path(accelerate_config) if Path(accelerate_config).is_file() else configs.path(accelerate_config)
     return ["--config_file", str(path)]
@@ -297,17 +288,6 @@ def _parse_launcher_flags(argv: Sequence[str]) -> Any:
     parser = launch_command_parser()
     parser.error = refuse
     return parser.parse_args(list(argv))
-
-
-@functools.cache
-def _launcher_flags() -> dict[str, bool]:
-    """The flags that are the launcher's: name without dashes, and whether a value follows."""
-    found = names.launcher_flags("accelerate.commands.launch", "launch_command_parser")
-    return {name: valued for name, valued in found.items() if name not in SHARED_WITH_THE_JOB | _NOT_FOR_USERS}
-
-
-def _name(argument: str) -> str:
-    return argument.partition("=")[0].lstrip("-").replace("-", "_")
 
 
 @contextlib.contextmanager

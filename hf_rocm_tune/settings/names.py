@@ -31,6 +31,10 @@ from hf_rocm_tune.machine import gpus, process, variables
 from hf_rocm_tune.redaction import one_line, remember
 
 CONFIG = "--config"
+CONFIG_FLAG = "--accelerate_config"
+#: Names that the launcher and ``trl sft`` both have: there, as in ``trl``, they are the job's.
+SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
+_NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
 
 #: Names that people type, and the flags that they stand for; in recipes too.
 ALIASES = {
@@ -182,8 +186,6 @@ def unknown(name: str, names: Sequence[str], *, dashes: str) -> str:
         names: of all flags of the verb, without dashes.
         dashes: ``--`` for a flag, nothing for a key of a recipe.
     """
-    from hf_rocm_tune.launch import is_launcher_flag
-
     plain = name.removeprefix("--").replace("-", "_")
     what = "flag" if dashes else "key"
     if is_launcher_flag(plain):
@@ -294,22 +296,34 @@ def flags(verb: Method) -> dict[str, Flag]:
     return found
 
 
-def launcher_flags(module: str, function: str) -> dict[str, bool]:
-    """The flags of an argparse parser that a function builds: name without dashes, and whether a value follows.
+def is_launcher_flag(name: str) -> bool:
+    """Whether ``name``, without dashes, is a flag that only the launcher reads."""
+    return name == bare(CONFIG_FLAG) or name in launcher_flags()
 
-    Empty where the source cannot be read.
+
+@functools.cache
+def launcher_flags() -> dict[str, bool]:
+    """The flags that only the launcher reads: name without dashes, and whether a value follows.
+
+    They are read from the function that builds its parser; empty where the source cannot be read.
     """
-    tree = _tree(module)
-    built = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function) if tree else ()
+    tree = _tree("accelerate.commands.launch")
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef)) if tree else ()
+    built = (node for node in functions if node.name == "launch_command_parser")
     found: dict[str, bool] = {}
     for call in (node for each in built for node in ast.walk(each) if isinstance(node, ast.Call)):
         if getattr(call.func, "attr", "") == "add_argument":
             settings = {each.arg: each.value for each in call.keywords}
-            bare = "action" in settings and str(_literal(settings["action"])).startswith(("store_", "help"))
+            valueless = "action" in settings and str(_literal(settings["action"])).startswith(("store_", "help"))
             for option in map(_literal, call.args):
                 if isinstance(option, str) and option.startswith("--"):
-                    found[option.removeprefix("--").replace("-", "_")] = not bare
-    return found
+                    found[bare(option)] = not valueless
+    return {name: valued for name, valued in found.items() if name not in SHARED_WITH_THE_JOB | _NOT_FOR_USERS}
+
+
+def bare(argument: str) -> str:
+    """The name of a flag, without dashes and value."""
+    return argument.partition("=")[0].lstrip("-").replace("-", "_")
 
 
 def _fields(module: str, name: str) -> dict[str, Flag]:
