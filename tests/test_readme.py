@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 MODEL = "meta-llama/Llama-3.2-1B-Instruct"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "accelerate_configs" / "README.md"]
 PROSE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-OTHERS = {"stall_seconds", "public", "desktop_gib", "help_all"}  # of `run`, `push`, `plan` and every verb
+# of verbs that do not train, and of every verb
+OTHERS = {"stall_seconds", "public", "desktop_gib", "help_all", "gguf", "llama_cpp"}
 BLOCKS = re.findall(r"<!-- run(?:: (\w+))? -->\n```(bash|python)\n(.*?)```", PROSE, flags=re.DOTALL)
 
 

@@ -361,7 +361,7 @@ def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
         "--grad_compression": ranks.grad_compression != "none",
         "--recompute_layers": tune.recompute_layers is not None,
         "--split_layers": ranks.split_layers is not None,
-        f"--init_lora_weights {tune.init_lora_weights}": tune.rewrites_base,
+        "--init_lora_weights": tune.rewrites_base,
         "--adapter_name_or_path": tune.adapter_name_or_path is not None,
     }
 

@@ -237,6 +237,8 @@ _NOT_WITH_SHARDS = {
     "--grad_compression": "FSDP2 averages gradients by itself; leave it out",
     "--recompute_layers": "FSDP2's layers are recomputed all, or none; use --activation_checkpointing",
     "--split_layers": "it is the other way of training a model that is larger than a card; choose one",
+    "--init_lora_weights": "the part that moves into the adapter is computed of whole weights",
+    "--adapter_name_or_path": "the adapter is read after the weights are cut; merge it into the base first",
 }
 _SHARDED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})
 

@@ -64,6 +64,8 @@ def test_without_mixed_precision_any_float_may_hold_4_bit_weights(storage: str) 
         ({"model": {"load_in_4bit": True, "bnb_4bit_quant_storage": "float32"}}, "would be destroyed"),
         ({"others": {"--grad_sync host": True}}, "--grad_sync host"),
         ({"others": {"--auto_fit": True}}, "--per_device_train_batch_size"),
+        ({"others": {"--init_lora_weights": True}}, "--init_lora_weights works only without it"),
+        ({"others": {"--adapter_name_or_path": True}}, "merge it into the base first"),
     ],
 )
 def test_each_refusal_says_what_to_do(change: dict[str, dict[str, Any]], says: str) -> None:
