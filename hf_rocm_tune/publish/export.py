@@ -122,7 +122,9 @@ def export(model: Path, tools: Tools, say: Callable[[str], None]) -> Path:
 
 
 def _call(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    # llama.cpp's script imports what stands beside it, which `hf-rocm-tune` forbids its own processes.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         said = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
         what = next((one for one in reversed(said) if "error" in one.lower()), said[-1] if said else "no word")

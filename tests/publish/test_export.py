@@ -11,8 +11,10 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -111,6 +113,20 @@ def test_what_is_missing_is_one_line_before_anything_is_done(
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(part in said for part in named), said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_converter_imports_what_stands_beside_it(
+    merge: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as `hf-rocm-tune` sets it
+    monkeypatch.setitem(sys.modules, "gguf", ModuleType("gguf"))  # it is asked for, and not yet used
+    there = tmp_path / "llama.cpp"
+    there.mkdir()
+    (there / "convert_hf_to_gguf.py").write_text("import conversion\n")
+    (there / "conversion.py").write_text("raise SystemExit('error: no such architecture')\n")
+    code, _, err = merge("llama", "--gguf", "f16", "--llama_cpp", str(there))
+    assert code == 2 and "convert_hf_to_gguf.py failed: error: no such architecture" in err, err
+    assert (tmp_path / "out" / "model.safetensors").exists() and not (tmp_path / "out" / "gguf").exists()
 
 
 CHATML = (
