@@ -193,9 +193,9 @@ def test_what_must_come_before_torch_does_not_bring_it() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("transfer.ring", "from hf_rocm_tune.training.trainer import VerifiedTransferMixin"),
-        ("transfer.ring", "def lazily():\n    from hf_rocm_tune import training"),
-        ("transfer.ring", "from ..models import loading"),
+        ("transfer.copies", "from hf_rocm_tune.training.trainer import VerifiedTransferMixin"),
+        ("transfer.copies", "def lazily():\n    from hf_rocm_tune import training"),
+        ("transfer.copies", "from ..models import loading"),
         ("data.loader", "import hf_rocm_tune.models.loading"),
         ("data.loader", "def lazily():\n    from ..models.loading import load"),
         ("data.loader", "from hf_rocm_tune import VerifiedSFTTrainer"),
@@ -203,7 +203,7 @@ def test_what_must_come_before_torch_does_not_bring_it() -> None:
         ("training.trainer", "from hf_rocm_tune.sft import main"),
         ("sft", "from hf_rocm_tune.cli import main"),
         ("errors", "import importlib\nimportlib.import_module('hf_rocm_tune.machine')"),
-        ("transfer.ring", "import accelerate.utils"),
+        ("transfer.copies", "import accelerate.utils"),
         ("integrity.manifest", "from transformers import Trainer"),
         ("integrity.manifest", "from hf_rocm_tune import models"),
         ("plan.estimate", "import torch"),

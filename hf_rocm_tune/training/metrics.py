@@ -115,6 +115,7 @@ class Notes:
         # A user's code may gather by itself, and read what TRL has noted.
         self._wanted = tried and not is_foreign(type(trainer)) and trainer.compute_loss_func is None
         self._micro_steps = 0
+        self._within = 0  # micro-batches that are in `taken` now: several in a pipeline
 
     def loss_to_log(self, loss: Tensor) -> Tensor:
         """What ``--logging_nan_inf_filter`` asks for, on the device; upstream would read each micro-step's loss."""
@@ -128,10 +129,11 @@ class Notes:
     def taken(self) -> Iterator[None]:
         """Within the block what is gathered is noted, unless ranks gather by themselves: see `oom.local_gathers`."""
         accelerator = self._trainer.accelerator
-        if not self._wanted or "gather" in vars(accelerator):
+        if not self._wanted or ("gather" in vars(accelerator) and not self._within):
             yield
             return
         self._micro_steps += 1
+        self._within += 1
         ending = accelerator.gradient_state
         accelerator.gather = lambda tensor: _Leaf(tensor, None)
         accelerator.gather_for_metrics = lambda tensor: _Leaf(
@@ -140,8 +142,10 @@ class Notes:
         try:
             yield
         finally:
-            del accelerator.gather, accelerator.gather_for_metrics
-        if self._micro_steps >= _AT_MOST:
+            self._within -= 1
+            if not self._within:
+                del accelerator.gather, accelerator.gather_for_metrics
+        if self._micro_steps >= _AT_MOST and not self._within:
             self.settle()
 
     def settle(self) -> None:

@@ -107,7 +107,7 @@ class _Tower:
 
 
 class _Flight:
-    """One micro-batch on its way; see `models.split_hops.Flight`."""
+    """One micro-batch on its way; see `models.split.Flight`."""
 
     def __init__(self, pipeline: Pipeline, number: int, fetchers: Sequence[Fetcher]) -> None:
         self._pipeline, self.number, self._fetchers = pipeline, number, fetchers
@@ -173,9 +173,8 @@ class Pipeline:
 
     def __init__(self, hops: Hops, mover: SplitMover) -> None:
         self.mover, self._hops = mover, hops
-        self.in_flight = IN_FLIGHT * len(
-            mover.cards
-        )  # measured: with one more than cards they still wait for each other
+        # Measured: with one more than there are cards they still wait for each other.
+        self.in_flight = IN_FLIGHT * len(mover.cards)
         # For each thread: in a queue that they share, one's fetch would wait behind what another waits for.
         self._fetchers = [[card.another_fetcher() for card in mover.cards] for _ in range(self.in_flight)]
         self.tower = _Tower(len(mover.cards))
