@@ -1,4 +1,4 @@
-"""Adapters: the LoRA configuration of the command line, checked against the model that it is for."""
+"""Adapters: LoRA targets checked against the model, plain LoRA from PiSSA and OLoRA, learning rates by parameter."""
 
 from __future__ import annotations
 
@@ -30,16 +30,10 @@ _SHOWN = 24
 
 
 def target_names(targets: str | Iterable[str] | None) -> str | Iterable[str] | None:
-    """Makes a single module name a set of one again.
+    """Returns the targets of :class:`trl.ModelConfig` with a single module name as a set.
 
-    TRL unwraps a list of one into its string, which PEFT reads as a regular expression on whole names: ``q_proj``
-    alone would match nothing. Whatever a name as an expression could match, it matches as a name too.
-
-    Args:
-        targets: as :class:`trl.ModelConfig` holds them.
-
-    Returns:
-        The same targets; a string of letters, digits, ``_`` and ``.`` as a set.
+    TRL unwraps a list of one into a string, which PEFT reads as a regular expression on whole names: ``q_proj`` alone
+    would match nothing. A string of letters, digits, ``_`` and ``.`` is taken as a name.
     """
     return {targets} if isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets) else targets
 
@@ -49,11 +43,11 @@ def check_targets(model: nn.Module, targets: str | Iterable[str] | None) -> None
 
     Args:
         model: the base model, not yet wrapped.
-        targets: ``"all-linear"``, a regular expression (one string), or module names, matched as PEFT does: the
-            whole name or its last part.
+        targets: ``"all-linear"``, a regular expression (one string), or module names, matched as in PEFT: the whole
+            name or its last part.
 
     Raises:
-        UsageError: a target matches nothing; the message lists what exists.
+        UsageError: a target matches nothing; the message lists the model's linear layers.
     """
     if targets is None or targets == "all-linear":
         return
@@ -70,7 +64,7 @@ def check_targets(model: nn.Module, targets: str | Iterable[str] | None) -> None
         found = ", ".join(adaptable(model)[:_SHOWN])
         raise UsageError(
             f"--lora_target_modules: {', '.join(missing)} match no module of {type(model).__name__}; it has {found} "
-            "(or say all-linear)"
+            "(or give all-linear)"
         )
 
 
@@ -85,7 +79,7 @@ def adaptable(model: nn.Module) -> list[str]:
 
 
 def trainable_parameters(model: nn.Module) -> tuple[int, int]:
-    """Number of trainable parameters and of all parameters; packed 4-bit weights count as what they stand for."""
+    """Number of trainable parameters and of all parameters; packed 4-bit weights count unpacked."""
     trainable = total = 0
     for parameter in model.parameters():
         state: Any = getattr(parameter, "quant_state", None)
@@ -95,18 +89,17 @@ def trainable_parameters(model: nn.Module) -> tuple[int, int]:
     return trainable, total
 
 
-# ---- adapters that begin with a part of the weights (PiSSA, OLoRA) -----------------------------------------------
+# ---- adapters initialised from the base weights (PiSSA, OLoRA) ----------------------------------------------------
 
 
 def plain_lora(trained: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What such an adapter is on the original weights: W + BA - B0 A0 = W + [B | -B0] [A ; A0], of twice the rank.
+    """The equivalent LoRA on the original weights, of twice the rank: W + BA - B0 A0 = W + [B | -B0] [A ; A0].
 
     Args:
-        trained, start: the adapter's tensors by their names in its file, now and before the first step; matrices A have
-            the shape (rank, in), B (out, rank). They may be on different devices.
+        trained, start: the adapter's tensors by their names in its file, now and before the first step: A of shape
+            (rank, in), B of shape (out, rank). They may be on different devices.
 
-    Source: `peft.tuners.lora.LoraModel.subtract_mutated_init`, with which `write_plain_lora` writes; this is for
-    comparing what it wrote.
+    Checks what `write_plain_lora` wrote through PEFT's `LoraModel.subtract_mutated_init`, the source of the formula.
     """
     found = {}
     for name, tensor in trained.items():
@@ -117,15 +110,15 @@ def plain_lora(trained: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> di
 
 
 def write_plain_lora(model: PeftModel, directory: Path, start: Mapping[str, Tensor], mover: Mover) -> None:
-    """Write the adapter of a model into a directory, with its configuration, as plain LoRA on the original weights.
+    """Writes a model's adapter and its configuration as plain LoRA on the original weights, by PEFT's conversion.
 
-    PEFT's own conversion does it: it takes the start from a file, on the model's device for as long.
+    PEFT loads the initial adapter from a file and keeps it on the model's device meanwhile.
     """
     training = model.training
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-") as scratch, redirected(mover, stage="adapter"):
         (begun := Path(scratch) / "start").mkdir()
         save_file(dict(start), begun / "adapter_model.safetensors")
-        with warnings.catch_warnings():  # that PiSSA does not go with other adapters: it is about to be none
+        with warnings.catch_warnings():  # PiSSA does not combine with other adapters; the result is none
             warnings.filterwarnings("ignore", message=".* changes the base weights of the model")
             model.save_pretrained(str(directory), path_initial_model_for_weight_conversion=str(begun))
     model.train(training)
@@ -136,21 +129,21 @@ def write_plain_lora(model: PeftModel, directory: Path, start: Mapping[str, Tens
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRates:
-    """Learning rates that differ from ``--learning_rate``.
+    """Learning rates other than ``--learning_rate``.
 
     Attributes:
-        lora_b: of LoRA's B matrices, as a multiple of it (LoRA+, https://arxiv.org/abs/2402.12354).
-        embeddings: of embeddings and the output head, where they are trained whole; a rate itself.
+        lora_b: for LoRA's B matrices, as a multiple of ``--learning_rate`` (LoRA+, https://arxiv.org/abs/2402.12354).
+        embeddings: for fully trained embeddings and output head, absolute.
     """
 
     lora_b: float | None = None
     embeddings: float | None = None
 
     def split(self, model: Any, optimizer: Any) -> None:
-        """Give those parameters groups of their own, behind the others, whose options they keep.
+        """Moves those parameters into groups of their own, after the others, with the same options.
 
         Raises:
-            UsageError: the model trains nothing of the kind.
+            UsageError: the model trains neither embeddings nor output head.
         """
         trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         special: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""From a name to a model on its device, verified, and to its tokenizer."""
+"""Loads a model onto its device, verified, and its tokenizer, from a Hub id or a directory."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """What to load."""
+    """Which model to load, and how."""
 
     name: str  # Hub id or local directory
     revision: str = "main"  # branch, tag or commit of a Hub id
     trust_remote_code: bool = False
-    reward: bool = False  # as a reward model: with one number for an output, whose head may be new
+    reward: bool = False  # as a reward model: a single output, whose head may be new
     init: dict[str, Any] = field(default_factory=dict)  # for ``from_pretrained`` (dtype, attn_implementation ...)
     quantization: BitsAndBytesConfig | None = None
 
@@ -48,7 +48,7 @@ _HUB_CURE = "check the spelling, the network and HF_HUB_OFFLINE, or give a model
 
 
 def check_source(source: ModelSource, device: torch.device) -> None:
-    """Fails early on what can be known before loading: files, configuration, bitsandbytes.
+    """Checks files, configuration and bitsandbytes before anything is loaded.
 
     Raises:
         UsageError: what is wrong and what to do.
@@ -79,20 +79,20 @@ def check_source(source: ModelSource, device: torch.device) -> None:
 
 
 def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> tuple[PreTrainedModel, float]:
-    """Loads a model onto the mover's device or cards, every tensor verified on the way.
+    """Loads a model onto the mover's device or cards, every tensor verified.
 
     Args:
-        source: what.
-        mover: the door.
-        on_host: leave it on the host, where its weights are views of the files: parts of it will pass the mover.
+        source: the model.
+        mover: transfers the weights.
+        on_host: leave the weights on the host as views of the files; the caller moves parts of them.
 
     Returns:
-        The model and the seconds that it took.
+        The model and the loading time in seconds.
 
     Raises:
-        UsageError: transformers cannot load this.
-        CorruptionError: a tensor could not be brought over right.
-        SeamError: transformers has moved a place where we stand.
+        UsageError: transformers cannot load this model.
+        CorruptionError: a tensor did not arrive intact.
+        SeamError: a patched function of transformers is missing or has other parameters.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
@@ -103,7 +103,7 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
     arguments = {"revision": source.revision, "trust_remote_code": source.trust_remote_code, **source.init}
     if source.quantization is not None:
         arguments["quantization_config"] = source.quantization
-    # Named by us: TRL's own "auto" splits a model over two visible cards by peer copies.
+    # TRL's default, "auto", would split a model over two visible cards by peer copies.
     arguments["device_map"] = {"": "cpu"} if on_host else device_map(mover)
     try:
         if source.reward:
@@ -125,7 +125,7 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
     if missing := sorted(key for key in info["missing_keys"] if not (source.reward and key == "score.weight")):
         raise UsageError(
             f"model {source.name}: its weight files lack {len(missing)} tensors, {missing[0]} first, which would be "
-            "made up at random: download or copy it again, or give the model that this configuration belongs to"
+            "initialised at random: download or copy it again, or give the model that this configuration belongs to"
         )
     require_quantised(model, source.name)
     if on_host:
@@ -137,15 +137,15 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
 
 
 def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
-    """Compares the weight files of a model with what was recorded of them, and what was loaded with the files.
+    """Compares a loaded model's weight files with their recorded SHA-256, and the loaded tensors with the files.
 
     Args:
-        source: that was loaded: its files are all there now.
-        mover: through which it was loaded.
+        source: the loaded model.
+        mover: transferred its weights.
 
     Raises:
         UsageError: a file is damaged on this disk.
-        CorruptionError: what was loaded is not what the file holds.
+        CorruptionError: a loaded tensor differs from the file.
     """
     directory = Path(source.name).expanduser() if source.is_local else hub_snapshot(source.name, source.revision)
     files = sorted(directory.glob("*.safetensors")) if directory is not None else []
@@ -153,10 +153,10 @@ def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
 
 
 def load_tokenizer(source: ModelSource, chat_template_path: str | None = None) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer (or processor) that belongs to a model.
+    """Loads a model's tokenizer or processor.
 
     Raises:
-        UsageError: there is none, or no chat template where the flag says.
+        UsageError: there is none, or the flag names no chat template.
     """
     from transformers import AutoProcessor
 
@@ -183,13 +183,13 @@ FLAG = "--chat_template_path"
 
 
 def check_chat_template(path: str, *, trust_remote_code: bool = False) -> None:
-    """Checks that there is a template before a model is loaded. Whether it takes the rows shows when they are rendered.
+    """Checks that the chat template exists, before a model is loaded. Rendering errors show later, with the rows.
 
-    As TRL 1.16 reads it, a path that ends in ``.jinja`` or ``.j2`` is a file; anything else is a model (directory or
-    Hub id) whose tokenizer has the template.
+    As in TRL 1.16, a path that ends in ``.jinja`` or ``.j2`` is a file; anything else is a model (directory or Hub id)
+    whose tokenizer has the template.
 
     Raises:
-        UsageError: there is no such file or model, or the model has no chat template.
+        UsageError: no such file or model, or the model has no chat template.
     """
     if path.endswith((".jinja", ".j2")):
         _check_file(Path(path))

@@ -1,8 +1,8 @@
-"""Checks of a model directory before anything is loaded: which file is damaged, and how.
+"""Checks of a model directory before loading: which file is damaged, and how.
 
 A safetensors file is eight bytes of header length (little-endian), a JSON header with dtype, shape and byte range of
 each tensor, and the data (format: https://github.com/huggingface/safetensors#format). A truncated download fails
-here with the file's name instead of deep inside a loader.
+here with the file's name instead of inside a loader.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_model_directory(directory: Path) -> list[Path]:
         directory: holds ``config.json`` and weights.
 
     Returns:
-        The safetensors files that belong to the model, in order.
+        The model's safetensors files, in order.
 
     Raises:
         UsageError: no configuration, no weights, a missing shard, a truncated file or a damaged header.
@@ -68,7 +68,7 @@ def check_safetensors(file: Path) -> None:
             f"model file {file}: cannot be read ({error.strerror}): check the disk and permissions"
         ) from error
     if not whole_header:
-        raise UsageError(f"model file {file}: not a whole safetensors file ({size} bytes, damaged header): {again}")
+        raise UsageError(f"model file {file}: not a complete safetensors file ({size} bytes, damaged header): {again}")
     try:
         ends = [entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__"]
         whole = 8 + length + max(ends, default=0)
@@ -134,16 +134,15 @@ def hub_snapshot(name: str, revision: str | None) -> Path | None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Are the weight files themselves the ones that were published? Their SHA-256 against what was recorded of them.
+# Attestation: the weight files' SHA-256 against a recorded one.
 #
-# A verified transfer proves that the device has what the file has; it cannot know that the file is right. Two records
-# can tell: the Hub's cache keeps large files under the SHA-256 that the Hub announced for them, and a directory that
-# this package wrote has it in ``integrity.json``. A file with neither is *not attested*, which is said and is no
-# error.
+# A verified transfer proves that the device holds the file's bytes, not that the file is intact. Two records exist: the
+# Hub's cache stores large files under the SHA-256 that the Hub announced, and a directory written by this package has
+# it in ``integrity.json``. A file with neither is *not attested*; the report says so, and it is not an error.
 #
-# Hashing reads every byte once, and takes the digest of each tensor from the same reading: what was loaded, in
-# another reading, is compared with that. A file that was found right is remembered by path, size, inode and times of
-# change, with the digests, so only a file that is new or was touched is read again.
+# Hashing reads every byte once and takes each tensor's digest from the same read; what was loaded, in another read, is
+# compared with it. Intact files are cached by path, size, inode and times of change, with their digests, so only new
+# or changed files are read again.
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MANIFEST = "integrity.json"
@@ -153,25 +152,25 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecords:
-    """What was found out about weight files."""
+    """Result of attesting weight files."""
 
-    attested: int  # whose content has the SHA-256 that was recorded of them
-    unknown: tuple[str, ...]  # names of those of which nothing is recorded
+    attested: int  # files whose SHA-256 equals the recorded one
+    unknown: tuple[str, ...]  # names of files without a recorded SHA-256
 
 
 def check_files(
     files: Sequence[Path], memory: Path, loaded: Mapping[tuple[str, str], Digest] | None = None
 ) -> FileRecords:
-    """Compares weight files with what was recorded of them, and what was loaded with the files.
+    """Compares weight files with their recorded SHA-256, and loaded tensors with the files.
 
     Args:
-        files: to be compared.
-        memory: JSON file in which files that were found right are remembered; made when missing.
-        loaded: digests of what was loaded, by name of the file and of the tensor.
+        files: to attest.
+        memory: JSON cache of intact files; created if missing.
+        loaded: digests of the loaded tensors, by file name and tensor name.
 
     Raises:
-        UsageError: a file has other content than was recorded: the file is at fault, not a transfer.
-        CorruptionError: what was loaded is not what the file holds.
+        UsageError: a file's SHA-256 differs from the recorded one: the file is damaged, not the transfer.
+        CorruptionError: a loaded tensor differs from the file.
     """
     recorded = {file: recorded_sha256(file) for file in files}
     known = {file: value for file, value in recorded.items() if value is not None}
@@ -184,8 +183,8 @@ def check_files(
     for file, (sha256, tensors) in found.items():
         if sha256 != known[file]:
             raise UsageError(
-                f"model file {file}: its SHA-256 is {sha256[:12]}..., but {known[file][:12]}... was recorded of it: "
-                "the file is damaged on this disk, not in a transfer; download or copy it again"
+                f"model file {file}: its SHA-256 is {sha256[:12]}..., but {known[file][:12]}... is on record: "
+                "the file is damaged on this disk; download or copy it again"
             )
         right[file] = {"state": states[file], "tensors": tensors}
     if fresh:
@@ -194,15 +193,15 @@ def check_files(
         for file in known:
             if file.name == name and right[file]["tensors"].get(tensor, value.hex()) != value.hex():
                 raise CorruptionError(
-                    f"model file {file} is the one that was recorded, but {tensor} was loaded from it with other "
-                    "bytes: the disk, or the memory that caches it, reads wrongly at times. Start the same command "
-                    "again; if it stays, test the memory of this machine"
+                    f"model file {file} matches its recorded SHA-256, but {tensor} was loaded from it with other "
+                    "bytes: a read from the disk or from the page cache was wrong. Start the same command again; if it "
+                    "happens again, test this machine's memory"
                 )
     return FileRecords(attested=len(known), unknown=tuple(file.name for file in files if file not in known))
 
 
 def recorded_sha256(file: Path) -> str | None:
-    """The SHA-256 that somebody recorded of this file before: the Hub's cache, or our manifest beside it."""
+    """The file's recorded SHA-256: from the Hub's cache, or from our manifest beside the file."""
     blob = file.resolve()
     if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
         return blob.name
@@ -214,14 +213,14 @@ def recorded_sha256(file: Path) -> str | None:
 
 
 def default_memory() -> Path:
-    """Where files that were found right are remembered: beside the Hub's cache."""
+    """Path of the cache of intact files, beside the Hub's cache."""
     from huggingface_hub.constants import HF_HOME
 
     return Path(HF_HOME) / "hf_rocm_tune" / "attested_files.json"
 
 
 def _sums(file: Path) -> tuple[str, dict[str, str]]:
-    """SHA-256 of a file, and the digest of each tensor in it, from one reading of the bytes."""
+    """A file's SHA-256 and its tensors' digests, from one read."""
     hashing = hashlib.sha256()
     tensors: dict[str, str] = {}
     buffer = bytearray(_PIECE_BYTES)
@@ -243,7 +242,7 @@ def _sums(file: Path) -> tuple[str, dict[str, str]]:
 
 
 def _segments(file: Path) -> Iterator[tuple[str, int]]:
-    """Name and size of each tensor of a safetensors file, in order; what lies between them has an empty name."""
+    """Name and size of each tensor of a safetensors file, in file order; gaps have an empty name."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -251,7 +250,7 @@ def _segments(file: Path) -> Iterator[tuple[str, int]]:
             header = json.loads(stream.read(length) if length < size else b"{}")
             rows = sorted((*row["data_offsets"], name) for name, row in header.items() if name != "__metadata__")
         except (ValueError, KeyError, TypeError, AttributeError):
-            rows = []  # it is no such file: loading has said so
+            rows = []  # not a safetensors file: loading reports it
     done = 0
     for begin, end, name in rows:
         yield "", 8 + length + begin - done
@@ -274,7 +273,7 @@ def _read_memory(memory: Path) -> dict[str, dict[str, Any]]:
 
 
 def _remember(memory: Path, states: dict[str, dict[str, Any]]) -> None:
-    # Only a saving of time: a home that cannot be written costs the hashing again, nothing else.
+    # Only saves time: without a writable home the files are hashed again.
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
         partial = memory.with_name(f"{memory.name}.{os.getpid()}")

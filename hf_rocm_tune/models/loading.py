@@ -1,15 +1,15 @@
 """Loading of weights through the mover.
 
 ``transformers`` reads every weight of ``from_pretrained`` in one function, in several threads, quantised models too
-(bitsandbytes quantises what comes out of it). Inside :func:`verified_loading` that function sends the tensor through
-the mover: read from the file on the host, digested there, copied through the ring, digested on the device. Casts are
-made on the device from the verified tensor, and compared with the CPU's on a sample.
+(bitsandbytes quantises its result). Inside :func:`verified_loading` that function sends the tensor through the mover:
+read from the file on the host, digested there, copied through the staging ring, digested on the device. Casts run on
+the device from the verified tensor; a sample of each is compared with the CPU's cast.
 
-What no file holds (missing keys, rotary tables, other buffers) is initialised on the host and moved by
+Tensors that no file holds (missing keys, rotary tables, other buffers) are initialised on the host and moved by
 :func:`hf_rocm_tune.models.placement.place`.
 
 Not covered: ``device_map`` entries on a device that the mover does not serve, and weights sharded at load time
-(tensor parallel, FSDP): they keep no provenance, so the coverage names them as unverified.
+(tensor parallel, FSDP): they have no provenance, so the coverage lists them as unverified.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 Names = dict[int, tuple[str, str | None]]
-"""By identity of a checkpoint's lazy tensor: its name and the file that holds it."""
+"""Name and file of each lazy checkpoint tensor, by the tensor's id."""
 
 
 @contextmanager
@@ -42,10 +42,10 @@ def verified_loading(mover: Mover) -> Iterator[None]:
     """Within the block every weight that ``from_pretrained`` loads passes the mover.
 
     Args:
-        mover: its device, or its cards, are those on which weights are verified.
+        mover: verifies weights that go to its device or cards.
 
     Raises:
-        SeamError: transformers has moved one of the places where we stand.
+        SeamError: a patched function of transformers is missing or has other parameters.
     """
     names: Names = {}
     with ExitStack() as stack:
@@ -53,7 +53,7 @@ def verified_loading(mover: Mover) -> Iterator[None]:
         stack.enter_context(upstream.replaced("load_state_dict", lambda stock: _load_state_dict(stock, mover, names)))
         stack.enter_context(upstream.replaced("set_weight", lambda stock: _set_weight(stock, mover)))
         stack.enter_context(upstream.replaced("missing_keys", _initialise_on_host))
-        stack.enter_context(redirected(mover, stage="weights"))  # what quantisation moves by itself
+        stack.enter_context(redirected(mover, stage="weights"))  # tensors that quantisation moves
         yield
 
 
@@ -86,7 +86,7 @@ def _load_state_dict(stock: Callable[..., Any], mover: Mover, names: Names) -> C
         try:
             result = stock(model, state_dict, load_config, *rest, **more)
         finally:
-            names.clear()  # ids are only meaningful while the checkpoint's slices live
+            names.clear()  # ids are valid only while the checkpoint's slices live
         _refuse_other_shapes(result[0].mismatched_keys, ignored=load_config.ignore_mismatched_sizes)
         return result
 
@@ -94,7 +94,7 @@ def _load_state_dict(stock: Callable[..., Any], mover: Mover, names: Names) -> C
 
 
 def _set_weight(stock: Callable[..., Any], mover: Mover) -> Callable[..., Any]:
-    """What was cast, fused or quantised gets its digest as soon as it is there, before anything else is loaded."""
+    """Cast, fused and quantised weights get their digest immediately, before the next weight is loaded."""
 
     def set_weight(model: PreTrainedModel, target_name: str, param_value: Any, *rest: Any, **more: Any) -> None:
         stock(model, target_name, param_value, *rest, **more)
@@ -104,7 +104,7 @@ def _set_weight(stock: Callable[..., Any], mover: Mover) -> Callable[..., Any]:
 
 
 def _refuse_other_shapes(mismatched: Iterable[tuple[str, Any, Any]], *, ignored: bool) -> None:
-    """Instead of transformers' own refusal, which comes later as a bare RuntimeError after a table."""
+    """Raises one line in place of transformers' later RuntimeError and table."""
     rows = sorted(mismatched)
     if ignored or not rows:
         return
@@ -123,32 +123,31 @@ def _initialise_on_host(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Casts of weights, made on the device from verified tensors and compared there with the CPU's on a sample.
+# Casts of weights on the device, from verified tensors; a sample is compared with the CPU's cast.
 #
-# A conversion kernel that is wrong comes after the digest of the transfer and would go unseen (pytorch#16448 was one
-# that gave zeros). The sample is the beginning, the middle and the end of each tensor, compared by digest. Payloads
-# of NaN may differ: processors choose them freely. Not covered: elements outside the sample; ``hf-rocm-tune doctor
-# --full`` casts every bit pattern.
+# A faulty conversion kernel runs after the transfer's digest and would go unnoticed (pytorch#16448 produced zeros). The
+# sample is the start, middle and end of each tensor, compared by digest. NaN payloads may differ between processors.
+# Not covered: elements outside the sample; ``hf-rocm-tune doctor --full`` casts every bit pattern.
 
 SAMPLE_ELEMENTS = 64 << 10
-"""Elements of each of the three pieces of a sample."""
+"""Elements in each of a sample's three pieces."""
 
 
 def cast_verified(moved: Tensor, source: Tensor, dtype: torch.dtype, *, name: str, mover: Mover) -> Tensor:
-    """Casts a weight on its device; under ``verify="full"`` a sample must be bit for bit what the CPU makes of it.
+    """Casts a weight on its device; under ``verify="full"`` a sample must equal the CPU's cast bit for bit.
 
     Args:
-        moved: the weight on the device, verified.
+        moved: the verified weight on the device.
         source: the same weight on the host.
-        dtype: to cast to.
+        dtype: target dtype.
         name: for incidents.
-        mover: through which it came; its report counts casts that were compared.
+        mover: transferred the weight; its report counts compared casts.
 
     Returns:
-        The cast, on the device, known to the mover as derived.
+        The cast on the device, marked as derived.
 
     Raises:
-        CorruptionError: the device casts wrongly, the second time as well.
+        CorruptionError: the device's cast was wrong twice.
     """
     cast = cast_on_device(moved, dtype)
     if mover.settings.verify == "full":
@@ -173,14 +172,15 @@ def _judge_again(cast: Tensor, expected: Tensor, pair: str, name: str, mover: Mo
     mover.report.incident(row)
     if not right:
         raise CorruptionError(
-            f"weights tensor '{name}': {mover.device} casts {pair.replace('torch.', '')} wrongly, twice, but its bytes "
-            "arrived right: arithmetic, not transfer. Nothing of it was used; run hf-rocm-tune doctor --full"
+            f"weights tensor '{name}': {mover.device} cast {pair.replace('torch.', '')} wrongly, twice, though its "
+            "bytes arrived intact: a fault of arithmetic, not of a transfer. It was not used; run hf-rocm-tune doctor "
+            "--full"
         )
     mover.report.count("casts", recovered=1)
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """First, middle and last elements; all of a small tensor."""
+    """The first, middle and last elements; a small tensor whole."""
     flat = tensor.reshape(-1)
     if flat.numel() <= 3 * SAMPLE_ELEMENTS:
         return flat

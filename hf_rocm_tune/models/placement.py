@@ -1,4 +1,4 @@
-"""Where each tensor of a model came from: the move of what is on the host, and what a model had before we saw it.
+"""Places a model on its device and records where each of its tensors came from.
 
 :func:`tensors_of` is the one list of everything that a model keeps on its device: parameters, buffers, and the
 quantisation state of 4-bit and 8-bit weights. Coverage, placement and the sentinels all walk this list.
@@ -46,12 +46,12 @@ IN_PLACE = "digested where it lies: on this device nothing crosses"
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """How much of what a model keeps on its device was verified on the way there."""
+    """How much of a model's device memory holds verified bytes."""
 
-    verified_bytes: int  # transferred and verified, or computed on the device from such
-    device_bytes: int  # all of parameters, buffers and quantisation state
-    unverified: list[dict[str, str]] = field(default_factory=list)  # name and reason of what makes the difference
-    verified_by: dict[str, int] = field(default_factory=dict)  # of the verified bytes, how many by what
+    verified_bytes: int  # transferred and verified, or computed on the device from verified tensors
+    device_bytes: int  # parameters, buffers and quantisation state
+    unverified: list[dict[str, str]] = field(default_factory=list)  # name and reason of each unverified tensor
+    verified_by: dict[str, int] = field(default_factory=dict)  # verified bytes by kind of evidence
 
     def __add__(self, other: Coverage) -> Coverage:
         return Coverage(
@@ -68,7 +68,7 @@ class Coverage:
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Everything that the model keeps on its device, each storage once. Of what is sharded, this rank's part.
+    """All tensors that the model keeps on its device, each storage once; of a sharded tensor, this rank's part.
 
     Yields:
         Dotted name and tensor: parameters, then buffers, then ``<weight>.quant_state.*`` (bitsandbytes 4-bit) and
@@ -78,9 +78,9 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def findable_tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
-    """As `tensors_of`, and for each a function that finds it again without a walk over the model.
+    """As `tensors_of`, each with a function that looks the tensor up again without walking the model.
 
-    The function raises AttributeError where there is no such tensor any more.
+    The function raises AttributeError if the tensor no longer exists.
     """
     reshard(model)
     seen: set[int] = set()
@@ -95,23 +95,23 @@ def findable_tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, Callabl
 
 def _find(module: nn.Module, path: str) -> Tensor:
     tensor: Tensor | None = attrgetter(path)(module)
-    if tensor is None:  # bitsandbytes hands an 8-bit weight's state over to its layer at the first forward
+    if tensor is None:  # bitsandbytes moves an 8-bit weight's state to its layer at the first forward
         tensor = attrgetter(f"state.{path.rpartition('.')[2]}")(module)
     return local(tensor)
 
 
 def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
-    """Moves everything that is still on the host to the mover's device, verified, in place.
+    """Moves every tensor that is still on the host to the mover's device, verified, in place.
 
-    Parameters keep their identity (an optimizer or a tie that holds them stays right); buffers are rebound.
+    Parameters keep their identity, so optimizers and tied weights stay valid; buffers are rebound.
 
     Args:
         model: not sharded.
-        mover: the door.
+        mover: transfers the tensors.
         parameters: False for buffers only.
 
     Raises:
-        CorruptionError: a tensor could not be brought over right.
+        CorruptionError: a tensor did not arrive intact.
     """
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
@@ -125,49 +125,48 @@ def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
 
 
 def release_memory() -> None:
-    """Gives back what a model that is no longer referenced held, before another one is loaded."""
+    """Frees the memory of unreferenced models before another one is loaded."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def mark_loaded(model: nn.Module, name: str, mover: Mover) -> None:
-    """Tells the mover of a weight that was computed from verified checkpoint tensors, and of its quantisation state.
+    """Marks a weight that was computed from verified checkpoint tensors, and its quantisation state, as derived.
 
     Args:
-        model: that is being loaded; the weight has just been set.
-        name: its state-dict name.
-        mover: through which the checkpoint's tensors came.
+        model: the model being loaded; the weight has just been set.
+        name: the weight's state-dict name.
+        mover: transferred the checkpoint's tensors.
     """
     path, _, key = name.rpartition(".")
     for found, tensor in _named(model.get_submodule(path)):
         if found != key and not found.startswith(f"{key}."):
             continue
         if found.endswith(".code") and mover.device.type != "cpu":
-            continue  # tables are made on the host: they crossed, so the mover knows them or they went round it
+            continue  # code tables are made on the host: unless the mover transferred them, they are unverified
         if tensor.device.type == mover.device.type and mover.provenance(tensor) is None:
             is_packed = found != key or hasattr(tensor, "quant_state") or hasattr(tensor, "CB")
             mover.mark_derived(tensor, QUANTISED if is_packed else CONVERTED)
 
 
 def mark_computed(model: nn.Module, mover: Mover) -> None:
-    """Marks what the device computed while `redirected` was in force: nothing unverified could have come to it.
+    """Marks as derived what the device computed inside `redirected`, where all transfers are verified.
 
-    DoRA's magnitudes, PiSSA's factors, copies for ``modules_to_save``, embeddings that a chat template resized. What
-    was on the device before the block must have a provenance already (`attest`); where that is unverified, so
-    is what was computed. Where the device is the host nothing is marked: there what is new is host memory, which
-    `place` digests.
+    Examples: DoRA's magnitudes, PiSSA's factors, copies for ``modules_to_save``, resized embeddings. Tensors that were
+    on the device before need a provenance already (`attest`); if one of them is unverified, so is everything computed.
+    On the host backend nothing is marked: new tensors are host memory, which `place` digests.
 
     Raises:
-        CorruptionError: a copy for ``modules_to_save`` is not what it was copied from.
+        CorruptionError: a copy for ``modules_to_save`` differs from its original.
     """
     if mover.device.type == "cpu":
         return
     for name, original, copied in _saved_copies(model):
         if mover.provenance(copied) is None and digest(original.to(copied.dtype)) != digest(copied):
             raise CorruptionError(
-                f"the device copied {name} wrongly for modules_to_save: arithmetic or memory of the card, not a "
-                "transfer. Nothing of it was used; run hf-rocm-tune doctor --full"
+                f"the device's copy of {name} for modules_to_save differs from the original: a fault of the card's "
+                "arithmetic or memory, not of a transfer. It was not used; run hf-rocm-tune doctor --full"
             )
     tensors = [tensor for _, tensor in tensors_of(model) if tensor.device.type == mover.device.type]
     tainted = any(mover.provenance(tensor) == "unverified" for tensor in tensors)
@@ -181,10 +180,10 @@ def mark_computed(model: nn.Module, mover: Mover) -> None:
 
 
 def _saved_copies(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What PEFT deep-copied on the device: name, original and copy."""
+    """Parameters that PEFT copied on the device: name, original and copy."""
     for name, module in model.named_modules():
         copies = getattr(module, "modules_to_save", None)
-        if not isinstance(copies, nn.ModuleDict):  # the PeftModel has a set of names there
+        if not isinstance(copies, nn.ModuleDict):  # on the PeftModel itself it is a set of names
             continue
         originals = dict(module.original_module.named_parameters())
         for copied in copies.values():
@@ -193,10 +192,10 @@ def _saved_copies(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def digests_before(model: nn.Module, mover: Mover) -> dict[str, Digest]:
-    """What weights hold before an adapter is computed from them and rewrites them, by their names in the files.
+    """Digests of the weights, by their names in the files, before an adapter is computed from them and changes them.
 
     Raises:
-        MemoryFaultError: one no longer holds what was loaded.
+        MemoryFaultError: a weight differs from what was loaded.
     """
     found: dict[str, Digest] = {}
     for name, tensor in tensors_of(model):
@@ -211,15 +210,15 @@ def digests_before(model: nn.Module, mover: Mover) -> dict[str, Digest]:
 
 
 def mark_rewritten(model: nn.Module, before: Mapping[str, Digest], mover: Mover) -> None:
-    """Marks base weights that the adapter's initialisation has rewritten, some of them in place.
+    """Marks the base weights that the adapter's initialisation has rewritten, possibly in place.
 
-    PiSSA, OLoRA, LoftQ and their like take the adapter's product out of the weight below it: the digest with which that
-    weight arrived is no longer right. Exactly the weights that have changed are marked, and the report names them.
+    PiSSA, OLoRA and LoftQ subtract the adapter's product from the base weight, whose arrival digest is then obsolete.
+    Only weights that have changed are marked, and the report names them.
 
     Args:
         model: with the adapter.
         before: see :func:`digests_before`.
-        mover: that knows their digests.
+        mover: holds the digests.
     """
     reason = "rewritten by the adapter's initialisation"
     for name, tensor in tensors_of(model) if before else ():
@@ -228,20 +227,20 @@ def mark_rewritten(model: nn.Module, before: Mapping[str, Digest], mover: Mover)
             continue
         mover.report.rebaselined(name, reason)
         if mover.digest_of(data) != now and (mover.was_verified(tensor) or tensor.device.type != "cpu"):
-            mover.mark_derived(tensor, reason)  # what is new on the host is digested by `place`
+            mover.mark_derived(tensor, reason)  # new host tensors are digested by `place`
 
 
 def file_name(name: str) -> str:
-    """A tensor's name without what PEFT adds to it."""
+    """A tensor's name without PEFT's prefixes."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
 
 
 def coverage(model: nn.Module, mover: Mover) -> Coverage:
-    """Walks the model and says how much of it was verified.
+    """How much of the model was verified.
 
     Returns:
-        The bytes, and each tensor that was not verified with the reason.
+        Byte counts, and each unverified tensor with the reason.
     """
     verified = total = 0
     unverified: list[dict[str, str]] = []
@@ -254,7 +253,7 @@ def coverage(model: nn.Module, mover: Mover) -> Coverage:
             verified += size
             verified_by[mover.reason(tensor) or MOVED] += size
         else:
-            reason = mover.reason(tensor) or "came to the device by another way than the mover"
+            reason = mover.reason(tensor) or "reached the device without passing the mover"
             unverified.append({"tensor": name, "reason": reason})
     return Coverage(verified_bytes=verified, device_bytes=total, unverified=unverified, verified_by=dict(verified_by))
 
@@ -268,7 +267,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Name of each tensor, the module that it belongs to, and its dotted attribute there."""
+    """For each tensor its name, its module and its dotted attribute in that module."""
     modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
     for prefix, module in modules:
         yield from ((prefix + key, module, key) for key, each in module._parameters.items() if each is not None)
@@ -277,7 +276,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for prefix, module in modules:
         for key, parameter in module._parameters.items():
             state, at = getattr(parameter, "quant_state", None), f"{key}.quant_state"
-            if state is None and key == "weight":  # a sharded 4-bit weight has left it to its layer
+            if state is None and key == "weight":  # a sharded 4-bit weight keeps it in its layer
                 state, at = getattr(module, "quant_state", None), "quant_state"
             for suffix in quant_state_of(state):
                 yield f"{prefix}{key}.quant_state.{suffix}", module, f"{at}.{suffix}"
@@ -288,7 +287,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def quant_state_of(state: object) -> Iterator[str]:
-    """Names of the tensors of a 4-bit weight's quantisation state, those of its nested state included."""
+    """Names of the tensors in a 4-bit weight's quantisation state, nested state included."""
     for attribute in ("absmax", "code", "offset"):
         if isinstance(getattr(state, attribute, None), torch.Tensor):
             yield attribute
@@ -297,25 +296,24 @@ def quant_state_of(state: object) -> Iterator[str]:
         yield from (f"state2.{attribute}" for attribute in quant_state_of(nested))
 
 
-# ---- a model that was made or loaded elsewhere ---------------------------------------------------------------------
+# ---- models that were created or loaded elsewhere -------------------------------------------------------------------
 #
-# Its transfer cannot be verified any more, but its content can: each digest is compared with that of the file. Tables
-# that no file holds (rotary frequencies) are made again on the host from the module's configuration. What bitsandbytes
-# has quantised is compared with what it makes of the file, moved and quantised again. Where the device is the
-# host nothing crosses: the rest is digested where it lies. Not covered on an accelerator: files that are quantised
-# themselves, tensors that a conversion fuses or renames on loading, and weights that were changed since.
+# Their transfer can no longer be verified, but their content can: each tensor's digest is compared with its file's.
+# Tables that no file holds (rotary frequencies) are recomputed on the host from the module's configuration. Weights
+# quantised by bitsandbytes are compared with the file's tensor, transferred and quantised again. On the host backend
+# nothing is transferred: other tensors are digested in place. Not covered on an accelerator: quantised checkpoint
+# files, tensors that loading fuses or renames, and weights changed since.
 
 
 def attest(model: nn.Module, mover: Mover) -> tuple[int, int]:
-    """Compares everything that a handed-over model already has on the mover's device with its files.
+    """Compares the tensors that a given model already has on the mover's device with its files.
 
-    What equals its file (or its configuration) counts as verified from here on; where the mover's device is the host
-    everything else does too. On an accelerator the others are marked as unverified with a reason. The digest that is
-    taken here is the one that the sentinels expect. Tensors with a provenance are left alone, and those still on the
-    host of an accelerator: these will be moved.
+    A tensor equal to its file (or to its recomputed table) counts as verified from here on; on the host backend every
+    other tensor does too. On an accelerator the others are marked unverified, with a reason. The digest taken here is
+    the sentinels' baseline. Tensors with a provenance, and host tensors that are still to be moved, are skipped.
 
     Returns:
-        Number of tensors that were found equal, and number of tensors looked at.
+        Number of equal tensors, and number of tensors compared.
     """
     unknown: dict[str, Tensor] = {}
     for name, tensor in tensors_of(model):
@@ -351,12 +349,12 @@ def attest(model: nn.Module, mover: Mover) -> tuple[int, int]:
             mover.mark_derived(tensor, IN_PLACE, digest=digest(tensor))
         else:
             reason = why.get(name) or why_not or "no file holds a tensor of this name"
-            mover.mark_unverified(tensor, f"handed over on the device; {reason}")
+            mover.mark_unverified(tensor, f"was on the device before training; {reason}")
     return looked_at - len(unknown), looked_at
 
 
 def _quantised_again(name: str, weight: Tensor, in_file: Tensor, mover: Mover) -> dict[str, Tensor]:
-    """What bitsandbytes makes of a file's tensor on the device, by the names of `tensors_of`; empty: not quantised."""
+    """The file's tensor as bitsandbytes quantises it on the device, named as in `tensors_of`; empty: not quantised."""
     state, rows = getattr(weight, "quant_state", None), getattr(weight, "CB", None)
     if mover.device.type == "cpu" or not in_file.is_floating_point() or (state is None and rows is None):
         return {}
@@ -378,7 +376,7 @@ def _quantised_again(name: str, weight: Tensor, in_file: Tensor, mover: Mover) -
 
 
 def _recomputed(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that no file holds, made again on the host: of modules without weights that a configuration describes."""
+    """Non-persistent buffers of modules without weights, recomputed on the host from the module's configuration."""
     for prefix, module in model.named_modules():
         config = getattr(module, "config", None)
         if config is None or not module._non_persistent_buffers_set or any(True for _ in module.parameters()):
@@ -387,24 +385,24 @@ def _recomputed(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             with torch.device("cpu"):
                 fresh = type(module)(config)
         except (TypeError, ValueError, KeyError, AttributeError):
-            continue  # it needs more than its configuration: its buffers stay unverified, by name
+            continue  # needs more than its configuration: its buffers stay unverified
         for name, buffer in fresh.named_buffers():
             yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def is_recomputed(model: nn.Module, name: str, tensor: Tensor, mover: Mover) -> bool:
-    """Whether a buffer holds what its module's configuration gives on the host, as rotary tables do that grow.
+    """Whether a buffer equals the one recomputed on the host from its configuration, such as a grown rotary table.
 
     Args:
-        model: whose it is.
-        name: of the buffer in the model.
-        tensor: what it holds now.
-        mover: brings it to the host. There a device's own rounding (4 units in the last place) is let pass.
+        model: contains the buffer.
+        name: the buffer's dotted name.
+        tensor: the buffer's value now.
+        mover: copies it to the host; a device's rounding may differ by 4 units in the last place.
     """
     path, _, attribute = name.rpartition(".")
     module = dict(model.named_modules()).get(path)
     if module is None:
-        return False  # a tensor of a quantisation state, which is named below the weight
+        return False  # a quantisation state's tensor
     expected = [fresh for found, fresh in _recomputed(model) if found == name]
     expected += _rotary_tables(module, attribute)
     with mover.fetched(tensor.detach(), name=name, stage="weights") as found:
@@ -417,7 +415,7 @@ def is_recomputed(model: nn.Module, name: str, tensor: Tensor, mover: Mover) -> 
 
 
 def _rotary_tables(module: nn.Module, attribute: str) -> Iterator[Tensor]:
-    """What transformers' `dynamic_rope_update` may have put there: for the length seen so far, and for long ones."""
+    """Tables that transformers' `dynamic_rope_update` may have set: for the length so far, and for long inputs."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = getattr(module, "config", None)
@@ -435,7 +433,7 @@ def _rotary_tables(module: nn.Module, attribute: str) -> Iterator[Tensor]:
 
 
 def _is_equal(expected: Tensor, on_device: Tensor, mover: Mover, reason: str) -> bool:
-    """Whether a tensor holds the expected values, cast to its dtype; if so, the mover is told."""
+    """Whether a tensor equals the expected one, cast to its dtype; if so, it is marked as derived."""
     both_floating = expected.is_floating_point() and on_device.is_floating_point()
     if expected.shape != on_device.shape or not (both_floating or expected.dtype == on_device.dtype):
         return False
@@ -449,7 +447,7 @@ def _is_equal(expected: Tensor, on_device: Tensor, mover: Mover, reason: str) ->
 def _files_of(model: nn.Module) -> tuple[list[Path], str]:
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
     if not name:
-        return [], "the files that it came from are not known"
+        return [], "its weight files are unknown"
     directory = Path(name)
     if not os.path.isdir(directory):  # Path's own raises on a name that is too long
         cached = hub_snapshot(name, getattr(model.config, "_commit_hash", None))

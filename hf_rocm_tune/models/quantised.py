@@ -1,4 +1,4 @@
-"""4-bit and 8-bit weights by bitsandbytes: can it run here, and does it stay trainable."""
+"""bitsandbytes: whether it can run here, and what keeps its 4-bit and 8-bit weights trainable and watched."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ if TYPE_CHECKING:
     from hf_rocm_tune.transfer import Mover
 
 
-#: Formats that transformers turns into bfloat16 while it loads: by ``dequantize``, and on a CPU without being asked.
+#: Formats that transformers converts to bfloat16 on loading: with ``dequantize``, and always on a CPU.
 _DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
 
 
 def checkpoint_bits(config: Any, name: str, *, on_card: bool) -> int | None:
-    """How a checkpoint's own weights are quantised: 4 or 8 bits by bitsandbytes; None: not at all, once it is loaded.
+    """How a checkpoint's weights are quantised: 4 or 8 bits by bitsandbytes; None: not quantised once loaded.
 
     Args:
-        config: of the model.
-        name: of the model, for the message.
-        on_card: it is trained on a card, whose kernels transformers would use for FP8 and MXFP4. RDNA3 has no FP8
-            instructions.
+        config: the model's configuration.
+        name: the model's name, for the message.
+        on_card: trained on a card, for which transformers keeps FP8 and MXFP4. RDNA3 has no FP8 instructions.
 
     Raises:
-        UsageError: another library quantised them: transfer, training and plan know nothing of it.
+        UsageError: quantised by another library, which is not supported.
     """
     given = getattr(config, "quantization_config", None)
     if given is None:
@@ -45,8 +44,8 @@ def checkpoint_bits(config: Any, name: str, *, on_card: bool) -> int | None:
         return None
     more = " (`dequantize: true` in its quantization_config loads it as bfloat16)" if method in _DEQUANTISED else ""
     raise UsageError(
-        f"model {name}: its weights are quantised by {method}, which is not trained here{more}: give the model that "
-        "they were made from, in 4 bits where memory is short"
+        f"model {name}: its weights are quantised by {method}, which cannot be trained here{more}: give the model "
+        "that was quantised; --load_in_4bit saves memory"
     )
 
 
@@ -54,11 +53,11 @@ BIAS_CAST = "cast by bitsandbytes from a verified tensor"
 
 
 def require_bitsandbytes(device: torch.device, flag: str) -> None:
-    """Checks that bitsandbytes has a native library for this device before anything is loaded.
+    """Checks that bitsandbytes has a native library for this device.
 
     Args:
-        device: where the model, or the optimizer's state, will be quantised.
-        flag: what asks for it, for the message: "--load_in_4bit".
+        device: where the model or the optimizer's state is quantised.
+        flag: the flag that needs it, for the message, such as "--load_in_4bit".
 
     Raises:
         UsageError: the package or its library for this device is missing.
@@ -80,12 +79,12 @@ def require_bitsandbytes(device: torch.device, flag: str) -> None:
 
 
 def require_quantised(model: nn.Module, name: str) -> None:
-    """Refuses a model of which its configuration alone says that bitsandbytes quantised it.
+    """Refuses a model whose configuration claims bitsandbytes over plain weights.
 
-    Transformers loads such weights as they are, into layers that cannot compute with them.
+    Transformers loads such weights unchanged into layers that cannot compute with them.
 
     Raises:
-        UsageError: the weights in its files are plain ones.
+        UsageError: the files hold plain weights.
     """
     marks = {"Linear4bit": "quant_state", "Linear8bitLt": "CB"}
     for path, module in model.named_modules():
@@ -100,27 +99,27 @@ def require_quantised(model: nn.Module, name: str) -> None:
 def keep_trainable_on_cpu(model: nn.Module) -> int:
     """Stops bitsandbytes from repacking 4-bit weights on a CPU with AVX512-BF16.
 
-    One evaluation under ``no_grad`` would repack them in place, lossily, and later training steps would take a kernel
-    without autograd (read and tried with bitsandbytes 0.50.2: 26 of 28 adapter gradients changed by more than 1 %).
+    One evaluation under ``no_grad`` would repack them in place, lossily, and later training steps would use a kernel
+    without autograd (tried with bitsandbytes 0.50.2: 26 of 28 adapter gradients changed by more than 1 %).
 
     Returns:
-        How many layers were told so.
+        Number of layers changed.
     """
-    told = 0
+    changed = 0
     for module in model.modules():
         weight = getattr(module, "weight", None)
         on_cpu = isinstance(weight, torch.Tensor) and weight.device.type == "cpu"
         if on_cpu and hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  # a plain flag, not a parameter
-            told += 1
-    return told
+            changed += 1
+    return changed
 
 
 def follow_bias_casts(model: nn.Module, mover: Mover) -> None:
-    """Lets bitsandbytes cast a verified, frozen bias: the cast counts as derived, and is watched from then on.
+    """Marks a verified, frozen bias as derived when bitsandbytes casts it.
 
-    Its layers do so in ``forward``, wherever the bias has another dtype than the input or the layer's compute dtype. Of
-    a Qwen2 that is loaded in float32, quantised and given adapters, no such bias would be what was loaded.
+    Its layers cast a bias in ``forward`` if its dtype differs from the input's or the layer's compute dtype, as for a
+    Qwen2 that was loaded in float32 and quantised.
     """
     for module in model.modules():
         if not type(module).__module__.startswith("bitsandbytes."):
@@ -132,7 +131,7 @@ def follow_bias_casts(model: nn.Module, mover: Mover) -> None:
 
 
 class _BiasCast:
-    """A forward hook that tells the mover of a bias that the layer has cast."""
+    """A forward hook that marks a bias as derived after the layer has cast it."""
 
     def __init__(self, mover: Mover, dtype: torch.dtype) -> None:
         self._mover, self._dtype = mover, dtype
@@ -144,18 +143,17 @@ class _BiasCast:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Buffers that a model writes by itself while it computes: they change, and nothing is wrong.
+# Buffers that a model legitimately changes in its forward pass.
 #
-# Covered: running statistics of batch normalisation, and what the forward of a module that is not transformers',
-# torch's, PEFT's or bitsandbytes' does to that module's own buffers. Not covered: buffers that one module writes for
-# another.
+# Covered: running statistics of batch normalisation, and a user's module (not one of the LIBRARIES) that writes its own
+# buffers. Not covered: buffers that one module writes for another.
 
-WRITTEN = "written by its module while it computed"
+WRITTEN = "written by its module's forward"
 LIBRARIES = frozenset({"transformers", "torch", "peft", "bitsandbytes", "trl", "accelerate"})
 
 
 def running_statistics(model: nn.Module) -> set[str]:
-    """Names of the buffers that batch normalisation counts on in; torch's kernels leave no trace of it."""
+    """Names of batch normalisation's running statistics, which torch's kernels update without a version count."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -165,7 +163,7 @@ def running_statistics(model: nn.Module) -> set[str]:
 
 
 def follow_written_buffers(model: nn.Module, mover: Mover) -> None:
-    """Tells the mover of each verified buffer that the forward of its module, a user's, has written or replaced."""
+    """Marks verified buffers of a user's modules as derived when the module's forward writes or replaces them."""
     for module in model.modules():
         if not (_is_users(module) and module._buffers):
             continue
@@ -176,21 +174,21 @@ def follow_written_buffers(model: nn.Module, mover: Mover) -> None:
 
 
 def writable_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Running statistics, and the buffers of a user's modules: what is loaded into them need not be the model's own."""
+    """Running statistics and the buffers of a user's modules, which a checkpoint may restore to other values."""
     for module in model.modules():
         if _is_users(module) or isinstance(module, _NormBase):
             yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
 
 def is_written_buffer(model: nn.Module, name: str) -> bool:
-    """Whether a user's module may have given this buffer its form."""
+    """Whether a user's module owns this buffer and may have changed its shape."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     return key in module._buffers and _is_users(module)
 
 
 def set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
-    """Puts `value`, whatever its form, in the place of the buffer."""
+    """Replaces the buffer by `value`, of any shape and dtype."""
     path, _, key = name.rpartition(".")
     model.get_submodule(path)._buffers[key] = value
 
@@ -200,7 +198,7 @@ def _is_users(module: nn.Module) -> bool:
 
 
 class _OwnBuffers:
-    """What a module's buffers were before its forward, to see afterwards which of them it has written."""
+    """Compares the state of a module's buffers before and after its forward."""
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
@@ -218,5 +216,5 @@ class _OwnBuffers:
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
-    """Storage, and how often torch has written to it. A fault of the memory changes neither."""
+    """Storage and version counter; a memory fault changes neither."""
     return tensor.untyped_storage()._cdata, tensor._version

@@ -1,15 +1,15 @@
-"""Which layers compute their activations again in the backward pass, and how much of them.
+"""Activation recomputation per layer.
 
-    whole        everything: a layer keeps its input
-    selective    all but what costs most: results of matrix products and of attention are kept, the cheap rest (norms,
-                 activation functions, casts, adapters' second products) is computed again
-    the others   nothing: they keep whatever their backward pass needs
+    whole        a layer keeps its input only and recomputes everything
+    selective    results of matrix products and of attention are kept; the cheap rest (norms, activation functions,
+                 casts, adapters' second products) is recomputed
+    the others   keep all activations
 
-The first layers are recomputed whole, the next ones selectively. Their backward comes last, when what later layers
-have kept is gone: the room that recomputing a layer takes is then there.
+The first layers are recomputed whole, the next ones selectively: their backward comes last, when the activations of the
+later layers have been freed and there is memory for the recomputation.
 
-Needs layers of transformers' ``GradientCheckpointingLayer``, as nearly all decoders have. Kernels that are no operators
-of torch (flash-attn's own, Triton's) cannot be named and are computed again, as are bitsandbytes' 8-bit products.
+Needs transformers' ``GradientCheckpointingLayer``, as nearly all decoders have. Kernels that are not torch operators
+(flash-attn's, Triton's) and bitsandbytes' 8-bit products are always recomputed.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_rocm_tune.errors import UsageError
 
 FLAG = "--recompute_layers"
-#: A product over fewer columns costs a card no more time than writing its result does: 2 * 128 operations an element at
-#: 50e12 a second, 2 bytes at 640e9. Those of an adapter's second matrix and of attention scores are computed again.
+#: A product over fewer columns takes no longer than writing its result: 2 * 128 operations per element at 50e12 a
+#: second against 2 bytes at 640e9. Products with an adapter's second matrix and attention scores are recomputed.
 _CHEAP = 128
 
 
 def parse(text: str) -> tuple[int, int]:
-    """Reads ``WHOLE`` or ``WHOLE,SELECTIVE``: how many layers are recomputed whole, and how many selectively.
+    """Reads ``WHOLE`` or ``WHOLE,SELECTIVE``: numbers of layers to recompute whole and selectively.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the text is neither.
     """
     found = re.fullmatch(r"\s*([0-9]{1,5})\s*(?:,\s*([0-9]{1,5})\s*)?", text)
     if found is None:
         raise UsageError(
-            f"{FLAG} {text!r} is not understood: give how many layers are recomputed whole, and after a comma how many "
-            "but for products and attention, as 8 or 8,20"
+            f"{FLAG} {text!r} is not understood: give the number of layers to recompute whole and, after a comma, the "
+            "number to recompute except for products and attention, as 8 or 8,20"
         )
     if not sum(counts := (int(found[1]), int(found[2] or 0))):
-        raise UsageError(f"{FLAG} {text} recomputes nothing: say that with --activation_checkpointing false")
+        raise UsageError(f"{FLAG} {text} recomputes nothing: give --activation_checkpointing false instead")
     return counts
 
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers that can be recomputed, in order."""
+    """The layers that support recomputation, in order."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def recompute(model: nn.Module, counts: tuple[int, int]) -> None:
-    """Lets the first layers of a model whose checkpointing is on be recomputed whole, the next ones selectively.
+    """Sets the first layers of a model with checkpointing on to be recomputed whole, the next ones selectively.
 
     Raises:
-        UsageError: the model has fewer layers that can be.
+        UsageError: the model has fewer such layers.
     """
     layers = layers_of(model)
     check(counts, len(layers))
@@ -69,22 +69,22 @@ def recompute(model: nn.Module, counts: tuple[int, int]) -> None:
 
 
 def check(counts: tuple[int, int], layers: int) -> None:
-    """Refuses more layers than there are.
+    """Refuses more layers than the model has.
 
     Raises:
-        UsageError: says how many there are.
+        UsageError: with the number of layers.
     """
     if sum(counts) > layers:
         raise UsageError(
-            f"{FLAG} {counts[0]},{counts[1]} is for {sum(counts)} layers, and this model can recompute {layers}"
+            f"{FLAG} {counts[0]},{counts[1]} needs {sum(counts)} layers, and this model can recompute {layers}"
         )
 
 
-# ---- what is kept -----------------------------------------------------------------------------------------------
+# ---- results to keep --------------------------------------------------------------------------------------------
 
 
 def contexts() -> tuple[Any, Any]:
-    """What ``checkpoint(context_fn=)`` wants: around the forward pass of a layer, and around its recomputation."""
+    """Context managers for ``checkpoint(context_fn=)``: around a layer's forward and around its recomputation."""
     return create_selective_checkpoint_contexts(_is_kept)
 
 
@@ -96,7 +96,7 @@ def _is_kept(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 
 @cache
 def _costly() -> dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], bool]]:
-    """By operator, whether the result of a call is to be kept."""
+    """By operator, whether a call's result is kept."""
     aten = torch.ops.aten
     found: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {}
     for position, ops in enumerate(((aten.mm, aten.bmm, aten._grouped_mm), (aten.addmm, aten.baddbmm))):
@@ -116,5 +116,5 @@ def _is_wide(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _draws_nothing(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """What is not computed again draws no random numbers, and all dropout behind it would draw others than before."""
+    """Whether attention has no dropout: kept attention would draw no random numbers in the recomputation."""
     return not kwargs.get("dropout_p", args[position] if len(args) > position else 0.0)

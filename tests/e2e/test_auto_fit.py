@@ -183,7 +183,7 @@ def test_a_step_down_goes_on_with_the_same_mix(job: Job, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"recompute_layers": "1,7"}, "--recompute_layers 1,7 is for 8 layers, and this model can recompute 2"),
+        ({"recompute_layers": "1,7"}, "--recompute_layers 1,7 needs 8 layers, and this model can recompute 2"),
         ({"recompute_layers": "1", "activation_checkpointing": False}, "does not go together with"),
     ],
 )

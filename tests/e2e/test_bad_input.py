@@ -214,7 +214,7 @@ SPOILS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "field type": ("config.json", _replace(b'"hidden_size": 64', b'"hidden_size": ""'), "expected int, got str"),
     "other config": ("config.json", _replace(b'"hidden_size": 64', b'"hidden_size": 32'), "other shapes"),
     "quantised by AWQ": ("config.json", lambda file: file.write_text(AWQ + file.read_text()[1:]),
-                         "its weights are quantised by awq, which is not trained here"),
+                         "its weights are quantised by awq, which cannot be trained here"),
     "broken tokenizer": ("tokenizer.json", lambda file: file.write_text("{"), "tokenizer of"),
     "no tokenizer": ("tokenizer.json", lambda file: [file.unlink(), (file.parent / "tokenizer_config.json").unlink()],
                      "needs tokenizer.json and tokenizer_config.json"),

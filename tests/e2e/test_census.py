@@ -271,7 +271,7 @@ def test_the_census_sees_the_loader_of_a_resumed_epoch(
 
 
 def test_a_model_that_accelerate_places_stops_the_run(run: Callable[..., Census]) -> None:
-    with pytest.raises(CorruptionError, match="came to the device by another way"):
+    with pytest.raises(CorruptionError, match="reached the device without passing the mover"):
         run(StockPlacement)
 
 

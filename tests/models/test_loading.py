@@ -257,7 +257,7 @@ def test_a_device_that_casts_wrongly_twice_stops_with_the_name(mover: Any, harm:
     harm(0, 2)
     with pytest.raises(
         CorruptionError,
-        match=r"'w': cpu casts float32 to bfloat16 wrongly.*arithmetic, not transfer.*run hf-rocm-tune doctor --full",
+        match=r"'w': cpu cast float32 to bfloat16 wrongly.*a fault of arithmetic.*run hf-rocm-tune doctor --full",
     ):
         cast(mover, torch.randn(3, 5))
     assert counts(mover) == (1, 1, 0) and mover.report.incidents[-1]["outcome"] == "stopped"
@@ -303,7 +303,7 @@ def test_loading_compares_each_weight_that_it_casts(model_of: Any, make_mover: A
     files = [name for _, name in mover.moved if name.endswith(".weight")]
     assert counts(mover) == (len(files), 0, 0) and len(files) > 10
     harm(0, 1 << 30)
-    with pytest.raises(CorruptionError, match=r"weights tensor '[\w.]+\.weight': cpu casts"):
+    with pytest.raises(CorruptionError, match=r"weights tensor '[\w.]+\.weight': cpu cast"):
         load(torch.bfloat16)
 
 

@@ -63,11 +63,11 @@ def test_the_model_of_an_earlier_trainer_trains_on(cases: dict[str, dict[str, An
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("card, get_peft_model", "lora_A.default.weight and 3 more (handed over on the device; no file holds"),
-        ("card, from_config", "(handed over on the device; the files that it came from are not known)"),
-        ("card, 4 bit, changed", "1.mlp.up_proj.weight.quant_state.state2.absmax (handed over on the device; differs"),
-        ("card, changed weight", "model.norm.weight (handed over on the device; differs from model.safetensors)"),
-        ("card, changed table", "rotary_emb.inv_freq (handed over on the device; no file holds"),
+        ("card, get_peft_model", "lora_A.default.weight and 3 more (was on the device before training; no file holds"),
+        ("card, from_config", "(was on the device before training; its weight files are unknown)"),
+        ("card, 4 bit, changed", "1.mlp.up_proj.weight.quant_state.state2.absmax (was on the device before training; differs"),
+        ("card, changed weight", "model.norm.weight (was on the device before training; differs from model.safetensors)"),
+        ("card, changed table", "rotary_emb.inv_freq (was on the device before training; no file holds"),
     ],
 )
 def test_what_its_files_do_not_explain_stops_before_step_1_in_one_line(
