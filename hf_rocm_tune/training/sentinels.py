@@ -25,7 +25,8 @@ from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from hf_rocm_tune.models.placement import RECOMPUTED, TRAINED, findable_tensors_of, is_recomputed, tensors_of
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.shards import is_sharded, local, reshard
-from hf_rocm_tune.transfer import Digest, QueuedDigests, digest
+from hf_rocm_tune.transfer import Digest, QueuedDigests, Together, digest
+from hf_rocm_tune.transfer.digest import LOT_BYTES
 from hf_rocm_tune.transfer.host_group import host_group
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 Found = tuple[str, Tensor, Callable[[], Tensor]]
 """Name, tensor, and a function that finds it again; the function raises AttributeError when it is gone."""
 
-_PACKED_BYTES = 32 << 20
-"""Small tensors are digested together in pieces of up to this size."""
 _BYTES_PER_UPDATE = 1 << 30
 """How much of the trained state is watched between two updates."""
 
@@ -241,7 +240,7 @@ class TrainedSentinel:
         if ids != self._held_ids or any(group.pointers != group.find() for group in self._groups):
             self._held, self._held_ids, self._groups = held, ids, _grouped(self._list())
         chosen = self._turn()
-        queued = QueuedDigests([group.packed() for group in chosen])
+        queued = QueuedDigests([group.bytes for group in chosen])
         versions = [group.versions() for group in chosen] if self._excuse_writes else []
         self._taken = chosen, versions, queued
 
@@ -259,7 +258,7 @@ class TrainedSentinel:
                 self._replaced[group.kind] = None
             else:
                 looked_at.append(at)
-        self._queued.append((groups, looked_at, before, QueuedDigests([groups[at].packed() for at in looked_at])))
+        self._queued.append((groups, looked_at, before, QueuedDigests([groups[at].bytes for at in looked_at])))
 
     def collect(self) -> list[Change]:
         """What has changed between `take` and `look`; waits for the verdict."""
@@ -269,7 +268,7 @@ class TrainedSentinel:
             then = before.result()
             for at, found in zip(untouched, now.result(), strict=True):
                 # Looked at once more: the digest itself may have come back wrong.
-                if found != then[at] and QueuedDigests([groups[at].packed()]).result() != [then[at]]:
+                if found != then[at] and QueuedDigests([groups[at].bytes]).result() != [then[at]]:
                     changes[groups[at].kind] = None
         self._queued = []
         replaced, self._replaced = self._replaced, {}
@@ -298,44 +297,39 @@ class TrainedSentinel:
         return chosen
 
 
-@dataclass
 class _Pack:
     """Tensors of one kind on one device whose storages are digested as one."""
 
-    kind: str
-    tensors: list[Tensor] = field(default_factory=list)
-    pointers: list[int] = field(default_factory=list)
-    data: list[Tensor] = field(default_factory=list)
-    nbytes: int = 0
+    def __init__(self, kind: str, tensors: list[Tensor]) -> None:
+        self.kind, self.tensors = kind, tensors
+        self.pointers = self.find()
+        self.bytes = Together([storage_bytes(tensor) for tensor in tensors])
+        self.nbytes = self.bytes.nbytes
 
     def find(self) -> list[int]:
         return list(map(Tensor.data_ptr, self.tensors))
-
-    def packed(self) -> Tensor:
-        return self.data[0] if len(self.data) == 1 else torch.cat(self.data)
 
     def versions(self) -> list[int]:
         return [tensor._version for tensor in self.tensors]
 
 
 def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Pack]:
-    groups: list[_Pack] = []
-    open_groups: dict[tuple[str, torch.device], _Pack] = {}
+    groups: list[tuple[str, list[Tensor]]] = []
+    open_groups: dict[tuple[str, torch.device], tuple[int, list[Tensor]]] = {}
     seen: set[int] = set()
     for kind, tensor in listed:
         storage = tensor.untyped_storage()
         if storage._cdata in seen or storage.nbytes() == 0:
             continue
         seen.add(storage._cdata)
-        group = open_groups.get((kind, tensor.device))
-        if group is None or group.nbytes + storage.nbytes() > _PACKED_BYTES:
-            open_groups[kind, tensor.device] = group = _Pack(kind)
-            groups.append(group)
-        group.tensors.append(tensor)
-        group.pointers.append(tensor.data_ptr())
-        group.data.append(storage_bytes(tensor))
-        group.nbytes += storage.nbytes()
-    return groups
+        filled, tensors = open_groups.get((kind, tensor.device), (LOT_BYTES, []))
+        filled += storage.nbytes()
+        if filled > LOT_BYTES:
+            filled, tensors = storage.nbytes(), []
+            groups.append((kind, tensors))
+        tensors.append(tensor)
+        open_groups[kind, tensor.device] = filled, tensors
+    return [_Pack(kind, tensors) for kind, tensors in groups]
 
 
 def _even_slices(watched: list[_Watched], period: int) -> Iterator[list[_Watched]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hf_rocm_tune.transfer.backend import AcceleratorBackend, Backend, HostBackend
 from hf_rocm_tune.transfer.copies import Ring, TransferSettings
-from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, combine, digest, digest_on_device
+from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, Together, combine, digest, digest_on_device
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.mover import Mover, was_verified
 from hf_rocm_tune.transfer.raw_bytes import map_tensors, named_tensors, tree_tensors
@@ -26,6 +26,7 @@ __all__ = [
     "Mover",
     "QueuedDigests",
     "Ring",
+    "Together",
     "TransferReport",
     "TransferSettings",
     "combine",

@@ -46,6 +46,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,6 +63,10 @@ PIECE_BYTES = 4 * BLOCK_WORDS
 """Bytes that are gathered from a strided tensor, or digested by plain torch on the host, at a time."""
 CHUNK_BLOCKS = 64
 """Blocks that plain torch digests in one go on a device: 16 MiB of input, two temporaries of 32 MiB."""
+TABLED_BLOCKS = 1 << 12
+"""Blocks whose weights are kept in a table: 1 GiB of data, 64 KiB of table."""
+LOT_BYTES = 32 << 20
+"""How much of what is digested together is packed at a time on a device: the size of a temporary."""
 
 _M64 = 0xFFFFFFFFFFFFFFFF
 T = TypeVar("T", int, Tensor)
@@ -129,27 +134,65 @@ def from_sums(sums: Tensor, nbytes: int) -> Digest:
     return Digest(s1 & _M64, s2 & _M64, nbytes)
 
 
+class Together:
+    """Tensors of one device that are digested as one: one behind the other, each from a whole word on.
+
+    Args:
+        parts: uint8[n] each, contiguous; kept. Their memory must stay where it is.
+
+    Attributes:
+        places: address and bytes of each part.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts, self.device = parts, parts[0].device
+        self.nbytes = sum(map(byte_count, parts))
+        places = [number for part in parts for number in (part.data_ptr(), byte_count(part))]
+        self.places = (ctypes.c_uint64 * len(places))(*places)
+
+    def on_host(self) -> Digest:
+        """The digest of host tensors."""
+        native = _chosen_on_host()[0]
+        if isinstance(native, NativeSums):
+            return Digest(*native.of_parts(self.places), self.nbytes)
+        starts = accumulate((-(-byte_count(part) // 4) for part in self.parts), initial=0)
+        return combine(digest(part, word_offset=start) for part, start in zip(self.parts, starts, strict=False))
+
+    def padded(self) -> Iterator[Tensor]:
+        """The parts, with zeros between and behind them: whole words, and a multiple of 16 bytes in all."""
+        behind = 0
+        for part in self.parts:
+            yield part
+            behind += byte_count(part)
+            if behind % 4:
+                yield part.new_zeros(-behind % 4)
+                behind += -behind % 4
+        if behind % 16:
+            yield self.parts[0].new_zeros(-behind % 16)
+
+
 class QueuedDigests:
     """Digests of tensors as they are at this point of their device's current stream; nothing is waited for.
 
     Host tensors are digested at once. Those of an accelerator come back together, in one copy for each device.
 
     Args:
-        tensors: as for `digest`. They need not be kept.
+        tensors: as for `digest`, or several `Together`. They need not be kept.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._found = {at: digest(each) for at, each in enumerate(tensors) if each.device.type == "cpu"}
+    def __init__(self, tensors: Sequence[Tensor | Together]) -> None:
+        self._found = {at: _on_host(each) for at, each in enumerate(tensors) if each.device.type == "cpu"}
         self._landing: list[tuple[list[tuple[int, int]], Tensor, torch.cuda.Event]] = []
         for device in {each.device for each in tensors if each.device.type != "cpu"}:
             mine = [(at, each) for at, each in enumerate(tensors) if each.device == device]
             with torch.cuda.device(device), torch.inference_mode(False), torch._C.DisableTorchFunction():
-                sums = torch.stack([digest_on_device(each) for _, each in mine])
+                sums = torch.zeros(len(mine), 2, dtype=torch.int64, device=device)
+                _add_on_device([each for _, each in mine], sums)
                 landing = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
                 count_crossing(to_host_bytes=sums.nbytes)
                 landing.copy_(sums, non_blocking=True)
                 event = torch.cuda.current_stream(device).record_event()
-            self._landing.append(([(at, byte_count(each)) for at, each in mine], landing, event))
+            self._landing.append(([(at, each.nbytes) for at, each in mine], landing, event))
 
     def done(self) -> bool:
         """Whether `result` will not wait."""
@@ -163,6 +206,43 @@ class QueuedDigests:
             self._found.update((at, from_sums(row, size)) for (at, size), row in zip(places, landing, strict=True))
         self._landing = []
         return [self._found[at] for at in range(len(self._found))]
+
+
+def _on_host(item: Tensor | Together) -> Digest:
+    return item.on_host() if isinstance(item, Together) else digest(item)
+
+
+def _add_on_device(items: Sequence[Tensor | Together], sums: Tensor) -> None:
+    """Add each digest to its row. What is digested together is packed first, a lot at a time in one operation."""
+    add = _chosen(sums.device)[0]
+    lot: list[tuple[Tensor, Together]] = []
+    room = LOT_BYTES
+    for row, item in zip(sums, items, strict=True):
+        if isinstance(item, Together) and len(item.parts) > 1:
+            if item.nbytes > room:
+                _add_lot(lot, add)
+                lot, room = [], LOT_BYTES
+            lot.append((row, item))
+            room -= item.nbytes
+        else:
+            add(_flat(item.parts[0] if isinstance(item, Together) else item), 0, row)
+    _add_lot(lot, add)
+
+
+def _add_lot(lot: Sequence[tuple[Tensor, Together]], add: Sums) -> None:
+    if not lot:
+        return
+    pieces = [list(item.padded()) for _, item in lot]
+    packed = torch.cat([piece for each in pieces for piece in each])
+    begin = 0
+    for (row, _), each in zip(lot, pieces, strict=True):
+        end = begin + sum(map(byte_count, each))
+        add(packed[begin:end], 0, row)
+        begin = end
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return as_bytes(tensor if tensor.is_contiguous() else tensor.detach().contiguous())
 
 
 def digest_range(
@@ -236,16 +316,28 @@ def place_weights(device: torch.device) -> Tensor:
         low = torch.arange(BLOCK_WORDS, dtype=torch.int64, device=device)
         lower = (mix(low + BLOCK_WORDS) & 0xFFFF0000) | low
         table = (mix(low + 1) << 32) | lower
-    if device.type == "cuda":
-        # Once: other streams use the table too, and have nothing else that makes them wait for it.
-        torch.cuda.current_stream(device).synchronize()
+    return _computed(table)
+
+
+@_Once
+def block_table(device: torch.device) -> Tensor:
+    """``m`` and ``c`` of the first blocks as int64[2, TABLED_BLOCKS], computed like `place_weights`."""
+    with torch.inference_mode(False):
+        blocks = torch.arange(TABLED_BLOCKS, dtype=torch.int64, device=device)
+        return _computed(torch.stack((block_factor(blocks), block_term(blocks))))
+
+
+def _computed(table: Tensor) -> Tensor:
+    """Waits for it, once: other streams use the table too, and have nothing else that makes them wait for it."""
+    if table.is_cuda:
+        torch.cuda.current_stream(table.device).synchronize()
     return table
 
 
 # ---- on a device --------------------------------------------------------------------------------------------
 
-Sums = Callable[[Tensor, int], Tensor]
-"""uint8[n] and a word offset to int64[2]: ``s1`` and ``s2`` as two's complement."""
+Sums = Callable[[Tensor, int, Tensor], object]
+"""Adds ``s1`` and ``s2`` of uint8[n] at a word offset to int64[2], as two's complement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,8 +354,8 @@ def digest_on_device(tensor: Tensor, word_offset: int = 0) -> Tensor:
     Returns:
         int64[2] on the tensor's device: ``s1`` and ``s2`` as two's complement.
     """
-    flat = as_bytes(tensor if tensor.is_contiguous() else tensor.detach().contiguous())
-    sums: Tensor = _chosen(flat.device)[0](flat, word_offset)
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    _chosen(tensor.device)[0](_flat(tensor), word_offset, sums)
     return sums
 
 
@@ -302,32 +394,31 @@ def _differs(sums: Sums, device: torch.device) -> str:
     """Where `sums` and plain torch differ on `device`; empty when they agree. Waits for the device."""
     data = place_weights(device).view(torch.uint8)
     for start, stop, offset in ((0, data.numel() - 5, 0), (16, 4003, 70001), (3, 1000, 0)):
-        piece = data[start:stop]
-        if not torch.equal(sums(piece, offset), torch_sums(piece, offset)):
+        found = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        for method, row in zip((sums, torch_sums), found, strict=True):
+            method(data[start:stop], offset, row)
+        if not torch.equal(*found):
             return f"for {stop - start} bytes at word {offset}"
     return ""
 
 
-def torch_sums(flat: Tensor, word_offset: int) -> Tensor:
-    """The digest of uint8[n] in plain torch, for any device."""
-    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+def torch_sums(flat: Tensor, word_offset: int, sums: Tensor) -> None:
+    """Add the digest of uint8[n] to `sums` in plain torch, for any device."""
     table = place_weights(flat.device)
     position, index = 0, word_offset
     while position < flat.numel():
         low = index % BLOCK_WORDS
         room = BLOCK_WORDS - low if low else BLOCK_WORDS * CHUNK_BLOCKS
-        piece = flat[position : position + 4 * room]
-        words = _words(piece)
+        words = _words(flat[position : position + 4 * room])
         whole = words.numel() // BLOCK_WORDS if low == 0 else 0
         if whole:
             body = words[: whole * BLOCK_WORDS].view(whole, BLOCK_WORDS)
-            sums += _reduce_rows(body, table, index // BLOCK_WORDS)
+            _add_rows(body, table, index // BLOCK_WORDS, sums)
         rest = words[whole * BLOCK_WORDS :]
         if rest.numel():
-            sums += _reduce_rows(rest[None], table[low : low + rest.numel()], index // BLOCK_WORDS + whole)
+            _add_rows(rest[None], table[low : low + rest.numel()], index // BLOCK_WORDS + whole, sums)
         position += 4 * room
         index += room
-    return sums
 
 
 def _words(piece: Tensor) -> Tensor:
@@ -340,12 +431,21 @@ def _words(piece: Tensor) -> Tensor:
     return piece.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
 
 
-def _reduce_rows(words: Tensor, table: Tensor, first_block: int) -> Tensor:
-    """int64[2] of rows that are consecutive blocks, or parts that start at the same place in their block."""
+def _add_rows(words: Tensor, table: Tensor, first_block: int, sums: Tensor) -> None:
+    """Rows that are consecutive blocks, or parts that start at the same place in their block."""
     totals = words.sum(1)
-    weighted = (words * table).sum(1)
-    blocks = torch.arange(first_block, first_block + words.shape[0], dtype=torch.int64, device=words.device)
-    return torch.stack((totals.sum(), (weighted * block_factor(blocks) + totals * block_term(blocks)).sum()))
+    weighted = words.mul_(table).sum(1)
+    factors, terms = _block_weights(first_block, words.shape[0], words.device)
+    sums += torch.stack((totals, weighted.mul_(factors).addcmul_(totals, terms))).sum(1)
+
+
+def _block_weights(first: int, count: int, device: torch.device) -> Tensor:
+    """``m(b)`` and ``c(b)`` of consecutive blocks, int64[2, count]."""
+    if first + count <= TABLED_BLOCKS:
+        table: Tensor = block_table(device)
+        return table[:, first : first + count]
+    blocks = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    return torch.stack((block_factor(blocks), block_term(blocks)))
 
 
 # ---- on the host --------------------------------------------------------------------------------------------
@@ -361,9 +461,6 @@ def _reduce_rows(words: Tensor, table: Tensor, first_block: int) -> Tensor:
 
 HostSums = Callable[[Tensor, int, Tensor | None], tuple[int, int]]
 """As `host_sums`."""
-NativeSums = Callable[[int, int | None, int, int, int, int], tuple[int, int]]
-"""Address, address of a copy to be made or None, bytes, index of the first word, address of the table and threads to
-``(s1, s2)`` modulo 2^64."""
 BYTES_A_THREAD = 4 << 20
 THREADS = 4
 SOURCE = Path(__file__).with_name("digest_host.c")
@@ -394,42 +491,59 @@ def _chosen_on_host() -> tuple[HostSums, DigestMethod]:
     native, reason = load_native()
     if native is None:
         return plain_sums, DigestMethod(name="torch", reason=reason)
-    sums = with_table(native)
     # Every place of a block, a start within one, the end of one, a tail, an odd address, a copy by threads.
     data = place_weights(torch.device("cpu")).view(torch.uint8)
     large = data.repeat(1 + 2 * BYTES_A_THREAD // data.numel())
     for piece, index in ((data[:-5], 0), (data[3:4002], 2 * BLOCK_WORDS - 99), (large, 7)):
         copy = ~piece
         expected = plain_sums(piece, index)
-        if expected != sums(piece, index, None) or expected != sums(piece, index, copy) or not torch.equal(copy, piece):
+        if not (expected == native(piece, index, None) == native(piece, index, copy) and torch.equal(copy, piece)):
             return plain_sums, DigestMethod(name="torch", reason=f"other sums than plain torch when {reason}")
-    return sums, DigestMethod(name="native", reason=reason)
+    parts = (data[:-5], data[3:4002], data[:9])
+    starts = (0, BLOCK_WORDS * 2 - 1, BLOCK_WORDS * 2 + 999)
+    expected = tuple(sum(each) & _M64 for each in zip(*map(plain_sums, parts, starts), strict=True))
+    if native.of_parts(Together(parts).places) != expected:
+        return plain_sums, DigestMethod(name="torch", reason=f"other sums than plain torch when {reason}")
+    return native, DigestMethod(name="native", reason=reason)
 
 
-def with_table(native: NativeSums) -> HostSums:
-    """The compiled function on tensors."""
-    table = place_weights(torch.device("cpu"))
-    threads = min(THREADS, len(os.sched_getaffinity(0)))
+class NativeSums:
+    """The compiled functions on tensors, as `host_sums`."""
 
-    def sums(flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
-        if copy_to is None:
-            return native(flat.data_ptr(), None, flat.numel(), index, table.data_ptr(), 1)
-        assert copy_to.numel() == flat.numel()
-        wanted = min(threads, flat.numel() // BYTES_A_THREAD)
-        return native(flat.data_ptr(), copy_to.data_ptr(), flat.numel(), index, table.data_ptr(), wanted)
+    def __init__(self, library: Path) -> None:
+        functions = ctypes.CDLL(str(library))  # a CDLL's functions run without the interpreter's lock
+        self._one, self._parts = functions.hf_rocm_tune_digest, functions.hf_rocm_tune_digest_parts
+        pointer = ctypes.c_void_p
+        self._one.argtypes = (pointer, pointer, ctypes.c_uint64, ctypes.c_uint64, pointer, ctypes.c_int, pointer)
+        self._parts.argtypes = (pointer, ctypes.c_uint64, pointer, pointer)
+        self._one.restype = self._parts.restype = None
+        self._table = place_weights(torch.device("cpu")).data_ptr()
+        self._threads = min(THREADS, len(os.sched_getaffinity(0)))
 
-    return sums
+    def __call__(self, flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
+        result, copy, threads = (ctypes.c_uint64 * 2)(), None, 1
+        if copy_to is not None:
+            assert copy_to.numel() == flat.numel()
+            copy, threads = copy_to.data_ptr(), min(self._threads, flat.numel() // BYTES_A_THREAD)
+        self._one(flat.data_ptr(), copy, flat.numel(), index, self._table, threads, result)
+        return result[0], result[1]
+
+    def of_parts(self, places: ctypes.Array[ctypes.c_uint64]) -> tuple[int, int]:
+        """Of tensors one behind the other, each from a whole word on; `places`: address and bytes of each."""
+        result = (ctypes.c_uint64 * 2)()
+        self._parts(places, len(places) // 2, self._table, result)
+        return result[0], result[1]
 
 
 def plain_sums(flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
     """The same as `host_sums` in plain torch, on pieces that stay in the cache."""
-    s1 = s2 = 0
+    sums = torch.zeros(2, dtype=torch.int64)
     for start in range(0, flat.numel(), PIECE_BYTES):
         piece = flat[start : start + PIECE_BYTES]
-        plain, weighted = torch_sums(piece, index + start // 4).tolist()
-        s1, s2 = s1 + plain, s2 + weighted
+        torch_sums(piece, index + start // 4, sums)
         if copy_to is not None:
             copy_to[start : start + PIECE_BYTES].copy_(piece)
+    s1, s2 = sums.tolist()
     return s1 & _M64, s2 & _M64
 
 
@@ -439,7 +553,7 @@ def cache_directory() -> Path:
 
 
 def load_native() -> tuple[NativeSums | None, str]:
-    """The compiled function, unchecked, or None; and in words what it was compiled with, or why there is none."""
+    """The compiled functions, unchecked, or None; and in words what it was compiled with, or why there is none."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         return None, "there is no C compiler (cc, or what CC names)"
@@ -447,7 +561,7 @@ def load_native() -> tuple[NativeSums | None, str]:
         library = cache_directory() / f"digest-{_key(compiler)}.so"
         if not library.exists():
             _compile(compiler, library)
-        return _bind(library), f"compiled with {compiler} {' '.join(FLAGS)}"
+        return NativeSums(library), f"compiled with {compiler} {' '.join(FLAGS)}"
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         return None, f"{compiler} failed: {lines[0][:200]}"
@@ -477,17 +591,3 @@ def _compile(compiler: str, library: Path) -> None:
         command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh)]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL)
         fresh.replace(library)  # at once: other processes may be compiling, or loading, the same
-
-
-def _bind(library: Path) -> NativeSums:
-    function = ctypes.CDLL(str(library)).hf_rocm_tune_digest  # a CDLL's functions run without the interpreter's lock
-    pointer = ctypes.c_void_p
-    function.argtypes = (pointer, pointer, ctypes.c_uint64, ctypes.c_uint64, pointer, ctypes.c_int, pointer)
-    function.restype = None
-
-    def sums(address: int, copy: int | None, nbytes: int, index: int, table: int, threads: int) -> tuple[int, int]:
-        result = (ctypes.c_uint64 * 2)()
-        function(address, copy, nbytes, index, table, threads, result)
-        return result[0], result[1]
-
-    return sums

@@ -1,5 +1,5 @@
-/* The digest of digest.py on the host, with a copy on the way. Compiled at first use by digest_host.py, which also
-   checks it. One pass: two sums, the table of place weights from the second-level cache. */
+/* The digest of digest.py on the host, with a copy on the way. Compiled at first use by digest.py, which also checks
+   it. One pass: two sums, the table of place weights from the second-level cache. */
 
 #include <pthread.h>
 #include <stddef.h>
@@ -85,7 +85,8 @@ static void *reduce(void *argument) {
             memcpy(p->copy + (data - p->data), data, p->nbytes % 4);
     }
 #ifdef __SSE2__
-    _mm_sfence();
+    if (p->copy)
+        _mm_sfence();
 #endif
     return NULL;
 }
@@ -111,5 +112,18 @@ void hf_rocm_tune_digest(const unsigned char *data, unsigned char *copy, uint64_
             pthread_join(ids[i], NULL);
         sums[0] += parts[i].sums[0];
         sums[1] += parts[i].sums[1];
+    }
+}
+
+/* Adds s1 and s2 of count tensors, one behind the other, each from a whole word on. places holds the address and the
+   bytes of each. */
+void hf_rocm_tune_digest_parts(const uint64_t *places, uint64_t count, const uint64_t *table, uint64_t *sums) {
+    uint64_t index = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        part p = {(const unsigned char *)(uintptr_t)places[2 * i], NULL, places[2 * i + 1], index, table, {0, 0}};
+        reduce(&p);
+        sums[0] += p.sums[0];
+        sums[1] += p.sums[1];
+        index += (p.nbytes + 3) / 4;
     }
 }

@@ -150,19 +150,16 @@ def digest_kernel(  # type: ignore[no-untyped-def]
         _add_tail(data, sums, nbytes, first_block, skew)
 
 
-def triton_sums(flat: Tensor, word_offset: int) -> Tensor:
+def triton_sums(flat: Tensor, word_offset: int, sums: Tensor) -> None:
     """Launch the kernel on the tensor's device and its current stream; nothing is waited for.
 
     Args:
         flat: uint8[n], contiguous, at any address.
         word_offset: index of the first word, 0 or more.
-
-    Returns:
-        int64[2] on the tensor's device: ``s1`` and ``s2`` as two's complement.
+        sums: int64[2] on the tensor's device, to which ``s1`` and ``s2`` are added as two's complement.
     """
-    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
     if not flat.numel():
-        return sums
+        return
     words = triton.cdiv(flat.numel(), 4)
     blocks = triton.cdiv(words, BLOCK_WORDS.value)
     per_program = min(MAX_BLOCKS, triton.cdiv(blocks, MIN_GROUPS))
@@ -181,4 +178,3 @@ def triton_sums(flat: Tensor, word_offset: int) -> Tensor:
             SKEWED=skew != 0,
             num_warps=WARPS,
         )
-    return sums

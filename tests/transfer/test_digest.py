@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Digest, combine, digest, digest_on_device
-from hf_rocm_tune.transfer.digest import BYTES_A_THREAD, HostSums, plain_sums, with_table
+from hf_rocm_tune.transfer.digest import BYTES_A_THREAD, HostSums, Together, plain_sums
 from tests.transfer.digest_reference import BLOCK, reference, weight
 
 DTYPES = [
@@ -65,6 +66,21 @@ def test_across_blocks_equals_the_reference(size: int, word_offset: int) -> None
     expected = reference(data, word_offset)
     assert digest(tensor_of(data), word_offset=word_offset) == expected
     assert device_digest(tensor_of(data), word_offset) == expected
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=9))
+def test_together_is_one_tensor_padded_to_words(pieces: list[bytes]) -> None:
+    """By C, by plain torch, and as a device packs it."""
+    together = Together([tensor_of(piece) for piece in pieces])
+    padded = b"".join(piece + bytes(-len(piece) % 4) for piece in pieces)
+    expected = reference(padded, 0)
+    packed = torch.cat(list(together.padded()))
+    assert packed.numel() % 16 == 0 and bytes(packed.tolist()).startswith(padded)
+    with pytest.MonkeyPatch.context() as patch:
+        for known in (digest_host._chosen_on_host.known, {(): (plain_sums, None)}):
+            patch.setattr(digest_host._chosen_on_host, "known", known)
+            assert together.on_host() == replace(expected, nbytes=sum(map(len, pieces)))
 
 
 def test_device_chunks_of_many_blocks_equal_the_host() -> None:
@@ -174,7 +190,7 @@ def native() -> HostSums:
     function, reason = digest_host.load_native()
     if function is None:
         pytest.skip(reason)
-    return with_table(function)
+    return function
 
 
 @pytest.fixture
@@ -318,8 +334,9 @@ def _write_rubbish(library: Path) -> None:
         ("memcpy(to + done, from + done, nbytes - done);", ""),
         ("memcpy(p->copy + (data - p->data), data, p->nbytes % 4);", "return NULL;"),
         ("copy ? copy + begin : NULL", "copy"),
+        ("index += (p.nbytes + 3) / 4;", "index += p.nbytes / 4;"),
     ],
-    ids=["sums", "end-of-a-piece", "tail", "threads-over-each-other"],
+    ids=["sums", "end-of-a-piece", "tail", "threads-over-each-other", "parts"],
 )
 def test_a_library_with_other_sums_or_copies_is_refused(
     right: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,9 @@ def sums_of(length: int, start: int, word_offset: int, tile: int) -> list[int]:
     room = torch.full((length + 64,), 0xA5, dtype=torch.uint8)  # what lies around the data must not count
     data = room[-room.data_ptr() % 64 :][:length]
     memoryview(data.numpy())[:] = random_bytes(length)
-    return [value % 2**64 for value in digest_triton.triton_sums(data[start:], word_offset).tolist()]
+    sums = torch.zeros(2, dtype=torch.int64)
+    digest_triton.triton_sums(data[start:], word_offset, sums)
+    return [value % 2**64 for value in sums.tolist()]
 
 
 if __name__ == "__main__":
