@@ -123,7 +123,7 @@ def _advice(plan: Plan, instead: list[str]) -> str:
     request = plan.request
     helps = dict.fromkeys(instead, True) | {
         "--dtype bfloat16": request.methods == ("full",) and request.dtype is None,
-        "--method qlora": "qlora" not in request.methods or any("--method qlora" in note for note in plan.notes),
+        "--method qlora": "qlora" not in request.methods,
         "a shorter --seq": request.length > 512,
         "no --modules_to_save": bool(request.modules_to_save),
         "a smaller model": True,
@@ -170,9 +170,8 @@ def as_text(plan: Plan, command: str) -> str:
     if plan.choice:
         lines += _speed_lines(plan)
     lines += ["", *_parts(plan), "", _host_line(plan), "", *_grid(plan)]
-    if plan.scales:
-        longest = ", ".join(f"{method} {plan.longest(method) or 'none known'}" for method in plan.recordings)
-        lines += ["", f"longest sequence that fits, micro-batch 1 with checkpointing: {longest}"]
+    longest = ", ".join(f"{method} {plan.longest(method) or 'none known'}" for method in plan.recordings)
+    lines += ["", f"longest sequence that fits, micro-batch 1 with checkpointing: {longest}"]
     return "\n".join([*lines, *_end(plan, command)])
 
 
@@ -397,7 +396,7 @@ def _parts(plan: Plan) -> Iterator[str]:
     for twin in plan.grid:
         others = replace(found.case, checkpointing=twin.case.checkpointing, recompute=twin.case.recompute)
         if (twin.variant, twin.case) == (found.variant, others) and twin is not found:
-            kept = (twin.parts["activations kept"] + twin.parts["attention masks kept"]) / GIB
+            kept = twin.parts["activations kept"] / GIB
             total = f"{twin.total / GIB:.1f} GiB in total"
             yield f"{_with(twin.case)} checkpointing: {kept:.1f} GiB of activations kept, {total}"
 

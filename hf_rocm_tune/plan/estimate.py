@@ -1,10 +1,9 @@
 """What a training step takes of a card: arithmetic on recorded shapes. Imports no torch.
 
-A recording (`Tape`, made by `recorder`) lists when each storage of one step comes and goes, for a model with few of its
-layers. Two recordings tell how the bytes of each storage grow with batch and length. A model of L layers is then the
-recorded stretches one after the other, those of a layer as often as the model has layers of that kind. The peak is the
-highest of several moments (backward of the loss, of a layer, the optimizer's step, loading), never the sum of all that
-a step ever holds.
+A recording (`Tape`, made by `recorder`) lists when each storage of one step is allocated and freed, for a model with a
+few of its layers. A model of L layers is the recorded stretches in order, each layer's as often as the model has layers
+of that kind. The peak is the highest of several moments (backward of the loss, of a layer, the optimizer's step,
+loading), never the sum of everything that a step allocates.
 
     held during the whole step    weights, quantisation constants, adapters, optimizer state, gradient buckets
     at the peak                   gradients, activations kept for backward, working memory of the stretch that peaks
@@ -77,107 +76,24 @@ class Segment:
 class Tape:
     """What was recorded of one step."""
 
-    batch: int  # sequences
-    length: int  # tokens of each
     segments: list[Segment] = field(default_factory=list)  # in order of time; each pair of role and layer is there once
     # (segment, storage, +1 or -1) in order of time; 0 where a storage has become a parameter's gradient
     events: list[tuple[int, int, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes of each storage
     owners: list[int] = field(default_factory=list)  # segment in which each storage came into being
-    tiles: set[int] = field(default_factory=set)  # storages that stop growing with the batch at ``tile_tokens`` tokens
-    tile_tokens: int = 4096
-
-
-#: Powers of batch and length with which a storage can grow.
-_POWERS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
-#: Two ways to grow are told apart from two recordings where their sizes would differ by more than this factor.
-_APART = 1.1
-
-
-def told_apart(first: tuple[int, int], second: tuple[int, int]) -> bool:
-    """Whether the sizes at two shapes (batch, length) tell how a storage grows.
-
-    They do not where twice the length is as much more as half again the batch, for example: from 2 x 1024 to 3 x 1536
-    whatever grows with the tokens grows as the square of the length does. A batch or a length that is the same in both
-    is not asked for.
-    """
-    powers = {(i * (first[0] != second[0]), j * (first[1] != second[1])) for i, j in _POWERS}
-    growths = np.sort(_growths(first, second, sorted(powers)))
-    return bool(np.diff(growths).min(initial=np.inf) > np.log(_APART))
-
-
-def _growths(first: tuple[int, int], second: tuple[int, int], powers: Sequence[tuple[int, int]]) -> Floats:
-    """For each pair of powers the logarithm of the factor between two shapes (batch, length)."""
-    batch, length = (np.log(after / before) for before, after in zip(first, second, strict=True))
-    return np.array([i * batch + j * length for i, j in powers])
-
-
-class Growth:
-    """Bytes of each storage: ``fixed + slope * batch ** i * length ** j``, or those of a tile.
-
-    From two recordings of the same step, which may differ in batch, in length, in both or not at all. The powers are
-    those whose ratio is nearest to that of the two sizes. With them both sizes are met exactly, also where a storage is
-    a token or a few shorter than the sequence.
-
-    Raises:
-        ValueError: the two shapes do not tell; see `told_apart`.
-    """
-
-    def __init__(self, first: Tape, second: Tape) -> None:
-        shapes = (first.batch, first.length), (second.batch, second.length)
-        if not told_apart(*shapes):
-            raise ValueError(f"two recordings, {shapes[0]} and {shapes[1]}, that do not tell how sizes grow")
-        sizes, others = (np.array(tape.sizes, dtype=np.float64) for tape in (first, second))
-        known = (sizes > 0) & (others > 0)
-        ratios = np.log(np.where(known, others, 1.0)) - np.log(np.where(known, sizes, 1.0))
-        nearest = np.abs(ratios[:, None] - _growths(*shapes, _POWERS)[None, :]).argmin(axis=1)
-        self._powers = np.array(_POWERS, dtype=np.float64)[nearest].T
-        before, after = (self._grown(*shape) for shape in shapes)
-        grows = after > before
-        self._slope = np.where(grows, (others - sizes) / np.where(grows, after - before, 1.0), 0.0)
-        self._fixed = sizes - self._slope * before
-        #: storages that grow with the square of the length: masks and attention scores
-        self.quadratic = (self._powers[1] == 2) & (self._slope > 0)
-        # Bytes a token of a storage that stops growing. A recorded tile may be slightly less than a whole one, where
-        # the last token of a sequence has no part.
-        marked, self._tile_tokens = list(first.tiles), first.tile_tokens
-        self._tile = np.zeros_like(sizes)
-        a_token = [each / min(t.batch * t.length, t.tile_tokens) for each, t in ((sizes, first), (others, second))]
-        self._tile[marked] = np.maximum(*a_token)[marked]
-
-    def _grown(self, batch: int, length: int) -> Floats:
-        grown: Floats = float(batch) ** self._powers[0] * float(length) ** self._powers[1]
-        return grown
-
-    def at(self, batch: int, length: int) -> Floats:
-        """Bytes of each storage, never negative."""
-        grown = self._fixed + self._slope * self._grown(batch, length)
-        tiled = self._tile * min(batch * length, self._tile_tokens)
-        found: Floats = np.maximum(np.where(self._tile > 0, tiled, grown), 0.0)
-        return found
 
 
 class StepRecording:
-    """A step of few layers, recorded at two shapes: what each of its stretches holds at any batch and length.
+    """A recorded step of a model with few layers: what each of its stretches holds and computes."""
 
-    Args:
-        first, second: at two lengths, and at two batch sizes where the step is to be known at others. Recorded at one
-            length only, it is known at that length only.
-
-    Raises:
-        ValueError: they differ in more than sizes or do not tell how those grow: the step cannot be scaled.
-    """
-
-    def __init__(self, first: Tape, second: Tape) -> None:
-        if second.events != first.events or len(second.segments) != len(first.segments):
-            raise ValueError("the step does other things at another length or batch size")
-        self._growth = Growth(first, second)
-        keys = [(segment.role, segment.layer) for segment in first.segments]
+    def __init__(self, tape: Tape) -> None:
+        keys = [(segment.role, segment.layer) for segment in tape.segments]
         self.layers = 1 + max(layer for _, layer in keys)
         #: stretches that belong to no layer
         self.outside = [key for key in keys if key[1] < 0]
-        owners = np.array([keys[owner][1] for owner in first.owners], dtype=np.int64)
-        events = np.array(first.events, dtype=np.int64).reshape(-1, 3)
+        self._sizes = np.array(tape.sizes, dtype=np.float64)
+        owners = np.array([keys[owner][1] for owner in tape.owners], dtype=np.int64)
+        events = np.array(tape.events, dtype=np.int64).reshape(-1, 3)
         self._stretches = {}
         for index, key in enumerate(keys):
             storages, signs = events[events[:, 0] == index, 1:].T
@@ -185,56 +101,43 @@ class StepRecording:
         self._makers = {key: np.unique(owned) for key, (_, _, owned) in self._stretches.items()}
         self._places = [layer for _, layer in keys]
         names = ("flops", "written", "launches", "products", "unpacked")
-        rows = [[[getattr(each, name) for each in tape.segments] for name in names] for tape in (first, second)]
-        self._work = np.array(rows, dtype=np.float64)  # by tape, kind of work and stretch
-        self._shapes = [(tape.length, tape.batch * tape.length) for tape in (first, second)]
-        self._sizes: dict[tuple[int, int], Floats] = {}
+        self._work = np.array([[getattr(each, name) for each in tape.segments] for name in names], dtype=np.float64)
         self._levels: dict[tuple[object, ...], Floats] = {}
 
-    def of_layers(self, role: str, shape: tuple[int, int], accumulating: bool) -> Floats:
-        """What `level` gives for each recorded layer in that direction: (layers, 4)."""
-        asked = role, shape, accumulating
+    @property
+    def trained_layers(self) -> int:
+        """Recorded layers that have a backward pass."""
+        return sum(role == "backward" for role, _ in self._stretches)
+
+    def of_layers(self, role: str, accumulating: bool) -> Floats:
+        """`level` of each recorded layer in that direction: (layers, 3)."""
+        asked = role, accumulating
         if asked not in self._levels:
             ones = np.ones(self.layers + 1)
-            rows = [self.level((role, layer), shape, accumulating, ones) for layer in range(self.layers)]
-            self._levels[asked] = np.array(rows)
+            self._levels[asked] = np.array([self.level((role, i), accumulating, ones) for i in range(self.layers)])
         return self._levels[asked]
 
-    def level(self, key: tuple[str, int], shape: tuple[int, int], accumulating: bool, times: Floats) -> Floats:
-        """Of a stretch, in bytes: the change, the highest level in it, its gradients, and of the change what grows
-        with the square of the length.
+    def level(self, key: tuple[str, int], accumulating: bool, times: Floats) -> Floats:
+        """The change, the highest level and the gradients of a stretch, in bytes.
 
-        ``times`` says for each recorded layer, and behind them for what belongs to none, how often what it made counts:
-        what a layer made and a stretch outside the layers ends (a cache of casts) ends there for every real layer.
+        ``times`` is how often what each recorded layer made counts, and last what belongs to no layer: a cache of casts
+        that layers fill and a stretch outside them frees is freed once for every layer of the real model.
         """
         if key not in self._stretches:  # a layer of which nothing needs a gradient
-            return np.zeros(4)
-        asked = key, shape, accumulating, times[self._makers[key]].tobytes()
-        if asked in self._levels:
-            return self._levels[asked]
-        storages, signs, owners = self._stretches[key]
-        if shape not in self._sizes:
-            self._sizes[shape] = self._growth.at(*shape)
-        sizes = self._sizes[shape][storages] * times[owners]
-        changes, landed = sizes * signs, np.where(signs == 0, sizes, 0.0)
-        highest = np.cumsum(changes - landed if accumulating else changes).max(initial=0.0)
-        quadratic = changes[self._growth.quadratic[storages]].sum()
-        found = self._levels[asked] = np.array([changes.sum(), highest, landed.sum(), quadratic])
+            return np.zeros(3)
+        asked = key, accumulating, times[self._makers[key]].tobytes()
+        if asked not in self._levels:
+            storages, signs, owners = self._stretches[key]
+            sizes = self._sizes[storages] * times[owners]
+            changes, landed = sizes * signs, np.where(signs == 0, sizes, 0.0)
+            highest = np.cumsum(changes - landed if accumulating else changes).max(initial=0.0)
+            self._levels[asked] = np.array([changes.sum(), highest, landed.sum()])
+        return self._levels[asked]
+
+    def work(self, times: Floats) -> Floats:
+        """What the step computes with its layers, and what belongs to none, as often as ``times``; see `Step.work`."""
+        found: Floats = self._work @ times[self._places]
         return found
-
-    def work(self, shape: tuple[int, int], times: Floats) -> Floats:
-        """What the step computes, its layers and what belongs to none as often as ``times`` says; see `Step.work`.
-
-        Operations grow with tokens and with their product with the length, bytes written with tokens.
-        """
-        (flops, written, *counts), (more_flops, more_written, *_) = self._work @ times[self._places]
-        (short, tokens), (long, more) = self._shapes
-        square = (more_flops / more - flops / tokens) / (long - short) if long > short else 0.0
-        slope = flops / tokens - square * short
-        a_token = (more_written - written) / (more - tokens) if more > tokens else written / tokens
-        asked = shape[0] * shape[1]
-        flops, written = asked * (slope + square * shape[1]), written + a_token * (asked - tokens)
-        return np.array([max(0.0, flops), max(0.0, written), *counts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +148,6 @@ class Peak:
     role: str  # the stretch in which it is reached
     layer: int  # of the real model, from 0; -1: none
     kept: float  # activations kept for backward when that stretch begins
-    quadratic: float  # of those, what grows with the square of the length
     gradients: float  # gradients of parameters that exist when that stretch begins
     by_role: dict[str, float]  # the highest level in each kind of stretch
     all_gradients: float  # bytes of the gradients when the step is done
@@ -253,9 +155,9 @@ class Peak:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the real model as a function of batch size and sequence length.
+    """A step of the real model at one batch size and length.
 
-    Its layers are runs, each from a recording of one way to recompute. What belongs to no layer is that of the first.
+    Its layers are runs, each from a recording of one recomputation. What belongs to no layer comes from the first.
     """
 
     #: of each run its recording, and for each of its real layers the stand-in among the recorded ones
@@ -285,32 +187,28 @@ class Step:
             found.append(np.array([*counts, run == 0], dtype=np.float64))
         return found
 
-    def peak(self, batch: int, length: int, *, accumulating: bool = False) -> Peak:
-        """The peak of one step.
-
-        Where it is ``accumulating``, gradients of earlier micro-batches are there already: one that is added to them
-        goes when it lands.
+    def peak(self, *, accumulating: bool = False) -> Peak:
+        """The peak of the step; ``accumulating``: the gradients of earlier micro-batches are held, and new ones are
+        added to them.
         """
-        asked = (batch, length), accumulating
         first = self.runs[0][0]
-        outside = {key: first.level(key, *asked, self._times[0]) for key in first.outside}
+        outside = {key: first.level(key, accumulating, self._times[0]) for key in first.outside}
         # a card with layers only holds copies of what the embeddings and masks leave behind
         start = max(0.0, outside["start", -1][0]) if self.layers_only else 0.0
         for run, (recording, _) in enumerate(self.runs[1:], 1):
             for key in recording.outside:
                 if key in outside:  # what layers of this run made and it ends
-                    outside[key] = outside[key] + recording.level(key, *asked, self._times[run]) * (1, 0, 1, 1)
+                    outside[key] = outside[key] + recording.level(key, accumulating, self._times[run]) * (1, 0, 1)
         blocks: list[tuple[str, Floats]] = []
         for role in ("start", "forward", "head", "loss", "backward", "end"):
             if role in _OF_LAYERS:
-                rows = [recording.of_layers(role, *asked)[list(layer_of)] for recording, layer_of in self.runs]
+                rows = [recording.of_layers(role, accumulating)[list(layer_of)] for recording, layer_of in self.runs]
                 blocks.append((role, np.concatenate(rows)))
             elif (role, -1) in outside and not self.layers_only:
                 blocks.append((role, outside[role, -1][None]))
         blocks = [(role, rows[::-1] if role == "backward" else rows) for role, rows in blocks]
-        change, highest, landed, quadratic = np.concatenate([rows for _, rows in blocks]).T
+        change, highest, landed = np.concatenate([rows for _, rows in blocks]).T
         kept = start + np.cumsum(change - landed) - (change - landed)
-        squares = np.cumsum(quadratic) - quadratic
         all_gradients = float(landed.sum())
         gradients = np.full_like(landed, all_gradients) if accumulating else np.cumsum(landed) - landed
         levels = kept + gradients + highest
@@ -328,13 +226,12 @@ class Step:
             role=found[0],
             layer=layer,
             kept=float(kept[at]),
-            quadratic=float(squares[at]),
             gradients=float(gradients[at]),
             by_role=by_role,
             all_gradients=all_gradients,
         )
 
-    def work(self, batch: int, length: int) -> tuple[float, ...]:
+    def work(self) -> tuple[float, ...]:
         """What one step computes, over all layers, recomputation included.
 
         Returns:
@@ -344,7 +241,7 @@ class Step:
         rows = []
         for (recording, _), times in zip(self.runs, self._times, strict=True):
             counted = np.append(times[:-1], 0.0) if self.layers_only else times
-            rows.append(recording.work((batch, length), counted))
+            rows.append(recording.work(counted))
         return tuple(map(float, sum(rows)))
 
 
@@ -593,7 +490,7 @@ _MOMENTS |= {"end": "backward of the embeddings"}
 def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     """What one case takes of a card."""
     weights, step = variant.weights, variant.trace(case)
-    peak = step.peak(*case.shape, accumulating=case.accumulation > 1)
+    peak = step.peak(accumulating=case.accumulation > 1)
     state = 0 if variant.optimizer.paged else variant.optimizer.kept(weights.trained)
     parts = {name: float(nbytes) for name, nbytes in weights.parts.items()} | {"optimizer state": float(state)}
     if case.cards > 1:
@@ -603,15 +500,14 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     moments["optimizer step"] = held + peak.all_gradients + variant.optimizer.taken(weights.trained)
     moments["loading"] = weights.parts["weights"] + weights.parts["quantisation constants"] + weights.largest
     highest = max(moments, key=lambda name: moments[name])
-    kept = quadratic = gradients = 0.0
+    kept = gradients = 0.0
     if highest == "optimizer step":
         gradients = peak.all_gradients
     elif highest != "loading":
-        kept, quadratic, gradients = peak.kept, peak.quadratic, peak.gradients
+        kept, gradients = peak.kept, peak.gradients
     at_peak = {
         "gradients": gradients,
-        "activations kept": kept - quadratic,
-        "attention masks kept": quadratic,
+        "activations kept": kept,
         "working memory": moments[highest] - held - kept - gradients,
     }
     slack = SLACK_SHARE * sum(at_peak.values()) + SLACK_FLOOR
@@ -639,7 +535,7 @@ def _seconds(case: Case, step: Step, weights: float, card: CardMemory) -> dict[s
 
     Frozen weights are read once in each direction and once more where a layer is recomputed whole.
     """
-    flops, written, launches, products, unpacked = step.work(*case.shape)
+    flops, written, launches, products, unpacked = step.work()
     rates = card.rates
     again = case.recompute[0] / step.layers if case.recompute else case.checkpointing
     moved = MOVED_PER_WRITTEN * written + (2 + again) * weights

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.estimate import (
     GIB,
-    LENGTH_STEP,
     NEAR,
     CardMemory,
     Case,
@@ -34,7 +33,6 @@ from hf_rocm_tune.plan.estimate import (
     longest,
     micro_batches,
     optimizer,
-    told_apart,
 )
 from hf_rocm_tune.plan.request import (
     PUBLIC_MODELS,
@@ -50,10 +48,9 @@ if TYPE_CHECKING:
 
 #: Longer sequences are not considered when the configuration sets no limit.
 LONGEST = 131072
-#: Allocations and releases of a step. Few layers of Llama have 1,600, of Gemma 3 2,800, of Qwen3-Next 8,500, of
-#: Gemma 3n 14,000.
+#: Allocations and releases of a step, above which only the wanted length is planned. Few layers of Llama have 1,600,
+#: of Gemma 3 2,800, of Qwen3-Next 8,500, of Gemma 3n 14,000.
 _MANY_EVENTS = 5_000
-_MOST_EVENTS = 10_000
 #: What is recorded first, to see whether and how this model can be recorded.
 _PROBE = Case(micro_batch=2, length=2, checkpointing=False)
 
@@ -63,15 +60,13 @@ _PROBE = Case(micro_batch=2, length=2, checkpointing=False)
 
 @dataclass
 class Recordings:
-    """Gives the step of a case, recorded when a case first asks for it."""
+    """The recorded steps of one method. A case is recorded at its own batch and length when it is first asked for."""
 
     config: Any  # the model's configuration
     request: PlanRequest  # what the planner is asked
     method: str  # one of its methods
-    lengths: tuple[int, ...]  # the lengths that are asked for often, ascending
-    # by content of the rows, way to recompute, and batch and length, or the lengths between which they scale
-    _tapes: dict[tuple[str, str, int, int], Tape] = field(default_factory=dict)
-    _scales: dict[tuple[str, str, int, int], StepRecording | None] = field(default_factory=dict)
+    # by content of the rows, recomputation, and batch and length of the tensors
+    _recorded: dict[tuple[str, str, int, int], StepRecording] = field(default_factory=dict)
     _events: int = 0  # allocations and releases of the first recorded step
 
     @cached_property
@@ -87,7 +82,7 @@ class Recordings:
             tried = found.keep
             try:
                 # A first step may do what later ones do not: cast biases for good, fill caches. So it is not kept.
-                self._events = len(self._record(found, _PROBE, 2, self.lengths[0]).events)
+                self._events = len(self._record(found, _PROBE, 2, self.request.length).events)
                 return found
             except TooManyOperations:
                 raise
@@ -119,24 +114,10 @@ class Recordings:
             trace=lambda case: self(case).part(start, stop),
         )
 
-    @cached_property
-    def fixed_length(self) -> bool:
-        """Whether the step is known at each length for itself only.
-
-        It does other things at each, as loops over pieces of the sequence do, or to record it twice takes too long.
-        """
-        assert self.sample, "recorded once"
-        if self._events > _MOST_EVENTS:
-            return True
-        length = self.request.length
-        near = (3 * length // 4, length)
-        wide = [self._widest(_PROBE), (self.lengths[0], length), (length, self.lengths[-1])]
-        pairs = [near] if self.takes_long else [*wide, near]
-        return not any(self._scaled(_PROBE, low, high) for low, high in pairs if low < high)
-
     @property
     def takes_long(self) -> bool:
-        """Whether a step has so many operations that to record it takes a second rather than a tenth."""
+        """Whether to record a step takes a second rather than a tenth, so that only the wanted length is planned."""
+        assert self.sample, "recorded once"
         return self._events > _MANY_EVENTS
 
     @cached_property
@@ -151,23 +132,19 @@ class Recordings:
         layers = list(self.sample.layers)
         if not self.can_checkpoint or layers_of(self.sample.base) != layers:
             return ()
-        plain = self._tape(_PROBE, 2, self.lengths[0])
-        if len({each.layer for each in plain.segments if each.role == "backward"}) < len(layers):
+        case = replace(_PROBE, length=self.request.length)
+        if self._recording(case).trained_layers < len(layers):
             return ()
         with suppress(UsageError):  # of results that are changed in place, which cannot be kept
-            case = replace(_PROBE, checkpointing=True, recompute=(0, len(self.sample.layer_of)))
-            self._tape(case, 2, self.lengths[0])
+            self._recording(replace(case, checkpointing=True, recompute=(0, len(self.sample.layer_of))))
             return "whole", "selective"
         return ("whole",)
 
-    def __call__(self, case: Case, *, exact: bool = False) -> Step:
-        """The step of a case, scaled to its batch and length where that can be; else recorded at its own length.
-
-        With ``exact`` it is always recorded at its own length.
-        """
+    def __call__(self, case: Case) -> Step:
+        """The step of a case."""
         layer_of = self.sample.layer_of
         if case.recompute is None:
-            return Step(((self._recording(case, exact), layer_of),))
+            return Step(((self._recording(case), layer_of),))
         whole, some = case.recompute[0], sum(case.recompute)
         plain = replace(case, recompute=None)
         runs = (
@@ -175,66 +152,21 @@ class Recordings:
             (replace(case, recompute=(0, len(layer_of))), layer_of[whole:some]),
             (replace(plain, checkpointing=False), layer_of[some:]),
         )
-        return Step(tuple((self._recording(each, exact), layers) for each, layers in runs if layers))
+        return Step(tuple((self._recording(each), layers) for each, layers in runs if layers))
 
-    def _recording(self, case: Case, exact: bool) -> StepRecording:
-        for low, high in () if exact or self.fixed_length else self._around(case):
-            if found := self._scaled(case, low, high):
-                return found
-        found = self._scaled(case, case.shape[1], case.shape[1])
-        assert found is not None, "at one length a step is the same for every batch size"
-        return found
-
-    def _around(self, case: Case) -> Iterator[tuple[int, int]]:
-        """Pairs of lengths between which that of a case is, those first that ask for no recording.
-
-        Attention may change its ways between two lengths, at a window's width for example, but not twice.
-        """
-        length, kind = case.shape[1], (case.content, _way(case))
-        known = [key[2:] for key, found in self._scales.items() if key[:2] == kind and found and key[2] < key[3]]
-        widest = self._widest(case)
-        yield from ((low, high) for low, high in (*known, widest) if low <= length <= high)
-        usual = {*widest, *self.lengths, *(key[3] for key in self._tapes if key[:2] == kind)}
-        if above := [each for each in usual if each > length]:
-            yield length, min(above)
-        if below := [each for each in usual if each < length]:
-            yield max(below), length
-
-    def _widest(self, case: Case) -> tuple[int, int]:
-        """Shortest and longest rows that are asked for often."""
-        low, high = self.lengths[0], self.lengths[-1] * (self.request.each if case.packing else 1)
-        return (low, high) if low < high else (max(2, low // 2), high)
-
-    def _scaled(self, case: Case, low: int, high: int) -> StepRecording | None:
-        """The step between two lengths, or None where it does other things at each."""
-        key = (case.content, _way(case), low, high)
-        if key not in self._scales:
-            self._scales[key] = None
-            pairs = [(2, 3), (2, 4), (2, 6)] if case.content == "padded" else [(1, 1)]
-            for few, many in pairs:  # the first that tells, with two lengths, how each storage grows
-                if told_apart((few, low), (many, high)):
-                    tapes = self._tape(case, few, low), self._tape(case, many, high)
-                    with suppress(ValueError):
-                        self._scales[key] = StepRecording(*tapes)
-                    break
-        return self._scales[key]
-
-    def _tape(self, case: Case, batch: int, length: int) -> Tape:
-        key = (case.content, _way(case), batch, length)
-        if key not in self._tapes:
-            self._tapes[key] = self._record(self.sample, case, batch, length)
-        return self._tapes[key]
+    def _recording(self, case: Case) -> StepRecording:
+        """Of a case that recomputes all layers alike."""
+        how = "selective" if case.recompute else "whole" if case.checkpointing else "none"
+        key = (case.content, how, *case.shape)
+        if key not in self._recorded:
+            self._recorded[key] = StepRecording(self._record(self.sample, case, *case.shape))
+        return self._recorded[key]
 
     def _record(self, sample: Sample, case: Case, batch: int, length: int) -> Tape:
         from hf_rocm_tune.plan import recorder
 
         platform, autocast = self.request.platform, self.request.autocast
         return recorder.record(sample, case, batch, length, platform=platform, autocast=autocast)
-
-
-def _way(case: Case) -> str:
-    """Of a case that recomputes all layers alike."""
-    return "selective" if case.recompute else "whole" if case.checkpointing else "none"
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------
@@ -265,11 +197,6 @@ class Plan:
     def layers(self) -> int:
         """Of the model."""
         return len(self.sample.layer_of)
-
-    @property
-    def scales(self) -> bool:
-        """Whether the step is known at other lengths than the wanted one."""
-        return not any(each.fixed_length for each in self.recordings.values())
 
     @property
     def variants(self) -> dict[str, Variant]:
@@ -309,23 +236,17 @@ class Plan:
 
         Whether one does is what ``fits`` says of a case and its recorded step; by default, whether it fits the card.
 
-        The last step is recorded at that very length, because attention may change its ways on the road to it. None:
-        none fits, or it is not known, because each length would have to be recorded or one takes too long to.
+        None: none fits, or it is not known because a step takes too long to record.
         """
         recordings = self.recordings[method]
         short = replace(_case(self.request, 1, 2), checkpointing=recordings.can_checkpoint)
 
-        def on_card(case: Case, trace: Callable[[Case], Step]) -> bool:
-            return estimate(replace(recordings.variant, trace=trace), case, self.card).fits
-
-        def at(length: int, exact: bool = False) -> bool:
-            return (fits or on_card)(replace(short, length=length), partial(recordings, exact=exact))
+        def at(length: int) -> bool:
+            case = replace(short, length=length)
+            return fits(case, recordings) if fits else estimate(recordings.variant, case, self.card).fits
 
         with suppress(TooManyOperations):
-            found = longest(at, limit=self.limit or LONGEST) if self.scales else None
-            while found and not at(found, exact=True):
-                found = longest(at, limit=found - LENGTH_STEP) if found > LENGTH_STEP else None
-            return found
+            return None if recordings.takes_long else longest(at, limit=self.limit or LONGEST)
         return None
 
 
@@ -361,21 +282,16 @@ def plan_for(
         notes.append(f"the model was made for {limit} tokens; {request.length} are more")
     lengths: tuple[int, ...] = (request.length,)
     if grid:  # half, once and twice the wanted length, as far as the model goes
-        wanted = {max(2, request.length // 2), request.length, 2 * request.length}
-        lengths = tuple(sorted(each for each in wanted if each <= max(limit or LONGEST, request.length)))
+        around = {max(2, request.length // 2), request.length, 2 * request.length}
+        lengths = tuple(sorted(each for each in around if each <= max(limit or LONGEST, request.length)))
 
     planned: dict[str, tuple[Recordings, list[Estimate]]] = {}
     refused: dict[str, UsageError] = {}
     for method in request.methods:
-        if slow := next((name for name, (each, _) in planned.items() if each.takes_long and each.fixed_length), None):
-            refused[method] = UsageError(
-                f"not planned beside {slow}, because it takes long to record a step of this model; --method {method} "
-                "plans it"
-            )
-            continue
         try:
-            recordings = Recordings(config, request, method, lengths)
-            planned[method] = recordings, grid_of(recordings, card, request, lengths)
+            recordings = Recordings(config, request, method)
+            wanted = (request.length,) if recordings.takes_long else lengths
+            planned[method] = recordings, grid_of(recordings, card, request, wanted)
         except TooManyOperations as error:
             refused[method] = error
             break
@@ -395,12 +311,9 @@ def plan_for(
         notes=(),
     )
     notes += [f"{name}: {why}" for name, why in refused.items()]
-    if not plan.scales:
-        notes.append("its step does other things at each length, or is long: only the wanted length was planned")
     notes += dict.fromkeys(note for each in plan.recordings.values() for note in each.sample.notes)
     cases = (each for _, found in planned.values() for each in found)
-    kept = tuple(each for each in cases if plan.scales or each.case.length == request.length)
-    return replace(plan, grid=kept, notes=tuple(notes))
+    return replace(plan, grid=tuple(cases), notes=tuple(notes))
 
 
 def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[str]]:
@@ -438,16 +351,28 @@ def _case(request: PlanRequest, size: int, length: int) -> Case:
 
 
 def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, lengths: tuple[int, ...]) -> list[Estimate]:
-    """Every length and micro-batch with and without checkpointing, and where only the former fits with as little as
-    needs be."""
+    """Every length and micro-batch with and without checkpointing; where only checkpointing fits, the best mix too.
+
+    Mixes are looked for at the wanted length. A longer one whose step takes too long to record is left out.
+    """
+    grid = []
+    for length in lengths:
+        try:
+            grid += _of_length(recordings, card, request, length)
+        except TooManyOperations:
+            if length <= request.length:
+                raise
+    return grid
+
+
+def _of_length(recordings: Recordings, card: CardMemory, request: PlanRequest, length: int) -> list[Estimate]:
     variant, layers = recordings.variant, len(recordings.sample.layer_of)
-    lengths = (request.length,) if recordings.fixed_length else lengths
     sizes = (request.micro_batch,) if request.micro_batch else micro_batches(request.each)
     ways = [way for way in (False, True) if request.checkpointing in (None, way) and way <= recordings.can_checkpoint]
     if not ways:
         raise UsageError("this architecture does not support checkpointing: leave it off")
     grid = []
-    for case in (_case(request, size, length) for length in lengths for size in sizes):
+    for case in (_case(request, size, length) for size in sizes):
         if request.recompute is not None:
             from hf_rocm_tune.models.recompute import check
 
@@ -456,7 +381,8 @@ def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, leng
             continue
         found = [estimate(variant, replace(case, checkpointing=way), card) for way in ways]
         grid += found
-        if request.mixes and [each.fits for each in found] == [False, True] and recordings.ways:
+        mixes = request.mixes and length == request.length and [each.fits for each in found] == [False, True]
+        if mixes and recordings.ways:
             grid += _mixes(variant, case, card, layers, selective="selective" in recordings.ways)
     return grid
 

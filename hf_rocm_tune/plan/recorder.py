@@ -61,7 +61,7 @@ def record(
     name = type(sample.base).__name__
     parameters = list(sample.model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    tape = Tape(batch=batch, length=length, tile_tokens=TILE_TOKENS)
+    tape = Tape()
     recorder = Recorder(tape, [*parameters, *sample.model.buffers()], _workspaces(platform), sample.kernels)
     mode = DeviceMode(platform=platform, autocast=autocast, content_is_plain=case.content == "plain")
     _set_checkpointing(sample.base, mode if case.checkpointing else None, selective=case.recompute is not None)
@@ -70,7 +70,7 @@ def record(
         with warnings.catch_warnings(), torch.enable_grad(), autocast_flags(platform, autocast), recorder:
             warnings.simplefilter("ignore")
             with mode:
-                loss = _forward(sample, (batch, length), case.packing, recorder, cpu=platform == "cpu")
+                loss = _forward(sample, (batch, length), case.packing, cpu=platform == "cpu")
             mode.forget_casts()
             recorder.segment("loss")
             loss.backward()
@@ -92,7 +92,7 @@ def record(
             parameter.grad = None
 
 
-def _forward(sample: Sample, shape: tuple[int, int], packed: bool, recorder: Recorder, *, cpu: bool) -> Tensor:
+def _forward(sample: Sample, shape: tuple[int, int], packed: bool, *, cpu: bool) -> Tensor:
     ids, labels, second = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3))
     extra: dict[str, Any] = {"position_ids" if packed else "attention_mask": second}
     config = sample.config
@@ -100,7 +100,7 @@ def _forward(sample: Sample, shape: tuple[int, int], packed: bool, recorder: Rec
     if balanced:
         extra["output_router_logits"] = True
     outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra)
-    loss = _loss_of(outputs.last_hidden_state, labels, sample.base.get_output_embeddings(), recorder, cpu=cpu)
+    loss = _loss_of(outputs.last_hidden_state, labels, sample.base.get_output_embeddings(), cpu=cpu)
     if balanced and outputs.router_logits:  # the auxiliary loss of experts, by the function that TRL calls
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -215,10 +215,6 @@ class Recorder(TorchDispatchMode):
     def segment(self, role: str, layer: int = -1) -> None:
         """Begins a stretch with the next operation: what goes before that still belongs to the stretch before."""
         self._next = Segment(role=role, layer=layer)
-
-    def mark_tile(self, tensor: Tensor) -> None:
-        """Says that this tensor's size stops growing at a number of tokens."""
-        self._tape.tiles.add(self._index[id(tensor.untyped_storage())])
 
     def landed(self, gradient: Tensor) -> None:
         """Says that this tensor has become a parameter's gradient; where it is added to an earlier one, it goes now."""
@@ -599,13 +595,13 @@ class FusedHead(torch.autograd.Function):
     """Per-token log-probabilities; allocates as TRL's ``ChunkedLogProbFunction`` does."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, recorder: Recorder, cpu: bool) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, cpu: bool) -> Tensor:
         """``hidden`` (N, H), ``weight`` (V, H), ``bias`` (V) or None; returns (N,) in float32."""
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.recorder, ctx.cpu = recorder, cpu
+        ctx.cpu = cpu
         tokens = hidden.shape[0]
         statistics = [hidden.new_empty(tokens, dtype=torch.float32) for _ in range(_STATISTICS)]
-        _project(hidden, weight, recorder, cpu, _FORWARD_TILES)
+        _project(hidden, weight, cpu, _FORWARD_TILES)
         result = hidden.new_empty(tokens, dtype=torch.float32)
         ctx.kept = [hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2)]  # log of the sum, entropy
         del statistics
@@ -620,31 +616,28 @@ class FusedHead(torch.autograd.Function):
             torch.empty_like(tensor, dtype=torch.float32) if need else None
             for tensor, need in zip((hidden, weight, bias), wanted, strict=True)
         ]
-        _project(hidden, weight, ctx.recorder, ctx.cpu, _BACKWARD_TILES)
+        _project(hidden, weight, ctx.cpu, _BACKWARD_TILES)
         cast = [
             None if total is None else total.to(tensor.dtype)
             for total, tensor in zip(sums, (hidden, weight, bias), strict=True)
         ]
-        return (*cast, None, None)
+        return (*cast, None)
 
 
-def _project(hidden: Tensor, weight: Tensor, recorder: Recorder, cpu: bool, copies: int) -> None:
+def _project(hidden: Tensor, weight: Tensor, cpu: bool, copies: int) -> None:
     """The tiles of logits, one at a time."""
     rows, columns = min(hidden.shape[0], TILE_TOKENS), min(weight.shape[0], TILE_WIDTH)
     mixed = torch.is_autocast_enabled(autocast_device("cpu" if cpu else "hip"))
     dtype = torch.bfloat16 if mixed else hidden.dtype
-    tile = hidden.new_empty((rows, TILE_WIDTH), dtype=dtype)
-    recorder.mark_tile(tile)
+    tiles = [hidden.new_empty((rows, TILE_WIDTH), dtype=dtype)]
     casts = [piece.to(dtype) for piece in (hidden[:rows], weight[:columns])]
     if cpu:
-        floats = [hidden.new_empty((rows, columns), dtype=torch.float32) for _ in range(copies)]
-        floats.append(hidden.new_empty((rows, columns), dtype=torch.bool))
-        for each in floats:
-            recorder.mark_tile(each)
-    del casts
+        tiles += [hidden.new_empty((rows, columns), dtype=torch.float32) for _ in range(copies)]
+        tiles.append(hidden.new_empty((rows, columns), dtype=torch.bool))
+    del casts, tiles
 
 
-def _loss_of(hidden: Tensor, labels: Tensor, head: nn.Module, recorder: Recorder, *, cpu: bool) -> Tensor:
+def _loss_of(hidden: Tensor, labels: Tensor, head: nn.Module, *, cpu: bool) -> Tensor:
     """The loss of a batch from the last hidden states (B, S, H) and int64 labels (B, S), as TRL's fused forward has it.
 
     Without Triton every position is projected, with it only those that have a label: here all have.
@@ -653,7 +646,7 @@ def _loss_of(hidden: Tensor, labels: Tensor, head: nn.Module, recorder: Recorder
     mask = targets != IGNORED
     # not `states[mask]`: how many are selected is not known on the meta device
     flat = states.reshape(-1, states.shape[-1]) if cpu else _Selected.apply(states)
-    per_token = FusedHead.apply(flat, head.weight, getattr(head, "bias", None), recorder, cpu)
+    per_token = FusedHead.apply(flat, head.weight, getattr(head, "bias", None), cpu)
     log_probs = per_token.view(mask.shape) * mask
     return -log_probs.sum()
 

@@ -178,7 +178,7 @@ def _layered(plan: Plan) -> list[CardsWay]:
         step, totals = trace(case), []
         for at in parts:
             part = replace(plan.recordings[method].part(*at), trace=partial(_part_of, step, *at))
-            others = (flights - 1) * step.part(*at).peak(*case.shape, accumulating=True).kept
+            others = (flights - 1) * step.part(*at).peak(accumulating=True).kept
             totals.append(estimate(part, case, plan.card).total + others)
         return max(totals)
 

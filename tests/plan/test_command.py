@@ -284,17 +284,6 @@ def test_what_does_not_fit_is_told_with_the_nearest(small: Path, run: Any) -> No
     assert "--dtype bfloat16" in err
 
 
-def test_a_method_that_was_left_out_for_time_is_advised(small: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_rocm_tune.plan.fit._MANY_EVENTS", 10)
-    monkeypatch.setattr("hf_rocm_tune.plan.fit._MOST_EVENTS", 10)
-    code, out, err = run("--model", str(small), "--vram", "2", "--seq", "512", "--json")
-    found = json.loads(out)
-    assert code == 5
-    assert "Try --method qlora" in err
-    assert {(row["method"], row["length"]) for row in found["grid"]} == {("lora", 512)}
-    assert found["longest"] == {"lora": None}
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
-from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +209,7 @@ def test_where_longer_sequences_take_too_long_to_record_the_longest_is_unknown()
     found = plan_for(
         PlanRequest(methods=("lora",), length=16, effective_batch=1, dropout=0.0), card=CARD, config=config_of(LOOPS)
     )
-    assert found.choice is not None and found.scales
+    assert found.choice is not None
     assert found.longest("lora") is None
     assert "with checkpointing: lora none known" in as_text(found, "")
 
@@ -242,26 +240,6 @@ def test_more_tokens_than_the_model_was_made_for_are_planned_only_if_asked_for()
     found = plan_for(asked, card=CARD, config=config)
     assert found.request.length == 512
     assert any("made for 256 tokens; 512 are more" in note for note in found.notes)
-
-
-def test_a_window_between_the_lengths_costs_few_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On either side of the window the step is the same for all lengths; only at the window it is not."""
-    from hf_rocm_tune.plan import recorder
-
-    lengths: list[int] = []
-    record = recorder.record
-    monkeypatch.setattr(
-        recorder, "record", lambda *given, **more: (lengths.append(given[3]), record(*given, **more))[1]
-    )
-    fields = {**SMALL, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "sliding_window": 600}
-    found = plan_for(PlanRequest(methods=("lora",), length=512, effective_batch=1), card=CARD, config=config_of(fields))
-    assert found.longest("lora") is not None
-    assert found.scales
-    assert len(lengths) <= 16
-    for each in found.grid:
-        exact = partial(found.recordings["lora"], exact=True)
-        exact = estimate(replace(found.variants["lora"], trace=exact), each.case, CARD)
-        assert each.allocated == pytest.approx(exact.allocated, rel=0.002)
 
 
 # ---- a question from a training job -----------------------------------------------------------------------------
@@ -348,48 +326,6 @@ def test_a_card_that_cannot_be_is_refused(wrong: dict[str, Any], nothing_there: 
         card_memory(machine=nothing_there, **wrong)
 
 
-# ---- cases scaled from recordings of others --------------------------------------------------------------------------
-
-LENGTHS = (128, 256, 512)
-
-
-def _recordings(window: int | None, method: str = "lora") -> Recordings:
-    fields = {
-        "model_type": "mistral",
-        "architectures": ["MistralForCausalLM"],
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 640,
-        "max_position_embeddings": 4096,
-        "sliding_window": window,
-    }
-    return Recordings(config_of(fields), PlanRequest(length=LENGTHS[1]), method, LENGTHS)
-
-
-def _cases(lengths: tuple[int, ...] = LENGTHS) -> list[Case]:
-    return [
-        Case(micro_batch=batch, length=length, checkpointing=checkpointing)
-        for length, checkpointing, batch in product(lengths, (False, True), (1, 2, 4, 16))
-    ]
-
-
-LONG = [pytest.param(window, marks=pytest.mark.long) for window in (None, 64, 224, 150, 300, 448, 2000)]
-
-
-@pytest.mark.parametrize("window", [384, *LONG])
-def test_a_window_changes_no_case_but_its_own(window: int | None) -> None:
-    """Wherever a window's width lies among the lengths: what was told from a bad pair of them was half, or less."""
-    recordings = _recordings(window)
-    assert not recordings.fixed_length
-    for case in [*_cases(), *_cases((192, 200, 320))]:
-        scaled, itself = (recordings(case, exact=own).peak(*case.shape) for own in (False, True))
-        assert scaled.total == pytest.approx(itself.total, rel=0.01), case
-        assert scaled.role == itself.role, case
-
-
 # ---- several methods -------------------------------------------------------------------------------------------------
 
 SMALL_LLAMA = {**SMALL, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -418,12 +354,26 @@ def test_a_refusal_of_one_method_is_told_and_the_other_planned(monkeypatch: pyte
     assert any("not in four bits" in note for note in found.notes)
 
 
-def test_where_steps_take_long_to_record_one_method_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_steps_take_long_to_record_only_the_wanted_length_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_rocm_tune.plan.fit._MANY_EVENTS", 10)
-    monkeypatch.setattr(Recordings, "fixed_length", True)
     found = _small()
-    assert list(found.variants) == ["lora"]
-    assert any("--method qlora plans it" in note for note in found.notes)
+    assert {each.case.length for each in found.grid} == {512}
+    assert list(found.variants) == ["lora", "qlora"]
+    assert found.longest("lora") is None
+
+
+def test_a_case_is_recorded_once_and_at_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    record, seen = Recordings._record, []
+
+    def note(self: Recordings, sample: Any, case: Case, batch: int, length: int) -> Any:
+        seen.append((case.checkpointing, batch, length))
+        return record(self, sample, case, batch, length)
+
+    monkeypatch.setattr(Recordings, "_record", note)
+    found = _small(methods=("lora",), mixes=False)
+    wanted = {(each.case.checkpointing, *each.case.shape) for each in found.grid}
+    assert wanted <= set(seen)
+    assert len(seen) == len(set(seen)) + 1  # the first recording is not kept
 
 
 def test_a_step_that_is_too_long_is_not_recorded_for_a_further_method(monkeypatch: pytest.MonkeyPatch) -> None:
