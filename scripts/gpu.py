@@ -80,7 +80,7 @@ def parts() -> list[Part]:
         Part("methods", 240, (*own, "methods")),
         Part("bench step, sentinels", 60, (*steps, *json_to)),
         Part("bench step, no sentinels", 60, (*steps, "--sentinel_every", "0", *json_to)),
-        Part("bench load", 90, (*bench, "load", "--scale", scale, "--repeats", "1", "--caches", "warm", *json_to)),
+        Part("bench load", 90, (*bench, "load", "--scale", scale, "--repeats", "1", *json_to)),
         Part("doctor", 90, (*OURS, "doctor", "--json"), accepted=(0, 1, 2)),
         Part("shortage of memory", 90, shortage),
         Part("plan errors", 120, (sys.executable, "benchmarks/plan_errors.py", "--device", "cuda", *small, *json_to)),

@@ -19,7 +19,8 @@ _CHOSEN = "(default: chosen for the device)"
 def main(argv: Sequence[str], *, trainer_class: Callable[[], Callable[..., Any]]) -> int:
     wanted = _parser().parse_args(list(argv))
     wanted.command = shlex.join([*_PROGRAM.split(), *argv])
-    _check_files(wanted.json_file, wanted.plot)
+    if (path := wanted.json_file) is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise UsageError(f"--json {path}: give a file in a directory that exists")
     if wanted.bench == "transfer":
         from hf_rocm_tune.bench import transfers
 
@@ -42,21 +43,6 @@ def main(argv: Sequence[str], *, trainer_class: Callable[[], Callable[..., Any]]
 
         steps.run(wanted, trainer)
     return 0
-
-
-def _check_files(json_file: Path | None, plot: Path | None) -> None:
-    """Refuse what cannot be written, before anything is measured."""
-    for path, flag in ((json_file, "--json"), (plot, "--plot")):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise UsageError(f"{flag} {path}: give a file in a directory that exists")
-    if plot is None:
-        return
-    if plot.suffix.lower() != ".png":
-        raise UsageError(f"--plot {plot}: give a file whose name ends in .png")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"--plot needs matplotlib ({error}): `pip install matplotlib`") from error
 
 
 def byte_size(text: str, *, least: int = 0) -> int:
@@ -101,9 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     for each in (transfer, load, step, comm, sft):
         each.add_argument("--device", help="cpu, cuda or cuda:1 (default: the first accelerator, else cpu)")
         each.add_argument("--json", type=Path, dest="json_file", metavar="FILE", help="write the JSON object here too")
-        each.set_defaults(plot=None)
-    for each in (transfer, load):
-        each.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it")
 
     size = "largest copy (default: 1GiB on an accelerator, 64MiB on the CPU)"
     transfer.add_argument("--max_size", type=lambda text: byte_size(text, least=4 << 10), metavar="SIZE", help=size)
@@ -111,10 +94,8 @@ def _parser() -> argparse.ArgumentParser:
 
     scale = "share of the 8B model's parameters (default: what free memory and disk allow; 1.2 GB on the CPU)"
     load.add_argument("--scale", type=float, help=scale)
-    load.add_argument("--repeats", type=_number(1), default=3, help="loads of each side and cache state (default: 3)")
-    caches, modes = ("warm", "cold"), ("full", "sample", "off")
-    states = "states of the page cache (default: both)"
-    load.add_argument("--caches", nargs="+", choices=caches, default=caches, help=states)
+    load.add_argument("--repeats", type=_number(1), default=3, help="loads of each side (default: 3)")
+    modes = ("full", "sample", "off")
     load.add_argument("--verify", choices=modes, default="full", help="what ours verifies (default: full)")
     load.add_argument("--load_in_4bit", action="store_true", help="NF4 on both sides")
     where = "where the checkpoint is built, and removed again (default: the system's temporary directory)"

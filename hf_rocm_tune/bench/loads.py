@@ -3,25 +3,22 @@ first ``forward``.
 
 Up to the ``forward``, because on a CPU stock loading returns views of the mapped file and the reading comes later. Each
 load is a process of its own (the end of this file), so that one's peak memory is not the other's; the sides alternate.
+The files are read once before each load, so they come from the page cache.
 
-Not covered: reading from a network; several processes that load at once.
+Not covered: reading from a disk or a network; several processes that load at once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import math
-import mmap
-import os
+import resource
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,47 +73,32 @@ def run(wanted: Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-bench-", dir=directory) as folder:
         report.progress(f"building {_describe(shape)} in {directory} ({why})")
         files = write(shape, Path(folder))
-        samples, left_out = _measure(wanted, device, Path(folder), files)
+        samples = _measure(wanted, device, Path(folder), files)
     rows = _rows(samples, shape)
-    if wanted.plot is not None:
-        report.plot_loads(wanted, machine, rows)
     about = {**asdict(shape), "parameters": shape.parameters, "bytes": shape.nbytes, "shards": SHARDS}
     notes = [f"checkpoint: {_describe(shape)}, {why}", *_notes(wanted, samples)]
     settings = {"device": str(device), "scale": scale, "shape": about}
-    report.publish(wanted, machine, settings, rows, _table(rows), notes, left_out)
+    report.publish(wanted, machine, settings, rows, _table(rows), notes)
 
 
-Samples = dict[tuple[str, str], list[Figures]]
+Samples = dict[str, list[Figures]]
+"""What the children measured, by side."""
 
 
-def _measure(
-    wanted: Namespace, device: torch.device, folder: Path, files: list[Path]
-) -> tuple[Samples, list[dict[str, str]]]:
-    """What the children say, by cache state and side; and the states that cannot be had here."""
+def _measure(wanted: Namespace, device: torch.device, folder: Path, files: list[Path]) -> Samples:
     request = {
         "model": str(folder),
         "device": str(device),
         "verify": wanted.verify,
         "load_in_4bit": wanted.load_in_4bit,
     }
-    samples: Samples = {}
-    left_out = []
-    for cache in wanted.caches:
-        reason = drop(files) if cache == "cold" else None
-        if reason is not None:
-            left_out.append({"what": "cold page cache", "reason": reason})
-            continue
-        samples.update({(cache, side): [] for side in SIDES})
-        for repeat in range(wanted.repeats):
-            for side in SIDES if repeat % 2 == 0 else SIDES[::-1]:
-                if cache == "cold":
-                    drop(files)
-                else:
-                    warm(files)
-                cached = cached_share(files)
-                report.progress(f"{cache} cache, {side}, {repeat + 1} of {wanted.repeats}")
-                samples[cache, side].append({**_load({**request, "side": side}), "cached_share_before": cached})
-    return samples, left_out
+    samples: Samples = {side: [] for side in SIDES}
+    for repeat in range(wanted.repeats):
+        for side in SIDES if repeat % 2 == 0 else SIDES[::-1]:
+            warm(files)
+            report.progress(f"{side}, {repeat + 1} of {wanted.repeats}")
+            samples[side].append(_load({**request, "side": side}))
+    return samples
 
 
 def _load(request: Mapping[str, Any]) -> Figures:
@@ -167,37 +149,25 @@ def _check_room(shape: Shape, directory: Path) -> None:
 
 
 def _rows(samples: Samples, shape: Shape) -> list[Figures]:
+    stock = [one["seconds_to_forward"] for one in samples["stock"]]
     rows = []
-    for (cache, side), taken in samples.items():
+    for side, taken in samples.items():
         seconds = [one["seconds_to_forward"] for one in taken]
-        stock = [one["seconds_to_forward"] for one in samples[cache, "stock"]]
         rows.append(
             {
-                "cache": cache,
                 "side": side,
                 "bytes": shape.nbytes,
                 "seconds_load": Spread.of([one["seconds_load"] for one in taken]),
                 "seconds_to_forward": Spread.of(seconds),
                 "gb_per_s": Spread.of([gb_per_s(shape.nbytes, one) for one in seconds]),
                 "seconds_to_stock": ratios(seconds, stock),
-                "host_peak_anonymous": _added(taken, "anonymous"),
-                "host_peak_resident": _added(taken, "resident"),
+                "host_added": max(one["host_added"] for one in taken),
                 "device_peak": max((one["device_peak"] for one in taken if one["device_peak"]), default=None),
                 "verified_share": taken[0]["verified_share"],
-                "cached_share_before": [one["cached_share_before"] for one in taken],
                 "logits": sorted({one["logits"] for one in taken}),
             }
         )
     return rows
-
-
-def _added(taken: list[Figures], name: str) -> dict[str, int] | None:
-    """The largest peak of one kind of host memory in bytes, with what the process had before it loaded."""
-    pairs = [(one["host_peak"][name], one["host_before"][name]) for one in taken]
-    if any(peak is None or before is None for peak, before in pairs):
-        return None
-    peak, before = max(pairs)
-    return {"peak": peak, "before": before}
 
 
 def _notes(wanted: Namespace, samples: Samples) -> list[str]:
@@ -210,8 +180,8 @@ def _notes(wanted: Namespace, samples: Samples) -> list[str]:
         else "the first forward did NOT give the same bits everywhere"
     )
     return [
-        "GB/s are bytes of the checkpoint over the seconds to the end of the first forward; host peaks are without "
-        "what the process had before it loaded; mapped files count as resident (RSS), not as anonymous memory",
+        "GB/s: bytes of the checkpoint over the seconds to the end of the first forward; host MB: peak of resident "
+        "memory, mapped files included, less what the process had before",
         same if len(logits) == 1 else other,
     ]
 
@@ -224,18 +194,13 @@ def _describe(shape: Shape) -> str:
 
 
 def _table(rows: list[Figures]) -> str:
-    def added(memory: dict[str, int] | None) -> str:
-        return "-" if memory is None else f"{(memory['peak'] - memory['before']) / 1e6:.0f}"
-
     columns = {
-        "cache": lambda row: row["cache"],
         "side": lambda row: row["side"],
         "s to first forward": lambda row: row["seconds_to_forward"].show(2),
         "s load": lambda row: row["seconds_load"].show(2),
         "GB/s": lambda row: row["gb_per_s"].show(2),
         "time to stock": lambda row: "reference" if row["side"] == "stock" else row["seconds_to_stock"].show(2),
-        "anon MB": lambda row: added(row["host_peak_anonymous"]),
-        "RSS MB": lambda row: added(row["host_peak_resident"]),
+        "host MB": lambda row: f"{row['host_added'] / 1e6:.0f}",
         "device MB": lambda row: "-" if row["device_peak"] is None else f"{row['device_peak'] / 1e6:.0f}",
     }
     return table(columns, rows)
@@ -371,70 +336,16 @@ def _weight(name: str, size: torch.Size, pool: Tensor) -> Tensor:
     return weight.view(size)
 
 
-# ---- the page cache -----------------------------------------------------------------------------------------------
-
-_DROPPED = 0.01
-"""Share of a file that may stay in the cache and the file still counts as dropped (a page under way, metadata)."""
 _READ_BYTES = 8 << 20
 
 
 def warm(files: Iterable[Path]) -> None:
+    """Reads the files, so that they are in the page cache."""
     buffer = bytearray(_READ_BYTES)
     for file in files:
         with file.open("rb", buffering=0) as stream:
             while stream.readinto(buffer):
                 pass
-
-
-def drop(files: Sequence[Path]) -> str | None:
-    """Ask the system to forget the files' pages (``posix_fadvise`` DONTNEED, after writing back what is dirty).
-
-    Returns:
-        None when it has, else why the cache is not cold.
-    """
-    if not hasattr(os, "posix_fadvise"):
-        return "this system has no posix_fadvise"
-    for file in files:
-        handle = os.open(file, os.O_RDWR)
-        try:
-            os.fsync(handle)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
-    share = cached_share(files)
-    if share is None:
-        return "whether the files have left the page cache cannot be seen on this system"
-    if share > _DROPPED:
-        return f"{100 * share:.0f} % of the files stay in the page cache (a file system in memory keeps all of them)"
-    return None
-
-
-def cached_share(files: Iterable[Path]) -> float | None:
-    """Share of the files' pages that are in the cache, by ``mincore``; None where the system cannot say.
-
-    Linux answers for files that the caller may write only; for others it says that everything is cached.
-    """
-    mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
-    if mincore is None:
-        return None
-    pages = cached = 0
-    for file in files:
-        size = file.stat().st_size
-        if not size:
-            continue
-        with file.open("r+b") as stream, mmap.mmap(stream.fileno(), size) as mapped:
-            count = -(-size // mmap.PAGESIZE)
-            states = (ctypes.c_ubyte * count)()
-            first = ctypes.c_char.from_buffer(mapped)
-            try:
-                failed = mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), states)
-            finally:
-                del first  # the map cannot be closed while something points into it
-            if failed:
-                return None
-            pages += count
-            cached += sum(state & 1 for state in bytes(states))
-    return cached / pages if pages else 0.0
 
 
 # ---- one load: everything is imported and the device is awake before the clock starts --------------------------------
@@ -455,7 +366,8 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     _synchronise(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with PeakMemory() as memory, torch.no_grad():
+    before = _peak_memory()
+    with torch.no_grad():
         started = time.perf_counter()
         model, share = _ours(spec, device) if spec["side"] == "ours" else _stock(spec, device)
         _synchronise(device)
@@ -466,8 +378,7 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "seconds_load": loaded - started,
         "seconds_to_forward": ended - started,
-        "host_before": memory.before,
-        "host_peak": memory.peak,
+        "host_added": _peak_memory() - before,
         "device_peak": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "logits": digest(logits).hex(),
         "verified_share": share(),
@@ -511,61 +422,9 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------
-
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
-_EVERY_SECONDS = 0.01
-
-
-class PeakMemory:
-    """Watches the peaks of resident memory within a ``with`` block, in bytes; None where the system does not say (only
-    Linux does).
-
-    ``resident`` (mapped files included) is the kernel's own peak. ``anonymous``, which no file backs, is looked at
-    every 10 ms, because the kernel keeps no peak of it: a shorter peak may be missed.
-    """
-
-    def __init__(self) -> None:
-        self.before = {"anonymous": _read("RssAnon"), "resident": _read("VmRSS")}
-        self._anonymous = self.before["anonymous"]
-        self._done = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
-
-    @property
-    def peak(self) -> dict[str, int | None]:
-        return {"anonymous": self._anonymous, "resident": _read("VmHWM")}
-
-    def __enter__(self) -> PeakMemory:
-        # Where it is refused, the peak is that of the process so far, which imports alone have not raised much.
-        with contextlib.suppress(OSError):
-            _CLEAR.write_text("5", encoding="ascii")  # the kernel's peak starts anew, see proc(5)
-        self._watcher.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._watcher.join()
-        self._look()
-
-    def _watch(self) -> None:
-        while not self._done.wait(_EVERY_SECONDS):
-            self._look()
-
-    def _look(self) -> None:
-        now = _read("RssAnon")
-        if now is not None:
-            self._anonymous = max(now, self._anonymous or 0)
-
-
-def _read(name: str) -> int | None:
-    """A field of this process's status, in bytes; None where there is none."""
-    try:
-        lines = _STATUS.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    row = next((line for line in lines if line.startswith(f"{name}:")), None)
-    return None if row is None else int(row.split()[1]) * 1024
+def _peak_memory() -> int:
+    """Peak of this process's resident memory so far, in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _measure_in_child(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What every benchmark says: the machine, medians and spreads, a table, one JSON object as the last line, and plots."""
+"""What every benchmark says: the machine, medians and spreads, a table, and one JSON object as the last line."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.version import __version__
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 Figures = dict[str, Any]
@@ -134,9 +132,7 @@ def publish(
     ``settings`` is what was chosen beside the flags, ``table`` the figures of ``rows`` for a reader, and ``left_out``
     names ``what`` was not measured, and the ``reason``.
     """
-    flags = {
-        name: value for name, value in vars(wanted).items() if name not in ("bench", "command", "json_file", "plot")
-    }
+    flags = {name: value for name, value in vars(wanted).items() if name not in ("bench", "command", "json_file")}
     print(f"{wanted.command}\n{_summary(machine)}\n\n{table}\n")
     for note in notes:
         print(f"note: {note}")
@@ -254,56 +250,3 @@ def _processor() -> str | None:
         return platform.processor() or None
     names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
     return next(names, None)
-
-
-# ---- plots ------------------------------------------------------------------------------------------------------
-
-
-def plot_transfers(wanted: Namespace, machine: Figures, rows: Sequence[Figures]) -> None:
-    """GB/s over size, a panel for each direction, a line for each way; bars reach from minimum to maximum."""
-    names = list(dict.fromkeys(row["direction"] for row in rows))
-    figure, panels = _figure(wanted, machine, len(names))
-    for panel, name in zip(panels, names, strict=True):
-        here = [row for row in rows if row["direction"] == name]
-        for way in dict.fromkeys(row["way"] for row in here):
-            mine = [row for row in here if row["way"] == way]
-            speeds = [row["gb_per_s"] for row in mine]
-            places, medians = [row["bytes"] for row in mine], [speed.median for speed in speeds]
-            panel.errorbar(places, medians, yerr=_reach(speeds), label=way, marker="o", capsize=3)
-        ticks = sorted({row["bytes"] for row in here})
-        panel.set(title=name, xlabel="bytes of one copy", ylabel="GB/s (10^9 bytes a second)")
-        panel.set(xscale="log", yscale="log")
-        panel.set_xticks(ticks, [show_bytes(tick) for tick in ticks], rotation=60)
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-        panel.legend()
-    figure.savefig(wanted.plot)
-
-
-def plot_loads(wanted: Namespace, machine: Figures, rows: Sequence[Figures]) -> None:
-    """Seconds to the first forward, and its part that is loading, by state of the page cache and side."""
-    figure, (panel,) = _figure(wanted, machine, 1)
-    labels = [f"{row['side']}\n{row['cache']} cache" for row in rows]
-    places = list(range(len(labels)))
-    bars = (("seconds_to_forward", "to the end of the first forward", 0.7), ("seconds_load", "of these, loading", 0.4))
-    for name, text, width in bars:
-        values = [row[name] for row in rows]
-        medians = [value.median for value in values]
-        panel.bar(places, medians, width, yerr=_reach(values), capsize=4, label=text)
-    panel.set(ylabel="seconds")
-    panel.set_xticks(places, labels)
-    panel.legend()
-    figure.savefig(wanted.plot)
-
-
-def _figure(wanted: Namespace, machine: Figures, panels: int) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure  # not pyplot: it would look for a display
-
-    figure = Figure(figsize=(7 * panels, 5.5), layout="constrained", dpi=120)
-    figure.suptitle(f"{wanted.command}\n{machine['device']}", fontsize="small")
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
-
-
-def _reach(spreads: Sequence[Spread]) -> list[list[float]]:
-    below = [spread.median - spread.min for spread in spreads]
-    return [below, [spread.max - spread.median for spread in spreads]]

@@ -49,8 +49,6 @@ def run(wanted: Namespace) -> None:
         left_out += missing_ways(direction)
         for nbytes in report.sizes(SMALLEST, largest):
             rows += measure(direction, nbytes, wanted.repeats)
-    if wanted.plot is not None:
-        report.plot_transfers(wanted, machine, rows)
     settings = {"device": str(device), "max_size": largest}
     report.publish(wanted, machine, settings, rows, _table(rows), _notes(device, rows), left_out)
 

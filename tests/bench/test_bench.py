@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
-import time
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ import torch
 from hf_rocm_tune import cli
 from hf_rocm_tune.bench import loads, transfers
 from hf_rocm_tune.bench.command import byte_size
-from hf_rocm_tune.bench.loads import PeakMemory
 from hf_rocm_tune.bench.report import Spread, ratios, show_bytes, sizes
 from hf_rocm_tune.bench.transfers import HOST, Direction, Send, directions, measure, missing_ways
 from hf_rocm_tune.errors import CorruptionError, OutOfMemoryError, StallError, UsageError
@@ -142,12 +138,9 @@ def test_sizes_are_read_as_people_write_them(text: str, nbytes: int) -> None:
         (["transfer", "--device", "cuda:77"], ["--device", "cuda:77"]),
         (["transfer", "--device", "meta"], ["--device", "meta"]),
         (["transfer", "--json", "no/such/directory/x.json"], ["--json", "no/such/directory"]),
-        (["transfer", "--plot", "x.pdf"], ["--plot", ".png"]),
         (["load", "--scale", "2"], ["--scale", "2"]),
         (["load", "--repeats", "0"], ["--repeats"]),
         (["load", "--dir", "no/such/directory"], ["--dir"]),
-        (["load", "--caches", "hot"], ["hot", "warm"]),
-        (["step", "--plot", "x.png"], ["--plot"]),
         *(
             ([kind, flag, value], [flag])
             for kind in ("step", "comm", "sft")
@@ -182,24 +175,6 @@ def test_help_imports_no_torch() -> None:
     assert "--load_in_4bit" in done.stdout
 
 
-def test_plot_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "transfer.png"
-    code, _, err = run(capsys, "transfer", "--max_size", "16KiB", "--repeats", "2", "--plot", str(file))
-    assert code == 0, err
-    assert file.read_bytes().startswith(b"\x89PNG\r\n")
-
-
-def test_plot_without_matplotlib_is_refused_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    code, out, err = run(capsys, "transfer", "--plot", str(tmp_path / "x.png"))
-    assert (code, out) == (2, "")
-    assert "pip install matplotlib" in err
-    assert os.listdir(tmp_path) == []
-
-
 def test_spread_and_ratios() -> None:
     assert Spread.of([3.0]) == Spread(median=3, q1=3, q3=3, min=3, max=3, n=1)
     found = Spread.of([5.0, 1.0, 4.0, 2.0, 3.0])
@@ -210,7 +185,7 @@ def test_spread_and_ratios() -> None:
     assert Spread(**found.to_dict()) == found
 
 
-# ---- load: the checkpoint is a real one, the two sides load the same, and cold means cold -------------------
+# ---- load: the checkpoint is a real one, and the two sides load the same -------------------
 
 
 TINY = loads.Shape(groups=1, head=64, vocabulary=128, layers=2)
@@ -274,12 +249,12 @@ def test_both_sides_load_and_only_ours_verifies(model: Path, load_in_4bit: bool)
 def test_the_command_compares_both_sides_and_removes_its_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["load", "--device", "cpu", "--scale", "0.0003", "--repeats", "1", "--caches", "warm"]
+    flags = ["load", "--device", "cpu", "--scale", "0.0003", "--repeats", "1"]
     code = cli.main(["bench", *flags, "--dir", str(tmp_path)])
     printed = capsys.readouterr()
     assert code == 0, printed.err
     result = json.loads(printed.out.splitlines()[-1])
-    assert [(row["cache"], row["side"]) for row in result["rows"]] == [("warm", "stock"), ("warm", "ours")]
+    assert [row["side"] for row in result["rows"]] == ["stock", "ours"]
     stock, ours = result["rows"]
     assert stock["logits"] == ours["logits"]
     assert (stock["seconds_to_stock"]["median"], ours["verified_share"]) == (1, 1)
@@ -288,45 +263,13 @@ def test_the_command_compares_both_sides_and_removes_its_checkpoint(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cold_is_cold_and_warm_is_warm(tmp_path: Path) -> None:
-    file = tmp_path / "weights"
-    file.write_bytes(bytes(4 << 20))
-    reason = loads.drop([file])
-    if reason is not None:
-        assert "page cache" in reason or "posix_fadvise" in reason
-        pytest.skip(reason)
-    assert loads.cached_share([file]) == 0
-    loads.warm([file])
-    assert loads.cached_share([file]) == 1
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no file system in memory at /dev/shm")
-def test_a_cache_that_cannot_be_dropped_is_said(tmp_path: Path) -> None:
-    file = Path("/dev/shm") / f"{tmp_path.parent.name}-{tmp_path.name}"
-    try:
-        file.write_bytes(bytes(1 << 20))
-        assert "100 %" in str(loads.drop([file]))
-    finally:
-        file.unlink()
-
-
-def test_cold_is_left_out_with_the_reason(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loads, "drop", lambda files: "it stays")
-    bench = Namespace(caches=("cold",), verify="full", load_in_4bit=False, repeats=1)
-    samples, left_out = loads._measure(bench, torch.device("cpu"), model, [])
-    assert (samples, left_out) == ({}, [{"what": "cold page cache", "reason": "it stays"}])
-
-
-def test_peak_of_anonymous_memory_is_seen() -> None:
-    with PeakMemory() as memory:
-        block = torch.ones(16 << 20)
-        time.sleep(0.3)  # a loaded machine's watcher comes late
-        del block
-    before, peak = memory.before["resident"], memory.peak["resident"]
-    if before is None:
-        pytest.skip("this system does not tell the memory of a process")
-    assert memory.peak["anonymous"] is not None and peak is not None
-    assert peak - before >= 48 << 20
+def test_memory_that_loading_takes_is_seen(model: Path) -> None:
+    row = loads.measure(spec(model, "ours"))
+    assert row["host_added"] >= 0
+    before = loads._peak_memory()
+    block = torch.ones(64 << 20)
+    assert loads._peak_memory() - before >= 48 << 20
+    del block
 
 
 @pytest.mark.parametrize(
