@@ -41,7 +41,7 @@ from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.training import report, seam_probe, stall, telemetry
 from hf_rocm_tune.training.device_memory import explain_native_exits, warm_up
 from hf_rocm_tune.training.faults import Crashes, StepFaultSpec
-from hf_rocm_tune.training.ranks import check_fsdp, is_wanted
+from hf_rocm_tune.training.ranks import check_fsdp, check_tensor_parallel, is_wanted
 from hf_rocm_tune.training.refusals import as_usage_errors, check_loggers, check_offloads
 from hf_rocm_tune.training.run import StartPlan, prepare_output_dir
 from hf_rocm_tune.training.stall import StallGuard
@@ -315,6 +315,8 @@ def _prepare(
     check_loggers(training.report_to)
     check_offloads(training)
     check_fsdp(training, arguments.model, os.environ, others=_not_for_shards(arguments))
+    if arguments.ranks.tensor_parallel:
+        check_tensor_parallel(training, arguments.model, os.environ, others=_not_for_shards(arguments))
     if crashes := Crashes().text:
         announce.say(f"crashes are injected on request: {crashes}")
     if step_faults := StepFaultSpec.from_environment():
@@ -375,7 +377,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     training, tune = job.arguments.training, job.arguments.tune
     set_seed(training.seed)  # as TRL does before it loads a model
     # A model that is to be sharded stays on the host: each card gets its own rows, when the trainer is built.
-    on_host = is_wanted(os.environ) and job.source.quantization is None
+    on_host = (is_wanted(os.environ) or job.arguments.ranks.tensor_parallel) and job.source.quantization is None
     model, seconds = load_model(job.source, job.mover, on_host=on_host)
     records = on_main_process(lambda: attest_files(job.source, job.mover))
     peft_config = get_peft_config(job.arguments.model)
@@ -415,6 +417,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             max_skipped_steps=tune.max_skipped_steps,
             grad_sync=job.arguments.grad_sync.way,
             grad_compression=job.arguments.grad_sync.compression,
+            tensor_parallel=job.arguments.ranks.tensor_parallel,
             run_id=job.plan.run_id,
             skip_steps=job.plan.record.skipped_steps,
             publisher=job.publisher,

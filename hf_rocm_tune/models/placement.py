@@ -106,7 +106,7 @@ def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
     Parameters keep their identity, so optimizers and tied weights stay valid; buffers are rebound.
 
     Args:
-        model: not sharded.
+        model: any; a sharded parameter is known to the mover by its shard.
         mover: transfers the tensors.
         parameters: False for buffers only.
 
@@ -116,7 +116,7 @@ def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
         for name, parameter in module._parameters.items() if parameters else ():
-            if parameter is not None and _on_host_unknown(parameter, mover):
+            if parameter is not None and _on_host_unknown(local(parameter), mover):
                 stage = "adapter" if parameter.requires_grad else "weights"
                 parameter.data = mover.move(parameter.data, name=prefix + name, stage=stage)
         for name, buffer in module._buffers.items():

@@ -1,4 +1,4 @@
-"""A model sharded over the ranks by FSDP2, every byte of every shard verified.
+"""A model sharded over the ranks, by FSDP2 or for tensor parallelism, every byte of every shard verified.
 
 Accelerate's ``fsdp2_prepare_model`` decides what is gathered together and shards it. What it would do about the bytes
 is replaced: with ``cpu_ram_efficient_loading`` it broadcasts every weight from rank 0, over the very path that is
@@ -9,24 +9,28 @@ taken on their devices, must add up to the digest of the whole as it was read.
 4-bit weights are made on the device: each card holds the whole quantised model for a moment, and FSDP2 cuts it there.
 The parts must then add up to what was there before.
 
+For tensor parallelism (`cut`) only the weights that a plan names are cut, by rows or columns; each card has all others.
+
 Covered: parameters, and buffers as far as placement goes. Not covered: 4-bit weights stored as integers, which FSDP2
 cannot shard (refused before).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.placement import place, tensors_of
-from hf_rocm_tune.models.shards import as_shard, is_sharded, local, own_rows, shard_digest
+from hf_rocm_tune.models.shards import TENSOR_PARALLEL, as_shard, is_sharded, local, own_part, part_of, shard_digest
 from hf_rocm_tune.transfer import Digest, Mover, combine, digest
 from hf_rocm_tune.transfer.host_group import host_group
 
@@ -44,12 +48,27 @@ def shard(model: nn.Module, accelerator: Any, mover: Mover) -> None:
     Raises:
         CorruptionError: on every rank, when the parts of a tensor do not make the whole and could not be put right.
     """
-    _Sharding(model, accelerator, mover).run()
+    _Fsdp2(model, mover, accelerator).run()
 
 
-class _Sharding:
-    def __init__(self, model: nn.Module, accelerator: Any, mover: Mover) -> None:
-        self._model, self._accelerator, self._mover = model, accelerator, mover
+def cut(model: nn.Module, mesh: DeviceMesh, mover: Mover, dims: Mapping[str, int | None]) -> None:
+    """Cuts weights of a model in place and brings the rest to the device whole. Collective; it may be called once.
+
+    Args:
+        model: on the host.
+        mesh: of the ranks, 1-dimensional.
+        mover: see `shard`.
+        dims: by a parameter's name, the dimension along which it is cut; None: a ``DTensor`` that each rank has whole.
+
+    Raises:
+        CorruptionError: as `shard`.
+    """
+    _TensorParallel(model, mover, mesh, dims).run()
+
+
+class _Sharding(ABC):
+    def __init__(self, model: nn.Module, mover: Mover) -> None:
+        self._model, self._mover = model, mover
         self._quantised = bool(getattr(model, "is_loaded_in_4bit", False))
         self._trainable = {name for name, each in model.named_parameters() if each.requires_grad}
         self._wholes: dict[str, Digest] = {}
@@ -67,37 +86,9 @@ class _Sharding:
             self._mark(buffers)
         self._sources.clear()
 
+    @abstractmethod
     def _prepare(self) -> None:
-        plugin = self._accelerator.state.fsdp_plugin
-        _, _, prepare = upstream.resolve("fsdp2_prepare")
-        with upstream.replaced("fsdp2_load", lambda _: self._fill), _kept_with_the_root(self._model):
-            # Shards on the meta device and then calls `_fill`; the environment keeps every rank reading the files.
-            plugin.cpu_ram_efficient_loading = not self._quantised
-            try:
-                prepare(self._accelerator, self._model)
-            finally:
-                plugin.cpu_ram_efficient_loading = False
-        assert is_sharded(self._model)
-
-    def _fill(self, accelerator: Any, model: nn.Module, full_sd: dict[str, Tensor], cpu_offload: bool = False) -> None:
-        """In place of accelerate's broadcast: this rank's rows of each weight, verified on their way."""
-        del accelerator, cpu_offload
-        meta = model.state_dict()
-        if self._mover.settings.verify != "off":
-            self._remember((name, full_sd[name]) for name, each in meta.items() if isinstance(each, DTensor))
-        placed: dict[str, Tensor] = {}
-        moved: dict[tuple[int, Any], Tensor] = {}  # a tied weight is one tensor of two names
-        for name, like in meta.items():
-            whole = full_sd[name]
-            if not isinstance(like, DTensor):
-                placed[name] = whole  # a buffer, which is on its device
-                continue
-            key = whole.data_ptr(), whole.shape
-            if key not in moved:
-                self._sources[name] = own_rows(whole.detach(), like)
-                moved[key] = self._send(name)
-            placed[name] = as_shard(moved[key], like)
-        model.load_state_dict(placed, assign=True)
+        """Shard the parameters."""
 
     def _send(self, name: str) -> Tensor:
         stage = "adapter" if name in self._trainable else "weights"
@@ -176,6 +167,66 @@ class _Sharding:
                 continue
             if name in sharded or (name in buffers and digest(tensor) == buffers[name]):
                 self._mover.mark_derived(tensor, CUT)
+
+
+class _Fsdp2(_Sharding):
+    def __init__(self, model: nn.Module, mover: Mover, accelerator: Any) -> None:
+        super().__init__(model, mover)
+        self._accelerator = accelerator
+
+    def _prepare(self) -> None:
+        plugin = self._accelerator.state.fsdp_plugin
+        _, _, prepare = upstream.resolve("fsdp2_prepare")
+        with upstream.replaced("fsdp2_load", lambda _: self._fill), _kept_with_the_root(self._model):
+            # Shards on the meta device and then calls `_fill`; the environment keeps every rank reading the files.
+            plugin.cpu_ram_efficient_loading = not self._quantised
+            try:
+                prepare(self._accelerator, self._model)
+            finally:
+                plugin.cpu_ram_efficient_loading = False
+        assert is_sharded(self._model)
+
+    def _fill(self, accelerator: Any, model: nn.Module, full_sd: dict[str, Tensor], cpu_offload: bool = False) -> None:
+        """In place of accelerate's broadcast: this rank's rows of each weight, verified on their way."""
+        del accelerator, cpu_offload
+        meta = model.state_dict()
+        if self._mover.settings.verify != "off":
+            self._remember((name, full_sd[name]) for name, each in meta.items() if isinstance(each, DTensor))
+        placed: dict[str, Tensor] = {}
+        moved: dict[tuple[int, Any], Tensor] = {}  # a tied weight is one tensor of two names
+        for name, like in meta.items():
+            whole = full_sd[name]
+            if not isinstance(like, DTensor):
+                placed[name] = whole  # a buffer, which is on its device
+                continue
+            key = whole.data_ptr(), whole.shape
+            if key not in moved:
+                self._sources[name] = own_part(whole.detach(), like)
+                moved[key] = self._send(name)
+            placed[name] = as_shard(moved[key], like)
+        model.load_state_dict(placed, assign=True)
+
+
+class _TensorParallel(_Sharding):
+    def __init__(self, model: nn.Module, mover: Mover, mesh: DeviceMesh, dims: Mapping[str, int | None]) -> None:
+        super().__init__(model, mover)
+        self._mesh, self._dims = mesh, dims
+
+    def _prepare(self) -> None:
+        wholes = {name: self._model.get_parameter(name) for name in self._dims}
+        if self._mover.settings.verify != "off":
+            self._remember(wholes.items())
+        for name, dim in self._dims.items():
+            whole = wholes[name].detach()
+            self._sources[name] = part_of(whole, dim, self._mesh)
+            placement = Replicate() if dim is None else Shard(dim)
+            shard = DTensor.from_local(
+                self._send(name), self._mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+            path, _, leaf = name.rpartition(".")
+            self._model.get_submodule(path)._parameters[leaf] = nn.Parameter(shard, wholes[name].requires_grad)
+        place(self._model, self._mover)
+        setattr(self._model, TENSOR_PARALLEL, self._mesh.size())
 
 
 @contextmanager

@@ -1,23 +1,27 @@
-"""Tensors sharded over the ranks (FSDP2's ``DTensor``): a rank's shard, and its offset in the whole tensor.
+"""Tensors sharded over the ranks (``DTensor``): a rank's shard, and its offset in the whole tensor.
 
-FSDP2 shards every parameter along its first dimension: of n rows on R ranks, rank r has up to ``ceil(n/R)`` rows from
-``r * ceil(n/R)`` on. A shard's bytes are consecutive, and the whole tensor's digest is the sum of the shards' digests,
-each taken at its offset (`transfer.digest`).
+FSDP2 shards every parameter along its first dimension; tensor parallelism along the first, the second or not at all. Of
+n rows (or columns) on R ranks, rank r has up to ``ceil(n/R)`` from ``r * ceil(n/R)`` on. The whole tensor's digest is
+the sum of the shards' digests, each taken at its offset (`transfer.digest`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hf_rocm_tune.transfer import Digest, digest
 from hf_rocm_tune.transfer.raw_bytes import as_bytes
 
 _WORD = 4
+TENSOR_PARALLEL = "tp_size"
+"""Attribute of a tensor-parallel model; accelerate and transformers read it too."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -28,8 +32,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has sharded this model."""
-    return isinstance(model, FSDPModule)
+    """Whether each rank has only a part of this model's weights."""
+    return isinstance(model, FSDPModule) or TENSOR_PARALLEL in model.__dict__
 
 
 def fsdp_modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
@@ -49,10 +53,23 @@ def rows_of(rank: int, ranks: int, rows: int) -> tuple[int, int]:
     return min(rank * size, rows), min((rank + 1) * size, rows)
 
 
-def own_rows(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's rows of a plain tensor that is sharded like ``like``, as a view."""
-    first, last = rows_of(like.device_mesh.get_local_rank(), like.device_mesh.size(), whole.shape[0])
-    return whole[first:last]
+def cut_of(tensor: DTensor) -> int | None:
+    """The dimension along which a tensor is sharded; None if every rank has all of it."""
+    (placement,) = tensor.placements
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def own_part(whole: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of a plain tensor that is sharded like ``like``, as a view."""
+    return part_of(whole, cut_of(like), like.device_mesh)
+
+
+def part_of(whole: Tensor, dim: int | None, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of a plain tensor that is sharded along ``dim``, as a view."""
+    if dim is None:
+        return whole
+    first, last = rows_of(mesh.get_local_rank(), mesh.size(), whole.shape[dim])
+    return whole.narrow(dim, first, last - first)
 
 
 def as_shard(part: Tensor, like: DTensor) -> DTensor:
@@ -62,31 +79,41 @@ def as_shard(part: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def placer(model: nn.Module, place: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A ``place`` that moves only this rank's rows of a host tensor to the device and returns a sharded tensor.
+def placer(model: nn.Module, place: Callable[..., Tensor], parameters: Sequence[Tensor] = ()) -> Callable[..., Tensor]:
+    """A ``place`` that moves only this rank's part of a host tensor to the device and returns a sharded tensor.
 
     Args:
-        model: sharded, all parameters on one mesh.
+        model: sharded.
         place: moves one host tensor to the device, verified.
+        parameters: the optimizer's, in its order, for names such as ``optimizer.state.3.exp_avg``.
     """
-    like = next(each for each in model.parameters() if isinstance(each, DTensor))
+    adapters = "|".join(map(re.escape, getattr(model, "peft_config", {})))
+    likes = {re.sub(rf"\.({adapters})(?=\.|$)", "", name): each for name, each in model.named_parameters()}
 
-    def place_rows(tensor: Tensor, *, name: str, stage: str) -> Tensor:
-        if tensor.dim() == 0:  # a step count, which is not sharded
+    def place_part(tensor: Tensor, *, name: str, stage: str) -> Tensor:
+        found = re.match(r"optimizer\.state\.(\d+)\.", name)
+        like = parameters[int(found[1])] if found else likes[name]
+        if tensor.dim() == 0 or not isinstance(like, DTensor):  # a step count, which is not sharded
             return place(tensor, name=name, stage=stage)
-        moved = place(own_rows(tensor, like), name=name, stage=stage)
-        return DTensor.from_local(
-            moved, like.device_mesh, like.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        return as_shard(place(own_part(tensor, like), name=name, stage=stage), like)
 
-    return place_rows
+    return place_part
 
 
 def shard_digest(tensor: DTensor) -> Digest:
     """Digest of this rank's shard at its offset; the sum over all ranks is the whole tensor's digest."""
-    first, _ = rows_of(tensor.device_mesh.get_local_rank(), tensor.device_mesh.size(), tensor.shape[0])
-    row_bytes = tensor.numel() // max(tensor.shape[0], 1) * tensor.element_size()
-    return digest_at(tensor._local_tensor.detach(), first * row_bytes)
+    mesh, part = tensor.device_mesh, tensor._local_tensor.detach()
+    dim, rank = cut_of(tensor), mesh.get_local_rank()
+    if dim is None:
+        return digest(part) if rank == 0 else Digest(0, 0, 0)
+    if dim == 0:
+        first, _ = rows_of(rank, mesh.size(), tensor.shape[0])
+        return digest_at(part, first * (tensor.numel() // max(tensor.shape[0], 1)) * tensor.element_size())
+    # Columns are not consecutive. Zeros add nothing to a digest, so the shard is digested inside a tensor of zeros.
+    whole = part.new_zeros(tensor.shape)
+    own_part(whole, tensor).copy_(part)  # device: from this device's memory to itself
+    found = digest(whole)
+    return Digest(found.s1, found.s2, part.nbytes)
 
 
 def digest_at(part: Tensor, start: int) -> Digest:

@@ -58,8 +58,8 @@ _ADVICE = (
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Gather:
-    """Weights of one unit that were gathered."""
+class Gather:
+    """What all ranks sent to all: weights of one unit, or summands that each rank adds up (`tensor_parallel`)."""
 
     name: str
     sent: Tensor  # int64[2], the digest of what this rank sent
@@ -95,7 +95,7 @@ class _Reduction:
 class _Gathers(DefaultAllGather):
     """FSDP2's all-gather of one unit's weights, with a record of each call."""
 
-    def __init__(self, name: str, records: list[_Gather], mover: Mover, numbers: Iterator[int]) -> None:
+    def __init__(self, name: str, records: list[Gather], mover: Mover, numbers: Iterator[int]) -> None:
         self._name, self._records, self._mover, self._numbers = name, records, mover, numbers
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
@@ -107,7 +107,7 @@ class _Gathers(DefaultAllGather):
         self._mover.inject(output_tensor, name=self._name, stage=GATHERED, number=next(self._numbers), attempt=0)
         arrived = torch.stack([digest_words(part) for part in output_tensor.view(group.size(), -1)])
         nbytes = output_tensor.nbytes - input_tensor.nbytes
-        self._records.append(_Gather(name=self._name, sent=sent, arrived=arrived, nbytes=nbytes))
+        self._records.append(Gather(name=self._name, sent=sent, arrived=arrived, nbytes=nbytes))
         return work
 
 
@@ -152,7 +152,7 @@ class Traffic(AverageJudge[_Reduction]):
         for seam in ("fsdp2_gather", "fsdp2_reduce"):
             upstream.resolve(seam)
         self._model = model
-        self._gathers: list[_Gather] = []
+        self._gathers: list[Gather] = []
         self._reductions: list[_Reduction] = []
         self._averaged = self._reductions_made = self._steps = self._bytes = 0
         host_group()  # made here, on every rank: not in the middle of a step
@@ -195,24 +195,14 @@ class Traffic(AverageJudge[_Reduction]):
         gathers, reductions = list(self._gathers), list(self._reductions)
         self._gathers.clear()
         self._reductions.clear()
-        records: list[_Gather | _Reduction] = [*gathers, *reductions]
-        words = exchange(_joined([record.words() for record in records]))
-        self._mover.report.count(GATHERED, checked=len(gathers))
+        records: list[Gather | _Reduction] = [*gathers, *reductions]
+        words = exchange(joined([record.words() for record in records]))
         self._mover.report.count(STAGE, buckets=len(reductions))
         self._averaged += len(reductions)
         self._reductions_made += len(reductions)
         self._bytes += sum(record.nbytes for record in records)
-        bad, words = _judge_gathers(gathers, words)
-        if bad:
-            self._mover.report.count(GATHERED, mismatches=len(bad))
-            for name, ranks in bad:
-                row = {"step": step, "stage": GATHERED, "tensor": name, "ranks": ranks, "kind": "other bytes"}
-                self._mover.report.incident({**row, "rung": "all_gather", "outcome": "stopped"})
-            (name, ranks), *others = bad
-            raise CorruptionError(
-                f"weights of {name} that FSDP2 gathered from the other cards arrived wrong at step {step} on ranks "
-                f"{ranks}{_more(others)}. {_ADVICE}"
-            )
+        told = f"weights of %s that FSDP2 gathered from the other cards arrived wrong at step {step} on ranks %s. "
+        words = require_right(gathers, words, self._mover, step=step, told=told + _ADVICE)
         self._conclude(_judge_reductions(reductions, words), step)
 
     def describe(self) -> dict[str, Any]:
@@ -229,7 +219,7 @@ class Traffic(AverageJudge[_Reduction]):
 
     def _judge_again(self, records: Sequence[_Reduction], failed: Sequence[bool]) -> list[WrongAverage[_Reduction]]:
         mine = [record.words(failed=flag) for record, flag in zip(records, failed, strict=True)]
-        return _judge_reductions(records, exchange(_joined(mine)))
+        return _judge_reductions(records, exchange(joined(mine)))
 
     def _refusal(self, wrong: Sequence[WrongAverage[_Reduction]], step: int, why: str) -> CorruptionError:
         first, *others = wrong
@@ -272,26 +262,43 @@ class Traffic(AverageJudge[_Reduction]):
         )
 
 
-def _joined(words: Sequence[Tensor]) -> Tensor:
+def joined(words: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(words)).cpu() if words else torch.zeros(0, dtype=torch.int64)
 
 
-def _judge_gathers(
-    gathers: Sequence[_Gather], words: Sequence[Tensor]
-) -> tuple[list[tuple[str, list[int]]], list[Tensor]]:
-    """Name and ranks of those that arrived wrong, and the words that are left.
+def require_right(
+    gathers: Sequence[Gather], words: Sequence[Tensor], mover: Mover, *, step: int, told: str
+) -> list[Tensor]:
+    """Judges what was gathered, alike on all ranks, and counts it.
 
     Args:
         gathers: of this rank.
         words: by rank, those of all its records, `gathers` first.
+        mover: has the report.
+        step: for incidents.
+        told: the message, with ``%s`` for the name of the first that arrived wrong and for the ranks where it did.
+
+    Returns:
+        The words that are left, by rank.
+
+    Raises:
+        CorruptionError: something arrived wrong.
     """
+    mover.report.count(GATHERED, checked=len(gathers))
     ranks = len(words)
     end = len(gathers) * _SUMS * (1 + ranks)
     table = torch.stack([mine[:end] for mine in words]).view(ranks, len(gathers), 1 + ranks, _SUMS)
     sent, arrived = table[:, :, 0], table[:, :, 1:]  # [from, gather, sums], [at, gather, from, sums]
     right = (arrived == sent.transpose(0, 1)[None]).all(dim=3).all(dim=2)  # [at, gather]
     bad = [(gathers[number].name, list(marked(~right[:, number]))) for number in marked((~right).any(dim=0))]
-    return bad, [mine[end:] for mine in words]
+    for name, at in bad:
+        row = {"step": step, "stage": GATHERED, "tensor": name, "ranks": at, "kind": "other bytes"}
+        mover.report.incident({**row, "rung": "all_gather", "outcome": "stopped"})
+    if bad:
+        mover.report.count(GATHERED, mismatches=len(bad))
+        (name, at), *others = bad
+        raise CorruptionError(told % (name, f"{at}{_more(others)}"))
+    return [mine[end:] for mine in words]
 
 
 def _judge_reductions(reductions: Sequence[_Reduction], words: Sequence[Tensor]) -> list[WrongAverage[_Reduction]]:

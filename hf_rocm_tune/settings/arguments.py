@@ -237,6 +237,12 @@ class RanksArguments:
         "cards compute at the same time; the result is the same, and each keeps its activations. off: one after the "
         "other, the cards take turns.",
     )
+    tensor_parallel: bool = _option(
+        False,
+        "Two processes compute each layer together (LoRA): each card has half of every layer's weights, and all of "
+        "embeddings and output head. What they add up in each layer is sent over the process group, or with "
+        "--grad_sync host through host memory, and verified.",
+    )
     preflight: Literal["auto", "always", "off"] = _option(
         "auto",
         "Whether several processes try their cards before they join: copies of every pair by value, and an all-"

@@ -472,7 +472,8 @@ class Checkpoints:
             return
         optimizer, scheduler, place = trainer.optimizer, trainer.lr_scheduler, trainer.place_tensor
         if trainer.whole_state is not None:
-            place = placer(self._bare_model(), place)
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            place = placer(self._bare_model(), place, parameters)
         self._restore(path, lambda state: saved_state.load_optimizer(state, optimizer, place), optimizer.state_dict)
         self._restore(path.with_name(SCHEDULER_NAME), scheduler.load_state_dict, scheduler.state_dict)
 

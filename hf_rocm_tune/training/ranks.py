@@ -23,12 +23,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
+from accelerate import ParallelismConfig, PartialState
 from accelerate.utils import DistributedType, str_to_bool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -37,13 +38,14 @@ from torch.nn.utils import clip_grads_with_norm_
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
 from hf_rocm_tune.models.placement import tensors_of
-from hf_rocm_tune.models.sharding import shard
-from hf_rocm_tune.models.shards import fsdp_modules, is_sharded, reshard, rows_of, shard_digest
+from hf_rocm_tune.models.sharding import cut, shard
+from hf_rocm_tune.models.shards import TENSOR_PARALLEL, cut_of, fsdp_modules, is_sharded, reshard, rows_of, shard_digest
 from hf_rocm_tune.models.split import Hops, SplitMover, layer_stack
 from hf_rocm_tune.ranks.agree import everyone, highest
-from hf_rocm_tune.ranks.averaging import SyncSettings
+from hf_rocm_tune.ranks.averaging import SyncSettings, Way
 from hf_rocm_tune.ranks.fsdp import Traffic
 from hf_rocm_tune.ranks.gradients import GradientCheck, watch
+from hf_rocm_tune.ranks.tensor_parallel import RANKS, Reductions, dims_of, install
 from hf_rocm_tune.training.saved_state import host_copy, leaves
 from hf_rocm_tune.training.sentinels import compare_replicas
 from hf_rocm_tune.transfer import Digest, Mover, combine, digest, map_tensors
@@ -77,7 +79,13 @@ class GradientSync:
 
     def __init__(self, settings: SyncSettings) -> None:
         self._settings = settings
-        self.check: GradientCheck | Traffic | None = None  # None before training, and where nothing is judged
+        # None before training, and where nothing is judged
+        self.check: GradientCheck | Traffic | Reductions | None = None
+
+    @property
+    def way(self) -> Way:
+        """``ddp`` or ``host``."""
+        return self._settings.way
 
     def before_wrapping(self, model: nn.Module, sentinel: SentinelCallback) -> None:
         """Compare the replicas, and keep what is frozen out of DistributedDataParallel's broadcast. Collective."""
@@ -87,8 +95,11 @@ class GradientSync:
         _, _, ignore = upstream.resolve("ddp_ignore")
         ignore(model, [*frozen, *buffers])
 
-    def start(self, wrapped: nn.Module, mover: Mover, traffic: Traffic | None, *, max_steps: int) -> None:
-        """Begin to judge averages: DistributedDataParallel's, or else those of FSDP2. Collective."""
+    def start(self, wrapped: nn.Module, mover: Mover, traffic: Traffic | Reductions | None, *, max_steps: int) -> None:
+        """Begin to judge averages: DistributedDataParallel's, or else what sharded models send. Collective."""
+        if TENSOR_PARALLEL in wrapped.__dict__:
+            self.check = traffic
+            return
         settings = replace(self._settings, powersgd_after=max(2, -(-max_steps // 10)))
         earlier = self.check if isinstance(self.check, GradientCheck) else None
         self.check = watch(wrapped, mover, earlier, settings) or traffic
@@ -103,7 +114,8 @@ class GradientSync:
         if ranks == 1:
             return None
         if self.check is None:
-            return {"way": "fsdp2" if is_sharded(model) else "ddp", "compression": "none", "judged": "no"}
+            way = "tensor_parallel" if TENSOR_PARALLEL in model.__dict__ else "fsdp2" if is_sharded(model) else "ddp"
+            return {"way": way, "compression": "none", "judged": "no"}
         return self.check.describe()
 
 
@@ -115,12 +127,28 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
     return bool(str_to_bool(environ.get("ACCELERATE_USE_FSDP", "false")))
 
 
-def before_accelerator(args: TrainingArguments) -> None:
-    """Upstream knows no FSDP on the CPU: there the ranks are called ranks of accelerators."""
+@contextmanager
+def before_accelerator(args: TrainingArguments, *, tensor_parallel: bool) -> Iterator[None]:
+    """Tells accelerate, which is made within the block, how the ranks share the model.
+
+    Upstream knows no shards on the CPU: there the ranks are called ranks of accelerators.
+    """
+    if tensor_parallel:
+        _call_accelerators(args)
+        args.parallelism_config = ParallelismConfig(tp_size=args.world_size)
+        yield
+        args.parallelism_config = None  # it has a mesh now, which cannot be saved with the arguments
+        return
     if not is_wanted(os.environ):
+        yield
         return
     if args.world_size < 2:
         raise UsageError("FSDP2 shards over two or more processes, and there is one: give --num_processes 2")
+    _call_accelerators(args)
+    yield
+
+
+def _call_accelerators(args: TrainingArguments) -> None:
     if args.device.type == "cpu":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
@@ -145,12 +173,15 @@ class ShardedModel:
         check_plugin(plugin)
         # What is saved is ours to bring together; upstream writes nothing at all where this is another one.
         plugin.set_state_dict_type("FULL_STATE_DICT")
+        self._take(accelerator, mover, world_size)
+
+    def _take(self, accelerator: Any, mover: Mover, world_size: int) -> None:
         accelerator.clip_grad_norm_ = self._clip
         accelerator.get_state_dict = self._state_to_save
         self._accelerator, self._mover, self._ranks = accelerator, mover, world_size
         self.seconds = 0.0
         self.whole: WholeState | None = None
-        self.traffic: Traffic | None = None
+        self.traffic: Traffic | Reductions | None = None
 
     def shard(self, model: nn.Module) -> None:
         """Shards the model and begins to watch what FSDP2 sends. Collective."""
@@ -162,13 +193,19 @@ class ShardedModel:
         begun = time.perf_counter()
         _reduce_as_trained(plugin, model)
         shard(model, self._accelerator, self._mover)
+        self._sharded(model, begun)
+        if self._mover.settings.verify != "off":
+            self.traffic = Traffic(model, fsdp_modules(model), self._mover)
+
+    def _sharded(self, model: nn.Module, begun: float) -> None:
         self.seconds = time.perf_counter() - begun
         self.whole = WholeState(model)
         if self._mover.settings.verify == "off":
             return
-        sharded = {name for name, each in model.named_parameters() if isinstance(each, DTensor)}
-        compare_replicas(((n, each) for n, each in tensors_of(model) if n not in sharded), "after sharding")
-        self.traffic = Traffic(model, fsdp_modules(model), self._mover)
+        cuts = {
+            name for name, each in model.named_parameters() if isinstance(each, DTensor) and cut_of(each) is not None
+        }
+        compare_replicas(((n, each) for n, each in tensors_of(model) if n not in cuts), "after sharding")
 
     def _state_to_save(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """In place of ``Accelerator.get_state_dict``. Collective, unless it has been brought together for this save."""
@@ -183,6 +220,9 @@ class ShardedModel:
         gradients = [each.grad for each in parameters if each.grad is not None]
         parts = [each._local_tensor if isinstance(each, DTensor) else each for each in gradients]
         norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=torch.float32)) if parts else torch.zeros(1)
+        if host_group().rank() > 0:  # what every rank has whole counts once
+            whole = [isinstance(each, DTensor) and cut_of(each) is None for each in gradients]
+            norms[torch.tensor(whole, device=norms.device)] = 0
         power = norm_type if norm_type != float("inf") else None
         mine = norms.double().max() if power is None else (norms.double() ** power).sum()
         rows = [row[0] for row in everyone([mine.item()])]
@@ -191,6 +231,29 @@ class ShardedModel:
         if factor < 1 or factor != factor:
             torch._foreach_mul_(parts, factor)
         return torch.tensor(total, dtype=torch.float32, device=self._mover.device)
+
+
+class TensorParallelModel(ShardedModel):
+    """The model of a trainer whose ranks compute each layer together; see `ranks.tensor_parallel`.
+
+    Args:
+        accelerator: made for tensor parallelism.
+        through_host: see `Reductions`.
+    """
+
+    def __init__(self, accelerator: Any, mover: Mover, world_size: int, *, through_host: bool) -> None:
+        self._take(accelerator, mover, world_size)
+        self._through_host = through_host
+
+    def shard(self, model: nn.Module) -> None:
+        """Cuts the model and installs the sums over the ranks. Collective."""
+        if is_sharded(model):
+            return
+        begun, mesh = time.perf_counter(), self._accelerator.torch_device_mesh["tp"]
+        cut(model, mesh, self._mover, dims_of(model, self._ranks))
+        self.traffic = Reductions(self._mover, through_host=self._through_host)
+        install(model, mesh, self.traffic)
+        self._sharded(model, begun)
 
 
 def _require_rows(model: nn.Module, ranks: int) -> None:
@@ -281,6 +344,39 @@ def check_fsdp(
         if wrong:
             raise UsageError(f"FSDP2: {why}")
     return True
+
+
+def check_tensor_parallel(
+    args: TrainingArguments, model: ModelConfig, environ: Mapping[str, str], *, others: Mapping[str, bool]
+) -> None:
+    """As `check_fsdp`, for ``--tensor_parallel``. What the model itself does not allow is refused when it is cut.
+
+    Raises:
+        UsageError: the first reason that applies.
+    """
+    optim = str(getattr(args.optim, "value", args.optim))
+    refusals = [
+        (is_wanted(environ) or bool(args.deepspeed), "FSDP and DeepSpeed share the model in another way: choose one"),
+        (args.world_size != RANKS, f"it takes {RANKS} processes, and there are {args.world_size}: --num_processes 2"),
+        (not model.use_peft, "it is for adapters: train with LoRA (--use_peft true)"),
+        (
+            model.load_in_4bit or model.load_in_8bit,
+            "4-bit and 8-bit weights are packed and cannot be cut by rows and columns (transformers and PEFT fail on "
+            f"them as well): use {FSDP_CONFIGURATION} with --load_in_4bit, or --split_layers auto",
+        ),
+        (bool(getattr(model, "use_dora", False)), "DoRA computes with whole weights: leave --use_dora out"),
+        (bool(args.fp16), "--fp16 is not supported: use --bf16, or neither"),
+        (bool(args.torch_compile), "--torch_compile is not supported: leave it out"),
+        (optim not in _SHARDED_OPTIMIZERS, f"--optim {optim} is not known to work on shards: use adamw_torch_fused"),
+        *(
+            (used, f"{flag} does not go together with it")
+            for flag, used in others.items()
+            if flag != "--grad_sync host"
+        ),
+    ]
+    for wrong, why in refusals:
+        if wrong:
+            raise UsageError(f"--tensor_parallel: {why}")
 
 
 def _quantised(args: TrainingArguments, model: ModelConfig) -> list[tuple[bool, str]]:
@@ -395,7 +491,8 @@ def _joined(parts: list[tuple[Tensor, str]], like: Tensor) -> tuple[Tensor, bool
     if not isinstance(like, DTensor):
         whole, text = parts[0]
         return whole, digest(whole).hex() == text
-    whole = torch.cat([part for part, _ in parts])
+    dim = cut_of(like)
+    whole = parts[0][0] if dim is None else torch.cat([part for part, _ in parts], dim)
     return whole, digest(whole) == combine(Digest.from_hex(text) for _, text in parts)
 
 

@@ -36,7 +36,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.integrity.manifest import FileEntry, read_once
 from hf_rocm_tune.models.adapter import plain_lora
 from hf_rocm_tune.models.quantised import is_written_buffer, set_buffer
-from hf_rocm_tune.models.shards import local, own_rows
+from hf_rocm_tune.models.shards import local, own_part
 from hf_rocm_tune.transfer.digest import digest
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def not_taken_over(saved: Any, live: Any) -> list[str]:
 def _same(saved: Any, live: Any) -> bool:
     if torch.is_tensor(saved) and torch.is_tensor(live):
         if isinstance(live, DTensor) and saved.dim() > 0:
-            saved, live = own_rows(saved, live), local(live)
+            saved, live = own_part(saved, live), local(live)
         return saved.shape == live.shape and digest(saved.to(live.dtype)) == digest(live.detach())
     return bool(saved == live or (saved != saved and live != live))  # a NaN, such as a learning rate, is itself
 

@@ -117,6 +117,8 @@ class VerifiedTransferMixin(_Base):
         grad_sync: how several ranks average gradients: ``ddp``, over the process group; ``host``, through host memory
             over a gloo group, whatever the process group is.
         grad_compression: what travels between the ranks: ``none``, ``fp16``, ``bf16``, or ``powersgd`` (with ``ddp``).
+        tensor_parallel: the ranks compute each layer together, see `ranks.tensor_parallel`; ``grad_sync`` says how
+            they send what is added up.
         run_id: goes into every manifest.
         skip_steps: numbers of optimizer steps, from 1 on, that are left out, equal on all ranks: they are counted and
             take their batches from the loader, but nothing is computed.
@@ -160,6 +162,7 @@ class VerifiedTransferMixin(_Base):
         max_skipped_steps: int = 5,
         grad_sync: Way = "ddp",
         grad_compression: Compression = "none",
+        tensor_parallel: bool = False,
         run_id: str = "",
         skip_steps: Collection[int] = (),
         publisher: Uploader | None = None,
@@ -189,6 +192,7 @@ class VerifiedTransferMixin(_Base):
         self._training_prefetch = Prefetch(self.mover, prefetch_batches)
         self._recovery: OutOfMemoryRecovery | None = None
         self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
+        self._tensor_parallel = tensor_parallel
         self._shards: ShardedModel | None = None
         self._pipeline: Pipeline | None = None
         step_faults = StepFaultSpec.from_environment()
@@ -247,13 +251,17 @@ class VerifiedTransferMixin(_Base):
     @override
     def create_accelerator_and_postprocess(self) -> None:
         """As upstream; the accelerator then leaves models where the mover put them, and clips over all of them."""
-        ranks.before_accelerator(self.args)
-        super().create_accelerator_and_postprocess()
+        with ranks.before_accelerator(self.args, tensor_parallel=self._tensor_parallel):
+            super().create_accelerator_and_postprocess()
         # Even with the device right, `model.to("cpu:0")` copies every weight that is on "cpu".
         self.accelerator.prepare_model = partial(self._prepare_in_place, self.accelerator.prepare_model)
         if isinstance(self.mover, SplitMover):
             self.accelerator.clip_grad_norm_ = partial(self._clip_over_cards, self.mover)
-        if self.is_fsdp_enabled:
+        if self._tensor_parallel:
+            self._shards = ranks.TensorParallelModel(
+                self.accelerator, self.mover, self.args.world_size, through_host=self.grad_sync.way == "host"
+            )
+        elif self.is_fsdp_enabled:
             self._shards = ranks.ShardedModel(self.accelerator, self.mover, self.args.world_size)
         elif ranks.is_wanted(os.environ):
             raise SeamError("FSDP was asked for and accelerate has not made it: use the version in pyproject.toml")
@@ -467,6 +475,9 @@ class VerifiedTransferMixin(_Base):
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; its first batch may take its time."""
         self.beat("evaluate")
+        if self._tensor_parallel:
+            # Each rank has all rows; of gathered ones upstream would count those of a short last batch half.
+            self.gather_function = self._own_rows
         return super().evaluation_loop(*arguments, **keywords)
 
     @override
@@ -602,7 +613,8 @@ class VerifiedTransferMixin(_Base):
     @property
     def is_sharded(self) -> bool:
         """Whether each rank holds its part of the model."""
-        return bool(self.is_deepspeed_enabled or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers)
+        elsewhere = self.is_deepspeed_enabled or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
+        return bool(elsewhere or self._tensor_parallel)
 
     @property
     def whole_state(self) -> WholeState | None:
@@ -648,6 +660,11 @@ class VerifiedTransferMixin(_Base):
         self._sentinel.check_trained(f"while saving at step {self.state.global_step}", self.state.global_step)
 
     def write_model(self, directory: str) -> None:
+        if self._tensor_parallel and self.whole_state is not None:  # upstream would save each rank's parts
+            state = self.whole_state.model()
+            if self.args.should_save:
+                self._save(directory, state_dict=state)
+            return
         super().save_model(directory, _internal_call=True)
 
     # ---- details --------------------------------------------------------------------------------------------
@@ -700,6 +717,12 @@ class VerifiedTransferMixin(_Base):
 
     def _clip_over_cards(self, mover: SplitMover, *given: Any, **more: Any) -> Tensor:
         return ranks.clip_over_cards(mover, ranks.cards_of_parameters(self.model, mover), *given, **more)
+
+    def _own_rows(self, data: Any) -> Any:
+        """As ``Accelerator.gather_for_metrics`` with a single process: rows that fill up the last batch are dropped."""
+        state = self.accelerator.gradient_state
+        last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        return map_tensors(data, lambda each: each[:last])
 
     def _memory(self) -> dict[str, float]:
         return read(self.args.device).for_log() if self.args.device.type == "cuda" else {}

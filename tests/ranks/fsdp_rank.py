@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.placement import findable_tensors_of, tensors_of
 from hf_rocm_tune.models.sharding import shard
-from hf_rocm_tune.models.shards import fsdp_modules, local, own_rows
+from hf_rocm_tune.models.shards import fsdp_modules, local, own_part
 from hf_rocm_tune.ranks.fsdp import Traffic
 from hf_rocm_tune.training.ranks import WholeState
 from hf_rocm_tune.training.sentinels import FrozenSentinel
@@ -114,7 +114,7 @@ def _run(accelerator: Accelerator, folder: Path, case: Case) -> dict[str, Any]:
 def _sharded(model: nn.Module, host: dict[str, torch.Tensor], mover: Mover) -> dict[str, Any]:
     """What has become of the parameters."""
     shards = {name: each for name, each in model.named_parameters() if isinstance(each, DTensor)}
-    equal = all(torch.equal(local(each), own_rows(host[name], each)) for name, each in shards.items())
+    equal = all(torch.equal(local(each), own_part(host[name], each)) for name, each in shards.items())
     unknown = [name for name, each in tensors_of(model) if mover.provenance(each) not in ("transferred", "derived")]
     kept = sum(each.nbytes for _, each in tensors_of(model))
     return {
