@@ -210,6 +210,7 @@ class SplitMover(Mover):
         self.logical = len({mover.device for mover in self.cards}) == 1
 
     begin, settle, inject = (_by_first_card(name) for name in ("begin", "settle", "inject"))
+    pack, require_unchanged = _by_first_card("pack"), _by_first_card("require_unchanged")
     host_source, is_pending = _by_first_card("host_source"), _by_first_card("is_pending")
     provenance, reason, digest_of = (_by_knower(name) for name in ("provenance", "reason", "digest_of"))
     mark_derived, mark_trained = _by_knower("mark_derived"), _by_knower("mark_trained")

@@ -49,6 +49,7 @@ SKIPPED_AMONG = 100
 FIRST_LOOK, LATER_LOOKS = 10, 100
 """Steps after the start of a training at which weights are compared first, and between the later looks."""
 
+_HOST = torch.device("cpu")
 _DEAD_NAMED, _DEAD_STOPS = 3, 20
 _REMEMBERED, _ENOUGH = 100, 30
 _DEVIATIONS, _MAD_TO_SIGMA, _AT_LEAST = 10.0, 1.4826, 1.5
@@ -134,8 +135,10 @@ class StepGuard:
         if len(self._losses) < _ENOUGH or step < self._quiet_until:
             return None
         median = statistics.median(self._losses)
+        if loss <= _AT_LEAST * abs(median):
+            return None
         spread = _MAD_TO_SIGMA * statistics.median(abs(each - median) for each in self._losses)
-        if loss <= max(median + _DEVIATIONS * spread, _AT_LEAST * abs(median)):
+        if loss <= median + _DEVIATIONS * spread:
             return None
         self._quiet_until = step + _SPIKE_PAUSE
         text = (
@@ -174,9 +177,10 @@ class TrainingGuard:
         losses, self._losses = self._losses, []
         if not losses:
             return  # the step was left out on request
-        loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()).double()
-        if type(norm) is torch.Tensor and norm.device == loss.device:
-            mine = torch.stack([loss, norm.double()]).tolist()
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        if type(norm) is torch.Tensor and norm.device == loss.device != _HOST:
+            same = norm.dtype == loss.dtype
+            mine = torch.stack([loss, norm] if same else [loss.double(), norm.double()]).tolist()
         else:
             mine = [loss.item(), float(norm)]
         rows = everyone(mine)  # NaN on one rank is NaN on all

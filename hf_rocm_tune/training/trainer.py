@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate.utils import extract_model_from_parallel
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from trl import SFTTrainer
 from typing_extensions import override
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.data.loader import Prefetch, require_unchanged, verify_loader
+from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
 from hf_rocm_tune.models.adapter import LearningRates
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
@@ -195,6 +195,7 @@ class VerifiedTransferMixin(_Base):
         self._tensor_parallel = tensor_parallel
         self._shards: ShardedModel | None = None
         self._pipeline: Pipeline | None = None
+        self._operations: int | None = None  # floating point operations a token
         step_faults = StepFaultSpec.from_environment()
         filters_losses = args is not None and args.logging_nan_inf_filter and is_tried("transformers")
         if args is not None:
@@ -397,10 +398,7 @@ class VerifiedTransferMixin(_Base):
             count = super()._get_num_items_in_batch(sources, torch.device("cpu"))
         finally:
             self.args.average_tokens_across_devices = across
-        for batch in sources:
-            for name in ("labels", "shift_labels") if isinstance(batch, Mapping) else ():
-                if torch.is_tensor(counted_in := batch.get(name)):
-                    require_unchanged(counted_in, self.mover)
+        self.mover.require_unchanged(sources)
         if not torch.is_tensor(count):
             return count
         counted = everyone([count.item()]) if across else [[count.item()]]
@@ -440,9 +438,8 @@ class VerifiedTransferMixin(_Base):
         unknown = [tensor for tensor in tree_tensors(inputs) if self.mover.provenance(tensor) is None]
         if any(tensor.device.type != "cpu" for tensor in unknown):
             self._refuse_stray(inputs)
-        for tensor in unknown:
-            require_unchanged(tensor, self.mover)
         if unknown:
+            self.mover.require_unchanged(unknown)
             inputs = self.mover.begin(inputs)
             self.mover.settle(inputs)
         # Of prompts a trainer makes its batch by itself: generates, reads, scores and sends it, in this thread.
@@ -470,6 +467,17 @@ class VerifiedTransferMixin(_Base):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self._guard.judge(model, norm, self._sentinel.settle)
         return norm
+
+    @override
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """As upstream, which walks over all modules in each micro-step: here they are counted once."""
+        stock = super().floating_point_ops
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if stock.__func__ is not Trainer.floating_point_ops or name not in inputs or not inputs[name].numel():
+            return int(stock(inputs))
+        if self._operations is None:
+            self._operations = stock(inputs) // inputs[name].numel()
+        return int(inputs[name].numel() * self._operations)
 
     @override
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
@@ -627,8 +635,7 @@ class VerifiedTransferMixin(_Base):
 
     def unchanged(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """A batch of host tensors that hold what the loader gave; what it did not give is not looked at."""
-        for tensor in tree_tensors(batch):
-            require_unchanged(tensor, self.mover)
+        self.mover.require_unchanged(batch)
         return batch
 
     def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]:
@@ -738,7 +745,8 @@ class VerifiedTransferMixin(_Base):
         return result
 
     def _strike(self, at: str, step: int) -> None:
-        self._crashes.strike(at, step, directory=Path(self.args.output_dir), run_id=self.run_id)
+        if self._crashes.text is not None:
+            self._crashes.strike(at, step, directory=Path(self.args.output_dir), run_id=self.run_id)
 
     def _give_the_scaler_something(self) -> None:
         """The gradient scaler of fp16 refuses a step without any gradient: zeros let only the moments decay."""

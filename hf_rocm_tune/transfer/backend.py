@@ -7,22 +7,27 @@ A backend is one queue ("stream") of copies and digests that run in order beside
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer.digest import Digest, digest, digest_on_device, from_sums
+from hf_rocm_tune.transfer.raw_bytes import ordinary
 from hf_rocm_tune.transfer.report import count_crossing
 
+WAKES_WORKER_BYTES = 1 << 20
+"""Copies on a plain CPU from which on the worker thread is woken for them."""
 
-@dataclass(frozen=True)
-class Part:
+
+class Part(NamedTuple):
     """Bytes [begin, end) of a copy hold the bytes from `offset` on of tensor `name`, which has `nbytes` in all."""
 
     name: str
@@ -32,8 +37,7 @@ class Part:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Label:
+class Label(NamedTuple):
     """What a copy carries: `transfer` numbers the transfer, `attempt` counts its tries from 0."""
 
     stage: str
@@ -102,10 +106,11 @@ class Backend(Protocol):
 
 
 class HostBackend:
-    """Plain CPU: the "device" is other host memory, and a worker thread is the copy engine.
+    """Plain CPU: the "device" is other host memory.
 
     The same code runs above it as above an accelerator, and the waits are real: a copy ends some time after it was
-    queued. The worker ends with `close` or with the interpreter.
+    queued. Large copies run on a worker thread, beside the caller; small ones are done by whoever waits first for
+    something queued, because waking a thread takes longer. The worker ends with `close` or with the interpreter.
     """
 
     staging_grows = True
@@ -113,14 +118,16 @@ class HostBackend:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._queue = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transfer")
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transfer")
+        self._queue: deque[_Work] = deque()
+        self._running = threading.Lock()
 
     def staging(self, nbytes: int) -> Tensor:
-        with torch.inference_mode(False):
+        with ordinary():
             return torch.empty(nbytes, dtype=torch.uint8)
 
     def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
-        with torch.inference_mode(False):
+        with ordinary():
             return torch.empty(nbytes, dtype=torch.uint8)
 
     def mark(self) -> None:
@@ -130,9 +137,11 @@ class HostBackend:
         """See `mark`."""
 
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
-        ticket = _HostTicket(self._queue.submit(self._copy_now, target, source))
+        ticket = self._queued(partial(self._copy_now, target, source))
         if blocking:
             ticket.wait()
+        elif target.numel() >= WAKES_WORKER_BYTES:
+            self._worker.submit(self._run)
         return ticket
 
     def _copy_now(self, target: Tensor, source: Tensor) -> None:
@@ -142,33 +151,65 @@ class HostBackend:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
     def fill(self, target: Tensor, value: int) -> None:
-        self._queue.submit(ctypes.memset, target.data_ptr(), value, target.numel())
+        self._queued(partial(ctypes.memset, target.data_ptr(), value, target.numel()))
 
     def digest(self, target: Tensor, word_offset: int = 0) -> PendingDigest:
-        return self._queue.submit(digest, target, word_offset=word_offset)
+        return self._queued(partial(digest, target, word_offset=word_offset))
 
     def read_back(self, target: Tensor) -> Tensor:
-        return self._queue.submit(target.clone).result()
+        found: Tensor = self._queued(target.clone).result()
+        return found
 
     def hand_out(self, buffer: Tensor, ticket: Ticket) -> None:
         ticket.wait()
 
     def close(self) -> None:
-        self._queue.shutdown(wait=True)
+        self._run()
+        self._worker.shutdown(wait=True)
+
+    def _queued(self, do: Callable[[], Any]) -> _Work:
+        work = _Work(do, self._run)
+        self._queue.append(work)
+        return work
+
+    def _run(self) -> None:
+        """All that is queued, in order; whoever comes while another thread is at it waits."""
+        with self._running:
+            while self._queue:
+                self._queue.popleft().run()
 
 
-class _HostTicket:
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+class _Work:
+    """Something queued: the ticket of a copy, or a digest to come."""
+
+    def __init__(self, do: Callable[[], Any], run_queue: Callable[[], None]) -> None:
+        self._do: Callable[[], Any] | None = do
+        self._run_queue = run_queue
+        self._found: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        assert self._do is not None, "once"
+        try:
+            self._found = self._do()
+        except BaseException as error:
+            self._error = error
+        self._do = None  # with the memory that it holds
 
     def done(self) -> bool:
-        return self._future.done()
+        return self._do is None
 
     def join(self) -> None:
-        wait([self._future])
+        if self._do is not None:
+            self._run_queue()
 
-    def wait(self) -> None:
-        self._future.result()
+    def result(self) -> Any:
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+    wait = result
 
 
 class AcceleratorBackend:
@@ -210,11 +251,11 @@ class AcceleratorBackend:
             yield
 
     def staging(self, nbytes: int) -> Tensor:
-        with torch.inference_mode(False):
+        with ordinary():
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
-        with torch.inference_mode(False):
+        with ordinary():
             if long_lived:
                 buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
                 self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -244,7 +285,7 @@ class AcceleratorBackend:
         with self._queue():
             sums = digest_on_device(target, word_offset)
             count_crossing(to_host_bytes=sums.nbytes)
-            with torch.inference_mode(False):
+            with ordinary():
                 landing = torch.empty(2, dtype=torch.int64, pin_memory=True)
             landing.copy_(sums, non_blocking=True)
             return _EventDigest(self._stream.record_event(), landing, target.numel())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from hf_rocm_tune.transfer.backend import Backend, Label, Part, Ticket
 from hf_rocm_tune.transfer.damage import examine
 from hf_rocm_tune.transfer.digest import Digest, combine, digest, digest_range
 from hf_rocm_tune.transfer.faults import FaultyBackend
-from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather, typed_view
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather, ordinary, typed_view
 from hf_rocm_tune.transfer.report import TransferReport
 
 VERIFY_MODES = ("full", "sample", "off")
@@ -145,32 +145,40 @@ ALIGNMENT = 256
 
 @dataclass
 class Parcel:
-    """One host tensor at its place in the device memory. Its digest is built up while it is packed."""
+    """One host tensor at its place in the device memory.
+
+    Attributes:
+        offset: of its first byte in the transfer.
+        digest: of the tensor as it was given, at its word offset in the transfer; None where that is not verified.
+    """
 
     name: str
     source: Tensor
     offset: int
     file: str | None = None
-    pieces: list[Digest] = field(default_factory=list)
+    digest: Digest | None = None
 
     @property
     def nbytes(self) -> int:
         return byte_count(self.source)
 
-    @property
-    def digest(self) -> Digest:
-        """Digest of the source as it was before packing, at its word offset in the transfer."""
-        return combine(self.pieces)
-
 
 @dataclass
 class Shipment:
-    """A transfer with its parcels, in order of their offsets. It does not keep the device memory alive."""
+    """A transfer with its parcels, in order of their offsets. It does not keep the device memory alive.
+
+    Attributes:
+        source: host tensor whose bytes, in logical order, are those of the device memory, gaps between the parcels
+            included.
+        pieces: digests of its chunks, each taken as it was packed for the first time.
+    """
 
     number: int
     stage: str
     parcels: list[Parcel]
+    source: Tensor
     verify: bool
+    pieces: list[Digest] = field(default_factory=list)
     ticket: Ticket | None = None
     settled: bool = False
     failure: CorruptionError | None = None
@@ -180,16 +188,16 @@ class Shipment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory, gaps between the tensors included."""
-        return self.parcels[-1].offset + self.parcels[-1].nbytes
+        """Bytes of device memory."""
+        return byte_count(self.source)
 
     @property
     def expected(self) -> Digest:
-        """Digest that the whole device memory must have: the gaps are zero and add nothing."""
-        return combine(parcel.digest for parcel in self.parcels)
+        """Digest that the whole device memory must have."""
+        return combine(self.pieces)
 
     def matches(self, found: Digest) -> bool:
-        """Whether a digest of the whole device memory is the one of the sources."""
+        """Whether a digest of the whole device memory is the one of the source."""
         return found.same_words(self.expected)
 
 
@@ -216,7 +224,7 @@ class Sender:
     def send(self, shipment: Shipment, buffer: Tensor, route: Route, *, attempt: int) -> None:
         """Queue all copies into `buffer`, uint8[shipment.nbytes].
 
-        On the first attempt the sources are digested piece by piece, while each is packed.
+        On the first attempt the source is digested piece by piece, while it is packed.
         """
         begun = time.perf_counter()
         digesting = shipment.verify_seconds
@@ -230,50 +238,113 @@ class Sender:
     def _send_chunk(
         self, shipment: Shipment, buffer: Tensor, route: Route, attempt: int, start: int, stop: int
     ) -> Ticket:
-        parts = list(_parts(shipment, start, stop))
-        label = Label(shipment.stage, shipment.number, attempt, tuple(part for _, part in parts))
+        label = Label(shipment.stage, shipment.number, attempt, tuple(_parts(shipment, start, stop)))
         target = buffer[start:stop]
         if route.staging == "ring":
             with self._ring.slot(stop - start) as (slot, memory):
-                _pack(shipment, parts, memory, attempt)
+                _pack(shipment, start, stop, memory, attempt)
                 slot.ticket = self._backend.copy(target, memory, label, blocking=route.blocking)
                 return slot.ticket
         if route.staging == "fresh":
             memory = self._backend.staging(stop - start)
         else:
-            with torch.inference_mode(False):
+            with ordinary():
                 memory = torch.empty(stop - start, dtype=torch.uint8)
-        _pack(shipment, parts, memory, attempt)
+        _pack(shipment, start, stop, memory, attempt)
         return self._backend.copy(target, memory, label, blocking=route.blocking)
 
 
-def _parts(shipment: Shipment, start: int, stop: int) -> Iterator[tuple[Parcel, Part]]:
+def _parts(shipment: Shipment, start: int, stop: int) -> Iterator[Part]:
     """What bytes [start, stop) of the device memory hold."""
     for parcel in shipment.parcels:
-        begin, end = max(parcel.offset, start), min(parcel.offset + parcel.nbytes, stop)
+        nbytes = parcel.nbytes
+        begin, end = max(parcel.offset, start), min(parcel.offset + nbytes, stop)
         if begin < end:
-            yield parcel, Part(parcel.name, begin - start, end - start, begin - parcel.offset, parcel.nbytes)
+            yield Part(parcel.name, begin - start, end - start, begin - parcel.offset, nbytes)
 
 
-def _pack(shipment: Shipment, parts: list[tuple[Parcel, Part]], memory: Tensor, attempt: int) -> None:
-    """Gather the sources into staging memory and zero the gaps, so that one digest covers the whole.
+def _pack(shipment: Shipment, start: int, stop: int, memory: Tensor, attempt: int) -> None:
+    """Copy bytes [start, stop) of the source; the first time, where it is verified, digest them in the same pass."""
+    if shipment.verify and attempt == 0:
+        begun = time.perf_counter()
+        shipment.pieces.append(digest_range(shipment.source, start, stop, word_offset=start // 4, copy_to=memory))
+        shipment.verify_seconds += time.perf_counter() - begun
+    else:
+        gather(shipment.source, start, stop, memory)
 
-    The first time, where the shipment is verified, the sources are digested in the same pass.
+
+# ---- host tensors side by side -------------------------------------------------------------------------------
+
+_TRIES = 3
+
+
+class Packed(NamedTuple):
+    """One tensor of a `Pack`; the attributes as of `Parcel`."""
+
+    name: str
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    digest: Digest | None
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Copies of host tensors, aligned in one memory, as they will lie on the device; it does not keep that alive.
+
+    Attributes:
+        digest: of all of the memory, which holds zeros in the gaps; None where that is not verified.
     """
-    filled = 0
-    for parcel, part in parts:
-        memory[filled : part.begin].zero_()
-        end = part.offset + part.end - part.begin
-        place = memory[part.begin : part.end]
-        if shipment.verify and attempt == 0:
-            begun = time.perf_counter()
-            word = (parcel.offset + part.offset) // 4
-            parcel.pieces.append(digest_range(parcel.source, part.offset, end, word_offset=word, copy_to=place))
-            shipment.verify_seconds += time.perf_counter() - begun
-        else:
-            gather(parcel.source, part.offset, end, place)
-        filled = part.end
-    memory[filled:].zero_()
+
+    tensors: tuple[Packed, ...]
+    digest: Digest | None
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these, of which the first lies in this memory, are all of its tensors, in order, and no parts."""
+        storage = tensors[0].untyped_storage()
+        return len(tensors) == len(self.tensors) and all(
+            tensor.untyped_storage() is storage
+            and tensor.storage_offset() * tensor.element_size() == known.offset
+            and (tensor.dtype, tensor.shape) == (known.dtype, known.shape)
+            and tensor.is_contiguous()
+            for tensor, known in zip(tensors, self.tensors, strict=True)
+        )
+
+    def changed_in(self, memory: Tensor) -> str:
+        """The name of the first tensor that is not what it was; empty where only gaps are."""
+        for each in self.tensors:
+            place = typed_view(memory, each.offset, each.dtype, each.shape)
+            if digest(place, word_offset=each.offset // 4) != each.digest:
+                return each.name
+        return ""
+
+
+def pack(named: Sequence[tuple[str, Tensor]], *, verified: bool) -> tuple[Tensor, Pack]:
+    """Copy dense host tensors into one memory, uint8[n]; ``verified``: until the copies have the originals' digests."""
+    offsets, end = [], 0
+    for _, tensor in named:
+        offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
+        end = offsets[-1] + byte_count(tensor)
+    with ordinary():
+        memory = torch.zeros(end, dtype=torch.uint8)
+    for _ in range(_TRIES):
+        digests: list[Digest | None] = []
+        for (_, tensor), offset in zip(named, offsets, strict=True):
+            size = byte_count(tensor)
+            place = memory[offset : offset + size]
+            if verified:
+                digests.append(digest_range(tensor, 0, size, word_offset=offset // 4, copy_to=place))
+            else:
+                gather(tensor, 0, size, place)
+                digests.append(None)
+        whole = digest(memory) if verified else None
+        if whole is None or whole.same_words(combine(each for each in digests if each is not None)):
+            break
+    tensors = (
+        Packed(name, offset, tensor.dtype, tensor.shape, found)
+        for (name, tensor), offset, found in zip(named, offsets, digests, strict=True)
+    )
+    return memory, Pack(tuple(tensors), whole)
 
 
 # ---- to the host --------------------------------------------------------------------------------------------
@@ -357,7 +428,7 @@ class Fetched:
         if size <= fetcher.slot_bytes:
             _, self._memory = self._slot.enter_context(fetcher.ring.slot(size))
         else:
-            with torch.inference_mode(False):
+            with ordinary():
                 self._memory = torch.empty(size, dtype=torch.uint8)
         self.host = typed_view(self._memory, 0, source.dtype, source.shape)
         self._label = Label(stage, number, 0, (Part(name, 0, size, 0, size),))
@@ -417,7 +488,7 @@ class Fetched:
 
     def _harm(self, attempt: int) -> None:
         if self._fetcher.faulty is not None:
-            self._fetcher.faulty.harm_in_place(self._memory, replace(self._label, attempt=attempt))
+            self._fetcher.faulty.harm_in_place(self._memory, self._label._replace(attempt=attempt))
 
     def _fail(self, wrong: Tensor, rung: str, outcome: str, why: str) -> None:
         self._tell(wrong, rung, outcome)

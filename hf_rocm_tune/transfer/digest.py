@@ -257,11 +257,15 @@ def digest_range(
         copy_to: uint8[stop - start] on the host, aligned for the dtype; None for no copy.
     """
     if tensor.is_contiguous():
-        return Digest(*host_sums(as_bytes(tensor)[start:stop], word_offset, copy_to), stop - start)
-    found = combine(_digest_gathered(tensor, start, stop, word_offset))
+        sums = _chosen_on_host()[0]
+        if isinstance(sums, NativeSums):
+            found = sums.at(tensor.data_ptr() + start, stop - start, word_offset, copy_to)
+        else:
+            found = sums(as_bytes(tensor)[start:stop], word_offset, copy_to)
+        return Digest(*found, stop - start)
     if copy_to is not None:
         gather(tensor, start, stop, copy_to)  # from the source again: the digest is not one of the copy
-    return found
+    return combine(_digest_gathered(tensor, start, stop, word_offset))
 
 
 def _digest_gathered(tensor: Tensor, start: int, stop: int, word_offset: int) -> Iterator[Digest]:
@@ -507,6 +511,9 @@ def _chosen_on_host() -> tuple[HostSums, DigestMethod]:
     return native, DigestMethod(name="native", reason=reason)
 
 
+_TwoSums = ctypes.c_uint64 * 2
+
+
 class NativeSums:
     """The compiled functions on tensors, as `host_sums`."""
 
@@ -521,16 +528,20 @@ class NativeSums:
         self._threads = min(THREADS, len(os.sched_getaffinity(0)))
 
     def __call__(self, flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
-        result, copy, threads = (ctypes.c_uint64 * 2)(), None, 1
+        return self.at(flat.data_ptr(), flat.numel(), index, copy_to)
+
+    def at(self, address: int, nbytes: int, index: int, copy_to: Tensor | None) -> tuple[int, int]:
+        """Of contiguous bytes by their address."""
+        result, copy, threads = _TwoSums(), None, 1
         if copy_to is not None:
-            assert copy_to.numel() == flat.numel()
-            copy, threads = copy_to.data_ptr(), min(self._threads, flat.numel() // BYTES_A_THREAD)
-        self._one(flat.data_ptr(), copy, flat.numel(), index, self._table, threads, result)
+            assert copy_to.numel() == nbytes
+            copy, threads = copy_to.data_ptr(), min(self._threads, nbytes // BYTES_A_THREAD)
+        self._one(address, copy, nbytes, index, self._table, threads, result)
         return result[0], result[1]
 
     def of_parts(self, places: ctypes.Array[ctypes.c_uint64]) -> tuple[int, int]:
         """Of tensors one behind the other, each from a whole word on; `places`: address and bytes of each."""
-        result = (ctypes.c_uint64 * 2)()
+        result = _TwoSums()
         self._parts(places, len(places) // 2, self._table, result)
         return result[0], result[1]
 

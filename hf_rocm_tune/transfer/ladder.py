@@ -16,7 +16,7 @@ from hf_rocm_tune.transfer.backend import Backend
 from hf_rocm_tune.transfer.copies import DIRECT, Parcel, Route, Sender, Shipment, TransferSettings
 from hf_rocm_tune.transfer.damage import ALIGNMENTS, POISON, Damage, examine
 from hf_rocm_tune.transfer.digest import digest
-from hf_rocm_tune.transfer.raw_bytes import gather
+from hf_rocm_tune.transfer.raw_bytes import gather, ordinary
 from hf_rocm_tune.transfer.report import TransferReport
 
 RUNGS = (
@@ -169,7 +169,11 @@ class Ladder:
 
     def remember(self, shipment: Shipment) -> None:
         """Keep up to 64 KiB of each tensor of a shipment that arrived right, to tell stale bytes from others."""
-        heads = [_head(parcel) for parcel in shipment.parcels if parcel.nbytes]
+        source = shipment.source
+        if shipment.nbytes <= _REMEMBERED_BYTES and source is not shipment.parcels[0].source:
+            heads = [source[each.offset : each.offset + each.nbytes] for each in shipment.parcels]  # a pack of ours
+        else:
+            heads = [_head(parcel) for parcel in shipment.parcels if parcel.nbytes]
         with self._lock:
             self._recent.extend(heads)
 
@@ -199,7 +203,7 @@ class Ladder:
 
 def _head(parcel: Parcel) -> Tensor:
     end = min(parcel.nbytes, _REMEMBERED_BYTES)
-    with torch.inference_mode(False):
+    with ordinary():
         head = torch.empty(end, dtype=torch.uint8)
     gather(parcel.source, 0, end, head)
     return head

@@ -12,22 +12,24 @@ from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.transfer.backend import Backend, Label, Part, backend_for
-from hf_rocm_tune.transfer.copies import ALIGNMENT, Fetched, Fetcher, Parcel, Ring, Sender, Shipment, TransferSettings
-from hf_rocm_tune.transfer.digest import Digest, QueuedDigests
+from hf_rocm_tune.transfer.copies import Fetched, Fetcher, Pack, Parcel, Ring, Sender, Shipment, TransferSettings, pack
+from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, digest
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.ladder import Ladder
 from hf_rocm_tune.transfer.raw_bytes import (
     as_bytes,
     check_plain,
+    is_plain,
     map_tensors,
     named_tensors,
+    ordinary,
     storage_bytes,
     tree_tensors,
     typed_view,
@@ -58,8 +60,11 @@ class Entry:
         return self.digest
 
 
-class Registry:
-    """What is known of device tensors, by the storage that they share, without keeping them alive.
+Known = TypeVar("Known")
+
+
+class Registry(Generic[Known]):
+    """What is known of tensors, by the storage that they share, without keeping them alive.
 
     By storage, so that views, ``param.data = moved`` and a ``Parameter`` made from a moved tensor are known too, and a
     new tensor that happens to get the same address is not. Each step is one dict operation, so it needs no lock, not
@@ -67,15 +72,15 @@ class Registry:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], Entry]] = {}
+        self._entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], Known]] = {}
 
-    def put(self, tensor: Tensor, entry: Entry) -> None:
+    def put(self, tensor: Tensor, entry: Known) -> None:
         """Remember `entry` for the storage of `tensor`, in place of what was known before."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._entries[key] = (weakref.ref(storage, partial(self._forget, key)), entry)
 
-    def get(self, tensor: Tensor) -> Entry | None:
+    def get(self, tensor: Tensor) -> Known | None:
         """What is known of the storage of `tensor`; None for sparse tensors, which have none."""
         if tensor.layout is not torch.strided:
             return None
@@ -133,7 +138,8 @@ class Mover:
         self._sender = Sender(self._backend, Ring(self._backend, slot_bytes=slot_bytes, slots=self.settings.slots))
         self._ladder = Ladder(self._backend, self._sender, self.settings, self.report)
         self._fetcher = Fetcher(plain, self._faulty, self.settings, self.report, self._enter)
-        self._registry = Registry()
+        self._registry: Registry[Entry] = Registry()
+        self._packs: Registry[Pack] = Registry()  # of host memory
         self.loaded: dict[tuple[str, str], Digest] = {}
         self._numbers = itertools.count()
         self._sent: Counter[str] = Counter()
@@ -171,13 +177,14 @@ class Mover:
             UsageError: it is not a dense host tensor.
         """
         self._check_host(tensor, name)
-        shipment = self._new_shipment(stage, [Parcel(name, tensor, 0, source)])
+        parcel = Parcel(name, tensor, 0, source)
+        shipment = self._new_shipment(stage, [parcel], tensor)
         buffer = self._backend.allocate(shipment.nbytes, long_lived=not transient)
         self._sender.send(shipment, buffer, self._ladder.route, attempt=0)
+        parcel.digest = arrived = shipment.expected
         self._finish(shipment, buffer)
-        with torch.inference_mode(False):
+        with ordinary():
             moved = typed_view(buffer, 0, tensor.dtype, tensor.shape)
-        arrived = shipment.parcels[0].digest
         self._registry.put(moved, Entry("transferred", digest=arrived) if shipment.verify else self._not_verified())
         if source is not None and shipment.verify:
             self.loaded[source.rpartition("/")[2], name] = arrived
@@ -215,8 +222,8 @@ class Mover:
         """Start the transfer of all host tensors of a nested batch, in one copy into one device allocation.
 
         Args:
-            tree: dicts, mappings, lists, tuples, named tuples and dataclasses of tensors and anything else. The host
-                tensors must not be written to before `settle`.
+            tree: dicts, mappings, lists, tuples, named tuples and dataclasses of tensors and anything else. What is
+                not from `pack` is packed here.
             stage: as in `move`.
 
         Returns:
@@ -224,27 +231,81 @@ class Mover:
             on the device, or already moved, and everything that is no tensor are the same objects as before.
         """
         self._check_open()
-        parcels: dict[int, Parcel] = {}
-        end = 0
+        given: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in named_tensors(tree):
-            if id(tensor) in parcels or self._is_here(tensor):
-                continue
-            self._check_host(tensor, name)
-            parcel = Parcel(name, tensor, -(-end // ALIGNMENT) * ALIGNMENT)
-            parcels[id(tensor)] = parcel
-            end = parcel.offset + parcel.nbytes
-        if not parcels:
+            if not self._is_here(tensor):
+                given.setdefault(id(tensor), (name, tensor))
+        if not given:
             return map_tensors(tree, lambda tensor: tensor)
-        shipment = self._new_shipment(stage, list(parcels.values()))
+        tensors = [tensor for _, tensor in given.values()]
+        packed = self._packs.get(tensors[0])
+        if packed is None or not packed.holds(tensors):
+            for name, tensor in given.values():
+                self._check_host(tensor, name)
+            return self.begin(self.pack(tree), stage=stage)
+        source = storage_bytes(tensors[0])
+        parcels = [
+            Parcel(known.name, tensor, known.offset, digest=known.digest)
+            for tensor, known in zip(tensors, packed.tensors, strict=True)
+        ]
+        shipment = self._new_shipment(stage, parcels, source)
         buffer = self._backend.allocate(max(shipment.nbytes, 1), long_lived=False)
         self._sender.send(shipment, buffer[: shipment.nbytes], self._ladder.route, attempt=0)
-        with torch.inference_mode(False):
+        # It may have waited, and what was sent is what was packed.
+        self._require_equal(packed, source, shipment.expected if shipment.verify else None)
+        with ordinary():
             arrived = {
-                key: typed_view(buffer, parcel.offset, parcel.source.dtype, parcel.source.shape)
-                for key, parcel in parcels.items()
+                id(tensor): typed_view(buffer, known.offset, known.dtype, known.shape)
+                for tensor, known in zip(tensors, packed.tensors, strict=True)
             }
         self._registry.put(buffer, Entry("unverified", "its verdict is still awaited", shipment))
         return map_tensors(tree, lambda tensor: arrived.get(id(tensor), tensor))
+
+    def pack(self, tree: Any) -> Any:
+        """Copies of the host tensors of a nested batch, side by side, for `begin`: the originals may be written to.
+
+        The copies are compared with the originals unless nothing is to be verified. Tensors that are on the device, or
+        have no plain bytes, are the same objects as before.
+        """
+        given: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in named_tensors(tree):
+            if tensor.device.type == "cpu" and is_plain(tensor) and not self._is_here(tensor):
+                given.setdefault(id(tensor), (name, tensor))
+        if not given:
+            return map_tensors(tree, lambda tensor: tensor)
+        memory, packed = pack(list(given.values()), verified=self.settings.verify != "off")
+        self._packs.put(memory, packed)
+        with ordinary():
+            copies = {
+                key: typed_view(memory, known.offset, known.dtype, known.shape)
+                for key, known in zip(given, packed.tensors, strict=True)
+            }
+        return map_tensors(tree, lambda tensor: copies.get(id(tensor), tensor))
+
+    def require_unchanged(self, tree: Any) -> None:
+        """Look again at host tensors that were packed; others are passed by.
+
+        Raises:
+            MemoryFaultError: they have changed since.
+        """
+        looked_at: list[Pack] = []
+        for tensor in tree_tensors(tree):
+            packed = self._packs.get(tensor)
+            if packed is not None and not any(packed is each for each in looked_at):
+                looked_at.append(packed)
+                self._require_equal(packed, storage_bytes(tensor))
+
+    def _require_equal(self, packed: Pack, memory: Tensor, found: Digest | None = None) -> None:
+        if packed.digest is None or (found or digest(memory)) == packed.digest:
+            return
+        row: dict[str, Any] = {"step": self.step, "stage": "batches", "kind": "source_changed", "outcome": "stopped"}
+        name = packed.changed_in(memory)
+        self.report.incident({**row, "tensor": name})
+        raise MemoryFaultError(
+            f"batch tensor '{name}' changed in host memory after it was read from the loader",
+            "Look for code that writes to batches, or test the memory; the same command continues from the newest "
+            "checkpoint",
+        )
 
     def settle(self, tree: Any) -> None:
         """Wait for the verdict of every transfer in flight that tensors of `tree` belong to, and put it right if bad.
@@ -265,7 +326,7 @@ class Mover:
                 if shipment.failure is not None:
                     raise shipment.failure
                 if not shipment.settled:
-                    with torch.inference_mode(False):
+                    with ordinary():
                         everything = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                         everything.set_(tensor.untyped_storage(), 0, (shipment.nbytes,), (1,))
                     self._finish(shipment, everything)
@@ -302,9 +363,9 @@ class Mover:
             self._ladder.recover(shipment, buffer)
         self._ladder.remember(shipment)
 
-    def _new_shipment(self, stage: str, parcels: list[Parcel]) -> Shipment:
+    def _new_shipment(self, stage: str, parcels: list[Parcel], source: Tensor) -> Shipment:
         number, verify, _ = self._enter(stage)
-        return Shipment(number, stage, parcels, verify=verify)
+        return Shipment(number, stage, parcels, source, verify=verify)
 
     def _enter(self, stage: str) -> tuple[int, bool, int | None]:
         """The number of a new transfer, whether it is verified, and the training step."""

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,15 @@ from hf_rocm_tune.errors import UsageError
 
 def byte_count(tensor: Tensor) -> int:
     """Bytes of the tensor's elements as if it were contiguous."""
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
+
+
+_HERE = nullcontext()
+
+
+def ordinary() -> AbstractContextManager[Any]:
+    """Within it tensors are made that autograd may use later, whether or not the caller is in inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _HERE
 
 
 def check_plain(tensor: Tensor, name: str) -> None:
@@ -34,6 +43,12 @@ def check_plain(tensor: Tensor, name: str) -> None:
         raise UsageError(f"tensor '{name}' is on the meta device and has no bytes; load its weights first")
     if tensor.is_conj() or tensor.is_neg():
         raise UsageError(f"tensor '{name}' is a lazy conjugate or negation; call .resolve_conj().resolve_neg() first")
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether `check_plain` has nothing to say."""
+    strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return strided and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
 
 
 def typed_view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -51,6 +66,8 @@ def typed_view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The 1-dimensional uint8 view of a contiguous tensor; it shares memory."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1:
+        return tensor
     assert tensor.is_contiguous(), "only contiguous tensors have a byte view"
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     start = tensor.storage_offset() * tensor.element_size()
@@ -60,7 +77,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def storage_bytes(tensor: Tensor) -> Tensor:
     """All bytes of a tensor's storage, uint8[n]; it shares memory."""
     storage = tensor.untyped_storage()
-    with torch.inference_mode(False):
+    with ordinary():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
@@ -114,7 +131,11 @@ def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         yield prefix or "tensor", tree
         return
     for key, value in _children(tree):
-        yield from named_tensors(value, f"{prefix}.{key}" if prefix else str(key))
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Tensor):
+            yield name, value
+        else:
+            yield from named_tensors(value, name)
 
 
 def map_tensors(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:

@@ -98,6 +98,7 @@ def test_every_batch_is_verified_before_forward_and_training_is_as_without(make:
     plain.train()
     assert losses(verified) == losses(plain)
     assert len(losses(verified)) >= 7
+    assert verified.state.total_flos == plain.state.total_flos > 0
     adapters = [{n: p for n, p in t.model.named_parameters() if p.requires_grad} for t in (verified, plain)]
     assert all(torch.equal(adapters[0][name], tensor) for name, tensor in adapters[1].items())
     batches = verified.transfer_report.to_dict()["batches"]

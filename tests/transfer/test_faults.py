@@ -136,18 +136,21 @@ def test_stop_raises_at_the_first_mismatch() -> None:
 @pytest.mark.parametrize("stage", ["batches", "weights"])
 def test_a_source_that_changed_is_named_so(stage: str) -> None:
     source = torch.arange(1000)
+    writing_to = [source]
 
     class Writing(HostBackend):
         """Somebody writes to the host tensor while it is on its way, and the copy sees it half."""
 
         def _copy_now(self, target: Tensor, staged: Tensor) -> None:
-            source[500] = -1
+            writing_to[0][500] = -1
             super()._copy_now(target, staged)
             target[17] ^= 1
 
     with Mover(CPU, backend=Writing()) as mover:
+        packed = mover.pack({"x": source})
+        writing_to[0] = packed["x"] if stage == "batches" else source
         use = {
-            "batches": lambda: mover.settle(mover.begin({"x": source})),
+            "batches": lambda: mover.settle(mover.begin(packed)),
             "weights": lambda: mover.move(source, name="x"),
         }
         with pytest.raises(SourceChangedError, match="changed while"):
@@ -165,7 +168,7 @@ def test_a_rung_that_keeps_helping_is_kept() -> None:
             ticket = super().copy(target, source, label, blocking=blocking)
             if not blocking:
                 self.broken += 1
-                self._queue.submit(target[:4].zero_)
+                self._queued(target[:4].zero_)
             return ticket
 
     backend = NeedsBlocking()

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import sys
+import time
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.transfer import (
     FaultSpec,
+    HostBackend,
     Mover,
     TransferReport,
     TransferSettings,
@@ -25,6 +27,7 @@ from hf_rocm_tune.transfer import (
     tree_tensors,
     was_verified,
 )
+from hf_rocm_tune.transfer.backend import WAKES_WORKER_BYTES, Label
 
 from .test_digest import DTYPES
 
@@ -181,14 +184,50 @@ def test_marks_are_told_apart(mover: Mover) -> None:
 def test_host_source_is_kept_with_the_batch_and_freed_with_it(mover: Mover) -> None:
     labels = torch.arange(10)
     arrived = mover.begin({"labels": labels, "mask": torch.ones(10, dtype=torch.bool)})
-    assert mover.host_source(arrived["labels"]) is labels
+    source = mover.host_source(arrived["labels"])
+    assert source is not None and torch.equal(source, labels)
     mover.settle(arrived)
-    assert mover.host_source(arrived["labels"]) is labels
+    assert mover.host_source(arrived["labels"]) is source
     assert mover.host_source(arrived["labels"][1:]) is None
     assert mover.host_source(labels) is None
-    del arrived
+    del arrived, source
+    mover._ladder._recent.clear()  # what tells stale bytes from others
     gc.collect()
-    assert len(mover._registry._entries) == 0
+    assert len(mover._registry._entries) == len(mover._packs._entries) == 0
+
+
+@pytest.mark.parametrize("verify", ["full", "sample"])
+def test_packed_tensors_may_wait_and_what_changes_meanwhile_is_not_sent(verify: str) -> None:
+    originals = {"ids": torch.arange(50), "mask": torch.ones(7, dtype=torch.bool), "note": "kept"}
+    with Mover(CPU, settings=TransferSettings(verify=verify)) as mover:
+        for name in ("ids", "mask"):
+            packed = mover.pack(originals)
+            originals[name].zero_()  # a collator that uses its memory again
+            mover.require_unchanged(packed)
+            packed[name].view(torch.uint8)[-1] ^= 1
+            for use in (mover.require_unchanged, mover.begin):
+                with pytest.raises(MemoryFaultError, match=f"'{name}' changed in host memory"):
+                    use(packed)
+            packed[name].view(torch.uint8)[-1] ^= 1
+            settled(mover, packed)
+            assert {row["tensor"] for row in mover.report.incidents} == {name}
+            mover.report._incidents.clear()
+
+
+def test_large_copies_end_without_anybody_waiting_and_small_ones_when_somebody_does() -> None:
+    backend = HostBackend()
+    for size in (WAKES_WORKER_BYTES, 100):
+        source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        ticket = backend.copy(target, source, Label("weights", 0, 0, ()))
+        limit = time.monotonic() + (20 if size > 100 else 0.05)
+        while not ticket.done() and time.monotonic() < limit:
+            time.sleep(0.001)
+        assert ticket.done() == (size > 100)
+        pending = backend.digest(target)
+        backend.fill(target, 3)
+        assert pending.result() == digest(source), "in the order in which it was queued"
+    backend.close()
+    assert bool((target == 3).all())
 
 
 def test_off_and_sample_say_what_was_not_verified() -> None:

@@ -174,7 +174,7 @@ torch.set_num_threads(2)
 torch.ones(1 << 22).clone()  # the main thread's own team
 from hf_rocm_tune.transfer import Mover
 with Mover(torch.device("cpu")) as mover:
-    mover.move(torch.ones(4), name="small")  # starts the worker
+    mover.move(torch.ones(1 << 18), name="small")  # starts the worker
     before = len(os.listdir("/proc/self/task"))
     mover.move(torch.ones(1 << 23), name="large")
     print(len(os.listdir("/proc/self/task")) - before)
