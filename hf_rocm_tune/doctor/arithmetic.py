@@ -1,5 +1,5 @@
-"""Matrix products by dtype, shape and layout (``gemm``), repeated (``gemm_repeat``), by two libraries (``blas``); and
-what all checks of arithmetic share: inputs, how far a right result may be from float64, and the count of wrong ones.
+"""Matrix products by dtype, shape and layout (``gemm``), repeated (``gemm_repeat``) and timed (``gemm_rate``); and what
+all checks of arithmetic share: inputs, the error bound against float64, and the count of wrong results.
 
 *Exact* inputs leave no room at all: every product and every partial sum, in whatever order, is an integer that the
 narrowest format in use can hold, so each correct implementation gives the same bits. All others are compared with
@@ -18,7 +18,7 @@ A wrong result is read back a second time: where the two differ, the readback is
 Faults on purpose: ``wrong`` negates one element and takes one off, ``nan`` makes one NaN (``wrong`` among integers),
 ``zeros`` zeroes a whole result, ``gradient`` is ``wrong`` in a gradient only. The first result is harmed whose case
 contains the request's ``where``: ``where=bfloat16`` or ``where=127x257`` harms one of those products, ``where=int8``
-the 37th repeat of that dtype, ``where=rocblas`` or ``where=hipblaslt`` those of a library.
+the 37th repeat of that dtype.
 """
 
 from __future__ import annotations
@@ -72,16 +72,8 @@ _LEAST_REPEATS = 40
 _BUSY_BYTES = 96 << 20
 """More than the Infinity Cache of an RX 7900 XT (80 MB), so that its memory is busy."""
 
-LIBRARIES = {"rocblas": "cublas", "hipblaslt": "cublaslt"}
-"""By the names of ``torch.backends.cuda.preferred_blas_library``."""
-VALUES = {"hipblaslt": "1", "rocblas": "0"}
-"""Of TORCH_BLAS_PREFER_HIPBLASLT."""
-TIMED_SHAPES = {"cuda": ((2048, 4096, 4096), (2048, 4096, 1024), (2048, 16, 4096)), "cpu": ((64, 128, 96),)}
-"""Rows, inputs and outputs of linear layers in bfloat16: a projection, a grouped one, half of a LoRA pair."""
 RATED_SHAPE = (8192, 8192, 8192)
 """Of the product whose rate is compared with what was measured on other cards of the model."""
-PREFERRED_FROM = 1.1
-"""Ratio of times from which one library is called faster: below, clocks and noise decide. Our own bound."""
 _TIMINGS = 7
 
 
@@ -515,66 +507,14 @@ def _load(device: torch.device) -> Callable[[], object]:
     return add
 
 
-def blas(request: Mapping[str, Any]) -> list[Finding]:
-    """The same products by rocBLAS and by hipBLASLt, their results and their times, and the rate of the faster one.
-
-    Only on ROCm. On a CUDA build the two names would stand for cuBLAS and cuBLASLt; a CPU build has no such choice and
-    times one library twice.
-    """
-    if not request.get("hip"):
-        return [skipped("it compares two libraries of ROCm, and torch is no ROCm build")]
-    wrong = []
+def gemm_rate(request: Mapping[str, Any]) -> list[Finding]:
+    """The rate of large bfloat16 products, forward and backward, compared with what was measured on such cards."""
     with Bench(request) as bench:
-        unavailable = {name: reason for name in LIBRARIES if (reason := _not_taken(name, bench.device))}
-        names = [name for name in LIBRARIES if name not in unavailable]
-        left, right = exact_factors(192, 512, 320, torch.bfloat16, bench.generator)
-        exact = (left.double() @ right.double()).to(torch.bfloat16)
-        placed = bench.move_all((left, right))
-        for name in names:
-            step(f"computing a product by {name}")
-            _prefer(name, bench.device)
-            if not bench.exact(f"bfloat16 product by {name}", placed[0] @ placed[1], exact):
-                wrong.append(name)
-        shapes = TIMED_SHAPES[bench.device.type]
-        seconds = {shape: _medians(bench, names, shape) for shape in shapes}
-        rated = [RATED_SHAPE] if names and bench.device.type == "cuda" else []
-        best = [min(_medians(bench, names, shape).values()) for shape in rated]
-        problems = bench.problem_lines()
-    lines = [
-        f"bfloat16 linear layer {inputs} to {outputs}, {rows} rows, forward and backward: "
-        + ", ".join(f"{name} {1e3 * median:.3g} ms" for name, median in seconds[rows, inputs, outputs].items())
-        for rows, inputs, outputs in shapes
-    ]
-    found = [judge_blas(bench.name, wrong, unavailable, list(seconds.values()), problems, lines)]
-    for each in best:
-        tflops = 3 * 2 * math.prod(RATED_SHAPE) / each / 1e12  # forward, and two products backward
-        found += judge_rate(bench.name, _card(bench.device), tflops)
-    return found
-
-
-def judge_blas(
-    device: str,
-    wrong: list[str],
-    unavailable: Mapping[str, str],
-    seconds: list[dict[str, float]],
-    problems: list[str],
-    lines: list[str],
-) -> Finding:
-    """A library that is wrong, one that torch does not take, or the faster one."""
-    if len(wrong) == 1 and not unavailable:
-        other = next(name for name in LIBRARIES if name not in wrong)
-        told = {"library": wrong[0], "other": other, "value": VALUES[other]}
-        return from_row("gemm_library_wrong", subject=device, evidence=problems, **told)
-    if wrong:
-        return from_row("gemm_libraries_wrong", subject=device, evidence=problems, library=" and ".join(wrong))
-    if unavailable:
-        lines = [*lines, *(f"{name}: {reason}" for name, reason in unavailable.items())]
-        return from_row("gemm_one_library", subject=device, evidence=lines, library=" and ".join(unavailable))
-    ratio = math.exp(statistics.mean(math.log(one["rocblas"] / one["hipblaslt"]) for one in seconds))
-    faster, ratio = ("hipblaslt", ratio) if ratio >= 1 else ("rocblas", 1 / ratio)
-    if ratio < PREFERRED_FROM:
-        return from_row("gemm_prefers_neither", subject=device, evidence=lines)
-    return from_row(f"gemm_prefers_{faster}", subject=device, evidence=lines, ratio=f"{ratio:.2f}")
+        card = _card(bench.device) if bench.device.type == "cuda" else None
+        if card is None or card.bf16_tflops is None:
+            return [skipped("no rate of this card is known", subject=bench.name)]
+        tflops = 3 * 2 * math.prod(RATED_SHAPE) / _median_s(bench, RATED_SHAPE) / 1e12
+        return judge_rate(bench.name, card, tflops)
 
 
 def _card(device: torch.device) -> Card | None:
@@ -583,52 +523,27 @@ def _card(device: torch.device) -> Card | None:
     return identify(arch=arch, vram_bytes=known.total_memory, name=known.name).card
 
 
-def judge_rate(device: str, card: Card | None, tflops: float) -> list[Finding]:
-    """The rate of large products, 10^12 operations a second, against what was measured on such cards; [] if unknown."""
-    if card is None or card.bf16_tflops is None:
-        return []
-    slow = tflops < knowledge_data("thresholds.toml")["bf16_share"]["warn"] * card.bf16_tflops
-    told: dict[str, Any] = {"card": card.name, "found": f"{tflops:.0f}", "known": card.bf16_tflops}
+def judge_rate(device: str, card: Card, tflops: float) -> list[Finding]:
+    """The finding on the rate of large products (10^12 operations a second)."""
+    known = card.bf16_tflops or 0
+    slow = tflops < knowledge_data("thresholds.toml")["bf16_share"]["warn"] * known
+    told: dict[str, Any] = {"card": card.name, "found": f"{tflops:.0f}", "known": known}
     return [from_row("gemm_slow" if slow else "gemm_rate", subject=device, size=RATED_SHAPE[0], **told)]
 
 
-def _prefer(name: str, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.backends.cuda.preferred_blas_library(LIBRARIES[name])
-
-
-def _not_taken(name: str, device: torch.device) -> str:
-    """Why torch does not take a library here; empty where it does. It may also take another one without raising."""
-    if device.type != "cuda":
-        return ""
-    try:
-        taken = torch.backends.cuda.preferred_blas_library(LIBRARIES[name])
-    except RuntimeError as error:
-        return " ".join(str(error).split())[:200]
-    library = str(taken).rpartition(".")[2]  # an enumeration of C++: "_BlasBackend.Cublaslt"
-    return "" if library.lower() == LIBRARIES[name] else f"torch takes {library} on this architecture"
-
-
-def _medians(bench: Bench, names: list[str], shape: tuple[int, int, int]) -> dict[str, float]:
-    """Seconds of a forward product and the two of its backward pass, by library."""
+def _median_s(bench: Bench, shape: tuple[int, int, int]) -> float:
+    """Seconds of a forward product and the two of its backward pass."""
     rows, inputs, outputs = shape
     sizes = ((rows, inputs), (outputs, inputs), (rows, outputs))
     x, weight, upstream = bench.move_all(spread(size, torch.bfloat16, bench.generator) for size in sizes)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times = []
     for _ in range(_TIMINGS + 1):
-        for name in names:  # in turn, so that a clock that changes changes it for both
-            step(f"timing {shape} by {name}")
-            _prefer(name, bench.device)
-            _synchronize(bench.device)
-            began = time.perf_counter()
-            functional.linear(x, weight)
-            upstream @ weight
-            upstream.t() @ x
-            _synchronize(bench.device)
-            times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(all_of[1:]) for name, all_of in times.items()}  # the first one loads kernels
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        step(f"timing {shape}")
+        torch.cuda.synchronize(bench.device)
+        began = time.perf_counter()
+        functional.linear(x, weight)
+        upstream @ weight
+        upstream.t() @ x
+        torch.cuda.synchronize(bench.device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])  # the first one loads kernels

@@ -42,7 +42,7 @@ from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.machine.process import FILTERS
 from hf_rocm_tune.machine.software import PACKAGES, Software, TorchDevice
-from hf_rocm_tune.machine.survey import CARDS, ENGINES, PACKED_CONFIG, survey
+from hf_rocm_tune.machine.survey import CARDS, PACKED_CONFIG, survey
 from hf_rocm_tune.machine.sysfs import RecordedTree, Recording
 from hf_rocm_tune.machine.variables import POLICY, link_of
 from hf_rocm_tune.redaction import Private, map_strings, redact
@@ -400,7 +400,6 @@ _PUBLIC = frozenset(
     {"system", "slice", "amdgpu", "kfd", "render", "video", "card", "pci", "usb", "proc", "sys", "dev", "lib", "boot"}
     | {"podman", "lxc", "container"}
 )
-_CONTROL_GROUPS, _GROUP_MOUNTS = "proc/self/cgroup", "sys/fs/cgroup/"
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<![\w.-])(/home|/Users|/var/home|[A-Za-z]:[\\/]Users)([\\/])[^\\/\s:;,'\"`()<>]+"), r"\1\2user"),
     (re.compile(r"\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b"), "00:00:00:00:00:00"),
@@ -460,30 +459,6 @@ def _own_words() -> frozenset[str]:
     return frozenset(word.lower() for text in texts for word in re.split("[^A-Za-z0-9]+", text))
 
 
-def _without_groups(recording: Mapping[str, Any]) -> dict[str, Any]:
-    """A recording whose control groups have numbers for names: users and services name theirs as they like.
-
-    What tells a container engine stays, and every path keeps its depth, so that limits are found as before.
-    """
-    group_file = recording.get("files", {}).get(_CONTROL_GROUPS, "")
-    # Lines of ``hierarchy:controllers:path``, and a path may hold colons.
-    parts = [part for line in group_file.splitlines() for part in line.split(":", 2)[-1].split("/")]
-    named = [part for part in dict.fromkeys(parts) if part not in ("", ".", "..", "memory", "unified")]
-    engines = {part: next((word for word in ENGINES if word in part), "") for part in named}
-    numbers = {part: engines[part] or f"group{number}" for number, part in enumerate(named)}
-
-    def renamed(path: str) -> str:
-        return "/".join(numbers.get(part, part) for part in path.split("/"))
-
-    changed = dict(recording)
-    for section in ("files", "binary", "links", "names", "errors", "nodes"):
-        entries = recording.get(section, {})
-        changed[section] = {renamed(k) if k.startswith(_GROUP_MOUNTS) else k: v for k, v in entries.items()}
-    if group_file:
-        changed["files"][_CONTROL_GROUPS] = "\n".join(map(renamed, group_file.splitlines()))
-    return changed
-
-
 def of_policy(environ: Mapping[str, str]) -> dict[str, str]:
     """Those variables that the policy says something about, and the filters of visible devices."""
     patterns = {*FILTERS, *(pattern for row in POLICY for pattern in row.variables)}
@@ -497,9 +472,7 @@ def of_policy(environ: Mapping[str, str]) -> dict[str, str]:
 def pack(evidence: Evidence, recording: Mapping[str, Any], owner: PrivateNames) -> dict[str, Any]:
     """What goes into the file, of this machine's evidence and the recording of what was read for it."""
     software = evidence.software.to_dict() if evidence.software else {}
-    packed: dict[str, Any] = map_strings(
-        {**_without_groups(recording), "software": software, "binary": {}}, owner.out_of, owner.out_of
-    )
+    packed: dict[str, Any] = map_strings({**recording, "software": software, "binary": {}}, owner.out_of, owner.out_of)
     packed["source"] = f"hf-rocm-tune {__version__}, doctor --capture"
     # Only of the files that are binary by nature is the content kept; of others, that it is no text.
     packed["binary"] = {

@@ -188,10 +188,8 @@ def _variables_for(evidence: Evidence, findings: Iterable[Finding]) -> list[Find
     if not names:
         return []
     before = evaluate(evidence.variables, evidence.facts())
-    new = [one for one in evaluate(evidence.variables, evidence.facts(frozenset(names))) if one not in before]
-    # Two cards that want different values of one variable: there is no line to print, and each finding says its own.
-    values = {name: {one.value for one in new if one.variable == name} for name in {one.variable for one in new}}
-    return [system.of_decision(one, found=True) for one in new if len(values[one.variable]) == 1]
+    found = evaluate(evidence.variables, evidence.facts(frozenset(names)))
+    return [system.of_decision(one, found=True) for one in found if one not in before]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,12 @@ from hf_rocm_tune.doctor.findings import (
 )
 from hf_rocm_tune.machine.gpus import throttle_causes
 from hf_rocm_tune.machine.process import FILTERS, OURS, choose, describe, is_integrated
-from hf_rocm_tune.machine.survey import Gpu, Machine
+from hf_rocm_tune.machine.survey import PEER_OPTIONS, Gpu, Machine
 from hf_rocm_tune.machine.sysfs import parse_int
 from hf_rocm_tune.machine.variables import Decision, evaluate, within
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _STATUS: dict[str, Status] = {"error": "fail", "warn": "warn", "info": "info", "set": "info"}
-PEER_OPTIONS = ("CONFIG_HSA_AMD_P2P", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")
 # amdgpu's PP_OVERDRIVE_MASK (amd_shared.h).
 OVERDRIVE_BIT = 1 << 14
 # RDNA3 and newer: their queues are scheduled by firmware (MES) and not by the driver.

@@ -9,10 +9,10 @@ device and revision, by its name, or by architecture and memory; never by a coun
 reports work-group processors (42 on a 7900 XT) where the data sheet says compute units (84).
 
 A container shows by marks that its engine leaves (``/.dockerenv``, ``/run/.containerenv``, ``/run/systemd/container``,
-``/.singularity.d``) or by the name of its control group. Limits of memory: kernel ``cgroup-v2`` (``memory.max``) and
-``cgroup-v1/memory`` (``memory.limit_in_bytes``), of this group and of every one above it.
+``/.singularity.d``) or by the name of its control group. The memory limit is that of a container with cgroup v2
+(``memory.max`` of its root group).
 
-Not covered: a driver that hangs inside a read hangs the survey.
+Not covered: cgroup v1, limits of systemd units; a driver that hangs inside a read hangs the survey.
 """
 
 from __future__ import annotations
@@ -170,29 +170,16 @@ _CMDLINE, _CPUINFO, _MEMINFO, _STATUS = "proc/cmdline", "proc/cpuinfo", "proc/me
 _CGROUP = "proc/self/cgroup"
 # Where distributions keep the configuration of a kernel: Debian, Fedora and others; Fedora's ostree variants.
 _PLAIN_CONFIGS = ("boot/config-{}", "lib/modules/{}/config")
-# Boot parameters that change how cards are reached. Everything else, such as the names of disks, is left alone.
-_BOOT_PARAMETERS = re.compile(
-    r"iommu(\..*)?|(amd|intel)_iommu|amd_iommu_\w+|amdgpu\..*|pci|pcie_\w+|pcie|pcieport\..*|nomodeset"
-)
-_CONFIG_NAMES = (
-    *("CONFIG_AMD_IOMMU", "CONFIG_DMABUF_MOVE_NOTIFY", "CONFIG_DRM_AMDGPU", "CONFIG_HSA_AMD", "CONFIG_HSA_AMD_P2P"),
-    *("CONFIG_INTEL_IOMMU", "CONFIG_IOMMU_DEFAULT_DMA_LAZY", "CONFIG_IOMMU_DEFAULT_DMA_STRICT"),
-    *("CONFIG_IOMMU_DEFAULT_PASSTHROUGH", "CONFIG_PCIEAER", "CONFIG_PCI_P2PDMA", "CONFIG_ZONE_DEVICE"),
-)
-# Documentation/gpu/amdgpu/module-parameters: peer copies, overdrive bits, power saving, link limits, memory, recovery.
-_PARAMETERS = (
-    *("aspm", "gpu_recovery", "gttsize", "lockup_timeout", "noretry", "pcie_gen_cap", "pcie_lane_cap", "pcie_p2p"),
-    *("ppfeaturemask", "runpm", "vis_vramlimit", "vramlimit"),
-)
+# Boot parameters that a check reads; others, such as the names of disks, are not recorded.
+_BOOT_PARAMETERS = re.compile(r"iommu(\..*)?|(amd|intel)_iommu|amd_iommu_\w+|nomodeset")
+# What copies between cards need, see ``doctor.system``.
+PEER_OPTIONS = ("CONFIG_HSA_AMD_P2P", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")
+_PARAMETERS = ("pcie_p2p", "ppfeaturemask")  # Documentation/gpu/amdgpu/module-parameters
 _CPU_NAME = r"^model name[ \t]*:[ \t]*(\S.*?)[ \t]*$"
 # How engines name the control groups of their containers.
 ENGINES = {"docker": "docker", "libpod": "podman", "kubepods": "kubernetes", "crio-": "kubernetes"}
 ENGINES |= {"containerd": "containerd", "lxc": "lxc"}
-_DEEPEST_GROUP = 32
-_MEMORY_FILES = {
-    "v2": (("sys/fs/cgroup", "memory.max"), ("sys/fs/cgroup/unified", "memory.max")),
-    "v1": (("sys/fs/cgroup/memory", "memory.limit_in_bytes"),),
-}
+_MEMORY_LIMIT = "sys/fs/cgroup/memory.max"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,10 +188,10 @@ class Kernel:
 
     Attributes:
         release: ``uname -r``.
-        cmdline: boot parameters by name, those that concern this project; one without a value has "".
-        config: ``/boot/config-*`` or ``/proc/config.gz``: the CONFIG_ names that concern this project.
+        cmdline: boot parameters of the IOMMU and ``nomodeset``, by name; one without a value has "".
+        config: ``PEER_OPTIONS`` of ``/boot/config-*`` or ``/proc/config.gz``.
         amdgpu_version: of an out-of-tree driver; in-tree drivers have none.
-        amdgpu_parameters: ``/sys/module/amdgpu/parameters`` by name, those that concern this project.
+        amdgpu_parameters: ``pcie_p2p`` and ``ppfeaturemask`` of ``/sys/module/amdgpu/parameters``.
         iommu_present: whether the kernel lists an IOMMU.
     """
 
@@ -238,7 +225,7 @@ class Host:
     Attributes:
         platform: ``linux``, ``windows`` or ``darwin``.
         memory_bytes, available_bytes, swap_bytes: of the whole host.
-        memory_limit_bytes: cgroup's limit where it is below the host's memory.
+        memory_limit_bytes: the container's limit where it is below the host's memory.
         shm_bytes: size of ``/dev/shm``.
         container: ``docker``, ``podman`` or the like; None outside of one.
         seccomp: mode of this process (0 off, 2 filter).
@@ -318,7 +305,7 @@ def parse_config(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in text.splitlines():
         stated = re.fullmatch(r"(?:# )?(CONFIG_\w+)(?:=(\S+)| is not set)", line.strip(), re.ASCII)
-        if stated and stated[1] in _CONFIG_NAMES:
+        if stated and stated[1] in PEER_OPTIONS:
             found[stated[1]] = stated[2] or "n"
     return found
 
@@ -389,32 +376,11 @@ def _exists(tree: Tree, path: str) -> bool:
 
 
 def _read_memory_limit(tree: Tree, memory_bytes: int | None) -> Reading[int]:
-    """The lowest limit of this process's control groups where it is below the host's memory, or that is not known."""
-    places = _memory_groups(read_text(tree, _CGROUP).value or "") or {("v2", "")}
-    limits = [
-        limit
-        for version, group in sorted(places)
-        for mount, file in _MEMORY_FILES[version]
-        for directory in _upward(group)
-        if (limit := parse_int(read_text(tree, f"{mount}{directory}/{file}").value or "")) is not None
-    ]
-    lowest = min(limits, default=None)
-    if lowest is not None and (memory_bytes is None or lowest < memory_bytes):
-        return Reading(value=lowest)
+    """The container's limit where it is below the host's memory, or that is not known."""
+    limit = parse_int(read_text(tree, _MEMORY_LIMIT).value or "")
+    if limit is not None and (memory_bytes is None or limit < memory_bytes):
+        return Reading(value=limit)
     return unknown("no control group limits the memory below the host's")
-
-
-def _memory_groups(cgroup: str) -> set[tuple[str, str]]:
-    """Version and path of the groups that count memory, from ``hierarchy:controllers:path`` lines."""
-    lines = [fields for line in cgroup.splitlines() if len(fields := line.split(":", 2)) == 3]
-    v2 = {("v2", path) for number, controllers, path in lines if (number, controllers) == ("0", "")}
-    return v2 | {("v1", path) for _, controllers, path in lines if "memory" in controllers.split(",")}
-
-
-def _upward(group: str) -> list[str]:
-    """``/a/b``, ``/a`` and ``""``. Above its own root a group's path begins with ``..``, which leads nowhere here."""
-    parts = [part for part in group.split("/") if part not in {"", ".", ".."}][:_DEEPEST_GROUP]
-    return [f"/{'/'.join(parts[:depth])}".rstrip("/") for depth in range(len(parts), -1, -1)]
 
 
 # What goes into a recording. The disks on the command line, the thousands of options of a kernel and the details of a
@@ -452,6 +418,7 @@ def _starting_with(*names: str) -> Callable[[str], list[str]]:
 
 
 _LINES: dict[str, Callable[[str], list[str]]] = {
+    _CGROUP: lambda text: [engine for engine in ENGINES if engine in text],
     _CMDLINE: lambda text: [" ".join(_wanted_words(text))],
     _CPUINFO: lambda text: [found[0] for found in [re.search(_CPU_NAME, text, re.MULTILINE | re.ASCII)] if found],
     _MEMINFO: _starting_with("MemTotal:", "MemAvailable:", "SwapTotal:"),

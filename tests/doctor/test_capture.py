@@ -73,7 +73,7 @@ def owned() -> dict[str, Any]:
     built.files["proc/self/status"] = "Name:\tmarguerite-job\nUid:\t1000\nSeccomp:\t0\n"
     group = f"/user.slice/user-1000.slice/user@1000.service/sync_to_marguerites_nas.scope/docker-{'a' * 64}.scope"
     built.files["proc/self/cgroup"] = f"0::{group}\n"
-    built.files[f"sys/fs/cgroup{group}/memory.max"] = "17179869184\n"
+    built.files["sys/fs/cgroup/memory.max"] = "17179869184\n"
     for node in (1, 2):
         built.files[f"{NODES}/{node}/properties"] += "unique_id 18446744073709551557\n"
     built.process |= {"groups": ["marguerite", "render", "printeradmins"], "cpu": "AMD Ryzen 7 7800X3D"}

@@ -155,12 +155,3 @@ def test_what_was_found_is_told_to_the_policy_of_variables(monkeypatch: pytest.M
     kept = diagnose(evidence(2, environ={"NCCL_P2P_DISABLE": "0"}), [pair]).findings
     assert "the user's value is kept" in kept[-1].text
     assert not [one for one in diagnose(evidence(1), [pair]).findings if one.check == "variables"]
-
-
-def test_cards_that_want_different_values_get_no_line() -> None:
-    ratio = {"device": "cuda:0", "ratio": "1.3"}
-    wants = {name: from_row(f"gemm_prefers_{name}", **ratio) for name in ("hipblaslt", "rocblas")}
-    (line,) = [one.title for one in diagnose(evidence(), [check("b", wants["rocblas"])]).findings if one.subject]
-    assert line == "TORCH_BLAS_PREFER_HIPBLASLT=0"
-    both = diagnose(evidence(2), [check("b", *wants.values())]).findings
-    assert not [one for one in both if one.check == "variables"]

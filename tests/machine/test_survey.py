@@ -46,7 +46,7 @@ BINARY = (
     b"\0",
     b"\xff\xfe",
     b"\x1f\x8b",
-    gzip.compress(b"CONFIG_HSA_AMD=y\n", mtime=0),
+    gzip.compress(b"CONFIG_HSA_AMD_P2P=y\n", mtime=0),
     b"\x78\x00\x01\x03" + b"\xff" * 20,
 )
 
@@ -199,14 +199,16 @@ def test_a_recording_holds_nothing_that_is_not_read() -> None:
     built.files["proc/cpuinfo"] = "model name\t: A CPU\nserial\t: secret\n"
     built.files["proc/self/status"] = "Name:\tsecret\nGroups:\t1000\nSeccomp:\t0\n"
     built.files["boot/config-6.14.0-37-generic"] += "CONFIG_DEFAULT_HOSTNAME=secret\n"
-    built.binary["proc/config.gz"] = base64.b64encode(gzip.compress(b"CONFIG_X=secret\nCONFIG_HSA_AMD=y\n")).decode()
+    built.binary["proc/config.gz"] = base64.b64encode(
+        gzip.compress(b"CONFIG_X=secret\nCONFIG_HSA_AMD_P2P=y\n")
+    ).decode()
     built.process["groups"] = ["secret", "render"]
     machine, recording = record(built.tree())
     unpacked = [gzip.decompress(base64.b64decode(recording["binary"].pop("proc/config.gz")))]
     assert b"secret" not in unpacked[0]
     assert "secret" not in json.dumps(recording)
     assert machine.kernel.cmdline.value == {"iommu": "pt"}
-    assert machine.kernel.config.value == {"CONFIG_HSA_AMD": "y"}
+    assert machine.kernel.config.value == {"CONFIG_HSA_AMD_P2P": "y"}
 
 
 # Which card is which device of torch.

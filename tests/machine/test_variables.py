@@ -91,8 +91,6 @@ FIRES = [
     ("NCCL_P2P_DISABLE", None, found(XT, "peer_copy_failed"), "set"),
     ("NCCL_P2P_DISABLE", "0", found(XT, "peer_copy_failed"), "keep"),
     ("NCCL_DEBUG", None, found(XT, "diagnosis"), "set"),
-    ("TORCH_BLAS_PREFER_HIPBLASLT", None, found(XT, "gemm_prefers_hipblaslt"), "set"),
-    ("TORCH_BLAS_PREFER_HIPBLASLT", None, found(XT, "gemm_prefers_rocblas"), "set"),
     ("OMP_NUM_THREADS", "4", CPU, "keep"),
     ("PYTORCH_CUDA_ALLOC_CONF", PAIR, XT, "error"),
     ("PYTORCH_HIP_ALLOC_CONF", " max_split_size_mb:32 , Expandable_Segments : true ", XT, "error"),

@@ -23,16 +23,8 @@ from hf_rocm_tune.machine.sysfs import RecordedTree
 GIB, MIB = 1 << 30, 1 << 20
 
 # A kernel's configuration with everything that peer copies need.
-P2P_CONFIG = {
-    **dict.fromkeys(("CONFIG_AMD_IOMMU", "CONFIG_DMABUF_MOVE_NOTIFY", "CONFIG_HSA_AMD", "CONFIG_HSA_AMD_P2P"), "y"),
-    **dict.fromkeys(
-        ("CONFIG_IOMMU_DEFAULT_DMA_LAZY", "CONFIG_PCIEAER", "CONFIG_PCI_P2PDMA", "CONFIG_ZONE_DEVICE"), "y"
-    ),
-    "CONFIG_DRM_AMDGPU": "m",
-    "CONFIG_IOMMU_DEFAULT_PASSTHROUGH": "n",
-}
-PARAMETERS = dict.fromkeys(("aspm", "gpu_recovery", "gttsize", "noretry", "runpm"), "-1")
-PARAMETERS |= {"pcie_p2p": "Y", "ppfeaturemask": "0xfff7bfff"}
+P2P_CONFIG = dict.fromkeys(("CONFIG_DMABUF_MOVE_NOTIFY", "CONFIG_HSA_AMD_P2P", "CONFIG_PCI_P2PDMA"), "y")
+PARAMETERS = {"pcie_p2p": "Y", "ppfeaturemask": "0xfff7bfff"}
 
 
 @dataclass(frozen=True, kw_only=True)

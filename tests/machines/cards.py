@@ -140,7 +140,7 @@ CARDS: dict[str, Case] = {
     "two_cards_no_p2p_kernel": case(
         two_cards(
             "llama.cpp#12012: a kernel without the options",
-            config={"CONFIG_HSA_AMD": "y", "CONFIG_PCI_P2PDMA": "y", "CONFIG_HSA_AMD_P2P": "n"},
+            config={"CONFIG_PCI_P2PDMA": "y", "CONFIG_HSA_AMD_P2P": "n"},
         ),
         software=stack(devices=pair()),
         warn=("peer_config_missing",),
