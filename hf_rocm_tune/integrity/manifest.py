@@ -84,12 +84,14 @@ def write(
     entries: Mapping[str, FileEntry] | None = None,
     tensors: Mapping[str, str] | None = None,
     extra: Mapping[str, Any] | None = None,
+    created: str | None = None,
 ) -> Manifest:
     """Digest the files of ``directory`` as they lie on disk and write its ``integrity.json``, last and atomically.
 
     Args:
         files: names relative to ``directory``; without them, every regular file below it.
         entries: of those among them that were read already; they are not read again.
+        created: of a copy, the time of the original; now unless given.
 
     Raises:
         OSError: a file cannot be read, or the manifest cannot be written. An older manifest is still there.
@@ -100,7 +102,7 @@ def write(
         run_id=run_id,
         step=step,
         status=status,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=created or datetime.now(UTC).isoformat(timespec="seconds"),
         files={name: known.get(name) or entry_of(directory / name) for name in names},
         tensors=dict(tensors or {}),
         extra=dict(extra or {}),

@@ -281,8 +281,7 @@ def _open_publisher(arguments: Arguments) -> Publisher | None:
 
     def repo_id() -> str:
         nonlocal publisher
-        verify = arguments.tune.hub_verify
-        publisher = Publisher(training, base_model_id=base, verify=verify, local=local, token=token, say=announce.say)
+        publisher = Publisher(training, base_model_id=base, local=local, token=token, say=announce.say)
         publisher.open()
         return publisher.repo_id
 

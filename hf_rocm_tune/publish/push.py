@@ -1,14 +1,13 @@
 """``hf-rocm-tune push DIR REPO``, and the pushes of a run while it trains.
 
-A directory that is not what its run wrote, and a run that ended with wrong bytes, are refused before anything is sent.
-A copy is prepared: files that hold this machine's paths and are of no use elsewhere are left out, as is everything that
-the run's manifest does not list; JSON and the model card are rewritten where they name local paths. The copy's own
-manifest (``extra.published``) says which files differ from the local ones, and what was left out. All other files are
-links to the originals, whose bytes are compared with the local manifest on the way. The local directory is only read.
+A directory whose files differ from its manifest, or whose run ended with corruption, is refused before anything is
+sent. A copy is prepared: files that only this machine can use, and files that the manifest does not list, are left out;
+JSON and the model card are rewritten where they name local paths. The copy's own manifest (``extra.published``) lists
+the differences. Other files are links to the originals. The local directory is only read.
 
-While a run trains, a checkpoint is linked (or copied) beside the output directory when it is in place, and uploaded by
-a thread; a rotation that deletes it meanwhile takes nothing from the upload. A push that fails is said at once and ends
-nothing: what it was to bring is brought with the next one, and the last one, of the result, must succeed.
+While a run trains, a checkpoint is linked (or copied) beside the output directory and uploaded by a thread, so a
+rotation may delete it meanwhile. As in transformers, a checkpoint that is written while another one is uploaded is not
+pushed by itself. A failed push is reported and does not end the training; the push of the result must succeed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
 from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, run_settings, unrecovered
-from hf_rocm_tune.publish.hub import HubError, Pushed, Repository, Say, Staged, Verify
+from hf_rocm_tune.publish.hub import HubError, Pushed, Repository, Say, Staged
 from hf_rocm_tune.redaction import Private, find_in_file, scrub_json
 
 Checkpoints = Literal["none", "last", "all"]
@@ -54,19 +53,17 @@ class PushSettings:
     """How to push."""
 
     private: bool | None = None  # True refuses a public repository, False makes a new one public, None a private one
-    revision: str = "main"  # branch; it is made where it is not there
+    revision: str = "main"  # branch; created if it does not exist
     tags: tuple[str, ...] = ()  # for the commit
     message: str = "Upload with hf-rocm-tune"  # first line of the commit
     base_model_id: str | None = None  # the base model's id on the Hub, where it was loaded from a directory
-    verify: Verify = "download"  # every byte that the Hub serves afterwards, or only the "hashes" that it states
     checkpoints: Checkpoints = "none"  # beside the result: the "last" one as ``last-checkpoint``, or "all"
 
     def __post_init__(self) -> None:
         if self.base_model_id is not None and not is_hub_id(self.base_model_id):
             raise ValueError(f"base_model_id must be an id on the Hub such as ORG/NAME, got {self.base_model_id!r}")
-        for name, allowed in (("verify", get_args(Verify)), ("checkpoints", get_args(Checkpoints))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if self.checkpoints not in get_args(Checkpoints):
+            raise ValueError(f"checkpoints must be one of {', '.join(get_args(Checkpoints))}, got {self.checkpoints!r}")
         if not self.message.strip() or not self.revision:
             raise ValueError("message and revision must not be empty")
 
@@ -90,8 +87,8 @@ def push(
 
     Raises:
         UsageError: the directory, the name, the token or the card is wrong.
-        CorruptionError: the run ended with wrong bytes, or the Hub serves others than were sent.
-        HubError: the Hub does not take it now.
+        CorruptionError: the run ended with corruption, or the Hub states another hash than was sent.
+        HubError: the Hub does not accept it now.
     """
     settings, directory = settings or PushSettings(), Path(directory)
     base = settings.base_model_id
@@ -99,22 +96,28 @@ def push(
     private = private_here(directory, repo_id=repo_id, base_model_id=base, token=token)
     repository = Repository(repo_id, private, say, token=token, revision=settings.revision)
     with TemporaryDirectory(prefix="hf-rocm-tune-push-") as scratch:
-        staged = []
-        for prefix, source in [("", directory), *_checkpoints(directory, settings.checkpoints)]:
-            folder = Path(scratch, prefix or "top")
-            folder.mkdir()
-            written = check_directory(source)
-            staged.append(stage(source, written, folder, private=private, prefix=prefix, base_model_id=base))
+        staged = _stage_all(directory, Path(scratch), settings, private)
         amount = sum(entry.bytes for each in staged for _, entry in each.files.values())
         say(f"push to {repo_id}, branch {settings.revision}: {amount / 1e6:.3g} MB")
         for each in staged:
             for line in each.described():
                 say(line)
         repository.open(private=settings.private)
-        done = repository.bring(staged, message=settings.message, verify=settings.verify)
+        done = repository.bring(staged, message=settings.message)
     for tag in settings.tags:
         repository.tag(tag, done.commit)
     return done
+
+
+def _stage_all(directory: Path, scratch: Path, settings: PushSettings, private: Private) -> list[Staged]:
+    """Prepare the result, and the checkpoints that the settings ask for."""
+    staged = []
+    for prefix, source in [("", directory), *_checkpoints(directory, settings.checkpoints)]:
+        folder = scratch / (prefix or "top")
+        folder.mkdir(parents=True)
+        base, written = settings.base_model_id, check_directory(source)
+        staged.append(stage(source, written, folder, private=private, prefix=prefix, base_model_id=base))
+    return staged
 
 
 def private_here(
@@ -148,7 +151,7 @@ def _checkpoints(directory: Path, which: Checkpoints) -> list[tuple[str, Path]]:
         return []
     paths = checkpoints(directory)
     if not paths:
-        raise UsageError(f"--checkpoints {which}: there is no checkpoint-N in {directory}; leave the flag away")
+        raise UsageError(f"--checkpoints {which}: there is no checkpoint-N in {directory}; leave the flag out")
     return [(LAST_CHECKPOINT, paths[-1])] if which == "last" else [(f"{path.name}/", path) for path in paths]
 
 
@@ -163,14 +166,14 @@ def check_directory(directory: Path) -> Manifest:
         CorruptionError: the run's report tells of wrong bytes that were not recovered.
     """
     if not directory.is_dir():
-        raise UsageError(f"{directory} is no directory: name the --output_dir of a run, or one of its checkpoints")
+        raise UsageError(f"{directory} is not a directory: name the --output_dir of a run, or one of its checkpoints")
     found = manifest.inspect(directory)
     if found.manifest is None:
         problem = found.problems[0]
-        why = "no run has completed it" if problem.kind == "missing" else str(problem)
+        why = "no run has finished there" if problem.kind == "missing" else str(problem)
         raise UsageError(
-            f"{directory} holds no {MANIFEST_NAME} that can be trusted ({why}), so it is unknown whether its "
-            "files are what was trained: let the run end, or name a checkpoint-N of it"
+            f"{directory} has no valid {MANIFEST_NAME} ({why}), so it is unknown whether its files are what was "
+            "trained: let the run end, or name one of its checkpoints (checkpoint-N)"
         )
     lost = [
         one
@@ -179,17 +182,17 @@ def check_directory(directory: Path) -> Manifest:
     ]
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise UsageError(f"{directory}: {lost[0]}{more}: it is not what was trained, so it is not uploaded")
+        raise UsageError(f"{directory}: {lost[0]}{more}: the files are not what was trained, so nothing is uploaded")
     file = directory / REPORT_NAME
     try:
         wrong = unrecovered(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:  # a checkpoint
         wrong = []
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{file} cannot be understood ({error!r}), so the run is not uploaded") from error
+        raise UsageError(f"{file} has an unknown form ({error!r}), so the run is not uploaded") from error
     if wrong:
         raise CorruptionError(
-            f"{file} tells of corruption that was not recovered ({'; '.join(wrong[:3])}): this run is not uploaded. "
+            f"{file} reports corruption that was not recovered ({'; '.join(wrong[:3])}): this run is not uploaded. "
             "Train again, or push a checkpoint from before it"
         )
     return found.manifest
@@ -237,6 +240,7 @@ def stage(
         run_id=written.run_id,
         step=written.step,
         status=written.status,
+        created=written.created,  # so that the same push makes no second commit
         files=names,
         tensors=written.tensors,
         extra={**written.extra, "published": {"changed": changed, "left_out": left_out}},
@@ -260,7 +264,9 @@ def _rewritten(
     """The text to upload in place of a file's own; None to upload the file as it is. Records what was changed."""
     if name == CARD_NAME:
         if source.is_symlink():  # the one file whose bytes may differ from the manifest's
-            raise UsageError(f"{source} is a link, so it is unknown what it would publish: put the file itself there")
+            raise UsageError(
+                f"{source} is a link, so it is unknown what it would publish: replace it by the file itself"
+            )
         before = _text_of(source, None)
         after, changes = clean_card(before, private, base_model_id=base_model_id)
         if after != before:
@@ -270,7 +276,7 @@ def _rewritten(
         try:
             content = json.loads(_text_of(source, entry))
         except ValueError as error:
-            raise UsageError(f"{source} is no JSON: {error}") from error
+            raise UsageError(f"{source} is not JSON: {error}") from error
         public = dict(content) if isinstance(content, dict) else content
         for key in _BASE_KEYS if isinstance(content, dict) else ():
             base = content.get(key)
@@ -284,7 +290,7 @@ def _rewritten(
         return None
     if what := find_in_file(source, private):
         raise UsageError(
-            f"{source} holds {what}, and a file of this kind cannot be rewritten: take it out before you publish it"
+            f"{source} holds {what}, and files of this kind cannot be rewritten: remove it before you publish the file"
         )
     return None
 
@@ -297,11 +303,11 @@ def _text_of(source: Path, entry: FileEntry | None) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"{source} is no UTF-8 text: {error}") from error
+        raise UsageError(f"{source} is not UTF-8 text: {error}") from error
 
 
 def _not_as_written(source: Path) -> UsageError:
-    return UsageError(f"{source} is not what {MANIFEST_NAME} says: it is damaged, or being written")
+    return UsageError(f"{source} differs from {MANIFEST_NAME}: it is damaged, or being written")
 
 
 def _difference(before: Any, after: Any) -> str:
@@ -335,20 +341,19 @@ def _put(source: Path, target: Path, text: str | None, *, durable: bool) -> None
 _EARLY_ATTEMPTS = 2
 _HEARTBEAT_S = 5.0
 _LAST_SECONDS = 10.0
+_WHOLE: dict[str, Checkpoints] = {"checkpoint": "last", "all_checkpoints": "all"}  # by ``hub_strategy``
 
 
 class Publisher:
     """Pushes one run. Only the first rank of a job has one.
 
-    ``hub_strategy`` as transformers has it: "end" pushes only the result; "every_save" the model of each checkpoint;
-    "checkpoint" also the whole of the newest one, as ``last-checkpoint``; "all_checkpoints" the whole of each.
-    Checkpoints that come faster than they can be uploaded are pushed together, in one commit, and of several models the
-    newest counts; ``hub_always_push`` makes the training wait for each. Checkpoints are checked by the hashes that the
-    Hub states, the result as ``verify`` says.
+    ``hub_strategy`` as in transformers: "end" pushes only the result; "every_save" the model of each checkpoint;
+    "checkpoint" also all of the newest one, as ``last-checkpoint``; "all_checkpoints" all of each. A checkpoint is
+    skipped while another one is uploaded, unless ``hub_always_push`` makes the training wait.
 
     Args:
         args: ``TrainingArguments``, of which ``output_dir`` and the ``hub_*`` settings are read.
-        base_model_id, verify: of the result, see `PushSettings`.
+        base_model_id: of the result, see `PushSettings`.
         local: paths that the run was given, by what stands for them in public ("" for their last name).
         token: None for HF_TOKEN or the one of `hf auth login`.
         say: takes lines for the user, from any thread.
@@ -357,7 +362,7 @@ class Publisher:
         alive: called every few seconds while the training waits for a push.
 
     Raises:
-        UsageError: a setting cannot be.
+        UsageError: a setting is not valid.
     """
 
     def __init__(
@@ -365,34 +370,28 @@ class Publisher:
         args: Any,
         *,
         base_model_id: str | None = None,
-        verify: Verify = "download",
         local: Mapping[str, str] | None = None,
         token: str | None = None,
         say: Say = print,
     ) -> None:
-        private, revision = args.hub_private_repo, args.hub_revision or "main"
+        revision = args.hub_revision or "main"
+        self._output_dir, self._wait_for_each, self._say = Path(args.output_dir), bool(args.hub_always_push), say
+        self._strategy: str = getattr(args.hub_strategy, "value", args.hub_strategy)
         try:
             self._settings = PushSettings(
-                private=private,
-                revision=revision,
-                message="End of training",
-                base_model_id=base_model_id,
-                verify=verify,
+                private=args.hub_private_repo, revision=revision, message="End of training", base_model_id=base_model_id
             )
         except ValueError as error:
             raise UsageError(f"--{error}") from error
-        self._output_dir, self._wait_for_each, self._say = Path(args.output_dir), bool(args.hub_always_push), say
-        self._strategy: str = getattr(args.hub_strategy, "value", args.hub_strategy)
         repo_id = args.hub_model_id or self._output_dir.absolute().name
         self.alive: Callable[[], None] | None = None
         self._private = private_here(
             self._output_dir, repo_id=repo_id, base_model_id=base_model_id, token=token, others=local
         )
         self._repository = Repository(repo_id, self._private, say, token=token, revision=revision)
-        self._opened = self._finishing = self._closed = False
-        self._lock = threading.Lock()
-        self._waiting: dict[str, Staged] = {}  # by prefix
-        self._thread: threading.Thread | None = None  # while it uploads
+        self._opened = False
+        self._thread: threading.Thread | None = None
+        self._missing = False  # the newest checkpoint is not on the Hub
         self._told: set[str] = set()
 
     @property
@@ -401,7 +400,8 @@ class Publisher:
         return self._repository.repo_id
 
     def open(self) -> None:
-        """Make the repository, before anything else takes time. A Hub that does not answer is said, and asked later.
+        """Create the repository, before anything else takes time. A Hub that does not answer is reported and retried
+        later.
 
         Raises:
             UsageError: token, name or settings are wrong.
@@ -413,140 +413,104 @@ class Publisher:
             self._say(f"{error}. Training starts nevertheless, and the push is tried at each save and at the end")
 
     def checkpoint(self, directory: Path) -> None:
-        """Push a checkpoint that is in place, or what the strategy wants of it. The Hub's failures are said."""
-        folders = {"checkpoint": [LAST_CHECKPOINT], "all_checkpoints": [f"{directory.name}/"]}.get(self._strategy, [])
-        if self._strategy == "end":
+        """Push a checkpoint that is in place, as the strategy says. Failures are reported."""
+        if self._strategy == "end" or self._uploading():
+            self._missing = self._strategy != "end"
             return
+        folders = {"checkpoint": [LAST_CHECKPOINT], "all_checkpoints": [f"{directory.name}/"]}.get(self._strategy, [])
+        self._missing, base, root = True, self._settings.base_model_id, create_staging(self._output_dir / "push")
         try:
-            written = manifest.read(directory)
+            written, staged = manifest.read(directory), []
             if not isinstance(written, Manifest):
                 raise UsageError(str(written))
             for prefix in ("", *folders):
-                self._prepare(directory, written, prefix)
+                folder = root / (prefix or "top")
+                folder.mkdir()
+                staged.append(
+                    stage(
+                        directory,
+                        written,
+                        folder,
+                        private=self._private,
+                        prefix=prefix,
+                        base_model_id=base,
+                        durable=True,
+                    )
+                )
         except (TuneError, OSError) as error:
             self._say(f"{directory.name} could not be prepared for its push: {error}. Training goes on")
+            shutil.rmtree(root, ignore_errors=True)
             return
-        with self._lock:
-            if self._thread is None:
-                # A daemon: an upload that hangs must not keep the process from ending.
-                self._thread = threading.Thread(target=self._push_waiting, name="push", daemon=True)
-                self._thread.start()
+        # A daemon: an upload that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._upload, args=(staged, root, written.step), daemon=True)
+        self._thread.start()
         if self._wait_for_each:
             self.wait()
 
     def result(self, directory: Path) -> Pushed:
-        """Push the finished run, and what earlier pushes could not bring; returns when all of it was checked.
+        """Push the finished run and the checkpoints that the strategy asks for; returns when all of it was checked.
 
         Raises:
-            TuneError: it could not be brought; the message says where the result is and how to finish.
+            TuneError: the push failed; the message says where the result is and how to finish.
         """
+        root = None
         try:
-            self._finishing = True  # the result takes the place of a model that waits
             self.wait()
-            self._prepare(directory, check_directory(directory), "")
-            rest = self._take()
-            result = {"": rest.pop("")}
-            self._waiting = rest
-            done = self._bring(result, message=self._settings.message, verify=self._settings.verify)
-            if self._waiting:
-                self._bring(self._take(), message="Checkpoints", verify="hashes")
+            settings = self._settings
+            if checkpoints(directory):
+                settings = replace(settings, checkpoints=_WHOLE.get(self._strategy, "none"))
+            root = create_staging(self._output_dir / "push")
+            staged = _stage_all(directory, root, settings, self._private)
+            done = self._bring(staged, settings.message)
         except KeyboardInterrupt as stop:
             raise Interrupted(f"the push was stopped. {self._how_to_finish(directory)}") from stop
         except (UsageError, HubError, CorruptionError) as error:
             raise type(error)(f"the push failed: {error}. {self._how_to_finish(directory)}") from error
         finally:
-            self._end()
+            if root is not None:
+                shutil.rmtree(root, ignore_errors=True)
+        self._missing = False
         self._say(done.summary)
         return done
 
     def wait(self) -> None:
-        """Until nothing is uploaded any more; what could not be brought still waits for the next push."""
-        while (thread := self._thread) is not None:
-            thread.join(_HEARTBEAT_S)
+        """Until nothing is uploaded any more."""
+        while self._uploading():
+            assert self._thread is not None
+            self._thread.join(_HEARTBEAT_S)
             if self.alive is not None:
                 self.alive()
 
     def close(self) -> None:
-        """End, and say what was not brought. May be called more than once."""
-        if self._end():
-            self._say("the newest checkpoint is not on the Hub; the run, when it goes on, pushes the next one")
+        """End, and say what was not pushed. An upload in progress gets some seconds more. May be called twice."""
+        if self._thread is not None:
+            self._thread.join(_LAST_SECONDS)
+        if self._missing:
+            self._say("the newest checkpoint is not on the Hub; the run, when it continues, pushes the next one")
+        self._missing = False
 
-    def _end(self) -> bool:
-        """Whether something is left undone. An upload that is under way gets some seconds more."""
-        with self._lock:
-            first, self._closed = not self._closed, True
-            thread = self._thread
-        if thread is not None:
-            thread.join(_LAST_SECONDS)
-        left = self._take()
-        for each in left.values():
-            each.drop()
-        return first and (bool(left) or (thread is not None and thread.is_alive()))
+    def _uploading(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
-    def _push_waiting(self) -> None:
-        """The thread: pushes what waits until nothing does, or it fails."""
-        while True:
-            with self._lock:
-                if self._finishing or self._closed or not self._waiting:
-                    self._thread = None
-                    return
-                taken, self._waiting = self._waiting, {}
-            step = max(each.manifest.step for each in taken.values())
-            try:
-                self._bring(taken, message=f"Training in progress, step {step}", verify="hashes")
-                self._say(f"step {step} is on the Hub: {self._repository.url}")
-            except TuneError as error:
-                self._say(f"the push of step {step} failed: {error}. Training goes on; the next save tries again")
-                with self._lock:
-                    if all(taken.get(prefix) is each for prefix, each in self._waiting.items()):  # nothing newer came
-                        self._thread = None
-                        return
-            except BaseException:
-                self._thread = None
-                raise
-
-    def _take(self) -> dict[str, Staged]:
-        with self._lock:
-            taken, self._waiting = self._waiting, {}
-        return taken
-
-    def _bring(self, taken: dict[str, Staged], *, message: str, verify: Verify) -> Pushed:
-        """Push prepared copies; those that could not be brought wait for the next push, unless a newer one is there."""
+    def _upload(self, staged: list[Staged], root: Path, step: int) -> None:
         try:
-            if not self._opened:
-                self._repository.open(private=self._settings.private)
-                self._opened = True
-            done = self._repository.bring(list(taken.values()), message=message, verify=verify)
-        except BaseException:
-            with self._lock:
-                for prefix, each in taken.items():
-                    if self._closed or self._waiting.setdefault(prefix, each) is not each:
-                        each.drop()
-            raise
-        for each in taken.values():
-            each.drop()
-        return done
-
-    def _prepare(self, directory: Path, written: Manifest, prefix: str) -> None:
-        """Add a copy to those that wait, in the place of an older one of its folder."""
-        root = create_staging(self._output_dir / "push")
-        base = self._settings.base_model_id
-        try:
-            prepared = stage(
-                directory, written, root, private=self._private, prefix=prefix, base_model_id=base, durable=True
-            )
-        except BaseException:
+            self._bring(staged, f"Training in progress, step {step}")
+            self._missing = False
+            self._say(f"step {step} is on the Hub: {self._repository.url}")
+        except TuneError as error:
+            self._say(f"the push of step {step} failed: {error}. Training goes on; the next save tries again")
+        finally:
             shutil.rmtree(root, ignore_errors=True)
-            raise
-        for line in replace(prepared, prefix="").described():  # what holds for one folder holds for all
+
+    def _bring(self, staged: list[Staged], message: str) -> Pushed:
+        for line in (line for each in staged for line in replace(each, prefix="").described()):
             if line not in self._told:
                 self._told.add(line)
                 self._say(line)
-        with self._lock:
-            older = self._waiting.pop(prefix, None)
-            self._waiting[prefix] = prepared
-        if older is not None:
-            older.drop()
+        if not self._opened:
+            self._repository.open(private=self._settings.private)
+            self._opened = True
+        return self._repository.bring(staged, message=message)
 
     def _how_to_finish(self, directory: Path) -> str:
         settings = self._settings
@@ -554,12 +518,9 @@ class Publisher:
         words += [] if settings.private is None else ["--private"] if settings.private else ["--public"]
         words += ["--revision", settings.revision] if settings.revision != "main" else []
         words += ["--base_model_id", settings.base_model_id] if settings.base_model_id else []
-        checkpoints: dict[str, Checkpoints] = {"checkpoint": "last", "all_checkpoints": "all"}
-        if self._strategy in checkpoints:
-            words += ["--checkpoints", checkpoints[self._strategy]]
-        return (
-            f"The result is complete in {directory} and nothing of it is lost: `{shlex.join(words)}` finishes the push"
-        )
+        if self._strategy in _WHOLE:
+            words += ["--checkpoints", _WHOLE[self._strategy]]
+        return f"The result in {directory} is complete: `{shlex.join(words)}` finishes the push"
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -576,9 +537,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         done = push(directory, repo_id, settings=settings, say=say)
     except HubError as error:
-        raise HubError(f"{error}. The same command goes on where it stopped") from error
+        raise HubError(f"{error}. The same command continues it") from error
     except KeyboardInterrupt as stop:
-        raise Interrupted("the push was stopped. The same command goes on where it stopped") from stop
+        raise Interrupted("the push was stopped. The same command continues it") from stop
     print(done.summary)
     return 0
 
@@ -586,8 +547,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="hf-rocm-tune push",
-        description="Upload a finished run to the Hugging Face Hub, without this machine's paths, and verify that the "
-        "Hub serves what was trained. The token is the one of `hf auth login` or HF_TOKEN.",
+        description="Upload a finished run to the Hugging Face Hub, without this machine's paths, and check the "
+        "hashes that the Hub states. The token is the one of `hf auth login` or HF_TOKEN.",
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="a finished run, a checkpoint or a merged model")
     parser.add_argument("repo_id", metavar="REPO", help="USER/NAME, or NAME for one of your own")
@@ -596,7 +557,7 @@ def _parser() -> argparse.ArgumentParser:
     visibility.add_argument(
         "--public", action="store_false", dest="private", default=None, help="make a new repository public, not private"
     )
-    parser.add_argument("--revision", default="main", metavar="BRANCH", help="made where it is not there")
+    parser.add_argument("--revision", default="main", metavar="BRANCH", help="created if it does not exist")
     parser.add_argument(
         "--tag", dest="tags", action="append", default=[], metavar="TAG", help="tag the commit; may be repeated"
     )
@@ -609,11 +570,5 @@ def _parser() -> argparse.ArgumentParser:
         choices=get_args(Checkpoints),
         default="none",
         help="push checkpoints too: the newest as last-checkpoint, or all (default: none)",
-    )
-    parser.add_argument(
-        "--verify",
-        choices=get_args(Verify),
-        default="download",
-        help="afterwards compare every byte, downloaded, or only the hashes that the Hub states (default: download)",
     )
     return parser

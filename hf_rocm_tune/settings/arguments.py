@@ -166,9 +166,6 @@ class TuneArguments:
         "Name of the base model on the Hub (ORG/NAME) for what is pushed, where --model_name_or_path is a "
         "directory; without it the published copy names the directory's last part.",
     )
-    hub_verify: Literal["download", "hashes"] = _option(
-        "download", "How a pushed result is checked: every byte, downloaded, or only the hashes that the Hub states."
-    )
     verbose: bool = _option(
         False,
         "Say more at the start: each default that differs from TRL's, and why.",

@@ -111,7 +111,7 @@ def test_local_base_and_data_are_pushed_and_nothing_local_gets_out(run: Run, scr
     written = [p for folder in (run.out, scratch) for p in folder.rglob("*") if p.is_file()]
     assert [p for p in written if TOKEN.encode() in p.read_bytes()] == [], "the token was stored"
     assert TOKEN not in done.stdout + done.stderr
-    assert "the Hub serves what was trained" in done.stdout
+    assert "all hashes on the Hub are correct" in done.stdout
 
 
 def test_checkpoint_pushes_that_fail_are_said_and_the_run_ends_well_all_the_same(run: Run) -> None:

@@ -51,7 +51,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
     """A Hub without Xet, which this process uses. Only waits are shortened."""
     disable_progress_bars()
     monkeypatch.setattr(upstream_http, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 100)))
-    for name, value in {"ATTEMPTS": ATTEMPTS, "FIRST_WAIT_S": 0.01, "LONGEST_WAIT_S": 0.02, "ANSWER_S": 5.0}.items():
+    for name, value in {"ATTEMPTS": ATTEMPTS, "FIRST_WAIT_S": 0.01}.items():
         monkeypatch.setattr(hub, f"_{name}", value)
     with loopback_hub() as server:
         use(server, monkeypatch)

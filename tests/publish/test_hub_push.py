@@ -79,7 +79,7 @@ def test_a_push_brings_what_the_manifest_lists_and_leaves_the_local_files_alone(
     told = published.extra["published"]
     assert set(told["changed"]) == {"README.md", "adapter_config.json", "tokenizer_config.json", "transfer_report.json"}
     assert set(told["left_out"]) == {"run.json", "training_args.bin"}
-    assert "8 sent, 0 there already" in done.summary and any("adapter_config.json" in line for line in said)
+    assert "8 sent, 0 already present" in done.summary and any("adapter_config.json" in line for line in said)
 
 
 def test_a_second_push_sends_only_what_changed(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_private_revision_and_tags(hub: LoopbackHub, tmp_path: Path) -> None:
 
 def test_private_is_not_pushed_to_a_public_repository(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.store.create(REPO, private=False)
-    with pytest.raises(UsageError, match="is there and public"):
+    with pytest.raises(UsageError, match="exists and is public"):
         quietly(write_run(tmp_path / "out"), private=True)
     assert on_hub(hub, REPO) == {}
 
@@ -197,7 +197,7 @@ def test_a_public_repository_that_is_there_is_named_as_public(hub: LoopbackHub, 
     hub.store.create(REPO, private=False)
     said: list[str] = []
     push(write_run(tmp_path / "out"), REPO, say=said.append)
-    assert any("is there and public: everyone can read" in line for line in said)
+    assert any("exists and is public: everyone can read" in line for line in said)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
@@ -246,7 +246,7 @@ STOPPED = {"step": 3, "stage": "weights", "tensor": "lm_head", "kind": "zeros", 
         (_damage, UsageError, "adapter_model.safetensors is changed"),
         (lambda out: (out / "adapter_model.safetensors").unlink(), UsageError, "adapter_model.safetensors is missing"),
         (lambda out: (out / "training_args.bin").write_bytes(b""), UsageError, "training_args.bin is truncated"),
-        (lambda out: (out / "integrity.json").unlink(), UsageError, "no run has completed it"),
+        (lambda out: (out / "integrity.json").unlink(), UsageError, "no run has finished there"),
         (lambda out: (out / "integrity.json").write_text("{"), UsageError, "is damaged"),
         (lambda out: _report(out, incidents=[STOPPED]), CorruptionError, "weights lm_head at step 3"),
         (
@@ -254,7 +254,7 @@ STOPPED = {"step": 3, "stage": "weights", "tensor": "lm_head", "kind": "zeros", 
             CorruptionError,
             "batches: 1 of 3 mismatches",
         ),
-        (lambda out: _report(out, incidents=None), UsageError, "cannot be understood"),
+        (lambda out: _report(out, incidents=None), UsageError, "has an unknown form"),
     ],
 )
 def test_what_is_not_what_was_trained_is_refused_before_anything_is_asked(
@@ -281,7 +281,7 @@ def test_recovered_corruption_is_no_reason_to_refuse(hub: LoopbackHub, tmp_path:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"verify": "no"}, {"checkpoints": "some"}, {"message": " "}, {"base_model_id": "/home/x"}, {"revision": ""}],
+    [{"checkpoints": "some"}, {"message": " "}, {"base_model_id": "/home/x"}, {"revision": ""}],
 )
 def test_wrong_settings_are_refused(settings: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):

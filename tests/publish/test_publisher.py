@@ -86,7 +86,7 @@ def test_each_strategy_brings_what_transformers_says(
     assert "optimizer.pt" not in there and leftovers(tmp_path) == []
 
 
-def test_a_push_that_fails_is_said_and_brought_with_the_next_save(
+def test_a_push_that_fails_is_said_and_the_next_save_is_pushed(
     publisher: Make, hub: LoopbackHub, tmp_path: Path, said: list[str]
 ) -> None:
     one, out = publisher("all_checkpoints"), tmp_path / "out"
@@ -96,16 +96,19 @@ def test_a_push_that_fails_is_said_and_brought_with_the_next_save(
     one.wait()
     assert any("the push of step 2 failed: the Hub answers 500" in line and "Training goes on" in line for line in said)
     assert on_hub(hub, REPO) == {} and fault.hits == ATTEMPTS
-    shutil.rmtree(out / "checkpoint-2")  # as the rotation does
     one.checkpoint(write_checkpoint(out, 4))
     one.wait()
     there = on_hub(hub, REPO)
-    assert {path.split("/")[0] for path in there if "/" in path} == {"checkpoint-2", "checkpoint-4"}
-    assert there["adapter_model.safetensors"] == (out / "checkpoint-4" / "adapter_model.safetensors").read_bytes()
+    assert {path.split("/")[0] for path in there if "/" in path} == {"checkpoint-4"}
+    one.result(write_run(out))
+    there = on_hub(hub, REPO)
+    assert {path.split("/")[0] for path in there if "/" in path} == {"checkpoint-2", "checkpoint-4"}, (
+        "the end brings what is left on disk"
+    )
     assert leftovers(tmp_path) == []
 
 
-def test_the_training_does_not_wait_and_the_newest_model_counts(
+def test_the_training_does_not_wait_and_the_end_brings_the_newest(
     publisher: Make, hub: LoopbackHub, tmp_path: Path
 ) -> None:
     one, out = publisher("checkpoint"), tmp_path / "out"
@@ -115,13 +118,16 @@ def test_the_training_does_not_wait_and_the_newest_model_counts(
     assert hub.held.wait(20)
     for step in (4, 6, 8):  # all while the first upload hangs
         one.checkpoint(write_checkpoint(out, step))
-    shutil.rmtree(out / "checkpoint-2")
+    shutil.rmtree(out / "checkpoint-2")  # as the rotation does
     hub.release.set()
     one.wait()
     there = on_hub(hub, REPO)
+    assert there["last-checkpoint/trainer_state.json"] != (out / "checkpoint-8" / "trainer_state.json").read_bytes()
+    one.result(write_run(out))
+    there = on_hub(hub, REPO)
     assert there["last-checkpoint/optimizer.pt"] == (out / "checkpoint-8" / "optimizer.pt").read_bytes()
     messages = list(hub.store.repos[REPO].messages.values())
-    assert messages == ["initial commit", "Training in progress, step 2", "Training in progress, step 8"]
+    assert messages == ["initial commit", "Training in progress, step 2", "End of training"]
 
 
 def test_always_push_makes_the_training_wait_and_shows_life(
@@ -165,7 +171,7 @@ def test_a_result_that_cannot_be_brought_is_an_error_that_says_how_to_finish(
         one.result(out)
     command = f"hf-rocm-tune push {out} {REPO} --private --revision trial --base_model_id org/tiny --checkpoints last"
     assert f"`{command}` finishes the push" in str(caught.value) and TOKEN not in str(caught.value)
-    assert "is complete in" in str(caught.value) and "\n" not in str(caught.value)
+    assert "is complete: " in str(caught.value) and "\n" not in str(caught.value)
     assert manifest.verify(out) == [] and leftovers(tmp_path) == []
 
 
@@ -213,7 +219,7 @@ def test_ctrl_c_while_the_result_is_pushed(
 
     one.open()
     monkeypatch.setattr("huggingface_hub.HfApi.create_commit", pressed)
-    with pytest.raises(Interrupted, match=r"the push was stopped\. The result is complete in .* finishes the push"):
+    with pytest.raises(Interrupted, match=r"the push was stopped\. The result in .* is complete: .* finishes the push"):
         one.result(out)
     assert leftovers(tmp_path) == []
 
