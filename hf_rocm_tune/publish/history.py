@@ -352,8 +352,6 @@ def _read(path: Path, missing: list[str]) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
-        if _too_deep(content):
-            raise ValueError("nested too deeply")
         return content
     except FileNotFoundError:
         if path.name not in (LOG_NAME, _STATE):  # `_newest_log` tells of those
@@ -367,12 +365,6 @@ def run_settings(directory: Path) -> dict[str, Any]:
     """Of the run that wrote a directory, or the directory above a checkpoint; empty where nothing tells."""
     found = (table(_read(place / "run.json", []), "settings") for place in (directory, directory.parent))
     return next(filter(None, found), {})
-
-
-def _too_deep(value: Any, left: int = 32) -> bool:
-    """Whether more objects and lists lie within each other than any of ours."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return left < 0 or any(_too_deep(one, left - 1) for one in inner)
 
 
 _MEANING = {
@@ -398,7 +390,7 @@ def _journal(directory: Path, run_id: str) -> Sequence[Row]:
             entry = json.loads(line)
         except (ValueError, RecursionError):  # the power went while it was written
             continue
-        if not isinstance(entry, dict) or _too_deep(entry):
+        if not isinstance(entry, dict):
             continue
         if not run_id or text(entry, "run_id") in ("", run_id):
             entries.append(entry)

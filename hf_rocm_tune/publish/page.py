@@ -1,17 +1,17 @@
 """``hf-rocm-tune report DIR``: plots of a run as PNG files, and its report as one HTML page; and the picture on a card.
 
-The page is the template ``page.html.j2``: no script, no request to anywhere, light and dark, readable on a phone.
-Everything foreign is escaped, and should that fail, the page's own policy lets no script run and nothing be fetched.
-Local paths, names of users and hosts and secrets are taken out, so that the page may be shown to others.
+The page is the template ``page.html.j2``: no script, no outside request, light and dark, readable on a phone. Foreign
+text is escaped, and the page's own policy forbids scripts and requests. Local paths, names of users and hosts and
+secrets are removed, so the page may be shown to others.
 
-A panel of curves is drawn with matplotlib, which is imported by the first picture: as PNG (light ground, readable on a
-page of either theme) or as SVG for the page, where the page's own colours take the place of the ones here. No text of
-the user's goes into a picture. Values that are not finite are gaps. Long logs are drawn thin, with their running mean.
+Curves are drawn with matplotlib, which is imported by the first picture. No text of the user's goes into a picture.
+Values that are not finite are gaps. Long logs are drawn thin, with their running mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import io
 import math
 import os
@@ -48,7 +48,7 @@ _WORST_FIRST = ("fail", "warn", "unknown", "info", "ok", "skipped")
 
 
 def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -> int:
-    """Run the command; ``link_of`` gives the address of a source that a finding names."""
+    """Run the command; ``link_of`` gives the address of a finding's source."""
     wanted = _parser().parse_args(list(argv))
     left = history.collect(wanted.directory)
     target: Path = wanted.out or wanted.directory / "report.html"
@@ -57,12 +57,11 @@ def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -
     if not os.path.isdir(target.parent):
         raise UsageError(f"--out {target}: there is no directory {target.parent}; make it, or name another file")
     shown = panels(left.rows, left.report)
-    drawn = [(panel, svg(panel)) for panel in shown]
     private = Private.of_this_machine(
         os.environ, paths=dict.fromkeys([str(left.directory), *_paths(left.settings)], "")
     )
     title = scrub_text(wanted.directory.absolute().name, private) or "run"
-    content = build(_clean(left, private), drawn, title=title, link_of=link_of)
+    content = build(_clean(left, private), shown, title=title, link_of=link_of)
     folder = target.with_name(f"{target.stem}_plots")
     pictures = [folder / f"{panel.name}.png" for panel in shown]
     try:
@@ -84,7 +83,7 @@ def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -
 
 
 def _paths(value: Any) -> list[str]:
-    """The absolute paths in a plain value, at any depth: those that a run was given are private wherever they lie."""
+    """The absolute paths in a plain value, at any depth; those that a run was given are private."""
     if isinstance(value, str):
         return [value] if os.path.isabs(value) else []
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
@@ -106,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="hf-rocm-tune report",
         description="Plots of a run as PNG files, and its report as one HTML page without scripts or outside requests. "
-        "Reads whatever a run left, finished or not, and says what is missing.",
+        "Reads the files of a run, finished or not, and says what is missing.",
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="the --output_dir of a run, or a checkpoint")
     parser.add_argument(
@@ -121,9 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-def build(
-    left: Left, drawn: Sequence[tuple[Panel, str]], *, title: str, link_of: Callable[[str], str] = lambda _: ""
-) -> str:
+def build(left: Left, shown: Sequence[Panel], *, title: str, link_of: Callable[[str], str] = lambda _: "") -> str:
     """The page."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_rocm_tune.publish", ""),
@@ -147,7 +144,7 @@ def build(
         verdict=verdict,
         level=_LEVELS[verdict.level],
         tiles=_tiles(left),
-        drawn=drawn,
+        drawn=[(panel, base64.b64encode(png(panel)).decode()) for panel in shown],
         incident_names=names,
         incidents=[[row[name] for name in names] for row in incidents],
         journal=[(text(entry, "time"), text(entry, "event"), _details(entry)) for entry in left.journal],
@@ -158,7 +155,7 @@ def build(
 
 
 def _printable(value: Any) -> Any:
-    """What no document may hold (control characters, half surrogates) becomes a mark."""
+    """Control characters and lone surrogates become a replacement character."""
     if isinstance(value, Markup):
         return value
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(value))
@@ -178,7 +175,7 @@ def _about(left: Left) -> str:
 
 
 def _tiles(left: Left) -> list[tuple[str, str]]:
-    """The figures that one looks for first."""
+    """The key figures."""
     report, share = left.report, history.coverage(left.report)
     wanted = f" of {left.max_steps:,}" if left.max_steps and left.max_steps != left.step else ""
     peaks = [number(seen, "torch_peak_allocated_gib") for seen in items(report, "telemetry")]
@@ -193,7 +190,7 @@ def _tiles(left: Left) -> list[tuple[str, str]]:
 
 
 def _findings(report: Mapping[str, Any], link_of: Callable[[str], str]) -> list[dict[str, Any]]:
-    """What was found on the machine before the run, the worst first."""
+    """Findings on the machine before the run, the worst first."""
     found = []
     for row in items(report, "findings"):
         if not isinstance(row, dict):
@@ -217,7 +214,7 @@ def _findings(report: Mapping[str, Any], link_of: Callable[[str], str]) -> list[
 
 
 def _sensors(seen: Mapping[str, Any]) -> dict[str, Any]:
-    """One card's means and greatest values, and what else is known of it."""
+    """One card's means and maxima, and other values."""
     measured = {key: value for key, value in seen.items() if isinstance(value, dict) and "mean" in value}
     others = {key: value for key, value in seen.items() if key not in (*measured, "rank", "seconds") and value != {}}
     return {
@@ -231,7 +228,7 @@ def _sensors(seen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _details(entry: Mapping[str, Any]) -> str:
-    """The rest of an entry of the supervisor's journal."""
+    """The other fields of an entry of the supervisor's journal."""
     shown = ("time", "event", "run_id")
     return "; ".join(f"{key}: {plain(value)}" for key, value in entry.items() if key not in shown)
 
@@ -251,8 +248,8 @@ class Curve:
 
     label: str
     points: Sequence[Point]  # (step, value) in the order of the steps
-    marked: bool = False  # few enough values that each is worth a mark
-    exact: bool = False  # what was set, not measured, so its mean says nothing
+    marked: bool = False  # draw a mark at each value
+    exact: bool = False  # a setting, not a measurement: no running mean
 
     @property
     def last(self) -> float | None:
@@ -281,12 +278,12 @@ class Panel:
     title: str
     unit: str  # on the vertical axis
     curves: Sequence[Curve]  # at least one, none of them empty
-    from_zero: bool = False  # an amount, whose axis begins at 0 so that small changes look small
-    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)  # what happened, and at which steps
+    from_zero: bool = False  # the axis begins at 0
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)  # steps of events, by label
 
     @property
     def logarithmic(self) -> bool:
-        """Whether measured values spread so far that a linear axis would show only the greatest."""
+        """Whether the measured values need a logarithmic axis."""
         measured = [] if self.from_zero else [curve for curve in self.curves if not curve.exact]
         values = sorted(v for curve in measured for _, v in curve.points if not math.isnan(v))
         return bool(values) and values[0] > 0 and values[-1] / values[0] >= _LOG_SCALE_FROM
@@ -361,82 +358,54 @@ def _incident_steps(report: Mapping[str, Any]) -> dict[str, list[float]]:
 SERIES = ("#2166ac", "#c75b12", "#1b7f5f", "#8e4585", "#6b6b00")
 INK, MUTED, GRID, GROUND, ALARM = "#1f2328", "#59636e", "#d8dee4", "#ffffff", "#b3261e"
 
-_VARIABLES = {
-    **{f"series-{at}": colour for at, colour in enumerate(SERIES, start=1)},
-    "ink": INK,
-    "muted": MUTED,
-    "grid": GRID,
-    "alarm": ALARM,
-}
 
-
-def write_png(panel: Panel, path: Path) -> None:
-    """Draw a panel into a PNG file, 936 by 520 pixels; a reader sees the old file or the new one.
+def png(panel: Panel) -> bytes:
+    """Draw a panel as a PNG file, 936 by 520 pixels, on a white ground.
 
     Raises:
-        UsageError: matplotlib is not there or does not start.
-        OSError: the file cannot be written.
+        UsageError: matplotlib is not installed or does not start.
     """
     drawn = io.BytesIO()
     with _our_style(**{"font.size": 10.5}):
-        picture = _figure(panel, (7.2, 4.0), legend_columns=3)
         # No version and no date: the same curves give the same bytes.
-        picture.savefig(drawn, format="png", dpi=130, metadata={"Software": None})
-    staging = create_staging(path)  # whose name the next start of a run knows and removes, should this one be killed
+        _figure(panel).savefig(drawn, format="png", dpi=130, metadata={"Software": None})
+    return drawn.getvalue()
+
+
+def write_png(panel: Panel, path: Path) -> None:
+    """Write a panel to a file; a reader sees the old file or the new one.
+
+    Raises:
+        UsageError: matplotlib is not installed or does not start.
+        OSError: the file cannot be written.
+    """
+    drawn = png(panel)
+    staging = create_staging(path)  # the next start of a run removes it if this process is killed
     try:
-        (staging / path.name).write_bytes(drawn.getvalue())
+        (staging / path.name).write_bytes(drawn)
         os.replace(staging / path.name, path)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def svg(panel: Panel) -> str:
-    """A panel as an ``<svg>`` element, whose colours are variables of the page (``--series-1``, ``--ink`` ...).
-
-    Raises:
-        UsageError: matplotlib is not there or does not start.
-    """
-    drawn = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    # Text stays text: it takes the page's typeface, and can be searched. The salt keeps the panels' ids apart.
-    with _our_style(**{"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": panel.name}):
-        picture = _figure(panel, (4.8, 3.0), legend_columns=2)
-        picture.savefig(drawn, format="svg", metadata=nothing, transparent=True)
-    return _for_the_page(drawn.getvalue())
-
-
-def _for_the_page(text: str) -> str:
-    """matplotlib's file as an element: no declarations, no fixed size, colours from the page."""
-    element = text[text.index("<svg") :]
-    element = re.sub(r"<(metadata|style)\b.*?</\1>", "", element, flags=re.DOTALL)
-    element = re.sub(r'<g id="[^"]*"', "<g", element)  # the same in every picture of the page
-    element = re.sub(r"font-family: [^;\"]*;? ?", "", element)
-    head, bracket, rest = element.partition(">")
-    head = re.sub(r'\s(?:width|height|id|version|xmlns(?::\w+)?)="[^"]*"', "", head) + ' aria-hidden="true"'
-    rest = rest.replace("xlink:href", "href")
-    for name, colour in _VARIABLES.items():
-        rest = re.sub(re.escape(colour), f"var(--{name})", rest, flags=re.IGNORECASE)
-    return head + bracket + rest
-
-
 @contextmanager
 def _our_style(**changed: Any) -> Iterator[None]:
-    """Whatever the user's matplotlibrc says, pictures are drawn and written as here."""
+    """Draw independently of the user's matplotlibrc."""
     try:
         import matplotlib
         import matplotlib.figure
     except ImportError as error:
         raise UsageError(f"plots need matplotlib ({error}): `pip install matplotlib`") from error
     except ValueError as error:  # it reads its settings when it is imported
-        raise UsageError(f"matplotlib does not start: {error}; mend MPLBACKEND or matplotlibrc") from error
+        raise UsageError(f"matplotlib does not start: {error}; correct MPLBACKEND or matplotlibrc") from error
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **changed}):
         yield
 
 
-def _figure(panel: Panel, inches: tuple[float, float], *, legend_columns: int) -> Figure:
+def _figure(panel: Panel) -> Figure:
     from matplotlib.figure import Figure  # not pyplot: it would look for a display
 
-    picture = Figure(figsize=inches, layout="constrained", facecolor=GROUND)
+    picture = Figure(figsize=(7.2, 4.0), layout="constrained", facecolor=GROUND)
     axes = picture.subplots()
     for at, curve in enumerate(panel.curves):
         _draw(axes, curve, SERIES[at % len(SERIES)], named=len(panel.curves) > 1)
@@ -449,7 +418,7 @@ def _figure(panel: Panel, inches: tuple[float, float], *, legend_columns: int) -
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         # Below the axes: inside, it would lie on a curve sooner or later.
-        place: dict[str, Any] = {"loc": "outside lower left", "ncols": legend_columns, "columnspacing": 1.2}
+        place: dict[str, Any] = {"loc": "outside lower left", "ncols": 3, "columnspacing": 1.2}
         picture.legend(handles, labels, **place, handlelength=1.5, frameon=False, labelcolor=INK, fontsize="small")
     return picture
 
