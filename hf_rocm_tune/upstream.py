@@ -228,11 +228,6 @@ _BY_NAME = {seam.name: seam for seam in SEAMS}
 _LOCK = threading.RLock()
 
 
-def seam(name: str) -> Seam:
-    """The row of the table with this name."""
-    return _BY_NAME[name]
-
-
 def resolve(name: str) -> tuple[Any, str, Callable[..., Any]]:
     """Finds a seam in the installed libraries.
 

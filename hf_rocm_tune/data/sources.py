@@ -8,7 +8,6 @@ Not covered: errors further on in a streamed source. Only its first row is read 
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import glob
 import gzip
@@ -359,7 +358,7 @@ def _find_fault(path: Path) -> str | None:
             return f"{path} is empty (0 bytes)"
         reader = _reader_of(path)
         if reader == "parquet":
-            return _parquet_fault(path)
+            return None
         return _encoding_fault(path) or {"json": _json_fault, "csv": _csv_fault}.get(reader or "", lambda _: None)(path)
     except PermissionError:
         return f"{path} may not be read (permission denied)"
@@ -410,22 +409,4 @@ def _json_fault(path: Path) -> str | None:
 
 def _csv_fault(path: Path) -> str | None:
     with _open(path) as file:
-        rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
-        header = next(rows, [])
-        for row in rows:
-            if len(row) > len(header):
-                return f"{path}, line {rows.line_num}: {len(row)} fields, but the header has {len(header)}"
-        return f"{path} has a header and no rows" if rows.line_num <= 1 else None
-
-
-def _parquet_fault(path: Path) -> str | None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                file.read_row_group(group)
-    except (pa.ArrowException, OSError) as error:
-        return f"{path} is cut off or damaged, or not a parquet file: {str(error).splitlines()[0]}"
-    return None
+        return f"{path} has a header and no rows" if len(list(islice(file, 2))) == 1 else None

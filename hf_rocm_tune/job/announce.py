@@ -62,17 +62,12 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
     memory = f", {device['memory_bytes'] / 2**30:.1f} GiB" if "memory_bytes" in device else ""
     micro, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     ranks = training.world_size
-    on = f"device {device['type']} ({device['name']}{memory}), {ranks} process{'es' if ranks > 1 else ''}"
-    batch = f"batch {micro} x {accumulation} accumulated x {ranks} = {micro * accumulation * ranks} effective"
-    verification = f"verification {mover.settings.verify}"
-    if arguments.tune.verbose:
-        verification += (
-            f", on corruption {mover.settings.on_corruption}, "
-            f"frozen weights looked at every {arguments.tune.sentinel_every} steps"
-        )
-        lines = [on, f"data {data}", batch, verification]
-    else:
-        lines = [f"data {data}", f"{on}, {batch}, {verification}"]
+    lines = [
+        f"data {data}",
+        f"device {device['type']} ({device['name']}{memory}), {ranks} process{'es' if ranks > 1 else ''}, "
+        f"batch {micro} x {accumulation} accumulated x {ranks} = {micro * accumulation * ranks} effective, "
+        f"verification {mover.settings.verify}",
+    ]
     sync = arguments.grad_sync
     if ranks > 1 and (sync.way, sync.compression) != ("ddp", "none"):
         where = "through host memory, over gloo" if sync.way == "host" else "by DistributedDataParallel"
@@ -89,28 +84,16 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
     return [*lines, f"defaults other than trl's: {ours} (-v says why)"] if ours else lines
 
 
-def model(trainer: VerifiedTransferMixin, facts: report.RunFacts, *, verbose: bool) -> list[str]:
-    """What is known once the model is on its device: method, sizes, and how fast and how completely it was verified."""
-    base = trainer.model.config
+def model(trainer: VerifiedTransferMixin, facts: report.RunFacts) -> str:
+    """What is known once the model is on its device: method, size, and how much of it was verified."""
     trainable, total = trainable_parameters(trainer.model)
-    weights = trainer.transfer_report.to_dict()["weights"]
     covered = trainer.weight_coverage()
     share = 100 * covered.verified_bytes / max(covered.device_bytes, 1)
-    rate = weights["bytes"] / facts.load_seconds / 1e9 if facts.load_seconds else 0.0
-    count = f"{trainable:,} of {total:,} parameters ({100 * trainable / max(total, 1):.3g} %)"
-    verified = f"{share:.4g} % of the bytes on the device verified"
-    if not verbose:
-        return [
-            f"model {base._name_or_path}: {method(trainer)}, {count} trained; loaded in {facts.load_seconds:.1f} s, "
-            f"{verified}"
-        ]
-    return [
-        f"model {base._name_or_path} ({type(trainer.model).__name__} of {base.model_type}), method {method(trainer)}",
-        f"trainable {count}",
-        f"loaded {weights['tensors']:,} tensors, {weights['bytes'] / 1e9:.3g} GB in {facts.load_seconds:.1f} s "
-        f"({rate:.2g} GB/s); {verified}; "
-        f"files attested {facts.attested_files}, not attested {len(facts.not_attested)}",
-    ]
+    return (
+        f"model {trainer.model.config._name_or_path}: {method(trainer)}, {trainable:,} of {total:,} parameters "
+        f"({100 * trainable / max(total, 1):.3g} %) trained; loaded in {facts.load_seconds:.1f} s, {share:.4g} % of "
+        "the bytes on the device verified"
+    )
 
 
 def method(trainer: VerifiedTransferMixin) -> str:

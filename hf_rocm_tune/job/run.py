@@ -195,7 +195,7 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
     """One way from loading to the finished result; the message of a memory fault that may be recovered from."""
     job.guard.starting()
     trainer, facts = _make_trainer(job)
-    announce.say(*announce.model(trainer, facts, verbose=job.arguments.tune.verbose))
+    announce.say(announce.model(trainer, facts))
     trainer.require_coverage()
     if job.fit is not None:
         job.fit = probed(job.fit, trainer, say=announce.say)

@@ -154,18 +154,19 @@ _HOSTS = (16, 32)
 def as_text(plan: Plan, command: str) -> str:
     """The plan for a reader: the choice by parts, the grid, the command line."""
     card, found = plan.card, plan.nearest
-    told = (
-        f"{name.replace('_', ' ')} {', '.join(value) if isinstance(value, list) else value}"
-        for name, value in settings_of(plan).items()
-        if value not in (None, False, [])
-    )
+    request, method = plan.request, found.variant
+    adapters = f"rank {request.rank}, alpha {request.alpha}, dropout {request.dropout:g}, targets "
+    adapters += request.targets if isinstance(request.targets, str) else ", ".join(request.targets)
+    adapters += f", trained whole: {', '.join(request.modules_to_save)}" if request.modules_to_save else ""
+    told = [*([adapters] if method != "full" else []), f"weights {request.dtype_of(method)}", request.optim]
+    told += [f"{request.attention} attention"]
     lines = [
         _model(plan),
         f"{card.name}: {card.usable / GIB:.1f} GiB, of which others hold {card.desktop / GIB:.1f} "
         f"({card.desktop_source}) and the driver's context {card.context / GIB:.1f} ({card.context_source})",
         "",
         _choice(plan, found, plan.choice is not None, f", {found.case.cards} cards" if found.case.cards > 1 else ""),
-        f"  for {'; '.join(told)}",
+        f"  with {'; '.join(told)}",
     ]
     if plan.choice:
         lines += _speed_lines(plan)
@@ -188,7 +189,7 @@ def as_values(plan: Plan, command: str) -> dict[str, Any]:
         "fits": plan.choice is not None,
         "choice": _values(plan.nearest),
         "speed": _speed(plan),
-        "settings": settings_of(plan),
+        "settings": settings(plan.request, plan.nearest.variant, plan.nearest.case),
         "full_logits": plan.full_logits,
         "host": {"parts": parts, "total": sum(parts.values()), "fits_gib": fits},
         "longest": {method: plan.longest(method) for method in plan.recordings},
@@ -198,44 +199,17 @@ def as_values(plan: Plan, command: str) -> dict[str, Any]:
     }
 
 
-def settings_of(plan: Plan) -> dict[str, Any]:
-    """The settings for which the figures of the choice hold, by name."""
-    request, method = plan.request, plan.nearest.variant
-    found: dict[str, Any] = {}
-    if method != "full":
-        trained = max(plan.variants[method].weights.trained, key=lambda each: each.elements * each.count)
-        found = {name: getattr(request, name) for name in ("rank", "alpha", "dropout", "targets")}
-        found["targets"] = request.targets if isinstance(request.targets, str) else list(request.targets)
-        found |= {"modules_to_save": list(request.modules_to_save), "dora": request.dora}
-        found["adapter_dtype"] = {2: "bfloat16", 4: "float32"}[trained.itemsize]
-    return found | {
-        "weight_dtype": request.dtype_of(method),
-        "autocast": "bfloat16" if request.autocast else None,
-        "optimizer": request.optim,
-        "attention": request.attention,
-    }
-
-
 def split_as_text(found: SplitPlan, command: str) -> str:
     """The plan of a split for a reader: the choice, each card by parts, the command line."""
-    names = [f"card {number}" for number in range(len(found.cards))]
     lines = [
         _model(found.plan),
         "",
         _choice(found.plan, found.option, found.fits, f", split over {len(found.cards)} cards"),
-        "  the cards compute one after the other: a second one makes room, not speed",
+        "  the cards compute one after the other: a second one adds memory, not speed",
         "",
         *memory_lines(found),
-        "",
-        f"{'part, GiB':<{_WIDTH}}" + "".join(f"{name:>9}" for name in names),
+        "allocator slack, context and desktop are assumed or read; --json lists the parts on each card",
     ]
-    rows = {name: [each.parts.get(name, 0.0) for each in found.estimates] for name in found.estimates[0].parts}
-    for name, sizes in (rows | {"total": [each.total for each in found.estimates]}).items():
-        if max(sizes) >= _LEAST:
-            lines.append(f"{name:<{_WIDTH}}" + "".join(f"{size / GIB:>9.2f}" for size in sizes))
-    moments = (each.moment.replace("of layer", "of its layer") for each in found.estimates)
-    told = ", ".join(f"{name}: {moment}" for name, moment in zip(names, moments, strict=True))
-    lines.append(f"at the peak of each card ({told}); allocator slack, context and desktop are assumed or read")
     return "\n".join([*lines, *_end(found.plan, command)])
 
 

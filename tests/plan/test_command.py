@@ -68,7 +68,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 def test_the_text_names_parts_grid_and_command(small: Path, run: Any) -> None:
     code, out, err = run("--model", str(small), "--seq", "512", "--effective_batch", "4", "--vram", "20")
     assert (code, err) == (0, "")
-    for word in ("rank 16", "targets all-linear", "adapter dtype", "optimizer adamw_torch_fused"):
+    for word in ("rank 16", "targets all-linear", "weights bfloat16", "adamw_torch_fused"):
         assert word in out
     for word in ("weights", "optimizer state", "activations kept", "assumed", "host memory", "longest sequence"):
         assert word in out
