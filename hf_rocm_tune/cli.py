@@ -140,7 +140,7 @@ def _validate(name: str) -> None:
     from hf_rocm_tune.training.refusals import check_loggers, check_offloads
 
     recipe = names.read_recipe(name)
-    need_a_card = ("bf16", "fp16", "activation_offloading")
+    need_a_card = ("bf16", "fp16")
     left_out = [name for name in need_a_card if recipe.values.get(name) and not process.has_accelerator()]
     overrides = [f"--{name}=false" for name in left_out]
     job = arguments.parse([names.CONFIG, str(recipe.path), *overrides])  # its `env` is in place from here on

@@ -170,7 +170,6 @@ def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
         "--activation_checkpointing false, which recomputes nothing": not training.activation_checkpointing,
         f"--{settings[0]}, which says how all layers are": bool(arguments.given.intersection(settings)),
         "--torch_compile": training.torch_compile,
-        "--activation_offloading": training.activation_offloading,
     }
     refuse(recompute.FLAG, reasons)
     recompute.check(counts, getattr(_config(source).get_text_config(), "num_hidden_layers", sum(counts)))
@@ -312,7 +311,7 @@ def _refuse_split(arguments: Arguments) -> None:
         "several processes: a split is one process, start it without --num_processes": training.world_size > 1,
         "--fp16, whose gradient scaler copies between cards by itself: use --bf16": training.fp16,
         "--auto_fit, which fits one card: choose the batch by `hf-rocm-tune plan --split`": tune.auto_fit != "off",
-        "--activation_offloading, which keeps one card's streams only": training.activation_offloading,
+        "--activation_offloading, which serves one card": training.activation_offloading,
         "--torch_compile": training.torch_compile,
         "--fsdp and --deepspeed": bool(training.fsdp or training.deepspeed),
         f"--init_lora_weights {tune.init_lora_weights}": tune.rewrites_base,

@@ -155,7 +155,7 @@ def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str 
         platform=platform,
         workers=int(settings.get("dataloader_num_workers") or 0),
         recompute=None if mix is None else parse(str(mix)),
-        mixes=not (settings.get("torch_compile") or settings.get("activation_offloading")),
+        mixes=not settings.get("torch_compile"),
     )
 
 

@@ -406,7 +406,7 @@ _STAGES = {
     "batches": ("batches", "tensors", "tensors"),
     "adapter": ("adapter weights", "tensors", "tensors"),
     "optimizer": ("optimizer state", "tensors", "tensors"),
-    "activations": ("activations between the cards of a split model", "tensors", "tensors"),
+    "activations": ("activations between cards, or to host memory and back", "tensors", "tensors"),
 }
 _CHECKS = {
     "casts": ("casts of weights", "checked", "checked"),

@@ -335,6 +335,7 @@ def check_fsdp(
         (model.load_in_8bit, "--load_in_8bit cannot be sharded by FSDP2: use --load_in_4bit"),
         (bool(args.fp16), "--fp16 is not supported with FSDP2: use --bf16, or neither"),
         (bool(args.torch_compile), "--torch_compile is not supported with FSDP2: leave it out"),
+        (bool(getattr(args, "activation_offloading", False)), "--activation_offloading is not supported: leave it out"),
         (optim not in _SHARDED_OPTIMIZERS, f"--optim {optim} is not known to work on shards: use adamw_torch_fused"),
         *((used, f"{flag} works only without it: {_NOT_WITH_SHARDS[flag]}") for flag, used in others.items()),
     ]

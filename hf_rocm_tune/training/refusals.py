@@ -1,9 +1,8 @@
 """What cannot work is refused before anything is loaded, and what upstream refuses becomes one line for the user.
 
-Offloading that others do (TRL's of activations, bitsandbytes' paged optimizers) does not pass the mover. What can be
-compared afterwards is (the code tables of 8-bit optimizers); the rest is named in the coverage, and ``--verify full``
-then asks for consent like for a weight that was not verified: a damaged activation becomes a damaged gradient, and
-nothing later would show it.
+Pages of bitsandbytes' paged optimizers do not pass the mover. What can be compared afterwards is (the code tables of
+8-bit optimizers); the rest is named in the coverage, and ``--verify full`` then asks for consent like for a weight that
+was not verified.
 """
 
 from __future__ import annotations
@@ -94,11 +93,6 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
 
 def check_offloads(args: TrainingArguments) -> None:
     """Refuse, before anything is loaded, what cannot work on this device."""
-    if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
-        raise UsageError(
-            "--activation_offloading moves activations from an accelerator to host memory, and this job runs on the "
-            "CPU: leave it out"
-        )
     if _of_bitsandbytes(args):
         require_bitsandbytes(args.device, f"--optim {_optimizer(args)}")
 
@@ -109,8 +103,6 @@ def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool =
     if deepspeed:
         name = "weights and gradients under DeepSpeed"
         rows[name] = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
-    if card and getattr(args, "activation_offloading", False):
-        rows["offloaded activations"] = "--activation_offloading: TRL copies them to host memory and back by itself"
     if card and _of_bitsandbytes(args) and "paged" in (optim := _optimizer(args)):
         rows["paged optimizer state"] = f"--optim {optim}: the driver moves its pages between host and device"
     named = [{"tensor": name, "reason": reason} for name, reason in rows.items()]

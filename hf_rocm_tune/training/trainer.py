@@ -64,6 +64,7 @@ from hf_rocm_tune.training.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.training.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.training.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
 from hf_rocm_tune.training.metrics import Notes, is_tried
+from hf_rocm_tune.training.offload import ActivationOffload
 from hf_rocm_tune.training.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.training.pipeline import Pipeline, flies
 from hf_rocm_tune.training.refusals import OptimizerTablesCallback, with_offloads
@@ -197,6 +198,7 @@ class VerifiedTransferMixin(_Base):
         self._pipeline: Pipeline | None = None
         self._operations: int | None = None  # floating point operations a token
         step_faults = StepFaultSpec.from_environment()
+        offloads = bool(getattr(args, "activation_offloading", False))
         filters_losses = args is not None and args.logging_nan_inf_filter and is_tried("transformers")
         if args is not None:
             args = _own_arguments(args)
@@ -218,6 +220,10 @@ class VerifiedTransferMixin(_Base):
             hops = ranks.carry_between_cards(self.model, self.mover)
             if pipeline and flies(self):
                 self._pipeline = Pipeline(hops, self.mover)
+        self._offload: ActivationOffload | None = None
+        if offloads:
+            self.args.activation_offloading = True
+            self._offload = ActivationOffload(self.model, self.mover)
         self._notes = Notes(self, filters_losses=filters_losses)
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
@@ -453,7 +459,7 @@ class VerifiedTransferMixin(_Base):
     @override
     def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; a mean over a part of a micro-batch counts by the part's labels."""
-        with self._notes.taken(), self._steady_checkpointing():
+        with self._notes.taken(), self._steady_checkpointing(), self._offload or nullcontext():
             result = super().compute_loss(*arguments, **keywords)
         factor = 1.0 if self._recovery is None else self._recovery.loss_factor
         if factor == 1.0:
@@ -601,6 +607,7 @@ class VerifiedTransferMixin(_Base):
                 "steps_down": self._recovery is not None,
                 "micro_batch_divisor": 1 if self._recovery is None else self._recovery.divisor,
                 "recompute_layers": self.recompute_layers,
+                "offload_host_bytes": self._offload.host_bytes if self._offload else 0,
             },
             "crash_injection": self._crashes.text,
             "shard_seconds": 0.0 if self._shards is None else self._shards.seconds,
@@ -804,4 +811,6 @@ def _own_arguments(args: Any) -> Any:
         # Upstream's own writes in place, and takes the end for a finished run.
         logger.warning("enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint here without it")
         args.enable_jit_checkpoint = False
+    if getattr(args, "activation_offloading", False):
+        args.activation_offloading = False  # TRL's own goes round the mover
     return args

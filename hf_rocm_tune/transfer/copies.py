@@ -382,16 +382,17 @@ class Fetcher:
         self.slot_bytes = settings.slot_bytes or backend.default_slot_bytes
         self.ring = Ring(backend, slot_bytes=self.slot_bytes, slots=settings.slots)
 
-    def begin(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None) -> Fetched:
+    def begin(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None, into: Tensor | None = None) -> Fetched:
         """Queue the copy of a tensor of this device. Waits while all slots are taken.
 
         Args:
             tensor: of any dense dtype; it must not change before `Fetched.settle` has returned.
             name, stage: for incidents and faults.
             mark: see `Mover.mark`: it was computed before that. None: it was queued before this.
+            into: the caller's own staging memory, uint8 of as many bytes, instead of a slot.
         """
         source = tensor.detach().contiguous()
-        return Fetched(self, source, name, stage, mark if tensor.is_contiguous() else None)
+        return Fetched(self, source, name, stage, mark if tensor.is_contiguous() else None, into)
 
     @contextmanager
     def fetched(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None) -> Iterator[Fetched]:
@@ -417,7 +418,15 @@ class Fetched:
         digest: of the bytes that were fetched, after `settle`; None where they were not verified.
     """
 
-    def __init__(self, fetcher: Fetcher, source: Tensor, name: str, stage: str, mark: Any = None) -> None:
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        source: Tensor,
+        name: str,
+        stage: str,
+        mark: Any = None,
+        into: Tensor | None = None,
+    ) -> None:
         self._fetcher, self._backend, self._name, self._stage = fetcher, fetcher.backend, name, stage
         number, verify, self._step = fetcher.enter(stage)
         self._source = as_bytes(source)  # kept: the caller may drop its tensor with the copy still queued
@@ -425,7 +434,10 @@ class Fetched:
         self.digest: Digest | None = None
         begun = time.perf_counter()
         size = byte_count(source)
-        if size <= fetcher.slot_bytes:
+        at_once = into is None and size > fetcher.slot_bytes
+        if into is not None:
+            self._memory = into
+        elif not at_once:
             _, self._memory = self._slot.enter_context(fetcher.ring.slot(size))
         else:
             with ordinary():
@@ -435,7 +447,7 @@ class Fetched:
         self._backend.follow(mark or self._backend.mark())
         self._expected = self._backend.digest(self._source) if verify else None
         # Pageable memory is copied to while the caller waits: not before `settle`.
-        self._ticket = None if size > fetcher.slot_bytes else self._copy()
+        self._ticket = None if at_once else self._copy()
         self._queueing_seconds = time.perf_counter() - begun
 
     def settle(self) -> None:

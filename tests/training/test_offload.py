@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers.training_args import OptimizerNames
 
-from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.placement import Coverage
-from hf_rocm_tune.training.refusals import OptimizerTablesCallback, _of_bitsandbytes, check_offloads, with_offloads
+from hf_rocm_tune.training.refusals import OptimizerTablesCallback, _of_bitsandbytes, with_offloads
 
 COMPLETE = Coverage(verified_bytes=10, device_bytes=10)
 
 
-def settings(device: str = "cuda", *, optim: str = "adamw_torch", offload: bool = False) -> Any:
-    return SimpleNamespace(device=torch.device(device), optim=OptimizerNames(optim), activation_offloading=offload)
+def settings(device: str = "cuda", *, optim: str = "adamw_torch") -> Any:
+    return SimpleNamespace(device=torch.device(device), optim=OptimizerNames(optim))
 
 
 def named(args: Any) -> list[str]:
@@ -25,22 +25,20 @@ def named(args: Any) -> list[str]:
 
 
 def test_what_is_offloaded_past_the_mover_makes_the_coverage_incomplete() -> None:
-    assert named(settings(offload=True)) == ["offloaded activations"]
     assert named(settings(optim="paged_adamw_8bit")) == ["paged optimizer state"]
-    assert len(named(settings(optim="paged_lion_32bit", offload=True))) == 2
-    assert not with_offloads(COMPLETE, settings(offload=True)).complete
+    assert not with_offloads(COMPLETE, settings(optim="paged_lion_32bit")).complete
 
 
 def test_what_stays_on_the_device_or_has_none_does_not() -> None:
     assert with_offloads(COMPLETE, settings(optim="adamw_8bit")) == COMPLETE
     assert with_offloads(COMPLETE, settings("cpu", optim="paged_adamw_8bit")) == COMPLETE
-    plain = SimpleNamespace(device=torch.device("cuda"), optim="adamw_torch")  # transformers' own arguments
-    assert with_offloads(COMPLETE, plain) == COMPLETE
 
 
 def test_earlier_rows_stay() -> None:
     row = {"tensor": "weight", "reason": "came another way"}
-    found = with_offloads(Coverage(verified_bytes=1, device_bytes=2, unverified=[row]), settings(offload=True))
+    found = with_offloads(
+        Coverage(verified_bytes=1, device_bytes=2, unverified=[row]), settings(optim="paged_adamw_8bit")
+    )
     assert found.unverified[0] == row and len(found.unverified) == 2 and found.verified_bytes == 1
 
 
@@ -49,13 +47,6 @@ def test_the_optimizers_of_bitsandbytes_are_those_that_transformers_takes_from_i
 
     ours = {name for name in OptimizerNames if _of_bitsandbytes(settings(optim=name.value))}
     assert ours == set(_BITSANDBYTES_OPTIMIZERS)
-
-
-def test_activation_offloading_needs_an_accelerator() -> None:
-    with pytest.raises(UsageError, match="--activation_offloading"):
-        check_offloads(settings("cpu", offload=True))
-    check_offloads(settings(offload=True))
-    check_offloads(settings("cpu", optim="adamw_8bit"))
 
 
 def trained() -> Any:
