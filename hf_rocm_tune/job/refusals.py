@@ -82,6 +82,7 @@ def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
         "FSDP and DeepSpeed": bool(training.fsdp or training.deepspeed or is_sharded(environ)),
         "--mask_thinking, which is of supervised fine-tuning": arguments.tune.mask_thinking,
         "--split_layers": arguments.ranks.split_layers is not None,
+        "--tensor_parallel": arguments.ranks.tensor_parallel,
         "--precompute_ref_log_probs, whose batches are moved unverified": getattr(
             training, "precompute_ref_log_probs", False
         ),

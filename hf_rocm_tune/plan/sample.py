@@ -11,7 +11,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,8 +45,11 @@ class Sample:
         """Rows of the output head."""
         return int(self.base.get_output_embeddings().weight.shape[0])
 
-    def weights(self) -> Iterator[Weight]:
-        """All parameters, buffers and quantisation state of the recorded layers and of what is outside them."""
+    def weights(self, cut: Collection[str] = (), ranks: int = 1) -> Iterator[Weight]:
+        """All parameters, buffers and quantisation state of the recorded layers and of what is outside them.
+
+        Of those named in ``cut`` a card has one of so many parts.
+        """
         owners = {
             id(tensor): index
             for index, layer in enumerate(self.layers)
@@ -56,11 +59,12 @@ class Sample:
             layer = owners.get(id(parameter), -1)
             state = getattr(parameter, "quant_state", None)
             constants = 4 * len(parameter) if type(parameter).__name__ == "Int8Params" else 0  # one a row
+            parts = ranks if name in cut else 1
             yield Weight(
                 part="adapters" if ".lora_" in name or "modules_to_save" in name else "weights",
                 layer=layer,
-                elements=parameter.numel() if state is None else math.prod(state.shape),
-                nbytes=parameter.nbytes,
+                elements=-(-(parameter.numel() if state is None else math.prod(state.shape)) // parts),
+                nbytes=-(-parameter.nbytes // parts),
                 itemsize=parameter.element_size(),
                 trained=parameter.requires_grad,
             )

@@ -5,6 +5,7 @@
     fsdp2     each card has its share of the weights; a layer is gathered where it computes, forward and backward
     split     each card has some of the layers; one computes after the other
     pipeline  a split whose cards work on different micro-batches
+    tensor    the cards compute each layer together; outputs and gradients are added up in each
 
 Every figure is an estimate from counted bytes and assumed rates. Nothing of it was measured on two cards.
 """
@@ -12,12 +13,14 @@ Every figure is an estimate from counted bytes and assumed rates. Nothing of it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.plan.estimate import GIB, NEAR, Case, Estimate, Step, Variant, estimate, fastest
+from hf_rocm_tune.plan.estimate import GIB, NEAR, Case, Estimate, Step, Variant, Weights, estimate, fastest
 from hf_rocm_tune.plan.fit import Plan, SplitPlan, grid_of, over_cards
+from hf_rocm_tune.plan.request import PlanRequest
 
 #: Assumed: bytes a second and direction of PCIe 4.0 x8, as two cards have it on most boards; of x16 28 to 29e9 were
 #: measured (ROCm/ROCm#2253).
@@ -32,7 +35,7 @@ IN_FLIGHT = 2
 class CardsWay:
     """One way to use the cards."""
 
-    name: str  # ``ddp``, ``host``, ``fsdp2``, ``split`` or ``pipeline``
+    name: str  # ``ddp``, ``host``, ``fsdp2``, ``split``, ``pipeline`` or ``tensor``
     option: Estimate  # the fastest case that fits, else the one that misses least; its speed is that of all cards
     total: float  # bytes on the fullest card
     fits: bool
@@ -50,10 +53,10 @@ def ways(plan: Plan) -> list[CardsWay]:
         _replicated(plan, wanted, "host", THROUGH_HOST, f"{launched} --grad_sync host"),
         _sharded(plan, wanted),
     ]
-    try:
-        return [*found, *_layered(plan)]
-    except UsageError:  # fewer layers than cards
-        return found
+    for way in (_layered, _together):
+        with suppress(UsageError):  # fewer layers than cards; weights that cannot be cut
+            found += way(plan)
+    return found
 
 
 def sentence(plan: Plan, found: list[CardsWay]) -> str:
@@ -74,6 +77,8 @@ def sentence(plan: Plan, found: list[CardsWay]) -> str:
         "split": f"{method} fits no card whole; a second card makes room, no speed, and {gib:.2f} GiB cross in a step",
         "pipeline": f"{method} fits no card whole, the micro-batches of a step keep both cards at work, and {gib:.2f} "
         "GiB cross in a step",
+        "tensor": f"{method} fits no card whole, and to add up {gib:.1f} GiB in a step takes less time than cards that "
+        "wait for each other",
     }
     return f"{best.name}: {why[best.name]}; start it with {best.flags}"
 
@@ -167,8 +172,7 @@ def _layered(plan: Plan) -> list[CardsWay]:
     under way are counted with all that each keeps for backward, which is the most that they can keep at once.
     """
     cards = plan.request.cards
-    request = replace(plan.request, cards=1, mixes=False)
-    grid = [one for each in plan.recordings.values() for one in grid_of(each, plan.card, request, (request.length,))]
+    request, grid = _one_batch_for_all(plan)
     found: SplitPlan = over_cards(replace(plan, request=request, grid=tuple(grid)), cards=[plan.card] * cards)
     stops = [sum(found.counts[: card + 1]) for card in range(cards)]
     parts = [(stop - count, stop) for count, stop in zip(found.counts, stops, strict=True)]
@@ -206,6 +210,82 @@ def _layered(plan: Plan) -> list[CardsWay]:
         if (flights := min(IN_FLIGHT * cards, one.case.accumulation)) > 1
     ]
     return [split, *sorted(piped, key=lambda each: (not each.fits, -each.option.tokens_per_second))[:1]]
+
+
+def _one_batch_for_all(plan: Plan) -> tuple[PlanRequest, list[Estimate]]:
+    """What is asked of cards that work on the same micro-batches, and the cases, as one card would compute them."""
+    request = replace(plan.request, cards=1, mixes=False)
+    grids = (grid_of(each, plan.card, request, (request.length,)) for each in plan.recordings.values())
+    return request, [one for grid in grids for one in grid]
+
+
+def _together(plan: Plan) -> list[CardsWay]:
+    """Tensor parallelism: activations are counted whole, which is more than a card has of them.
+
+    The layers' products take a card its share of the time, the output head's all of it; no sum overlaps with computing.
+
+    Raises:
+        UsageError: transformers has no plan for this model, or the method is none of those that can be cut.
+    """
+    from hf_rocm_tune.ranks.tensor_parallel import RANKS, dims_of, summed  # imports torch
+
+    cards = plan.request.cards
+    if cards != RANKS:
+        raise UsageError(f"tensor parallelism is for {RANKS} cards")
+    variants, sent, times = {}, {}, {}
+    for method, recordings in plan.recordings.items():
+        if method != "lora":
+            continue
+        sample = recordings.sample
+        cut = {name for name, dim in dims_of(sample.model, cards).items() if dim is not None}
+        weights = Weights.total(sample.weights(cut, cards), sample.layer_of)
+        variants[method] = replace(recordings.variant, weights=weights)
+        head = sample.vocabulary * int(sample.config.hidden_size)
+        layers = cards * (recordings.variant.weights.parameters - weights.parameters) / (cards - 1)
+        times[method] = (layers / cards + head) / (layers + head)
+        counts = {
+            id(module): sample.layer_of.count(number)
+            for number, layer in enumerate(sample.layers)
+            for module in layer.modules()
+        }
+        for recomputed in (False, True):
+            sums = summed(sample.model, cards, recomputed=recomputed)
+            sent[method, recomputed] = sum(counts[id(module)] * elements for module, elements in sums)
+    if not variants:
+        raise UsageError("only LoRA can be cut")
+
+    def crosses(option: Estimate) -> float:
+        """Bytes that each card sends in a step."""
+        wide = 4 if plan.request.dtype_of(option.variant) == "float32" else 2
+        tokens = plan.request.effective_batch * option.case.length
+        return float(tokens * wide * sent[option.variant, option.case.checkpointing])
+
+    options = [
+        _at(
+            plan,
+            estimate(variants[one.variant], one.case, plan.card),
+            times=times[one.variant],
+            plus=crosses(one) / LINK,
+        )
+        for one in _one_batch_for_all(plan)[1]
+        if one.variant in variants
+    ]
+    best = _best(options)
+
+    def fits(case: Case, trace: Callable[[Case], Step]) -> bool:
+        return estimate(replace(variants[best.variant], trace=trace), replace(case, cards=1), plan.card).fits
+
+    return [
+        CardsWay(
+            name="tensor",
+            option=best,
+            total=best.total,
+            fits=best.fits,
+            longest=plan.longest(best.variant, fits),
+            crossing=cards * crosses(best),
+            flags="--accelerate_config dual_rx7900xt --tensor_parallel true",
+        )
+    ]
 
 
 def _part_of(step: Step, start: int, stop: int, case: Case) -> Step:

@@ -259,6 +259,23 @@ def dims_of(model: nn.Module, ranks: int) -> dict[str, int | None]:
     return dims
 
 
+def summed(model: nn.Module, ranks: int, *, recomputed: bool) -> Iterator[tuple[nn.Module, int]]:
+    """For each layer that is cut, how many elements a rank sends in a step for each token of its micro-batches.
+
+    What ``bytes_between_ranks_per_step`` counts, for the plan. Without checkpointing the first block's inputs have no
+    gradient, and are counted all the same.
+
+    Args:
+        model: as for `dims_of`.
+        ranks: how many.
+        recomputed: with checkpointing the sums of a forward pass are made again.
+    """
+    for _, module, by_columns in planned(model, ranks):
+        layer: Any = getattr(module, "base_layer", module)
+        ways = sum(each.out_features for each in getattr(module, "lora_A", {}).values())
+        yield module, (2 if recomputed else 1) * (layer.out_features + ways) if by_columns else layer.in_features + ways
+
+
 def install(model: nn.Module, mesh: Any, reductions: Reductions) -> None:
     """From now on the planned layers, which have been cut, compute with this rank's part and add up over the ranks."""
     for name, module, by_columns in planned(model, mesh.size()):

@@ -369,11 +369,7 @@ def check_tensor_parallel(
         (bool(args.fp16), "--fp16 is not supported: use --bf16, or neither"),
         (bool(args.torch_compile), "--torch_compile is not supported: leave it out"),
         (optim not in _SHARDED_OPTIMIZERS, f"--optim {optim} is not known to work on shards: use adamw_torch_fused"),
-        *(
-            (used, f"{flag} does not go together with it")
-            for flag, used in others.items()
-            if flag != "--grad_sync host"
-        ),
+        *((used and flag != "--grad_sync host", f"it does not go with {flag}") for flag, used in others.items()),
     ]
     for wrong, why in refusals:
         if wrong:

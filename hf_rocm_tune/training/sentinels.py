@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from hf_rocm_tune.models.placement import RECOMPUTED, TRAINED, findable_tensors_of, is_recomputed, tensors_of
 from hf_rocm_tune.models.quantised import running_statistics
-from hf_rocm_tune.models.shards import is_sharded, local, reshard
+from hf_rocm_tune.models.shards import cut_of, is_sharded, local, reshard
 from hf_rocm_tune.transfer import Digest, QueuedDigests, Together, digest
 from hf_rocm_tune.transfer.digest import LOT_BYTES
 from hf_rocm_tune.transfer.host_group import host_group
@@ -481,8 +482,8 @@ class SentinelCallback(TrainerCallback):
         if self._sentinel is not None:
             self._drop_what_is_gathered()
             self._judge(self._sentinel.check_slice(), f"after step {step}", step)
-            if step % self._every == 0 and not is_sharded(self._model):
-                self.check_replicas(self._trainable(), f"at step {step}")
+            if step % self._every == 0 and (replicas := list(self._replicas())):
+                self.check_replicas(replicas, f"at step {step}")
         if self._compare_optimizer_every > 0 and step % self._compare_optimizer_every == 0:
             self.check_replicas(self._optimizer_state(more["optimizer"]), f"at step {step}")
 
@@ -552,6 +553,13 @@ class SentinelCallback(TrainerCallback):
 
     def _trainable(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in tensors_of(self._model) if tensor.requires_grad)
+
+    def _replicas(self) -> Iterator[tuple[str, Tensor]]:
+        """What is trained and each rank has whole."""
+        if not is_sharded(self._model):
+            return self._trainable()
+        shards = ((name, each) for name, each in self._model.named_parameters() if isinstance(each, DTensor))
+        return ((name, local(each)) for name, each in shards if each.requires_grad and cut_of(each) is None)
 
     def _trained_parameters(self) -> Iterator[Tensor]:
         groups = self._optimizer.param_groups if self._optimizer is not None else ()

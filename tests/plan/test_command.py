@@ -434,7 +434,7 @@ def test_ways_to_use_two_cards_are_what_their_own_plans_say(small: Path, run: An
     code, out, _ = run(*words, "--cards", "2", "--json")
     found = json.loads(out)
     way = ways_of(found)
-    assert code == 0 and list(way) == ["ddp", "host", "fsdp2", "split", "pipeline"]
+    assert code == 0 and list(way) == ["ddp", "host", "fsdp2", "split", "pipeline", "tensor"]
     assert way["ddp"]["total"] == way["host"]["total"] == found["choice"]["total"]
     assert way["ddp"]["longest"] == found["longest"]["lora"]
     gradients = found["choice"]["parts"]["gradient buckets"]
@@ -450,6 +450,12 @@ def test_ways_to_use_two_cards_are_what_their_own_plans_say(small: Path, run: An
     layers = 4 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048) * 2  # bytes in bfloat16
     gathered = way["fsdp2"]["accumulation"] * 2 * layers  # by both cards the half that each lacks, twice
     assert way["fsdp2"]["crossing"] == pytest.approx(gathered + gradients, rel=0.01)
+    # each card sends, for each token: outputs of o and down, and the gradients of the inputs of the five others
+    again = 2 if way["tensor"]["checkpointing"] else 1
+    a_token = 4 * 2 * (2 * again + 5) * (2048 + 16)
+    assert way["tensor"]["crossing"] == 2 * 8 * 512 * a_token
+    assert way["tensor"]["longest"] > way["ddp"]["longest"]
+    assert speed["tensor"] < speed["ddp"] and way["tensor"]["method"] == "lora"
     assert found["advice"].startswith("ddp: lora fits each card whole, so 2 cards take 2 batches at once")
     out = run(*words, "--cards", "2")[1]
     assert found["advice"] in out and "pipeline" in out
