@@ -115,8 +115,9 @@ def _replicated(plan: Plan, wanted: list[Estimate], name: str, rate: float, flag
 
 
 def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
-    """FSDP2 gathers each layer twice for each micro-batch, while others compute; what is no layer is there all along.
+    """FSDP2 gathers each layer and the embeddings twice for each micro-batch, while others compute, and the rest once.
 
+    For the memory what is no layer is counted whole all along.
     Where all weights are trained their gradients are counted whole, which is more than it takes.
     """
     cards = plan.request.cards
@@ -129,6 +130,7 @@ def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
             if weight.layer >= 0 and weight.part == "weights":
                 by_layer[weight.layer] += weight.nbytes
         layers = sum(by_layer[layer] for layer in layer_of)
+        embeddings = recordings.sample.base.get_input_embeddings().weight.nbytes
         saved = max(0, int(layers * (cards - 1) / cards) - 2 * max(by_layer))  # two layers are whole at a time
         parts = dict(whole.weights.parts)
         parts |= {"weights": parts["weights"] - saved, "adapters": parts["adapters"] // cards}
@@ -137,7 +139,9 @@ def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
         largest = whole.weights.largest + saved if whole.weights.largest else 0
         weights = replace(whole.weights, parts=parts, trained=trained, largest=largest)
         variants[method] = replace(whole, weights=weights)
-        gathered[method] = 2 * layers * (cards - 1) / cards
+        # all that is no layer once, the embeddings again
+        every = whole.weights.parts["weights"] + layers + embeddings + 2 * whole.weights.parts["adapters"]
+        gathered[method] = every * (cards - 1) / cards
 
     def alone(case: Case, variant: Variant) -> Estimate:
         return replace(estimate(variant, replace(case, cards=1), plan.card), case=case)

@@ -1,0 +1,90 @@
+"""What crosses between two cards in a step is what `plan --cards 2` says.
+
+Every row is cut to the length that the plan is asked for. Measured are the counters of ``transfer_report.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune import cli
+from tests import tiny
+from tests.e2e.command import CommandServer
+from tests.e2e.conftest import flags, report_of
+from tests.e2e.test_fsdp import FSDP2, ranks
+
+LENGTH, STEPS, BATCH, MICRO = 16, 3, 8, 2
+
+
+@pytest.fixture(scope="module")
+def planned(model_of: Callable[[str], Path]) -> dict[str, dict[str, Any]]:
+    """The ways by name."""
+    asked = flags(model=model_of("llama3"), cards=2, seq=LENGTH, effective_batch=BATCH, micro_batch=MICRO, vram=8)
+    asked += [*flags(method="lora", dtype="float32"), "--checkpointing", "--json"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main(["plan", *asked]) == 0
+    return {way["name"]: way for way in json.loads(out.getvalue())["ways"]}
+
+
+def _between_ranks(report: dict[str, Any]) -> float:
+    """Of both ranks; the report is of the first, and the second sends as much."""
+    return float(2 * report["grad_sync"]["bytes_between_ranks_per_step"])
+
+
+def _through_host(report: dict[str, Any]) -> float:
+    return float(2 * report["grad_sync"]["bytes_to_host_and_back_per_step"])
+
+
+def _between_layers(report: dict[str, Any]) -> float:
+    """Hidden states and their gradients. The rest is the same for each micro-batch: cosines and sines, a mask of
+    float32, positions; and once a step the norms of the gradients, 14 tensors on each card, and their total."""
+    both = report["activations"]["bytes"] / 2 / STEPS  # counted when they leave a card and when they arrive
+    micro_batches, head = BATCH // MICRO, 16
+    rest = 2 * LENGTH * head * 4 + MICRO * LENGTH * LENGTH * 4 + LENGTH * 8
+    return float(both - micro_batches * rest - 4 * (14 + 1))
+
+
+@pytest.mark.parametrize(
+    ("way", "processes", "given", "measured"),
+    [
+        ("ddp", 2, {}, _between_ranks),
+        ("host", 2, {"grad_sync": "host"}, _through_host),
+        ("fsdp2", 2, {}, _between_ranks),
+        ("tensor", 2, {"tensor_parallel": True}, _between_ranks),
+        ("split", 1, {"split_layers": "1,1"}, _between_layers),
+        ("pipeline", 1, {"split_layers": "1,1", "pipeline": "auto"}, _between_layers),
+    ],
+)
+def test_the_plan_counts_what_is_sent(
+    way: str,
+    processes: int,
+    given: dict[str, Any],
+    measured: Callable[[dict[str, Any]], float],
+    planned: dict[str, dict[str, Any]],
+    model_of: Callable[[str], Path],
+    server: CommandServer,
+    tmp_path: Path,
+) -> None:
+    argv = flags(
+        model_name_or_path=model_of("llama3"),
+        dataset_name=tiny.write_dataset_dir(tmp_path / "data", train=BATCH * STEPS, test=2),
+        max_steps=STEPS,
+        max_length=LENGTH,
+        per_device_train_batch_size=MICRO,
+        gradient_accumulation_steps=planned[way]["accumulation"],
+        save_strategy="no",
+        output_dir=tmp_path / "out",
+        **given,
+    )
+    env = FSDP2 if way == "fsdp2" else {}
+    for each in ranks(server, tmp_path, *argv, env=env) if processes == 2 else [server.run(*argv)]:
+        assert each.code == 0, each.stderr[-3000:]
+    # FSDP2 does not shard buffers, which the plan counts with the weights
+    assert measured(report_of(tmp_path / "out")) == pytest.approx(planned[way]["crossing"], rel=1e-4)
