@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,6 +123,43 @@ def write_plain_lora(model: PeftModel, directory: Path, start: Mapping[str, Tens
             warnings.filterwarnings("ignore", message=".* changes the base weights of the model")
             model.save_pretrained(str(directory), path_initial_model_for_weight_conversion=str(begun))
     model.train(training)
+
+
+# ---- what adapters keep for backward ------------------------------------------------------------------------------
+
+
+def share_inputs(model: nn.Module) -> int:
+    """Let float32 adapters take a layer's input as it is where autocast would cast it back to the same dtype.
+
+    PEFT casts the input of each adapter to float32, and autocast that to a bfloat16 of its own: q, k and v, and gate
+    and up, each keep a copy of one and the same tensor for backward. Without the two casts all keep that tensor.
+    Results are the same bit for bit: a cast there and back changes nothing, and gradients are added up in the same
+    order.
+
+    Left alone are variants (DoRA and others) and dropout, which compute with the float32 input. 4-bit and 8-bit layers
+    on a card, whose casts PEFT leaves out by itself, need nothing.
+
+    Returns:
+        The number of layers that take their input so from now on.
+    """
+    from peft.tuners.lora.layer import Linear
+
+    layers: list[Any] = [module for module in model.modules() if type(module) is Linear]
+    found = [
+        layer
+        for layer in layers
+        if not layer.lora_variant and all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
+    ]
+    for layer in found:
+        layer._cast_input_dtype = MethodType(_cast_unless_autocast, layer)
+    return len(found)
+
+
+def _cast_unless_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    devices = ("cuda", "cpu") if x.is_meta else (x.device.type,)  # the planner counts on the meta device
+    if any(torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each) == x.dtype for each in devices):
+        return x
+    return type(layer)._cast_input_dtype(layer, x, dtype)
 
 
 # ---- learning rates -----------------------------------------------------------------------------------------------

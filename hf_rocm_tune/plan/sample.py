@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.adapter import adaptable, check_targets, target_names
+from hf_rocm_tune.models.adapter import adaptable, check_targets, share_inputs, target_names
 from hf_rocm_tune.models.quantised import checkpoint_bits
 from hf_rocm_tune.plan.estimate import Counts, Weight
 from hf_rocm_tune.plan.request import ALL_LINEAR, FOREIGN_ERRORS, PlanRequest, first_line, text_config
@@ -267,7 +267,9 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return get_peft_model(base, settings)
+            model = get_peft_model(base, settings)
+            share_inputs(model)
+            return model
     except (*FOREIGN_ERRORS, NotImplementedError) as error:
         others = [name for name in known if f"'{name}'" not in str(error)]  # not those that it refuses
         names = f"; --targets takes names of modules, as {', '.join(others[:8])}"

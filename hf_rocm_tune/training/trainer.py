@@ -34,7 +34,7 @@ from typing_extensions import override
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
-from hf_rocm_tune.models.adapter import LearningRates
+from hf_rocm_tune.models.adapter import LearningRates, share_inputs
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import (
     Coverage,
@@ -229,6 +229,7 @@ class VerifiedTransferMixin(_Base):
         mark_rewritten(self.model, before, self.mover)
         self._rates = rates or LearningRates()
         mark_computed(self.model, self.mover)
+        share_inputs(self.model)
         self._place(self.model)
         if before and plain_lora:
             self._checkpoints.start = adapter_state(self.model)

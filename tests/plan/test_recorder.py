@@ -227,7 +227,7 @@ def test_eager_attention_keeps_scores_with_the_square_of_the_length() -> None:
 def test_checkpointing_keeps_less_and_computes_more() -> None:
     sample = sample_of(LLAMA)
     off, on = (record(sample, replace(PLAIN, checkpointing=way), 2, 512) for way in (False, True))
-    assert _kept(on) < _kept(off) / 10
+    assert _kept(on) < _kept(off) / 8
     flops = [sum(segment.flops for segment in tape.segments) for tape in (off, on)]
     # a frozen model computes twice the forward pass; with recomputation three times
     assert flops[1] / flops[0] == pytest.approx(1.5, rel=0.1)
