@@ -1,25 +1,24 @@
 """``hf-rocm-tune merge``: an adapter into the weights of its base, in bounded memory, verified on disk.
 
-Everything is done on the host. The model with its adapter stands on the meta device and costs no memory; only the
-adapter's tensors are real. The base is read from its mapped files, parameter by parameter: PEFT's layer is given one
-weight in float32 and its ``merge`` is called, so scaling, rank patterns, DoRA's norms and whatever else a method does
-are PEFT's. The result is written in the base's own dtype (or another), under the names and in the form of the base's
-checkpoint, so whatever reads the base reads the result. Memory is bounded by one file of the result
-(``--max_shard_size``) and a few float32 copies of the largest parameter (all experts of a layer, where they are one).
+It is computed on the host. The model with its adapter is on the meta device; only the adapter's tensors are real. The
+base is read from its mapped files, parameter by parameter: PEFT's layer is given one weight in float32 and its
+``merge`` is called. The result is written in the base's own dtype (or another) under the names of the base's
+checkpoint. Memory is bounded by one file of the result (``--max_shard_size``) and a few float32 copies of the largest
+parameter.
 
-Which stored tensors make which parameter is decided by the tables that ``from_pretrained`` itself uses
-(``transformers.core_model_loading``, checked with transformers 5.23.0). What comes back from a fusion of stored tensors
-and its reversal is compared with what went in by name and shape, so an architecture whose conversion cannot be reverted
-is refused.
+The tables that ``from_pretrained`` itself uses (``transformers.core_model_loading``, checked with transformers 5.23.0)
+say which stored tensor is which parameter.
 
 The result is prepared under a private name beside its destination and renamed when every tensor has been read back
-from disk and equals what was in memory, and the manifest is written: a merge that is interrupted, or killed, leaves
+from disk and equals what was in memory, and the manifest is written: a merge that is interrupted or killed leaves
 nothing that looks finished.
 
-A 4-bit run is merged into the original weights of its base, not into the quantised ones it was trained on: the result
-equals original base plus adapter. Tied embeddings: an adapter that changes only one side of a tie, or each side
-otherwise, leaves two different weights; both are stored then, and the configuration says that they are not tied.
-Not covered: what PEFT itself refuses to merge (Arrow, activated LoRA and others that choose by token).
+A 4-bit run is merged into the original weights of its base, not into the quantised ones it was trained on. Tied
+embeddings: an adapter that changes the two sides of a tie differently leaves two weights; both are stored then, and the
+configuration says that they are not tied.
+
+Not covered: adapters of parameters that are stored in several tensors (experts), and what PEFT itself does not merge
+(Arrow, activated LoRA and others that choose by token).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +50,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
-    dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
 )
@@ -71,6 +69,7 @@ if TYPE_CHECKING:
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM, errno.EIO}
 _SPARE_BYTES = 64 << 20  # tokenizer, configuration, what a file system keeps for itself
+_BY_PEFT = "load base and adapter with PEFT, then merge_and_unload() and save_pretrained()"
 _FIX = "give the model that the adapter was trained on with --base"
 _INDEX_FILE = "model.safetensors.index.json"
 _TOKENIZER = re.compile(
@@ -300,16 +299,13 @@ def _sites_of(path: str, module: nn.Module) -> Iterator[tuple[str, Site]]:
         yield f"{path}.weight", _trained_rows(module.token_adapter)
     elif isinstance(module, TrainableTokensLayer):
         yield f"{path}.weight", _trained_rows(module)
-    elif isinstance(module, lora.ParamWrapper):  # one for each of the parameters that hold all experts, nested
-        inner: Any = module
-        while isinstance(inner, lora.ParamWrapper):
-            yield f"{path}.{inner.parameter_name}", _by_peft(path, inner, inner.parameter_name)
-            inner = inner.base_layer
     elif isinstance(module, BaseTunerLayer):
         owner = module.get_base_layer()
         names = [name for name, _ in owner.named_parameters(recurse=False)]
         if "weight" not in names:
-            raise UsageError(f"{path}: a {type(owner).__name__} with {type(module).__name__} cannot be merged")
+            raise UsageError(
+                f"{path}: a {type(owner).__name__} with {type(module).__name__} is not merged here: {_BY_PEFT}"
+            )
         if isinstance(module, lora.LoraLayer):
             has_bias = module.lora_bias.get(NAME)
             yield from _brought_parameters(path, owner, but="weight")
@@ -348,7 +344,7 @@ def _by_peft(path: str, layer: Any, name: str) -> Site:
     """A parameter as PEFT's merge leaves it."""
     owner = layer.get_base_layer()
     before = dict(owner.named_parameters(recurse=False))
-    others = {} if isinstance(layer, lora.ParamWrapper) else {n: p for n, p in before.items() if n != name}
+    others = {n: p for n, p in before.items() if n != name}
 
     def merge(value: Tensor, dtype: torch.dtype) -> Tensor:
         layer.float()
@@ -377,23 +373,14 @@ def _by_peft(path: str, layer: Any, name: str) -> Site:
 # ---- names ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
-class StoredGroup:
-    """Stored tensors that are read together, and the parameters that they make."""
-
-    parameters: tuple[str, ...]  # names in the model
-    converter: WeightConverter | None  # transformers' conversion, or None where the stored tensor is the parameter
-    # stored name, and the pattern of the converter that takes it ("" without one), in the order of fusion
-    sources: list[tuple[str, str]] = field(default_factory=list)
-
-
 class Names:
     """The names of one model's parameters and of the stored tensors; the model is plain, and on the meta device.
 
     Attributes:
-        group_of: by stored name; what is no part of the model (rotary tables of old checkpoints) is missing.
-        made_by: by parameter.
-        ties: parameter and the one that it is tied to, as the configuration has it.
+        parameter_of: by stored name; without tensors that are no parameter (rotary tables of old checkpoints) or only a
+            part of one.
+        stored_as: by parameter; None where it is made of several stored tensors.
+        ties: parameter and the one that it is tied to, from the configuration.
     """
 
     def __init__(self, model: PreTrainedModel, stored: Iterable[str]) -> None:
@@ -403,29 +390,21 @@ class Names:
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self.ties: Mapping[str, str] = dict(model.all_tied_weights_keys)
-        self.group_of: dict[str, StoredGroup] = {}
-        self.made_by: dict[str, StoredGroup] = {}
+        self.parameter_of: dict[str, str] = {}
+        self.stored_as: dict[str, str | None] = {}
         by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
-        for name in sorted(stored, key=dot_natural_key):
-            self._assign(name, by_pattern)
+        for name in stored:
+            parameter, pattern = self._renamed(name)
+            if parameter not in self._parameters:
+                continue
+            if pattern is None:
+                self.parameter_of[name], self.stored_as[parameter] = parameter, name
+            else:
+                first, *others = by_pattern[pattern].target_patterns
+                names = (parameter, *(parameter.replace(first, other) for other in others))
+                self.stored_as.update(dict.fromkeys(names))
         # Saving reverts exactly the conversions that loading used: some of them add or drop a prefix.
         model._weight_conversions = [entry for entry in conversions if entry.was_used()]
-
-    def _assign(self, stored: str, by_pattern: Mapping[str, WeightConverter]) -> None:
-        parameter, pattern = self._renamed(stored)
-        if parameter not in self._parameters:
-            return
-        converter = by_pattern[pattern] if pattern is not None else None
-        group = self.made_by.get(parameter)
-        if group is None or converter is None:
-            targets: tuple[str, ...] = (parameter,)
-            if converter is not None:
-                first, *_ = converter.target_patterns
-                targets = tuple(parameter.replace(first, target) for target in converter.target_patterns)
-            group = StoredGroup(parameters=targets, converter=converter)
-            self.made_by.update(dict.fromkeys(targets, group))
-        group.sources.append((stored, pattern or ""))
-        self.group_of[stored] = group
 
     def _renamed(self, stored: str) -> tuple[str, str | None]:
         """As ``convert_and_load_state_dict_in_model`` does it, with its second look at names that are right already."""
@@ -446,34 +425,6 @@ class Names:
             if self._renamed(name) == (parameter, None):
                 return name
         raise UsageError(f"{parameter} cannot be stored beside the weight that it is tied to in this architecture")
-
-    def change(
-        self, group: StoredGroup, tensors: Mapping[str, Tensor], apply: Callable[[str, Tensor], Tensor]
-    ) -> dict[str, Tensor]:
-        """Fuse the stored tensors of a group with a converter, change the parameters, and take them apart again.
-
-        Raises:
-            UsageError: transformers cannot revert this conversion.
-        """
-        converter: Any = deepcopy(group.converter)
-        for name, pattern in group.sources:
-            converter.add_tensor(group.parameters[0], name, pattern, tensors[name])
-        fused = converter.convert(group.parameters[0], model=self._model, config=self._model.config)
-        stored: dict[str, Tensor] = {}
-        if set(fused) == set(group.parameters):
-            changed = {}
-            for name in group.parameters:
-                value = fused.pop(name)
-                changed[name] = apply(name, value[0] if isinstance(value, list) else value)
-                del value
-            stored = revert_weight_conversion(self._model, changed)
-        if {name: tensor.shape for name, tensor in stored.items()} != {k: v.shape for k, v in tensors.items()}:
-            raise UsageError(
-                f"{group.parameters[0]} is stored as {len(group.sources)} tensors, and transformers "
-                f"{transformers.__version__} cannot take it apart into the same again: load base and adapter with "
-                "PEFT, merge_and_unload() and save_pretrained() instead"
-            )
-        return stored
 
 
 def meta_model(directory: Path, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -528,14 +479,17 @@ class _Change:
         self.untied: list[str] = []
         self._beside: dict[str, str] = {}  # a stored parameter, and the one that was tied to it
         self._undo_ties(stay_tied=bool(getattr(adapter.config, "ensure_weight_tying", False)))
-        there = self._names.made_by.keys() | self._beside.values()
+        stored_as = self._names.stored_as
+        there = stored_as.keys() | self._beside.values()
         if missing := sorted(self.sites.keys() - there):
             raise UsageError(
                 f"{base.directory} lacks {missing[0]}, which the adapter changes ({len(missing)} in all): {_FIX}"
             )
-        for here, beside in self._beside.items():
-            if self._names.made_by[here].converter is not None:
-                raise UsageError(f"{beside} is tied to a weight that is stored in parts, which cannot be untied here")
+        for name in (*self.sites, *self._beside):
+            if stored_as.get(name, "") is None:
+                raise UsageError(
+                    f"{name} is stored in several tensors, into which no adapter is merged here: {_BY_PEFT}"
+                )
 
     def more_bytes(self, dtype: torch.dtype | None) -> int:
         """What the result has beyond the base: weights whose tie is undone, and rows of a larger vocabulary."""
@@ -544,23 +498,11 @@ class _Change:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and value of every tensor of the result, in the order of the base's files."""
-        done: set[str] = set()
         for stored in self._base.stored:
-            group = self._names.group_of.get(stored)
-            if group is None:  # of no parameter of the model: kept, as save_pretrained would not
-                yield stored, self._new_value("", self._base.read(stored))
-            elif group.converter is None:
-                (parameter,) = group.parameters
-                weight = self._base.read(stored)
-                yield stored, self._new_value(parameter, weight)
-                if beside := self._beside.get(parameter):
-                    yield self._names.stored_name(beside), self._new_value(beside, weight)
-            elif not self.sites.keys() & set(group.parameters):
-                yield stored, self._new_value("", self._base.read(stored))
-            elif stored not in done:
-                done.update(source for source, _ in group.sources)
-                tensors = {name: self._base.read(name) for name, _ in group.sources}
-                yield from self._names.change(group, tensors, self._new_value).items()
+            parameter, weight = self._names.parameter_of.get(stored, ""), self._base.read(stored)
+            yield stored, self._new_value(parameter, weight)
+            if beside := self._beside.get(parameter):
+                yield self._names.stored_name(beside), self._new_value(beside, weight)
 
     def _new_value(self, parameter: str, weight: Tensor) -> Tensor:
         dtype = self._dtype if self._dtype and weight.is_floating_point() else weight.dtype
@@ -582,23 +524,24 @@ class _Change:
         return merged
 
     def _undo_ties(self, *, stay_tied: bool) -> None:
-        made_by, sites = self._names.made_by, self.sites
+        stored_as, sites = self._names.stored_as, self.sites
         for target, source in self._names.ties.items():
-            here, there = (source, target) if source in made_by else (target, source)
-            if not {target, source} & sites.keys() or here not in made_by:  # the latter is refused as missing
+            here, there = (source, target) if source in stored_as else (target, source)
+            # One that is not stored is refused as missing, one that is stored in several tensors for that.
+            if not {target, source} & sites.keys() or not (stored := stored_as.get(here)):
                 continue
             both = target in sites and source in sites
-            if both and (stay_tied or self._come_out_equal(made_by[here], sites[here], sites[there])):
-                if there not in made_by:
+            if both and (stay_tied or self._come_out_equal(stored, sites[here], sites[there])):
+                if there not in stored_as:
                     del sites[there]
                 continue
             self.untied.append(target)
-            if there not in made_by:
+            if there not in stored_as:
                 self._beside[here] = there
 
-    def _come_out_equal(self, group: StoredGroup, one: Site, other: Site) -> bool:
+    def _come_out_equal(self, stored: str, one: Site, other: Site) -> bool:
         """Whether both sides of a tie have the same merged value, bit for bit."""
-        weight = self._base.read(group.sources[0][0])
+        weight = self._base.read(stored)
         first, second = (digest(site.apply(weight, weight.dtype)) for site in (one, other))
         return one.shape == other.shape and first == second
 

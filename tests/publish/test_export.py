@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mixtr
 from hf_rocm_tune import cli
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish import export
-from tests.publish.merge_cases import EXPERTS, Case, lora, write_adapter
+from tests.publish.merge_cases import Case, lora, write_adapter
 
 LLAMA_CPP = Path(os.environ["LLAMA_CPP"]) if "LLAMA_CPP" in os.environ else None
 TEMPLATE = (
@@ -72,7 +72,7 @@ def made(kind: str, scratch: Path) -> tuple[Path, Path]:
     base = scratch / "base"
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
     letters().save_pretrained(base)
-    case: Case = lora("") if kind == "llama" else lora("", target_modules=["q_proj"], target_parameters=EXPERTS)
+    case: Case = lora("") if kind == "llama" else lora("", target_modules=["q_proj"])
     return base, write_adapter(case, base, scratch / "adapter")
 
 

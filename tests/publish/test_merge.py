@@ -20,16 +20,13 @@ from transformers import (
     GptOssForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
 )
-from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.publish.merge import Names, StoredGroup, merge, merged_card
+from hf_rocm_tune.publish.merge import merge, merged_card
 from tests import tiny
 from tests.publish.merge_cases import (
     EXPERTS,
@@ -63,9 +60,8 @@ SAME_FORM = {
     "tied trained tokens": lora("qwen3", trainable_token_indices=[5, 17]),
     "tied whole modules": lora("qwen3", modules_to_save=["embed_tokens", "lm_head"], ensure_weight_tying=True),
     "tied embeddings kept tied": lora("qwen3", target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True),
-    "experts": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=EXPERTS),
-    "experts in five files": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=EXPERTS, shards=5),
-    "one kind of expert weight": lora("qwen3_moe", target_modules=[], target_parameters=EXPERTS[1:]),
+    "beside experts": lora("qwen3_moe", target_modules=["q_proj"]),
+    "beside experts in five files": lora("qwen3_moe", target_modules=["q_proj"], shards=5),
     "router": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=["mlp.gate.weight"]),
     "LoHa": Case(arch="llama3", make=lambda: LoHaConfig(task_type="CAUSAL_LM", r=4, target_modules=LINEAR)),
     "LoKr": Case(arch="llama3", make=lambda: LoKrConfig(task_type="CAUSAL_LM", r=4, target_modules=LINEAR)),
@@ -131,7 +127,7 @@ def test_the_base_keeps_its_dtype_and_is_right_to_its_precision(dtype: torch.dty
 
 
 def test_another_dtype_is_rounded_once_from_float32(scratch: Path) -> None:
-    case = lora("qwen3_moe", target_modules=["q_proj"], target_parameters=EXPERTS)
+    case = lora("qwen3_moe", target_modules=["q_proj"])
     _, _, exact, _ = merged(case, scratch, "exact")
     _, _, out, _ = merged(case, scratch, "rounded", dtype="bfloat16")
     assert config_of(out)["dtype"] == "bfloat16"
@@ -224,42 +220,6 @@ def test_pissa_is_merged_when_it_was_converted_and_refused_when_not(scratch: Pat
         merge(str(scratch / "pissa" / "raw"), scratch / "no", say=lambda _: None)
 
 
-def test_adapters_of_single_experts_from_older_versions_are_merged(scratch: Path) -> None:
-    """PEFT fuses them when it loads them; the base's experts are stored one by one again afterwards."""
-    from safetensors.torch import save_file
-
-    base = tiny.build("qwen3_moe", scratch / "models")
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for layer in range(tiny.LAYERS):
-        for expert in range(4):
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                stem = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}"
-                tensors[f"{stem}.lora_A.weight"] = torch.randn(4, 64, generator=generator) * 0.1
-                tensors[f"{stem}.lora_B.weight"] = torch.randn(64, 4, generator=generator) * 0.1
-    adapter = scratch / "adapters" / "older"
-    LoraConfig(
-        task_type="CAUSAL_LM",
-        r=4,
-        lora_alpha=8,
-        target_modules=["gate_proj", "up_proj", "down_proj"],
-        base_model_name_or_path=str(base),
-    ).save_pretrained(adapter)
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    out = scratch / "merged" / "older"
-    merge(str(adapter), out, say=lambda _: None)
-    difference, moved = furthest(base, adapter, out)
-    assert difference < EXACT < 0.02 < moved
-    stem = "model.layers.0.mlp.experts.2.gate_proj"
-    with (
-        safe_open(base / "model.safetensors", framework="pt") as one,
-        safe_open(out / "model.safetensors", framework="pt") as other,
-    ):
-        delta = other.get_tensor(f"{stem}.weight") - one.get_tensor(f"{stem}.weight")
-    up, down = (tensors[f"base_model.model.{stem}.lora_{side}.weight"] for side in "BA")
-    assert torch.allclose(delta, 2 * up @ down, atol=1e-5)
-
-
 def test_a_tensor_that_is_no_part_of_the_model_is_kept(scratch: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -289,6 +249,7 @@ _COMMON = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+_O_PROJ = {"target_modules": ["o_proj"]}
 _EXPERTS = {"intermediate_size": 64, "num_local_experts": 5, "num_experts_per_tok": 2}
 _TEXT = {**_COMMON, "head_dim": 32, "intermediate_size": 128, "sliding_window": 64}
 _SIGHT = {
@@ -313,26 +274,10 @@ def _gpt_oss() -> Any:
     return GptOssForCausalLM(GptOssConfig(**_COMMON, **_EXPERTS, head_dim=32, rope_parameters=scaling))
 
 
-def _experts(module: str) -> dict[str, Any]:
-    return {
-        "target_modules": ["o_proj"],
-        "target_parameters": [f"{module}.experts.gate_up_proj", f"{module}.experts.down_proj"],
-    }
-
-
 STORED_OTHERWISE: dict[str, tuple[Any, dict[str, Any]]] = {
-    "renamed and stacked": (lambda: MixtralForCausalLM(MixtralConfig(**_COMMON, **_EXPERTS)), _experts("mlp")),
-    "other names": (
-        lambda: GraniteMoeForCausalLM(GraniteMoeConfig(**_COMMON, **_EXPERTS)),
-        _experts("block_sparse_moe"),
-    ),
-    "a single expert": (
-        lambda: MixtralForCausalLM(
-            MixtralConfig(**{**_COMMON, **_EXPERTS, "num_local_experts": 1, "num_experts_per_tok": 1})
-        ),
-        _experts("mlp"),
-    ),
-    "experts stored as one": (_gpt_oss, _experts("mlp")),
+    "renamed and stacked": (lambda: MixtralForCausalLM(MixtralConfig(**_COMMON, **_EXPERTS)), _O_PROJ),
+    "other names": (lambda: GraniteMoeForCausalLM(GraniteMoeConfig(**_COMMON, **_EXPERTS)), _O_PROJ),
+    "experts stored as one": (_gpt_oss, _O_PROJ),
     "a language model within another": (_gemma3, {"target_modules": r".*language_model.*\.(q_proj|down_proj)"}),
     "its tied embedding": (_gemma3, {"target_modules": ["embed_tokens", "q_proj"]}),
 }
@@ -365,17 +310,14 @@ def test_what_is_stored_under_other_names_is_merged(name: str, tmp_path: Path) -
         assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is False
 
 
-def test_a_conversion_that_cannot_be_reverted_is_refused_and_not_guessed() -> None:
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**_COMMON, intermediate_size=64))
-    names = Names(model, [])
-    stacking = WeightConverter("odd.*.weight", "odd.all", [MergeModulelist(dim=0)])
-    group = StoredGroup(
-        sources=[("odd.0.weight", "odd.*.weight"), ("odd.1.weight", "odd.*.weight")],
-        parameters=("odd.all",),
-        converter=stacking,
-    )
-    tensors = {name: torch.zeros(2, 3) for name, _ in group.sources}
-    # The model does not know this conversion, so nothing takes the stack apart again.
-    with pytest.raises(UsageError, match="cannot take it apart into the same again"):
-        names.change(group, tensors, lambda name, value: value)
+def test_an_adapter_of_experts_is_refused(scratch: Path) -> None:
+    case = lora("qwen3_moe", target_modules=["q_proj"], target_parameters=EXPERTS)
+    with pytest.raises(UsageError, match=r"with ParamWrapper is not merged here: .*merge_and_unload"):
+        merged(case, scratch, "refused")
+
+
+def test_a_parameter_that_is_stored_in_parts_is_refused(scratch: Path) -> None:
+    """Whole experts, trained and saved: the base stores each expert's by itself."""
+    case = lora("qwen3_moe", target_modules=["q_proj"], modules_to_save=["experts"])
+    with pytest.raises(UsageError, match=r"experts\.\w+ is stored in several tensors"):
+        merged(case, scratch, "in parts")
