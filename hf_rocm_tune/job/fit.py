@@ -42,6 +42,7 @@ from hf_rocm_tune.plan.candidates import (
     next_candidate,
 )
 from hf_rocm_tune.plan.fit import even_counts, memory_lines
+from hf_rocm_tune.plan.ways import IN_FLIGHT
 from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.training.probe import set_way, try_on_all_ranks
@@ -361,7 +362,8 @@ def _planned_counts(
             micro_batch=arguments.training.per_device_train_batch_size,
             checkpointing=bool(arguments.training.activation_checkpointing),
         )
-        plan = split_plan(request, cards=cards, counts=wanted, config=config)
+        flights = IN_FLIGHT * len(cards) if arguments.ranks.pipeline == "auto" else 1
+        plan = split_plan(request, cards=cards, counts=wanted, config=config, flights=flights)
     except UsageError as error:
         counts = wanted or even_counts(layers, [card.free for card in cards])
         say(f"split: {_shared(counts)}; the memory of each card could not be planned ({error})")
@@ -370,6 +372,8 @@ def _planned_counts(
     how = "as given" if wanted else "so that the fullest card has most left"
     where = f"{len(devices)} logical cards on the CPU" if logical else f"{len(devices)} cards"
     say(f"split: {_shared(counts)} on {where}, {how}; what crosses between them is staged through the host, verified")
+    if (under_way := plan.estimates[0].case.flights) > 1:
+        say(f"split: planned with the activations of {under_way} micro-batches under way at once")
     for line in memory_lines(plan):
         say(f"split: planned {line}")
     if not logical and not plan.fits:

@@ -431,6 +431,7 @@ class Case:
     # of the layers from the first on, how many are recomputed whole and how many but for products and attention; None:
     # all whole, or none, as ``checkpointing`` says
     recompute: tuple[int, int] | None = None
+    flights: int = 1  # micro-batches under way at once, each of which keeps its activations
 
     @property
     def content(self) -> str:
@@ -496,7 +497,8 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     if case.cards > 1:
         parts["gradient buckets"] = float(sum(tensor.nbytes for tensor in weights.trained))
     held = sum(parts.values())
-    moments = {f"{role} pass" if role in _OF_LAYERS else role: held + at for role, at in peak.by_role.items()}
+    others = (case.flights - 1) * peak.kept  # the most that they can keep: as much as the one that peaks
+    moments = {f"{role} pass" if role in _OF_LAYERS else role: held + others + at for role, at in peak.by_role.items()}
     moments["optimizer step"] = held + peak.all_gradients + variant.optimizer.taken(weights.trained)
     moments["loading"] = weights.parts["weights"] + weights.parts["quantisation constants"] + weights.largest
     highest = max(moments, key=lambda name: moments[name])
@@ -504,7 +506,7 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     if highest == "optimizer step":
         gradients = peak.all_gradients
     elif highest != "loading":
-        kept, gradients = peak.kept, peak.gradients
+        kept, gradients = peak.kept + others, peak.gradients
     at_peak = {
         "gradients": gradients,
         "activations kept": kept,

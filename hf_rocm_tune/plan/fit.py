@@ -458,6 +458,7 @@ def split_plan(
     counts: Counts | None = None,
     config: Any = None,
     within_limit: bool = False,
+    flights: int = 1,
 ) -> SplitPlan:
     """Plans one model over several cards.
 
@@ -467,6 +468,7 @@ def split_plan(
         counts: layers on each card, the last of which may be left out; by default the cut that leaves most memory on
             the fullest card.
         config, within_limit: as for `plan_for`.
+        flights: micro-batches under way at once, if a step has as many.
 
     Returns:
         The fastest case by estimate that fits on every card; where none does, the one that misses least.
@@ -477,10 +479,12 @@ def split_plan(
     assert request.cards == 1, "one process"
     single = replace(request, mixes=False)  # the one that fits one card is not that of several
     whole = plan_for(single, card=cards[0], config=config, grid=False, within_limit=within_limit)
-    return over_cards(whole, cards=cards, counts=counts)
+    return over_cards(whole, cards=cards, counts=counts, flights=flights)
 
 
-def over_cards(whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | None = None) -> SplitPlan:
+def over_cards(
+    whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | None = None, flights: int = 1
+) -> SplitPlan:
     """What `split_plan` gives, from the plan of the same question for one card, without its grid of lengths.
 
     Raises:
@@ -502,7 +506,8 @@ def over_cards(whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | Non
         def at(shared: Counts) -> SplitPlan:
             stops = [sum(shared[: card + 1]) for card in range(len(shared))]
             each = zip(shared, stops, cards, strict=True)
-            found = (estimate(part(option.variant, end - count, end), option.case, card) for count, end, card in each)
+            case = replace(option.case, flights=min(flights, option.case.accumulation))
+            found = (estimate(part(option.variant, end - count, end), case, card) for count, end, card in each)
             return SplitPlan(plan=whole, option=option, counts=shared, estimates=tuple(found), cards=tuple(cards))
 
         return at(counts) if counts is not None else best_cut(at, even_counts(whole.layers, [c.free for c in cards]))

@@ -183,12 +183,9 @@ def _layered(plan: Plan) -> list[CardsWay]:
 
     def takes(case: Case, method: str, trace: Callable[[Case], Step], flights: int) -> float:
         """Bytes on the fullest card with that many micro-batches under way."""
-        step, totals = trace(case), []
-        for at in parts:
-            part = replace(plan.recordings[method].part(*at), trace=partial(_part_of, step, *at))
-            others = (flights - 1) * step.part(*at).peak(accumulating=True).kept
-            totals.append(estimate(part, case, plan.card).total + others)
-        return max(totals)
+        step, case = trace(case), replace(case, flights=flights)
+        each = (replace(plan.recordings[method].part(*at), trace=partial(_part_of, step, *at)) for at in parts)
+        return max(estimate(part, case, plan.card).total for part in each)
 
     def way(name: str, option: Estimate, *, flights: int, turns: bool, flags: str) -> CardsWay:
         case, method = option.case, option.variant

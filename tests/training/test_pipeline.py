@@ -22,6 +22,9 @@ from trl import SFTConfig
 from hf_rocm_tune import VerifiedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.split import Split, SplitMover, tell_of_devices
+from hf_rocm_tune.plan.estimate import GIB, CardMemory
+from hf_rocm_tune.plan.fit import split_plan
+from hf_rocm_tune.plan.request import PlanRequest
 from hf_rocm_tune.transfer import FaultSpec
 from tests import simcard, tiny
 
@@ -37,19 +40,21 @@ class Runs:
         self._place, self._devices = place, devices
         self._path = tiny.build("llama3", place / "models")
         self.trainer: VerifiedSFTTrainer
+        self.config: Any = None
+        self.attention = "sdpa"
+        self.lengths = torch.randint(6, 16, (64,), generator=torch.Generator().manual_seed(2)).tolist()
         self.prepare: Callable[[Any], None] = lambda layers: None
 
     def __call__(
         self, *, pipeline: bool, counts: tuple[int, ...] = (2, 2), fault: str = "", lora: bool = True, **options: Any
     ) -> tuple[Losses, dict[str, Tensor]]:
         """Losses and trained weights."""
-        config = AutoConfig.from_pretrained(self._path)
+        self.config = config = AutoConfig.from_pretrained(self._path)
         config.num_hidden_layers = LAYERS
         torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=self.attention)
         self.prepare(model.model.layers)
-        lengths = torch.randint(6, 16, (64,), generator=torch.Generator().manual_seed(2)).tolist()
-        rows = [torch.randint(5, 500, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
+        rows = [torch.randint(5, 500, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in self.lengths]
         devices = self._devices or (torch.device("cpu"),) * len(counts)
         faults = FaultSpec.parse(fault) if fault else None
         settings = {
@@ -181,27 +186,59 @@ def test_what_a_step_needs_to_be_alone_for_is_not_pipelined(runs: Runs, monkeypa
     assert runs.in_flight == 1
 
 
-def test_on_two_cards_whose_kernels_and_copies_are_late(tmp_path: Path) -> None:
+def on_two_cards(place: Path, what: str, **more: str) -> Any:
+    """What `main` prints in a process that has two simulated cards."""
     try:
         environment = simcard.environment()
     except simcard.NoCompiler as missing:
         pytest.skip(str(missing))
-    delays = {"SIMCARD_DEVICES": "2", "SIMCARD_POISON": "1", "SIMCARD_DELAYS": "0,60,0,600"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.training.test_pipeline", str(tmp_path)],
-        env={**os.environ, **environment, **delays},
+        [sys.executable, "-m", "tests.training.test_pipeline", str(place), what],
+        env={**os.environ, **environment, "SIMCARD_DEVICES": "2", **more},
         capture_output=True,
         text=True,
         check=False,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {"differ": [], "losses": True, "mismatches": 0}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_on_two_cards_whose_kernels_and_copies_are_late(tmp_path: Path) -> None:
+    found = on_two_cards(tmp_path, "bits", SIMCARD_POISON="1", SIMCARD_DELAYS="0,60,0,600")
+    assert found == {"differ": [], "losses": True, "mismatches": 0}
+
+
+@pytest.mark.parametrize("flights", [1, 4])
+def test_the_memory_of_each_card_is_what_was_planned(tmp_path: Path, flights: int) -> None:
+    """Of torch's allocator at the peak: at most what is planned, and no less than 60 % of it."""
+    found = on_two_cards(tmp_path, f"memory{flights}")
+    for measured, planned in zip(found["measured"], found["planned"], strict=True):
+        assert 0.6 * planned <= measured <= planned, found
+
+
+def main(place: Path, what: str) -> dict[str, Any]:
+    """What a test of two cards asks of them."""
+    runs = Runs(place, torch.device("cuda", 0), torch.device("cuda", 1))
+    if what == "bits":
+        results = [runs(pipeline=which, activation_checkpointing=True, max_steps=1) for which in (False, True)]
+        differing = [name for name, each in results[0][1].items() if not torch.equal(each, results[1][1][name])]
+        same = results[0][0] == results[1][0]
+        return {"differ": differing, "losses": same, "mismatches": runs.crossed["mismatches"]}
+    flights, batch, length, steps = int(what[-1]), 4, 512, 8
+    runs.lengths, runs.attention = [length] * batch * steps, "eager"  # the simulated card has no fused attention
+    sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps, "max_length": length}
+    runs(pipeline=flights > 1, max_steps=1, **sizes)
+    request = PlanRequest(
+        methods=("lora",), length=length, effective_batch=batch * steps, micro_batch=batch, checkpointing=False, rank=4,
+        dtype="float32", autocast=False, platform="cuda",
+        attention="eager",
+    )  # fmt: skip
+    cards = [CardMemory(name="a card", usable=GIB, desktop=0, context=0)] * 2
+    plan = split_plan(request, cards=cards, counts=(2, 2), config=runs.config, flights=flights)
+    measured = [torch.cuda.max_memory_allocated(card) for card in range(2)]
+    return {"measured": measured, "planned": [each.allocated for each in plan.estimates]}
 
 
 if __name__ == "__main__":
-    on_cards = Runs(Path(sys.argv[1]), torch.device("cuda", 0), torch.device("cuda", 1))
-    results = [on_cards(pipeline=which, activation_checkpointing=True, max_steps=1) for which in (False, True)]
-    differing = [name for name, each in results[0][1].items() if not torch.equal(each, results[1][1][name])]
-    same = results[0][0] == results[1][0]
-    print(json.dumps({"differ": differing, "losses": same, "mismatches": on_cards.crossed["mismatches"]}))
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2])))
