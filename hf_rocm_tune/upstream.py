@@ -1,16 +1,15 @@
 """The private places of upstream libraries on which verification depends.
 
-A place that upstream has moved is a :class:`~hf_rocm_tune.errors.SeamError` with a clear line, never a transfer that
-silently goes unverified.
+A place that upstream has moved is a `SeamError` with a clear line, never a transfer that is silently not verified.
 
-- Methods of trainers that our classes override are marked there with ``@override``, and :func:`check_overrides`
-  compares them with the classes behind them: a marked method that overrides nothing, or other parameters, is an error.
-- What is not a trainer's stands in the table: each :class:`Seam` names one function or method, the parameters that we
-  rely on, why we stand there, and the version that it was checked with. Those marked ``patched`` are replaced, for the
-  length of a :func:`replaced` block or by :func:`replace_for_good`.
+- Trainer methods that our classes override are marked there with ``@override``. `check_overrides` compares them with
+  upstream's: a marked method that overrides nothing, or has other parameters, is an error.
+- The table lists all other places: each `Seam` names one function or method, the parameters on which we rely, the
+  reason, and the version with which it was checked. Those marked ``patched`` are replaced in a `replaced` block or by
+  `replace_for_good`.
 
-Names and parameters do not tell whether upstream still calls a place: with libraries that are newer than :data:`TESTED`
-`training.seam_probe` tries that.
+Names and parameters do not show whether upstream still calls a place; with libraries newer than `TESTED`,
+`training.seam_probe` tries it.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ SEAMS: tuple[Seam, ...] = (
         module="transformers.modeling_utils",
         attribute="convert_and_load_state_dict_in_model",
         parameters=("model", "state_dict", "load_config"),
-        why="says which checkpoint tensor is which",
+        why="maps checkpoint tensors to parameters",
         checked=_TRANSFORMERS,
         patched=True,
     ),
@@ -146,7 +145,7 @@ SEAMS: tuple[Seam, ...] = (
         module="accelerate.accelerator",
         attribute="Accelerator.prepare_model",
         parameters=("self", "model", "device_placement", "evaluation_mode"),
-        why="would move the whole model once more; told not to place anything",
+        why="would move the whole model again; called with device_placement off",
         checked=_ACCELERATE,
     ),
     Seam(
@@ -162,7 +161,7 @@ SEAMS: tuple[Seam, ...] = (
         module="accelerate.accelerator",
         attribute="Accelerator.gather_for_metrics",
         parameters=("self", "input_data"),
-        why="trainers gather metrics in a micro-step: for those that only log them it waits until they are logged",
+        why="trainers gather metrics in a micro-step: the gather of metrics that are only logged waits until they are",
         checked=_ACCELERATE,
     ),
     Seam(
@@ -203,7 +202,7 @@ SEAMS: tuple[Seam, ...] = (
         module="accelerate.accelerator",
         attribute="Accelerator.clip_grad_norm_",
         parameters=("self", "parameters", "max_norm", "norm_type"),
-        why="adds up the norm of sharded gradients over the cards by itself",
+        why="computes the norm of sharded gradients over the cards",
         checked=_ACCELERATE,
     ),
     Seam(
@@ -211,7 +210,7 @@ SEAMS: tuple[Seam, ...] = (
         module="accelerate.accelerator",
         attribute="Accelerator.get_state_dict",
         parameters=("self", "model", "unwrap"),
-        why="brings a sharded model together to be saved, frozen weights too, over the cards",
+        why="gathers a sharded model over the cards to save it, frozen weights too",
         checked=_ACCELERATE,
     ),
     Seam(
@@ -245,7 +244,7 @@ def resolve(name: str) -> tuple[Any, str, Callable[..., Any]]:
             owner = getattr(owner, part)
         value = getattr(owner, last)
     except (ImportError, AttributeError) as error:
-        raise SeamError(_message(row, f"it is not there ({error})")) from error
+        raise SeamError(_message(row, f"it is missing ({error})")) from error
     found = tuple(inspect.signature(value).parameters)
     if found[: len(row.parameters)] != row.parameters:
         raise SeamError(_message(row, f"its parameters are {found}, expected {row.parameters} first"))
@@ -274,7 +273,7 @@ def check_overrides(trainer: type) -> None:
     for ours, name, theirs in overrides(trainer):
         where = f"{ours.__name__}.{name}"
         if not theirs:
-            raise SeamError(_moved(where, "the method that it overrides is not there"))
+            raise SeamError(_moved(where, "the method that it overrides is missing"))
         wanted, found = (_parameters(vars(owner)[name]) for owner in (ours, theirs[-1]))
         if found[: len(wanted)] != wanted:
             raise SeamError(_moved(where, f"{theirs[-1].__name__} has the parameters {found}, expected {wanted} first"))
@@ -291,7 +290,7 @@ def overrides(trainer: type) -> Iterator[tuple[type, str, list[type]]]:
 
 
 def untested() -> list[str]:
-    """Installed libraries that are newer than what the seams were tried with, such as "peft 0.22.0"."""
+    """Installed libraries newer than those the seams were checked with, such as "peft 0.22.0"."""
     installed = {name: importlib.metadata.version(name) for name in TESTED}
     return [f"{name} {version}" for name, version in installed.items() if _numbers(version) > _numbers(TESTED[name])]
 
@@ -307,7 +306,7 @@ def _parameters(method: Callable[..., Any]) -> tuple[str, ...]:
 
 def _moved(where: str, what: str) -> str:
     known = ", ".join(f"{name} {version}" for name, version in TESTED.items())
-    return f"cannot verify: upstream moved what {where} stands in front of: {what}. Checked with {known}: install these"
+    return f"cannot verify: upstream changed what {where} overrides: {what}. Checked with {known}: install these"
 
 
 @contextmanager
@@ -316,7 +315,7 @@ def replaced(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 
     Args:
         name: a seam that is marked ``patched``.
-        make: given the present function, returns the one that stands in its place.
+        make: given the present function, returns its replacement.
 
     Raises:
         SeamError: see :func:`resolve`.
@@ -336,7 +335,7 @@ def replaced(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 def replace_for_good(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replaces a seam once for the life of the process; a second call with the same name does nothing.
 
-    For replacements that pass everything through unless the call concerns an object of ours.
+    For replacements that call through unless an object of ours is concerned.
     """
     assert _BY_NAME[name].patched, name
     with _LOCK:

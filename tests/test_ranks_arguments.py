@@ -38,7 +38,7 @@ def test_through_the_host_the_process_group_is_gloo_and_only_then_ours_to_choose
         assert process_group(host, given, several) == {"ddp_backend": "gloo"}
     assert process_group(ddp, {}, several) == process_group(ddp, {"ddp_backend": "nccl"}, several) == {}
     assert process_group(host, {}, {}) == process_group(host, {}, {"WORLD_SIZE": "1"}) == {}  # there is no group
-    with pytest.raises(UsageError, match=r"^--ddp_backend nccl does not go with .* drop --ddp_backend"):
+    with pytest.raises(UsageError, match=r"^--ddp_backend nccl does not work with .* drop --ddp_backend"):
         process_group(host, {"ddp_backend": "nccl"}, several)
 
 
@@ -124,7 +124,7 @@ def test_what_cannot_average_through_the_host_is_refused_when_nothing_else_works
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decided(monkeypatch, "host")
-    with pytest.raises(StallError, match="FSDP and DeepSpeed cannot do"):
+    with pytest.raises(StallError, match="FSDP and DeepSpeed do not"):
         decide(TWO | {name: "true"}, [], preflight="always")
 
 

@@ -53,7 +53,7 @@ def test_it_is_named_when_the_attribute_is_gone(row: Seam, monkeypatch: pytest.M
     monkeypatch.delattr(definition_of(row), row.attribute.split(".")[-1])
     message = refusal()
     assert f"{row.module}.{row.attribute}" in message
-    assert "is not there" in message
+    assert "is missing" in message
     assert row.checked in message and row.why in message and "\n" not in message
 
 
@@ -124,7 +124,7 @@ def test_an_override_of_what_upstream_has_renamed_is_an_error(name: str, monkeyp
     for base in VerifiedSFTTrainer.__mro__:
         if not base.__module__.startswith("hf_rocm_tune") and name in vars(base):
             monkeypatch.delattr(base, name)
-    with pytest.raises(SeamError, match=rf"{name} stands in front of: the method that it overrides is not there"):
+    with pytest.raises(SeamError, match=rf"{name} overrides: the method that it overrides is missing"):
         upstream.check_overrides(VerifiedSFTTrainer)
 
 
@@ -135,7 +135,7 @@ def test_an_override_of_what_has_other_parameters_is_an_error(name: str, monkeyp
     def other(self: Any, something_new: Any) -> None: ...
 
     monkeypatch.setattr(root, name, other)
-    with pytest.raises(SeamError, match=rf"{name} stands in front of: {root.__name__} has the parameters"):
+    with pytest.raises(SeamError, match=rf"{name} overrides: {root.__name__} has the parameters"):
         upstream.check_overrides(VerifiedSFTTrainer)
 
 

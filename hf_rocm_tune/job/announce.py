@@ -1,7 +1,7 @@
-"""What a run tells people: on the terminal, and on disk its log, a picture of the loss and the model card.
+"""What a run prints, and the log, the picture of the loss and the model card that it writes.
 
-Rank 0 writes the files. A card that a person wrote or edited is kept. That a picture or a card cannot be made is told,
-with its traceback where it is a bug of ours, and never costs the adapter: a full disk alone ends a save, as everywhere.
+Rank 0 writes the files. A card that a person wrote or edited is kept. A picture or card that cannot be made is reported
+(with a traceback if it is our bug) and does not stop the save; a full disk does.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def say(*lines: str) -> None:
 
 
 def say_of_this_rank(*lines: str) -> None:
-    """Prints lines on whichever rank has them: what a rank says of its own card no other rank knows."""
+    """Prints lines on every rank that calls it, for findings about this rank's own card."""
     rank = f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     for line in lines:
         print(f"{PREFIX}{rank}{one_line(line)}", flush=True)
 
 
 def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
-    """What is known before the model is loaded: device, batches, verification, data, and where we differ from TRL."""
+    """Lines printed before the model is loaded: data, device, batch, verification, defaults that differ from TRL's."""
     training = arguments.training
     device = describe_device(mover.device)
     memory = f", {device['memory_bytes'] / 2**30:.1f} GiB" if "memory_bytes" in device else ""
@@ -85,7 +85,7 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
 
 
 def model(trainer: VerifiedTransferMixin, facts: report.RunFacts) -> str:
-    """What is known once the model is on its device: method, size, and how much of it was verified."""
+    """The line printed once the model is on its device: method, size, and how much was verified."""
     trainable, total = trainable_parameters(trainer.model)
     covered = trainer.weight_coverage()
     share = 100 * covered.verified_bytes / max(covered.device_bytes, 1)
@@ -113,22 +113,19 @@ def method(trainer: VerifiedTransferMixin) -> str:
 DEADLINE_S = 5.0
 _VARIABLES = "variables"
 _ON_THE_PROCESSOR = ("no_gpu", "no_card")
-"""Rows that say that training would run on the processor: a run that does has just named its device."""
+"""Findings that training would run on the processor, which the run has already printed."""
 
 
 def look(*, doctor: bool, say: Callable[[str], None], deadline_s: float = DEADLINE_S) -> tuple[dict[str, Any], ...]:
-    """Look at this machine, on its first rank; nothing is run on the card, and a failure does not stop the run.
-
-    What is certain to end it (a card that torch does not see, a wheel without kernels for it) ends it by itself, and
-    the line printed just before says why. All else may not hold here, and the run's verification judges what arrives.
+    """Check this machine, on its first rank. Nothing runs on the card, and a failure does not stop the run.
 
     Args:
-        doctor: False leaves only what the policy of environment variables has found already.
-        say: takes a line for each warning and failure that was not told already.
-        deadline_s: seconds after which the run goes on without an answer: a driver may hang inside a read.
+        doctor: False keeps only the findings on environment variables.
+        say: takes a line for each warning and failure that was not printed before.
+        deadline_s: seconds after which the run continues without an answer: a driver may hang inside a read.
 
     Returns:
-        The findings as plain values; nothing on the other ranks.
+        The findings as plain values; empty on the other ranks.
     """
     if os.environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1"):
         return ()
@@ -142,13 +139,13 @@ def look(*, doctor: bool, say: Callable[[str], None], deadline_s: float = DEADLI
             if finding.check != _VARIABLES:
                 say(_line(finding))
     told = {finding.subject for finding in found if finding.check == _VARIABLES}
-    # A variable that is too late to set, or a choice of cards that cannot hold, is known to this process alone.
+    # Only this process knows of variables that were set too late, and of cards that could not be chosen.
     late = [one for one in variables.DECISIONS if one.action in ("warn", "error") and one.variable not in told]
     return tuple(finding.to_dict() for finding in [*found, *(of_decision(one) for one in late)])
 
 
 def _within(deadline_s: float, software: Software, variables: Mapping[str, str]) -> list[Finding]:
-    """The findings of all checks that read, or one that says that there was no answer in time."""
+    """The findings of all checks that only read, or one finding if there was no answer in time."""
     found: list[Finding] = []
 
     def read() -> None:
@@ -156,7 +153,7 @@ def _within(deadline_s: float, software: Software, variables: Mapping[str, str])
             evidence = Evidence(machine=survey(), software=software, environ=variables)
             done = diagnose(evidence, [check for check in all_checks() if not check.measured])
             found.extend(finding for finding in done.findings if finding.status != "skipped")
-        except Exception as error:  # a bug of ours; it is reported as such, and is no reason to refuse a run
+        except Exception as error:  # our bug: reported as a finding, the run continues
             what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             found.append(from_row("check_crashed", check="machine", name="machine", error=what))
 
@@ -164,7 +161,7 @@ def _within(deadline_s: float, software: Software, variables: Mapping[str, str])
     reader.start()
     reader.join(deadline_s)
     if reader.is_alive():
-        reason = f"reading the kernel's files took more than {deadline_s:g} seconds; `hf-rocm-tune doctor` may say more"
+        reason = f"reading the kernel's files took more than {deadline_s:g} seconds; try `hf-rocm-tune doctor`"
         return [unknown(reason, check="machine")]
     return found
 
@@ -178,7 +175,7 @@ def _line(finding: Finding) -> str:
 # ---- on disk ---------------------------------------------------------------------------------------------------------
 
 PICTURE_NAME = "loss.png"
-# Names by which `datasets` reads files, not datasets of the Hub.
+# File readers of `datasets`, not names on the Hub.
 _BUILDERS = frozenset({"json", "csv", "parquet", "arrow", "text", "xml", "webdataset", "imagefolder", "audiofolder"})
 
 
@@ -200,7 +197,7 @@ class Cards:
     _told: set[str] = field(default_factory=set)
 
     def write_card(self, directory: Path) -> None:
-        """Put the card as it is now into a directory that is being saved.
+        """Write the current card into a directory that is being saved.
 
         Raises:
             OSError: the disk is full.
@@ -209,12 +206,12 @@ class Cards:
             own = card.kept(self._output_dir / card.CARD_NAME)
             if own is None:
                 so_far = report.build(self.trainer, self.facts, gather=False)
-                so_far["ranks"] = self.trainer.args.world_size  # of which this one has counted
+                so_far["ranks"] = self.trainer.args.world_size  # the counts are of this rank
                 own = self._card(so_far, final=False, picture=None).encode()
             (directory / card.CARD_NAME).write_bytes(own)
 
     def leave_log(self, error: BaseException) -> None:
-        """On the way out of a failure: leave the log as it is; that it cannot be written is noted on the failure."""
+        """Write the log after a failure; an error in writing it is added as a note to the failure."""
         if not self.trainer.is_world_process_zero() or not self.trainer.state.log_history:
             return
         try:
@@ -230,7 +227,7 @@ class Cards:
             content: the transfer report of all ranks.
 
         Returns:
-            Names of the files that are there now, for the manifest.
+            Names of the files written or kept, for the manifest.
 
         Raises:
             OSError: the disk is full.
@@ -250,7 +247,7 @@ class Cards:
                 say(f"{file} was written or edited by hand and is kept")
             else:
                 picture = PICTURE_NAME if PICTURE_NAME in written else None
-                # A card that a kill has torn would pass for one that somebody has edited.
+                # atomic: a card torn by a kill would look like an edited one
                 write_text_atomic(file, self._card(content, final=True, picture=picture))
             written.append(card.CARD_NAME)
         return written
@@ -324,7 +321,7 @@ class Cards:
 
     @contextmanager
     def _told_if_wrong(self, what: str) -> Iterator[None]:
-        """The block's failure becomes a line, but for a full disk."""
+        """Reports a failure of the block in one line; a full disk is raised."""
         try:
             yield
         except UsageError as error:
@@ -348,7 +345,7 @@ class Cards:
 
 
 def _adapter_dtype(model: Any) -> str:
-    """Of the adapter's matrices; DoRA's magnitudes are always float32 beside quantised weights."""
+    """The dtype of the adapter's matrices; DoRA's magnitudes are always float32 beside quantised weights."""
     found = {p.dtype for n, p in model.named_parameters() if p.requires_grad and "magnitude" not in n}
     names = sorted(map(_bare, found))
     return next((name for name in names if name != "float32"), "float32")

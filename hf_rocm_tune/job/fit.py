@@ -1,11 +1,11 @@
-"""What is planned before a model is loaded: the way of ``--auto_fit``, and the cards and the cut of ``--split_layers``.
+"""Planning before a model is loaded: ``--auto_fit``, and the cards and layers of ``--split_layers``.
 
     off     micro-batch, accumulation and checkpointing are as given or by default
-    plan    what the user did not set is the plan's fastest way that fits this card, at the same effective batch
-    probe   as ``plan``, and a worst-case step before the run corrects it, downward and upward
+    plan    those that the user did not set are the fastest by plan that fit this card, at the same effective batch
+    probe   as ``plan``, then corrected by worst-case steps before the run, down or up
 
-The choice is made once in the life of a run and kept in ``run.json``: whoever continues the run takes it from there,
-however much memory is free by then. All ranks take the same: the one with the least free memory decides.
+The choice is made once per run and kept in ``run.json``, so a resumed run uses it however much memory is free then. All
+ranks use the same choice, made for the rank with the least free memory.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ _LOGICAL_CARDS = 2
 class Fit:
     """What is chosen before the model is loaded."""
 
-    choice: Choice  # the way
-    candidates: tuple[Candidate, ...] = ()  # all ways, for the probe; none when the choice is settled
-    settled: bool = True  # nothing is left to correct: it is the plan's, or the one of ``run.json``
+    choice: Choice
+    candidates: tuple[Candidate, ...] = ()  # all of them, for the probe; empty when the choice is settled
+    settled: bool = True  # no probe follows: it is the plan's, or from ``run.json``
 
 
 def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, libraries: int, say: Say) -> Fit | None:
-    """Chooses before the model is loaded, and puts the choice into the arguments. Collective.
+    """Chooses before the model is loaded, and writes the choice into the arguments. Collective.
 
     Args:
         arguments: of the job; the three settings change, and nothing else.
-        recorded: the choice in ``run.json`` where this run has begun before.
-        libraries: bytes that libraries of this process hold of the card already.
+        recorded: the choice in ``run.json`` of a resumed run.
+        libraries: bytes of the card that libraries of this process hold already.
         say: takes lines for the user.
 
     Returns:
-        None where nothing was to be chosen: it is off, or there is no card to fit to.
+        None if nothing was chosen: it is off, or there is no card.
 
     Raises:
         UsageError: the effective batch cannot be divided, or this job cannot be planned.
@@ -85,10 +85,10 @@ def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, 
     if tune.auto_fit == "off":
         return None
     if arguments.method != "sft":
-        say(f"auto-fit: the plan knows supervised fine-tuning alone, not {arguments.method}: nothing is chosen")
+        say(f"auto-fit: only supervised fine-tuning can be planned, not {arguments.method}: nothing is chosen")
         return None
     if is_sharded(os.environ) or training.fsdp or training.deepspeed:
-        raise UsageError("--auto_fit plans for cards that hold the whole model each, not for FSDP or DeepSpeed")
+        raise UsageError("--auto_fit plans for cards that each hold the whole model, not for FSDP or DeepSpeed")
     if training.auto_find_batch_size:
         raise UsageError("--auto_fit and --auto_find_batch_size both choose the micro-batch; keep one")
     wanted = demand(
@@ -103,16 +103,13 @@ def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, 
         wanted = replace(wanted, checkpointing=True)
     if recorded is not None:
         found = Fit(choice=Choice.from_record(recorded, wanted))
-        say(f"auto-fit: {found.choice.describe()}, as this run has begun (run.json)")
+        say(f"auto-fit: {found.choice.describe()}, as this run began (run.json)")
     else:
         budget = _budget(training.device, tune.auto_fit_gib, libraries)
         if budget is None:
             training.per_device_train_batch_size = wanted.largest_up_to(training.per_device_train_batch_size)
             training.gradient_accumulation_steps = wanted.each // training.per_device_train_batch_size
-            say(
-                "auto-fit: there is no card to fit to, so nothing is chosen; "
-                "--auto_fit_gib N plans for N GiB all the same"
-            )
+            say("auto-fit: there is no card, so nothing is chosen; --auto_fit_gib N plans for N GiB")
             return None
         found = on_main_process(lambda: _planned(arguments, wanted, budget))
         say(*_why(found, wanted, arguments))
@@ -124,15 +121,15 @@ def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, 
 
 
 def probed(found: Fit, trainer: VerifiedTransferMixin, *, say: Say) -> Fit:
-    """Corrects a choice with the real model, and lets the trainer train that way. Collective.
+    """Corrects a choice with the real model, and sets the trainer to it. Collective.
 
     Args:
-        found: of :func:`before_loading`; one that is settled stays.
-        trainer: built with it, before its ``train``.
+        found: from `before_loading`; a settled one is returned as it is.
+        trainer: built with it, not yet trained.
         say: takes lines for the user.
 
     Raises:
-        OutOfMemoryError: a worst-case step fits in no way that the user's settings leave open.
+        OutOfMemoryError: no candidate that the user's settings allow fits a worst-case step.
     """
     if found.settled:
         return found
@@ -145,8 +142,8 @@ def probed(found: Fit, trainer: VerifiedTransferMixin, *, say: Say) -> Fit:
     best = fastest_that_fitted(trials)
     if best is None:
         raise OutOfMemoryError(
-            f"--auto_fit probe: no memory for one worst-case step in any way that keeps the effective batch and your "
-            f"settings ({len(trials)} tried, at last {trials[-1].candidate.describe()}): {_advice(trainer.args)}"
+            f"--auto_fit probe: a worst-case step does not fit with any choice that keeps the effective batch and your "
+            f"settings ({len(trials)} tried, the last {trials[-1].candidate.describe()}): {_advice(trainer.args)}"
         )
     choice = Choice.of(best.candidate, mode="probe", budget=budget, measured=best.measured, tries=len(trials))
     set_way(trainer, choice)
@@ -158,10 +155,10 @@ def probed(found: Fit, trainer: VerifiedTransferMixin, *, say: Say) -> Fit:
 
 
 def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
-    """Refuses ``--recompute_layers`` beside what it does not go with, and for more layers than the model has.
+    """Refuses ``--recompute_layers`` together with what it excludes, and for more layers than the model has.
 
     Raises:
-        UsageError: says why.
+        UsageError: with the reason.
     """
     training, counts = arguments.training, arguments.tune.recompute
     if counts is None:
@@ -169,7 +166,7 @@ def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
     settings = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
     reasons = {
         "--activation_checkpointing false, which recomputes nothing": not training.activation_checkpointing,
-        f"--{settings[0]}, which says how all layers are": bool(arguments.given.intersection(settings)),
+        f"--{settings[0]}, which applies to all layers": bool(arguments.given.intersection(settings)),
         "--torch_compile": training.torch_compile,
     }
     refuse(recompute.FLAG, reasons)
@@ -181,37 +178,37 @@ def _config(source: ModelSource) -> Any:
 
 
 def _budget(device: torch.device, gib: float | None, libraries: int) -> int | None:
-    """Bytes for torch's allocator on the rank that has least; None without a card and without a figure. Collective.
+    """Bytes for torch's allocator on the rank with least; None without a card and without a figure. Collective.
 
-    Free memory of a host is no card's, so on a CPU only the user's figure counts.
+    On a CPU only the user's figure counts.
     """
     bounds = [] if gib is None else [int(gib * GIB)]
     if device.type == "cuda":
         bounds.append(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     if not bounds:
         return None
-    # Kernels and workspaces that a step will load, beside those that are there.
+    # kernels and workspaces that a step will still load
     still_to_come = max(0, CONTEXT_BYTES - libraries) if device.type == "cuda" else 0
     return -highest([still_to_come - min(bounds)])[0]
 
 
 def _planned(arguments: Arguments, wanted: Demand, budget: int) -> Fit:
-    """The plan's choice, on the rank that decides.
+    """The plan's choice, on the main process.
 
     Raises:
         UsageError: this job cannot be planned.
-        OutOfMemoryError: nothing fits, and no probe will tell.
+        OutOfMemoryError: nothing fits, and no probe follows.
     """
     mode = arguments.tune.auto_fit
-    # What others hold is not free, and so not in the budget; nor is the context.
+    # the budget is free memory: what others hold and the context are not part of it
     card = CardMemory(name="this card", usable=budget, desktop=0, desktop_source="read", context=0)
     plan = plan_for(_request(arguments, wanted), card=card, grid=False)
     least = plan.nearest
     if plan.choice is None and mode == "plan":
         raise OutOfMemoryError(
             f"--auto_fit plan: nothing fits by estimate: {Candidate.of(least).describe()} needs "
-            f"{_gib(least.total)} GiB, and {_gib(budget)} GiB are free: {_advice(arguments.training)}; or try "
-            "it with --auto_fit probe"
+            f"{_gib(least.total)} GiB, and {_gib(budget)} GiB are free: {_advice(arguments.training)}; or use "
+            "--auto_fit probe"
         )
     return Fit(
         choice=Choice.of(Candidate.of(least), mode=mode, budget=budget),
@@ -245,7 +242,7 @@ def _why(found: Fit, wanted: Demand, arguments: Arguments) -> list[str]:
     if wanted.checkpointing is not None:
         on = "on" if wanted.checkpointing else "off"
         kept.append(f"activation checkpointing {arguments.tune.recompute_layers or on}")
-    reason = "the fastest by estimate of those that fit" if fits else "none fits by estimate, and this one needs least"
+    reason = "the fastest by estimate that fits" if fits else "none fits by estimate, and this one needs least"
     lines = [
         f"auto-fit: {choice.describe()} for {wanted.effective_batch} sequences a step: {reason}, "
         f"{len(found.candidates)} considered",
@@ -255,8 +252,8 @@ def _why(found: Fit, wanted: Demand, arguments: Arguments) -> list[str]:
         lines.append(f"auto-fit: kept as given: {' and '.join(kept)}")
     if wanted.micro_batch is not None and arguments.tune.effective_batch is None:
         lines.append(
-            f"auto-fit: --effective_batch {wanted.effective_batch} instead of --per_device_train_batch_size and "
-            "--gradient_accumulation_steps would let it choose them"
+            f"auto-fit: to have them chosen, give --effective_batch {wanted.effective_batch} instead of "
+            "--per_device_train_batch_size and --gradient_accumulation_steps"
         )
     return lines
 
@@ -265,7 +262,7 @@ def _outcome(trial: Trial) -> str:
     if trial.measured is None:
         return "it fits" if trial.fits else "out of memory"
     measured = f"{_gib(trial.measured)} GiB at the peak ({_gib(trial.candidate.predicted)} predicted)"
-    return f"it fits, {measured}" if trial.fits else f"too little room, {measured}"
+    return f"it fits, {measured}" if trial.fits else f"too little memory left, {measured}"
 
 
 def _same(candidate: Candidate, choice: Choice) -> bool:
@@ -285,10 +282,10 @@ def _gib(nbytes: float) -> str:
 
 
 def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
-    """The door of a run: of one device, or of the cards of a split.
+    """The mover of a run, for one device or for the cards of a split.
 
     Raises:
-        UsageError: the split cannot be, and why.
+        UsageError: the split is not possible, with the reason.
     """
     training, tune, text = arguments.training, arguments.tune, arguments.ranks.split_layers
     settings = TransferSettings(verify=tune.verify, on_corruption=tune.on_corruption)
@@ -309,15 +306,16 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
 def _refuse_split(arguments: Arguments) -> None:
     training, tune = arguments.training, arguments.tune
     reasons = {
-        "several processes: a split is one process, start it without --num_processes": training.world_size > 1,
-        "--fp16, whose gradient scaler copies between cards by itself: use --bf16": training.fp16,
-        "--auto_fit, which fits one card: choose the batch by `hf-rocm-tune plan --split`": tune.auto_fit != "off",
+        "several processes: a split runs in one process, start it without --num_processes": training.world_size > 1,
+        "--fp16, whose gradient scaler copies between cards: use --bf16": training.fp16,
+        "--auto_fit, which plans for one card: choose the batch with `hf-rocm-tune plan --split`": tune.auto_fit
+        != "off",
         "--activation_offloading, which serves one card": training.activation_offloading,
         "--torch_compile": training.torch_compile,
         "--fsdp and --deepspeed": bool(training.fsdp or training.deepspeed),
         f"--init_lora_weights {tune.init_lora_weights}": tune.rewrites_base,
         "--adapter_name_or_path": tune.adapter_name_or_path is not None,
-        "--attn_implementation flex_attention, whose masks are no tensors": arguments.model.attn_implementation
+        "--attn_implementation flex_attention, whose masks are not tensors": arguments.model.attn_implementation
         == "flex_attention",
     }
     refuse(FLAG, reasons)

@@ -1,5 +1,5 @@
-"""What a run refuses or decides before a model is loaded: settings that do not go with a method or with each other,
-GRPO's reward functions, and how several ranks average their gradients."""
+"""Checks and decisions before a model is loaded: settings that exclude each other, GRPO's reward functions, and how
+several ranks average their gradients."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def is_sharded(environ: Mapping[str, str]) -> bool:
 
 
 def refuse(what: str, reasons: Mapping[str, bool]) -> None:
-    """Refuse `what` beside settings with which it does not go together, by what is said of each.
+    """Refuse `what` together with settings that it excludes: the description of each, and whether it applies.
 
     Raises:
         UsageError: all that apply, in one line.
     """
     if found := [reason for reason, applies in reasons.items() if applies]:
-        raise UsageError(f"{what} does not go together with {'; nor with '.join(found)}")
+        raise UsageError(f"{what} does not work with {'; nor with '.join(found)}")
 
 
 _NEVER_TRIED = ("galore", "apollo", "lomo", "adalomo")
@@ -48,16 +48,16 @@ _OF_PACKAGES = {  # transformers 5.23, ``trainer_optimizer.py``
 
 
 def check_optimizer(name: str) -> None:
-    """Refuses an optimizer that was never tried here, or whose package is not there.
+    """Refuses an optimizer that was never tried here, or whose package is missing.
 
     Raises:
-        UsageError: says which others there are.
+        UsageError: names alternatives.
     """
     instead = "choose adamw_torch_fused, adamw_8bit, paged_adamw_8bit or another of --help_all"
     if name.startswith(_NEVER_TRIED):
         raise UsageError(
-            f"--optim {name} is not offered: gradients in a projection of their own (GaLore, APOLLO) or updates inside "
-            f"the backward pass (LOMO) were never tried with verified averages and checkpoints; {instead}"
+            f"--optim {name} is not supported: projected gradients (GaLore, APOLLO) and updates inside backward (LOMO) "
+            f"were never tried with verified averages and checkpoints; {instead}"
         )
     package = next((package for family, package in _OF_PACKAGES.items() if name.startswith(family)), None)
     if package is not None and importlib.util.find_spec(package) is None:
@@ -65,7 +65,7 @@ def check_optimizer(name: str) -> None:
 
 
 def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
-    """Refuses what was never tried together with this method, or goes round the verification.
+    """Refuses settings that were never tried with this method, or that bypass the verification.
 
     Raises:
         UsageError: all of it in one line.
@@ -80,7 +80,7 @@ def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
         return
     reasons = {
         "FSDP and DeepSpeed": bool(training.fsdp or training.deepspeed or is_sharded(environ)),
-        "--mask_thinking, which is of supervised fine-tuning": arguments.tune.mask_thinking,
+        "--mask_thinking, which is for supervised fine-tuning": arguments.tune.mask_thinking,
         "--split_layers": arguments.ranks.split_layers is not None,
         "--tensor_parallel": arguments.ranks.tensor_parallel,
         "--precompute_ref_log_probs, whose batches are moved unverified": getattr(
@@ -90,7 +90,7 @@ def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
         "--use_transformers_continuous_batching, which casts the model in place": getattr(
             training, "use_transformers_continuous_batching", False
         ),
-        "--use_peft false together with --beta, whose reference model is loaded by its name alone (--model_revision)": (
+        "--use_peft false with --beta and --model_revision: TRL loads the reference model without the revision": (
             method == "grpo" and training.beta != 0.0 and not model.use_peft and model.model_revision != "main"
         ),
     }
@@ -98,14 +98,13 @@ def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
 
 
 def reward_functions(script: Any) -> list[Any]:
-    """The functions and the model that `trl grpo`'s flags name.
+    """The reward functions and reward model that the flags name.
 
-    ``--reward_funcs`` takes TRL's names and dotted paths. A module is found as by any import; from the working
-    directory nothing is imported unless the path begins with ``./``: ``./rewards.length`` is `length` of ``rewards.py``
-    there.
+    ``--reward_funcs`` takes TRL's names and dotted paths of installed modules. A path that begins with ``./`` is read
+    from the working directory: ``./rewards.length`` is `length` of ``rewards.py`` there.
 
     Raises:
-        UsageError: there is none, or one cannot be imported.
+        UsageError: none is given, or one cannot be imported.
     """
     from trl import rewards
 
@@ -129,7 +128,7 @@ def _imported(name: str, known: Mapping[str, Any]) -> Any:
     here = name.startswith("./")
     module, _, function = name.removeprefix("./").rpartition(".")
     if not module:
-        raise UsageError(f"--reward_funcs {name}: there are {', '.join(known)}, and paths as module.function")
+        raise UsageError(f"--reward_funcs {name}: give {', '.join(known)}, or a path module.function")
     try:
         if here:
             file = Path.cwd() / f"{module.replace('.', os.sep)}.py"
@@ -141,7 +140,7 @@ def _imported(name: str, known: Mapping[str, Any]) -> Any:
             loaded = importlib.import_module(module)
         found = getattr(loaded, function)
     except Exception as error:  # the user's code runs here
-        local = " (for a file of the working directory begin with ./)" if not here else ""
+        local = " (begin with ./ for a file in the working directory)" if not here else ""
         raise UsageError(f"--reward_funcs {name} cannot be imported: {type(error).__name__}: {error}{local}") from error
     if not callable(found):
         raise UsageError(f"--reward_funcs {name} is a {type(found).__name__}, not a function")
@@ -160,22 +159,22 @@ def decide(
     place: Path | None,
     say: Callable[..., None],
 ) -> preflight.Preflight | None:
-    """Make the preflight where there are several ranks and it is wanted. Every rank calls it, however it was started.
+    """Run the preflight if there are several ranks and it is enabled. Every rank calls it.
 
     Args:
         ranks: ``--preflight`` and ``--grad_sync``.
         accelerator: whether this rank trains on one.
         accumulation: ``--gradient_accumulation_steps``, for the command that trains on one card.
-        environ: of this rank; ``NCCL_P2P_DISABLE`` is set where RCCL works only so.
+        environ: of this rank; ``NCCL_P2P_DISABLE`` is set if RCCL works only without peer copies.
         place: see `preflight.run`.
         say: takes the lines for the user.
 
     Returns:
-        The decision; None where there was nothing to decide.
+        The decision; None if the preflight did not run.
 
     Raises:
-        UsageError: the fault that is asked for does not exist.
-        StallError: a rank is missing, nothing works, or not what the user has asked for.
+        UsageError: an unknown fault was requested.
+        StallError: a rank is missing, no way of averaging works, or not the one that the user set.
     """
     world = int(environ.get("WORLD_SIZE", "1"))
     if world < 2 or place is None or ranks.preflight == "off" or (ranks.preflight == "auto" and not accelerator):
@@ -192,13 +191,13 @@ def decide(
     if done.choice.way == "host" and is_sharded(environ):
         raise StallError(
             f"gradients can only be averaged through host memory here ({done.choice.reason}), which FSDP and DeepSpeed "
-            f"cannot do: train without them (--accelerate_config dual_rx7900xt), or on one card with {one_card}"
+            f"do not support: train without them (--accelerate_config dual_rx7900xt), or on one card with {one_card}"
         )
     several_machines = environ.get("LOCAL_WORLD_SIZE", str(world)) != str(world)
     if done.choice.way == "host" and ranks.grad_sync != "host" and several_machines:
         raise StallError(
             f"gradients can only be averaged through host memory on this machine ({done.choice.reason}), and the "
-            "others do not know of it: start all of them again with --grad_sync host"
+            "other machines may average differently: start all of them again with --grad_sync host"
         )
     if done.choice.way == "ddp_without_p2p":
         environ[preflight.P2P_VARIABLE] = "1"
@@ -206,8 +205,8 @@ def decide(
 
 
 def _device(local_rank: int, accelerator: bool) -> dict[str, Any]:
-    """Of this rank, by Accelerate's rule: the card of its number on this machine."""
+    """The device of this rank: by Accelerate's rule the card with its local rank."""
     if not accelerator:
         return {"device": "cpu", "address": None}
-    seen = local_rank < torch.cuda.device_count()  # else its trials say that it is not there
+    seen = local_rank < torch.cuda.device_count()  # otherwise its trials report that it is missing
     return {"device": f"cuda:{local_rank}", "address": pci_address(local_rank) if seen else None}

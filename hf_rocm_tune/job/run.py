@@ -1,7 +1,6 @@
-"""The story of a fine-tuning run, from settings to what is left on disk. Wiring only.
+"""A fine-tuning run from its settings to the files it writes: the order of the steps, and their wiring.
 
-Whatever can be refused is refused before the model is loaded, and nothing in the output directory is touched before
-that.
+Everything that can be refused is refused before the model is loaded and before the output directory is touched.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from hf_rocm_tune.transfer import Mover
 if TYPE_CHECKING:
     from hf_rocm_tune.data.sources import Rows
 
-_WAYS_BACK = 3  # in one process; memory that fails more often is not to be trained in
+_ROLLBACKS = 3  # per process; memory that fails more often cannot be trusted
 
 
 @dataclass(kw_only=True)
@@ -61,7 +60,7 @@ class Job:
     """What the parts of a run share."""
 
     arguments: Arguments
-    asked: dict[str, Any]  # the settings before --auto_fit chose: by them a run is known
+    asked: dict[str, Any]  # the settings before --auto_fit chose; they identify a run
     plan: StartPlan
     fit: Fit | None
     source: ModelSource
@@ -71,13 +70,13 @@ class Job:
     telemetry: Telemetry | None
     publisher: Publisher | None
     guard: StallGuard
-    adapter: Adapter | None = None  # to go on training
+    adapter: Adapter | None = None  # to continue training
     rewards: list[Any] | None = None  # GRPO's reward functions, and the name of a reward model
     findings: tuple[dict[str, Any], ...] = ()
     cards: announce.Cards | None = None  # made with the trainer
 
     def write_card(self, directory: Path) -> None:
-        """The model card of what is saved, once there is a run to tell of."""
+        """Write the model card into a directory that is being saved."""
         if self.cards is not None:
             self.cards.write_card(directory)
 
@@ -90,7 +89,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         method: of the training.
 
     Returns:
-        0; whatever goes wrong is raised.
+        0; errors are raised.
     """
     group = exits.RankGroup.of(os.environ)
     met_at = group.meeting_place() if group else None
@@ -109,9 +108,9 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     several = arguments.training.world_size > 1
     if several_machines(os.environ):
         announce.say(
-            "several machines: torch, gloo and RCCL listen on all interfaces, unencrypted, and who reaches their ports "
-            f"can run code as you: let no other host reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} and "
-            "the ports that the system gives out (/proc/sys/net/ipv4/ip_local_port_range)"
+            "several machines: torch, gloo and RCCL listen on all interfaces, unencrypted, and a host that reaches "
+            f"their ports can run code as you: block {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} and the "
+            "local port range (/proc/sys/net/ipv4/ip_local_port_range) for all other hosts"
         )
     with stall.watched(
         arguments.ranks.stall_timeout,
@@ -129,7 +128,7 @@ def _tell(error: TuneError) -> None:
 
 def _run(arguments: Arguments, guard: StallGuard) -> int:
     asked = {**arguments.resolved(), "world_size": arguments.training.world_size}
-    # Runs of older versions have no method, and none of these.
+    # runs of older versions recorded neither these nor the method
     later = (
         "init_lora_weights",
         "adapter_name_or_path",
@@ -148,13 +147,15 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
         if restarted:
             where = plan.checkpoint.name if plan.checkpoint else "the start"
             group = exits.RankGroup.of(os.environ)
-            why = ((group and group.last_message()) or "a process ended without a word").partition(". ")[0]
-            announce.say(f"the launcher has started all processes again ({why}): the run goes on from {where}")
+            why = ((group and group.last_message()) or "a process ended without a message").partition(". ")[0]
+            announce.say(f"the launcher has restarted all processes ({why}): the run continues from {where}")
         publisher = _open_publisher(arguments)
         if plan.action == "finished":
             announce.say(f"this run is finished in {plan.directory}; give --overwrite_output_dir to train again")
             if publisher is not None:
-                publisher.result(plan.directory)  # its push may have failed; what is there is not sent again
+                publisher.result(
+                    plan.directory
+                )  # an earlier push may have failed; files already there are not sent again
             return 0
         job = _prepare(arguments, asked, plan, publisher, guard)
         announce.say(*announce.settings(arguments, job.data.description, job.mover))
@@ -166,40 +167,40 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
                     publisher.result(plan.directory)
                 exits.complete()
         finally:
-            job.plan.close()  # after a way back it is another one
-        release_memory()  # suspected, not proven: a group held in a cycle can abort the interpreter at its end
+            job.plan.close()  # not always the first one, after a rollback
+        release_memory()  # suspected, not proven: a process group held in a cycle can abort the interpreter at exit
         return 0
 
 
 def _complete(job: Job) -> None:
-    """Trains to the end. Where memory changed what was right, everything is loaded again and the run goes back.
+    """Trains to the end. After a memory fault everything is loaded again and the run rolls back.
 
-    Each way back loads every weight anew, verified, and continues from the newest checkpoint: all checkpoints were
-    written after a look at every frozen weight. With several ranks the job ends instead, and starting it again does the
-    same: a rank alone cannot take the others back.
+    A rollback loads every weight again, verified, and continues from the newest checkpoint: each checkpoint was written
+    after a check of every frozen weight. With several ranks the job ends instead, because one rank cannot roll the
+    others back; starting it again has the same effect.
     """
     recoverable = job.arguments.tune.on_corruption == "recover" and job.arguments.training.world_size == 1
-    for attempt in range(_WAYS_BACK + 1):
-        fault = _attempt(job, may_go_back=recoverable and attempt < _WAYS_BACK)
+    for attempt in range(_ROLLBACKS + 1):
+        fault = _attempt(job, may_roll_back=recoverable and attempt < _ROLLBACKS)
         if fault is None:
             return
         release_memory()
         job.plan.close()
-        job.plan = _plan(job.arguments, job.asked, going_back=True)
+        job.plan = _plan(job.arguments, job.asked, rolling_back=True)
         where = job.plan.checkpoint.name if job.plan.checkpoint else "the start"
         announce.say(f"{fault}", f"all weights are loaded again and the run goes back to {where}")
         job.mover.report.settle_incidents(("frozen", "trained", "batches"), "recovered")
 
 
-def _attempt(job: Job, *, may_go_back: bool) -> str | None:
-    """One way from loading to the finished result; the message of a memory fault that may be recovered from."""
+def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
+    """Load, train and save once; returns the message of a memory fault that a rollback may recover."""
     job.guard.starting()
     trainer, facts = _make_trainer(job)
     announce.say(announce.model(trainer, facts))
     trainer.require_coverage()
     if job.fit is not None:
         job.fit = probed(job.fit, trainer, say=announce.say)
-        chosen = dict(vars(job.fit.choice))  # kept for whoever continues the run
+        chosen = dict(vars(job.fit.choice))  # for a resumed run
         job.plan = replace(job.plan, record=replace(job.plan.record, auto_fit=chosen))
         facts = replace(facts, auto_fit=chosen)
     if trainer.is_world_process_zero():
@@ -221,30 +222,30 @@ def _attempt(job: Job, *, may_go_back: bool) -> str | None:
         facts=facts,
     )
     try:
-        with trainer.stop_requests.installed():  # the save of the result is not torn by a Ctrl-C either
+        with trainer.stop_requests.installed():  # so that Ctrl-C does not interrupt the final save
             _train(job, trainer, facts, cards)
             if not job.arguments.training.push_to_hub:
                 exits.complete()
     except BaseException as error:
         telemetry.clear_live_line()
-        report.write_partial(trainer, facts, error)  # the evidence, whatever it was
+        report.write_partial(trainer, facts, error)
         cards.leave_log(error)
-        if may_go_back and isinstance(error, MemoryFaultError):
+        if may_roll_back and isinstance(error, MemoryFaultError):
             return error.what
         raise
     return None
 
 
 def _plan(
-    arguments: Arguments, asked: dict[str, Any], *, going_back: bool = False, restarted: bool = False
+    arguments: Arguments, asked: dict[str, Any], *, rolling_back: bool = False, restarted: bool = False
 ) -> StartPlan:
-    """What to do in the output directory: rank 0 decides, all ranks hear it."""
+    """What to do in the output directory, decided by rank 0 for all ranks."""
     return on_main_process(
         lambda: prepare_output_dir(
             arguments.training.output_dir,
             asked,
-            overwrite=arguments.tune.overwrite_output_dir and not going_back,
-            resume=None if going_back else arguments.training.resume_from_checkpoint,
+            overwrite=arguments.tune.overwrite_output_dir and not rolling_back,
+            resume=None if rolling_back else arguments.training.resume_from_checkpoint,
             restarted=restarted or None,
         )
     )
@@ -260,7 +261,7 @@ def _train(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts, car
     trainer.seal_output(also=[report.FILE_NAME, *cards.finish(content)])
     announce.say(f"adapter and report are in {training.output_dir}", report.closing_line(content))
     if training.push_to_hub:
-        trainer.beat("publish")  # everything is on disk, verified: a push that dies takes nothing with it
+        trainer.beat("publish")  # everything is on disk and verified before the push
     trainer.end()
 
 
@@ -268,13 +269,13 @@ def _train(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts, car
 
 
 def _open_publisher(arguments: Arguments) -> Publisher | None:
-    """Who pushes, on the first rank of a job that is to push. The token leaves the settings: they go to disk."""
+    """The publisher of a job that pushes, on its first rank. Removes the token from the settings, which go to disk."""
     training = arguments.training
     token, training.hub_token = training.hub_token, None
     if not training.push_to_hub:
         return None
     if token:
-        announce.say("others on this machine can read --hub_token while the run lasts: `hf auth login` hides the token")
+        announce.say("other users of this machine can read --hub_token during the run: use `hf auth login` instead")
     base = arguments.tune.hub_base_model_id
     local = dict.fromkeys(local_paths(arguments.resolved()), "") | {arguments.model.model_name_or_path: base or ""}
     publisher: Publisher | None = None
@@ -292,7 +293,7 @@ def _open_publisher(arguments: Arguments) -> Publisher | None:
 def _prepare(
     arguments: Arguments, asked: dict[str, Any], plan: StartPlan, publisher: Publisher | None, guard: StallGuard
 ) -> Job:
-    """Everything that can be refused without loading the model."""
+    """Everything that can be checked without loading the model."""
     training, tune = arguments.training, arguments.tune
     source = ModelSource(
         name=arguments.model.model_name_or_path,
@@ -319,7 +320,7 @@ def _prepare(
     if crashes := Crashes().text:
         announce.say(f"crashes are injected on request: {crashes}")
     if step_faults := StepFaultSpec.from_environment():
-        announce.say(f"steps are harmed on request: {step_faults}")
+        announce.say(f"faults in steps are injected on request: {step_faults}")
     tokenizer = load_tokenizer(source, getattr(training, "chat_template_path", None))
     data = _data(arguments, tokenizer)
     mover = make_mover(arguments, source, say=announce.say)
@@ -344,7 +345,7 @@ def _prepare(
 
 
 def _warm_up(mover: Mover, source: ModelSource) -> int:
-    """Libraries take their memory of each card while there is some, and how much; see `training.device_memory`."""
+    """Initialises libraries on each card before memory is short; returns the bytes they took."""
     quantised = source.quantization
     bits = None if quantised is None else 4 if quantised.load_in_4bit else 8
     taken = sum(warm_up(device, bits=bits) for device in sorted(set(device_map(mover).values()), key=str))
@@ -353,7 +354,7 @@ def _warm_up(mover: Mover, source: ModelSource) -> int:
 
 
 def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
-    """Flags that do not go with FSDP2, and whether they are in use."""
+    """Flags that FSDP2 excludes, and whether they are in use."""
     ranks, tune = arguments.ranks, arguments.tune
     return {
         "--auto_fit": tune.auto_fit != "off",
@@ -368,14 +369,14 @@ def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
 
 
 def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
-    """Loads the model, verified, and builds its trainer with everything that watches a run; collective.
+    """Loads the model, verified, and builds its trainer. Collective.
 
     Returns:
-        The trainer, ready to train, and what its report will say of the loading.
+        The trainer, and the facts of the load for its report.
     """
     training, tune = job.arguments.training, job.arguments.tune
-    set_seed(training.seed)  # as TRL does before it loads a model
-    # A model that is to be sharded stays on the host: each card gets its own rows, when the trainer is built.
+    set_seed(training.seed)  # as TRL does before loading
+    # a model to be sharded stays on the host: each card gets its part when the trainer is built
     on_host = (is_wanted(os.environ) or job.arguments.ranks.tensor_parallel) and job.source.quantization is None
     model, seconds = load_model(job.source, job.mover, on_host=on_host)
     records = on_main_process(lambda: attest_files(job.source, job.mover))
@@ -433,8 +434,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
                 rows, lost = without_thinking(rows, job.tokenizer, split)
                 setattr(trainer, f"{split}_dataset", rows)
                 if lost:
-                    announce.say(f"{lost} {split} rows are left out: all that --max_length leaves of them is thinking")
-    job.arguments = replace(job.arguments, training=trainer.args)  # a copy, with what is changed while it is built
+                    announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
+    job.arguments = replace(job.arguments, training=trainer.args)  # the trainer's own, changed copy
     if job.publisher is not None:
         job.publisher.alive = partial(trainer.beat, "save")
     facts = report.RunFacts(
@@ -453,14 +454,14 @@ def _trainer_class(method: Method) -> type[VerifiedTransferMixin]:
     if method == "sft":
         return VerifiedSFTTrainer
     name, library = names.VERBS[method].trainer, names.VERBS[method].library
-    # GRPO makes its batches itself, from prompts; what it moves meanwhile passes the mover (`_prepare_inputs`).
+    # GRPO makes its batches from prompts; they pass the mover in `_prepare_inputs`
     return type(
         f"Verified{name}", (VerifiedTransferMixin, getattr(importlib.import_module(library or "trl"), name)), {}
     )
 
 
 def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Splits:
-    """The rows, checked, with the columns that the trainer reads; how they got them is said."""
+    """The rows, checked, with the columns that the trainer reads; a change of columns is printed."""
     script, training = arguments.script, arguments.training
     need_eval = training.eval_strategy != "no"
     seed = training.seed if training.data_seed is None else training.data_seed
@@ -508,5 +509,5 @@ def _understood(
         announce.say(f"the {split} rows become {found.description}: {found.mapping}")
     if found.unusual_roles:
         roles = ", ".join(found.unusual_roles)
-        announce.say(f"the {split} rows have roles that a chat template may not know: {roles}")
+        announce.say(f"the {split} rows have roles that the chat template may not support: {roles}")
     return as_trl(rows, found), found

@@ -3,8 +3,8 @@
 A value comes from the command line, else from the recipe, else from our defaults, else from TRL's. Where our default
 differs from TRL's, the difference is recorded with its reason, so that a run can print it.
 
-Wrong input ends as one ``UsageError`` before anything is built; building TRL's configuration comes last, because it
-makes Accelerate's state (and, with several ranks, connects them).
+Wrong input raises one ``UsageError`` before anything is built. TRL's configuration is built last, because it creates
+Accelerate's state and, with several ranks, connects them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _FROM_WEIGHTS = ("pissa", "olora")
 
 
 def _option(default: Any, meaning: str, aliases: Sequence[str] = ()) -> Any:
-    """A flag of ours; `names` reads these calls from the source."""
+    """A flag of ours. `names` reads these calls from the source."""
     return field(default=default, metadata={"help": meaning, "aliases": list(aliases)})
 
 
@@ -82,93 +82,91 @@ class TuneArguments:
     """The flags of every job. Their meaning is in the help of each."""
 
     verify: Literal["full", "sample", "off"] = _option(
-        "full", "Which transfers to the device are verified: all, a sample, or none."
+        "full", "Transfers to the device that are verified: all, a sample, or none."
     )
     on_corruption: Literal["recover", "stop"] = _option(
-        "recover", "Whether bytes that arrived wrong are sent again, or end the run with exit code 3 at once."
+        "recover", "On a corrupted transfer: send the bytes again, or end the run at once with exit code 3."
     )
     consent_unverified: bool = _option(False, "Train although `--verify full` does not cover every byte on the device.")
-    sentinel_every: int = _option(50, "Steps between two looks at weights that must not change. 0 turns the looks off.")
+    sentinel_every: int = _option(50, "Steps between two checks of weights that must not change. 0: no checks.")
     compare_optimizer_every: int = _option(
-        0, "Steps between two comparisons of the optimizer's state over all ranks. 0 for never."
+        0, "Steps between two comparisons of the optimizer state across ranks. 0: never."
     )
     prefetch_batches: int = _option(
         1,
-        "Batches beyond the one in use that may be on their way to the device; above 1 it counts within an "
-        "accumulation window only. 0 moves each batch when it is used.",
+        "Batches transferred ahead of the one in use; values above 1 apply within an accumulation window only. "
+        "0 transfers each batch when it is used.",
     )
     auto_fit: Literal["off", "plan", "probe"] = _option(
         "off",
-        "Choose micro-batch, accumulation and activation checkpointing, as far as they are not given, for the "
-        "free memory of the card: by the plan, or corrected by a worst-case step before the run. The effective "
-        "batch stays.",
+        "Choose micro-batch, accumulation and activation checkpointing, where they are not given, for the free memory "
+        "of the card: by the plan, or by the plan corrected by worst-case steps before the run. The effective batch "
+        "does not change.",
     )
     effective_batch: int | None = _option(
         None,
-        "With --auto_fit: sequences to one optimizer step over all processes. Default: what "
-        "--per_device_train_batch_size and --gradient_accumulation_steps make.",
+        "With --auto_fit: sequences per optimizer step over all processes. Default: the product of "
+        "--per_device_train_batch_size, --gradient_accumulation_steps and the number of processes.",
     )
-    auto_fit_gib: float | None = _option(
-        None, "With --auto_fit: GiB of the card to fit into. Default: what is free on it."
-    )
+    auto_fit_gib: float | None = _option(None, "With --auto_fit: GiB of the card to use. Default: its free memory.")
     recompute_layers: str | None = _option(
         None,
-        "Activation checkpointing of some layers, the first ones: how many are recomputed whole, and how many but"
-        " for matrix products and attention (8 or 8,20). --auto_fit chooses it where that is fastest. Default: "
-        "all whole, or none, as --activation_checkpointing says.",
+        "Activation checkpointing of the first layers only: how many are recomputed whole, and how many more keep the"
+        " results of matrix products and attention (8 or 8,20). --auto_fit chooses it where it is fastest. "
+        "Default: all layers or none, by --activation_checkpointing.",
     )
     init_lora_weights: str = _option(
         "default",
-        "How LoRA's matrices begin: default (their product is zero), gaussian, orthogonal, or with a part of the "
-        "weights: pissa, pissa_niter_N, olora. The result of these three is saved as plain LoRA for the model as it "
-        "was, of twice the rank; their checkpoints are for going on with the run.",
+        "Initial values of LoRA's matrices: default (their product is zero), gaussian, orthogonal, or taken from the "
+        "weights: pissa, pissa_niter_N, olora. Adapters of these three are saved as plain LoRA of twice the rank for "
+        "the original weights; their checkpoints can only be resumed.",
     )
     adapter_name_or_path: str | None = _option(
         None,
-        "Go on training an existing LoRA adapter, a directory or a Hub id: rank, targets and the like are its own.",
+        "Continue training an existing LoRA adapter, a directory or a Hub id, with its own rank and targets.",
     )
     loraplus_lr_ratio: float | None = _option(
-        None, "LoRA+: the learning rate of LoRA's B matrices over that of all else (16 is usual)."
+        None, "LoRA+: learning rate of LoRA's B matrices, as a multiple of --learning_rate (usually 16)."
     )
     embedding_learning_rate: float | None = _option(
-        None, "Learning rate of embeddings and output head, where they are trained (--lora_modules_to_save)."
+        None, "Learning rate of embeddings and output head when they are trained (--lora_modules_to_save)."
     )
     mask_thinking: bool = _option(
-        False, "Do not learn what stands from <think> to </think> in the answers; it is still read."
+        False, "Leave the text from <think> to </think> out of the loss; the model still reads it."
     )
     on_oom: Literal["step_down", "stop"] = _option(
         "step_down",
-        "When a step runs out of device memory: do it again with smaller micro-batches at the same effective "
-        "batch, or end the run with exit code 5. (With several ranks, step_down averages gradients after the last"
-        " backward of a step instead of during it.)",
+        "When a step runs out of device memory: repeat it with smaller micro-batches at the same effective batch, or "
+        "end the run with exit code 5. With several ranks the job always ends with code 5, and the same command "
+        "continues with smaller micro-batches.",
     )
     max_skipped_steps: int = _option(
         5,
-        "Steps among the last 100 that may be left out because loss or gradients are not finite; one more ends "
-        "the run with exit code 3.",
+        "Steps of the last 100 that may be skipped because loss or gradients are not finite; one more ends the run "
+        "with exit code 3.",
     )
     doctor: Literal["quick", "off"] = _option(
-        "quick", "Whether the machine is looked at before the run: what can be read in a few seconds."
+        "quick", "Check the machine before the run, by what can be read in a few seconds."
     )
     telemetry_every: float = _option(
-        1.0, "Seconds between two looks at the card's temperature, power and load during a run. 0 for never."
+        1.0, "Seconds between two readings of the card's temperature, power and load. 0: never."
     )
-    overwrite_output_dir: bool = _option(
-        False, "Use an output directory that holds another run; its files are replaced."
-    )
+    overwrite_output_dir: bool = _option(False, "Replace the files of another run in the output directory.")
     eval_split_size: float | None = _option(
-        None, "Evaluation rows to split off when the dataset has no test split: a share below 1, or a number."
+        None, "Split this part of the training rows off for evaluation: a share below 1, or a number of rows."
     )
-    early_stopping_patience: int | None = _option(None, "Stop after this many evaluations without a better metric.")
-    early_stopping_threshold: float = _option(0.0, "How much better the metric must be to count for early stopping.")
+    early_stopping_patience: int | None = _option(
+        None, "Stop after this many evaluations without improvement of the metric."
+    )
+    early_stopping_threshold: float = _option(0.0, "Smallest improvement of the metric that counts for early stopping.")
     hub_base_model_id: str | None = _option(
         None,
-        "Name of the base model on the Hub (ORG/NAME) for what is pushed, where --model_name_or_path is a "
-        "directory; without it the published copy names the directory's last part.",
+        "Hub id of the base model (ORG/NAME) to name in a pushed adapter when --model_name_or_path is a directory. "
+        "Default: the directory's last part.",
     )
     verbose: bool = _option(
         False,
-        "Say more at the start: each default that differs from TRL's, and why.",
+        "At the start, print each default that differs from TRL's, and why.",
         aliases=["-v"],
     )
     print_config: bool = _option(False, "Print the resolved configuration as a YAML recipe and exit.")
@@ -185,14 +183,14 @@ class TuneArguments:
             recompute.parse(self.recompute_layers)
         if not re.fullmatch(_INITS, self.init_lora_weights):
             raise ValueError(
-                f"--init_lora_weights {self.init_lora_weights}: there are default, gaussian, orthogonal, pissa, "
-                "pissa_niter_N and olora; loftq leaves an adapter that does not fit the original weights, and eva, "
+                f"--init_lora_weights {self.init_lora_weights}: choose default, gaussian, orthogonal, pissa, "
+                "pissa_niter_N and olora; loftq makes an adapter that does not fit the original weights; eva, "
                 "corda and lora_ga need a pass over data first"
             )
 
     @property
     def rewrites_base(self) -> bool:
-        """Whether LoRA begins with a part of the weights, which is taken out of them."""
+        """Whether LoRA is initialised from the weights, which then lose that part."""
         return self.init_lora_weights.startswith(_FROM_WEIGHTS)
 
     @property
@@ -213,26 +211,26 @@ class RanksArguments:
 
     grad_sync: Literal["auto", "ddp", "host"] = _option(
         "auto",
-        "How several processes average gradients: as DistributedDataParallel does over the process group, or "
-        "through host memory over gloo, verified both ways. auto: what the preflight finds to work.",
+        "How several processes average gradients: by DistributedDataParallel over the process group, or through host "
+        "memory over gloo, verified in both directions. auto: what works in the preflight.",
     )
     grad_compression: Literal["none", "fp16", "bf16", "powersgd"] = _option(
         "none",
-        "What of the gradients travels between the processes: all, a cast to 16 bits, or PowerSGD's approximation"
-        " of rank 1 (not through the host). The casts are verified in their rounding; of PowerSGD's result only "
-        "that all processes have the same.",
+        "What processes exchange of the gradients: all, a cast to 16 bits, or PowerSGD's approximation of rank 1 (not "
+        "through the host). Casts are verified within their rounding; of PowerSGD's result only that it is the same "
+        "on all processes.",
     )
     split_layers: str | None = _option(
         None,
-        "One model over several cards in one process, for what is larger than a card: layers on each card (18, or"
-        " 18,22; the last may be left out), or auto, which fills them evenly by plan. On the CPU the cards are "
-        "logical: the same code and real copies, for trying it out.",
+        "Split one model over several cards in one process, for models larger than a card: layers on each card (18, or"
+        " 18,22; the last may be left out), or auto, which balances memory by the plan. On the CPU the cards are "
+        "logical: the same code and real copies, for a trial.",
     )
     pipeline: Literal["auto", "off"] = _option(
         "off",
-        "With --split_layers: auto has the micro-batches of an accumulation window under way side by side, so that the "
-        "cards compute at the same time; the result is the same, and each keeps its activations. off: one after the "
-        "other, the cards take turns.",
+        "With --split_layers: auto runs several micro-batches of an accumulation window concurrently, so that the "
+        "cards compute at the same time; the result is the same, activation memory grows. off: one at a time, "
+        "the cards take turns.",
     )
     tensor_parallel: bool = _option(
         False,
@@ -242,15 +240,15 @@ class RanksArguments:
     )
     preflight: Literal["auto", "always", "off"] = _option(
         "auto",
-        "Whether several processes try their cards before they join: copies of every pair by value, and an all-"
-        "reduce, in child processes with deadlines, under 30 seconds in all. auto: where they train on cards; "
-        "always: on the CPU too.",
+        "Test the cards before several processes join: copies between each pair, compared by value, and an all-reduce, "
+        "in child processes with deadlines, under 30 seconds in all. auto: when training on cards; always: on the "
+        "CPU too.",
     )
     stall_timeout: str = _option(
         "auto",
-        "Seconds without progress in a training step after which the job ends with exit code 4 and names the rank"
-        " that is stopped or stuck, one process alone too; evaluations, saves and the first steps get 4 times "
-        "that. auto: 300, or 10 times the median of the last steps where that is more. 0: never.",
+        "Seconds without progress in a training step after which the job ends with exit code 4 and names the stuck "
+        "rank; evaluations, saves and the first steps get 4 times as long. auto: 300, or 10 times the median of the "
+        "last steps if that is more. 0: never.",
     )
 
     def __post_init__(self) -> None:
@@ -258,22 +256,22 @@ class RanksArguments:
         self.sync(None)
 
     def sync(self, found: str | None) -> SyncSettings:
-        """How gradients are averaged: as the user says, else as the preflight has found.
+        """How gradients are averaged: as the user set it, else as the preflight found.
 
         Args:
-            found: the way that a preflight has chosen; None where there was none.
+            found: the preflight's choice; None if none ran.
 
         Raises:
-            UsageError: the compression that is asked for does not go with it.
+            UsageError: the requested compression does not work with it.
         """
         wanted = found if self.grad_sync == "auto" else self.grad_sync
         return SyncSettings(way="host" if wanted == "host" else "ddp", compression=self.grad_compression)
 
 
 def process_group(sync: SyncSettings, values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the way of averaging asks of TRL's settings, given by name: through the host, RCCL is not even made.
+    """Settings of TRL's that averaging through the host needs: the gloo back end, so that RCCL is not created.
 
-    A single process, by ``WORLD_SIZE``, has no group: Accelerate takes a back end for the word that there is one.
+    None for a single process, by ``WORLD_SIZE``: Accelerate would take a back end as a sign of a group.
 
     Raises:
         UsageError: another process group is asked for.
@@ -283,8 +281,8 @@ def process_group(sync: SyncSettings, values: Mapping[str, Any], environ: Mappin
     given = values.get("ddp_backend")
     if given not in (None, "gloo"):
         raise UsageError(
-            f"--ddp_backend {given} does not go with averages of gradients through the host (--grad_sync), which leave "
-            "it out: drop --ddp_backend, or choose --grad_sync ddp"
+            f"--ddp_backend {given} does not work with gradients averaged through the host, which uses gloo: drop "
+            "--ddp_backend, or choose --grad_sync ddp"
         )
     return {"ddp_backend": "gloo"}
 
@@ -313,15 +311,15 @@ class Arguments:
     ranks: RanksArguments
     given: frozenset[str]  # names that the user set, by flag or recipe
     differences: tuple[Difference, ...]  # our defaults in use that differ from TRL's
-    preflight: Preflight | None = None  # what the ranks have found out before they met; None where they did not try
+    preflight: Preflight | None = None  # its result; None if none ran
 
     @property
     def grad_sync(self) -> SyncSettings:
-        """How gradients are averaged: as the user says, else as the preflight has decided."""
+        """How gradients are averaged: as the user set it, else by the preflight."""
         return self.ranks.sync(self.preflight.choice.way if self.preflight else None)
 
     def resolved(self) -> dict[str, object]:
-        """Every setting by name, as plain JSON values. Secrets are left out, nested ones too."""
+        """Every setting by name, as plain JSON values, without secrets."""
         flat: dict[str, object] = {}
         for part in (self.tune, self.ranks, self.script, self.model, self.mixture, self.training):
             for each in dataclasses.fields(part):
@@ -336,14 +334,14 @@ class Arguments:
         """
         settings = {name: value for name, value in self.resolved().items() if name != "print_config"}
         if settings.get("steps_per_generation") is not None:
-            settings.pop("generation_batch_size")  # GRPO takes one of the two, and makes the other of it
+            settings.pop("generation_batch_size")  # GRPO takes one of the two and computes the other
         if settings["adapter_name_or_path"] is not None:
             settings = {name: value for name, value in settings.items() if name not in _OF_ADAPTERS}
         return yaml.safe_dump(redact_json(settings), sort_keys=False, allow_unicode=True)
 
 
 BeforeMeeting = Callable[[RanksArguments, bool, int], Preflight | None]
-"""What the ranks do before they join a process group, given their flags, whether they train on an accelerator, and the
+"""Called before the ranks join a process group, with their flags, whether they train on an accelerator, and the
 accumulation steps; see ``job.refusals.decide``."""
 
 
@@ -360,14 +358,14 @@ def parse(
     Args:
         argv: the arguments, without the program's name.
         method: of the training: which of TRL's trainers, and so which flags.
-        accelerator, bf16_supported: whether there is a GPU, and computes in bfloat16; torch is asked unless given.
-        before_meeting: called when the settings are known and no process group is there yet, but for --print_config.
+        accelerator, bf16_supported: whether there is a GPU, and whether it computes in bfloat16; None: ask torch.
+        before_meeting: called once the settings are known, before a process group exists; not for --print_config.
 
     Returns:
         The settings. The recipe's ``env`` is in ``os.environ`` (what was set there before is kept).
 
     Raises:
-        UsageError: the input is wrong; one message names everything that could be found at once.
+        UsageError: the input is wrong; one message names all faults found.
         SystemExit: 0, after ``--help``.
     """
     parser = build_parser(method)
@@ -390,7 +388,7 @@ def parse(
     )
     values = {each.name: each.ours for each in different} | given
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
-        # transformers warns about its old name, even where only TRL's default has set it.
+        # transformers warns about its old name even if only TRL's default set it.
         values.setdefault(old.replace("gradient", "activation"), values.get(old, flags.defaults[old]))
     tune, ranks, script, config, model, mixture = (
         functools.partial(_build, owner, owners=flags.owners, values=values) for owner in flags.types
@@ -407,7 +405,7 @@ def parse(
         script=script(),
         model=model(),
         mixture=mixture(),
-        training=config(),  # last: the ranks meet
+        training=config(),  # last: it connects the ranks
         given=frozenset(given),
         differences=different,
         preflight=preflight,
@@ -455,7 +453,7 @@ class _Parser(HfArgumentParser):
     method: Method
 
     def error(self, message: str) -> NoReturn:
-        """Turn argparse's complaint into ours: one spelling of the flag, and where to read on."""
+        """Called by argparse: its message with one spelling of the flag."""
         if message.startswith("argument "):
             option, _, complaint = message.removeprefix("argument ").partition(": ")
             message = f"{option.split('/')[0]}: {complaint}"
@@ -478,7 +476,7 @@ class _Flags:
 
 @functools.cache
 def _flags(method: Method) -> _Flags:
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # our help says of ORPO what it is
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # our help says that ORPO is experimental
     theirs = tuple(
         getattr(importlib.import_module(module), name) for module, name in names.VERBS[method].owners[len(_OUR_TYPES) :]
     )
@@ -495,7 +493,7 @@ def _flags(method: Method) -> _Flags:
 
 def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
     """What the command line sets, by name."""
-    # A default is only filled in where the namespace has no value, so what is still _UNSET was not given.
+    # argparse fills in a default only where the namespace has no value: what is still _UNSET was not given.
     owners = _flags(parser.method).owners
     empty = argparse.Namespace(**dict.fromkeys(owners, _UNSET), config=None)
     namespace, unknown = parser.parse_known_args(list(argv), namespace=empty)
@@ -545,7 +543,7 @@ def _convert(parser: _Parser, name: str, value: Any) -> Any:
 
 
 def _build(owner: Any, *, owners: Mapping[str, type], values: Mapping[str, Any]) -> Any:
-    """An object of TRL's or ours; what it says about its values becomes a ``UsageError``."""
+    """An object of TRL's or ours; errors about its values become a ``UsageError``."""
     try:
         return owner(**{name: value for name, value in values.items() if owners[name] is owner})
     except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
@@ -553,7 +551,7 @@ def _build(owner: Any, *, owners: Mapping[str, type], values: Mapping[str, Any])
 
 
 def _members(hint: Any) -> set[Any]:
-    """The types that a hint allows, without their parameters: ``list[str] | None`` has ``list`` and ``NoneType``."""
+    """The types that a hint allows, without parameters: ``list`` and ``NoneType`` for ``list[str] | None``."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return {member for each in typing.get_args(hint) for member in _members(each)}
     return {typing.get_origin(hint) or hint}
@@ -578,7 +576,7 @@ def _plain(value: object) -> object:
 def differences(
     given: Mapping[str, Any], *, method: Method = "sft", accelerator: bool, bf16_supported: bool
 ) -> tuple[Difference, ...]:
-    """Our defaults for the flags that were not given, as far as they differ from TRL's."""
+    """Our defaults that differ from TRL's, for flags that were not given."""
     found: list[Difference] = []
     defaults = _flags(method).defaults
 
@@ -591,12 +589,12 @@ def differences(
     default("use_peft", True, "LoRA; --use_peft false trains all weights")
     if lora:
         rate = float(f"{names.LORA_FACTOR * defaults['learning_rate']:.6g}")
-        default("learning_rate", rate, "adapters start at zero and learn at about ten times the rate")
+        default("learning_rate", rate, "adapters start at zero and need about ten times the rate")
         if given.get("lora_target_parameters") is None:
-            default("lora_target_modules", ["all-linear"], "every linear layer but the output head")
-        default("lora_dropout", 0.0, "dropout makes a step slower and keeps more activations")
+            default("lora_target_modules", ["all-linear"], "every linear layer except the output head")
+        default("lora_dropout", 0.0, "dropout slows a step down and keeps more activations")
         if method == "reward":
-            default("lora_task_type", "SEQ_CLS", "the head that gives the reward is new: it is trained and saved whole")
+            default("lora_task_type", "SEQ_CLS", "the reward head is new: it is trained and saved whole")
     if given.get("load_in_4bit"):
         default("use_bnb_nested_quant", True, "QLoRA: the quantisation constants are quantised too")
     # TRL resolves an unset bf16 to "not fp16", whatever the device can do.
@@ -614,10 +612,10 @@ def differences(
     if given.get("early_stopping_patience") is not None:
         default("metric_for_best_model", "loss", "early stopping watches the evaluation loss")
     if method == "orpo":
-        default("remove_unused_columns", False, "its own collator reads other columns than the model does")
+        default("remove_unused_columns", False, "ORPO's collator reads columns that the model does not")
     if not accelerator:
         default("use_cpu", True, "there is no GPU here")
-    default("dataloader_pin_memory", False, "the verified transfer has page-locked slots of its own")
+    default("dataloader_pin_memory", False, "the verified transfer has its own page-locked slots")
     return tuple(found)
 
 
@@ -628,29 +626,29 @@ _OF_ADAPTERS = (
 
 
 def _faults_of_lora(given: Mapping[str, Any]) -> Iterator[str]:
-    """What does not go together in an adapter."""
+    """Adapter settings that exclude each other."""
     begins, full = str(given.get("init_lora_weights", "default")), given.get("use_peft") is False
     quantised = given.get("load_in_4bit") or given.get("load_in_8bit")
     if begins.startswith(_FROM_WEIGHTS):
         for name in ("use_dora", "lora_modules_to_save", "lora_target_parameters"):
             if given.get(name):
-                yield f"--init_lora_weights {begins} does not go with --{name}: the result would lack that part"
+                yield f"--init_lora_weights {begins} does not work with --{name}, which the saved adapter would lack"
         if quantised:
-            yield f"--init_lora_weights {begins} needs weights that --load_in_4bit and --load_in_8bit quantise"
+            yield f"--init_lora_weights {begins} needs full-precision weights: drop --load_in_4bit or --load_in_8bit"
     if full:
         for name in ("init_lora_weights", "loraplus_lr_ratio", "adapter_name_or_path"):
             if given.get(name) not in (None, "default"):
-                yield f"--{name} needs LoRA; leave it or --use_peft false away"
+                yield f"--{name} needs LoRA: drop it, or drop --use_peft false"
     own = [f"--{name}" for name in _OF_ADAPTERS if given.get(name) is not None]
     if own and given.get("adapter_name_or_path") is not None:
-        yield f"--adapter_name_or_path brings its own {', '.join(own)}; leave them away"
+        yield f"--adapter_name_or_path has its own {', '.join(own)}: drop them"
 
 
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
-    """Check what the user gave where that needs more than one flag or a bound, all of it at once.
+    """Check bounds and combinations of the given flags.
 
     Raises:
-        UsageError: one line with everything that is wrong.
+        UsageError: one line with all faults.
     """
     faults = [
         f"--{name} must be {expected}, got {given[name]}"
@@ -665,12 +663,12 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
     if len(quantised) == 2:
         faults.append("--load_in_4bit and --load_in_8bit exclude each other; keep one")
     elif quantised and given.get("use_peft") is False:
-        faults.append(f"--{quantised[0]} works only with LoRA; leave --use_peft false or --{quantised[0]} away")
+        faults.append(f"--{quantised[0]} works only with LoRA: drop --use_peft false or --{quantised[0]}")
     faults += _faults_of_lora(given)
     if given.get("early_stopping_patience") is not None and given.get("eval_strategy", "no") == "no":
         faults.append("--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)")
     if given.get("fp16") and not accelerator:
-        faults.append("--fp16 needs a GPU, and this job runs on the CPU; leave it away")
+        faults.append("--fp16 needs a GPU, and this job runs on the CPU: drop it")
     if given.get("fp16") and given.get("bf16"):
         faults.append("--fp16 and --bf16 exclude each other; keep one")
     if faults:
@@ -681,7 +679,7 @@ _BOUNDS: dict[str, _Bound] = {
     "per_device_train_batch_size": _AT_LEAST_ONE,
     "per_device_eval_batch_size": _AT_LEAST_ONE,
     "gradient_accumulation_steps": _AT_LEAST_ONE,
-    # transformers takes 0, like -1, for "no limit": a surprise for whoever asked for no step.
+    # transformers treats 0 like -1, "no limit"
     "max_steps": (lambda value: value == -1 or value >= 1, "1 or more, or -1 for no limit"),
     "num_train_epochs": _POSITIVE,
     "learning_rate": (lambda value: 0 <= value < math.inf, "0 or more, and finite"),

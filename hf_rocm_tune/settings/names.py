@@ -1,12 +1,11 @@
-"""What is read of a command line before torch, transformers and TRL are imported: names of flags, ``--help``, recipes.
+"""The command line before torch, transformers and TRL are imported: names of flags, ``--help``, recipes.
 
-Importing those takes ten seconds, and a mistyped flag or a look at the help needs none of them. So the names, defaults
-and spellings of flags are read from the sources of the very classes that the parser in ``arguments`` is built from,
-upstream's as they are installed and ours. That parser still decides: what is refused here it would refuse as well, and
-where a source cannot be read nothing is refused here. Values are not looked at.
+Importing those takes ten seconds, and a mistyped flag or ``--help`` needs none of them. So the names, defaults and
+spellings of flags are parsed from the sources of the classes from which the parser in ``arguments`` is built. That
+parser stays the authority: it refuses everything that is refused here, and nothing is refused here if a source cannot
+be read. Values are not checked here.
 
-A recipe is the YAML mapping behind ``--config``, with the names of the flags and an ``env`` mapping, which is in place
-before torch reads it.
+A recipe is the YAML mapping of ``--config``: names of flags, and an ``env`` mapping that is set before torch reads it.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from hf_rocm_tune.redaction import one_line, remember
 
 CONFIG = "--config"
 CONFIG_FLAG = "--accelerate_config"
-#: Names that the launcher and ``trl sft`` both have: there, as in ``trl``, they are the job's.
+#: Names of both the launcher and ``trl sft``; they belong to the job, as in ``trl``.
 SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
 _NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
 
-#: Names that people type, and the flags that they stand for; in recipes too.
+#: Short names of flags, on the command line and in recipes.
 ALIASES = {
     "model": "model_name_or_path",
     "dataset": "dataset_name",
@@ -51,12 +50,12 @@ _HELP = frozenset({"-h", "--help"})
 
 @dataclass(frozen=True, kw_only=True)
 class Verb:
-    """A training verb: what its help says, and whose fields its flags are beside those that all verbs have."""
+    """A training verb: its help, and the classes whose fields are its flags."""
 
     config: str  # TRL's class of training settings
     what: str  # one sentence
     script: tuple[str, str] = ("trl.scripts.utils", "ScriptArguments")  # TRL's class of the other settings
-    library: str = ""  # where config and trainer are, if not at trl's top
+    library: str = ""  # module of config and trainer, if not ``trl``
 
     @property
     def owners(self) -> tuple[tuple[str, str], ...]:
@@ -72,13 +71,13 @@ class Verb:
 
 
 _COMMON = (("trl.trainer.model_config", "ModelConfig"), ("trl.scripts.utils", "DatasetMixtureConfig"))
-_BASES = {  # where these classes' own base classes are
+_BASES = {  # modules of base classes
     "_BaseConfig": "trl.trainer.base_config",
     "TrainingArguments": "transformers.training_args",
     "ScriptArguments": "trl.scripts.utils",
 }
-LORA_FACTOR = 10  # by which an adapter's learning rate is above that of all weights, in TRL's examples of each trainer
-# defaults of ours that differ from what the sources of TRL tell, or that one flag takes from another
+LORA_FACTOR = 10  # an adapter's learning rate over that of full training, in TRL's examples
+# our defaults that differ from those in TRL's sources
 _OURS = {
     "use_peft": "true",
     "lora_dropout": "0",
@@ -86,13 +85,15 @@ _OURS = {
     "activation_checkpointing": "true",
 }
 VERBS: dict[Method, Verb] = {
-    "sft": Verb(config="SFTConfig", what="Fine-tune a language model; every byte that goes to the device is verified."),
+    "sft": Verb(
+        config="SFTConfig", what="Fine-tune a language model; every byte that is sent to the device is verified."
+    ),
     "dpo": Verb(config="DPOConfig", what="Train on pairs of a chosen and a rejected answer, verified."),
-    "kto": Verb(config="KTOConfig", what="Train on answers that are wanted or not, verified."),
+    "kto": Verb(config="KTOConfig", what="Train on answers labelled good or bad, verified."),
     "reward": Verb(config="RewardConfig", what="Train a reward model on chosen and rejected answers, verified."),
     "grpo": Verb(
         config="GRPOConfig",
-        what="Train on rewards of the model's own answers, verified.",
+        what="Train on rewards for the model's own answers, verified.",
         script=("trl.scripts.grpo", "GRPOScriptArguments"),
     ),
     "orpo": Verb(
@@ -104,7 +105,7 @@ VERBS: dict[Method, Verb] = {
 
 
 def answered(verb: Method, argv: Sequence[str]) -> bool:
-    """Print the help where a command line asks for it, and say whether it did; else check the names of its flags.
+    """Print the help if asked for, and return whether it was; else check the names of the flags.
 
     Call it before torch is imported.
 
@@ -126,10 +127,10 @@ def answered(verb: Method, argv: Sequence[str]) -> bool:
 
 
 def check(verb: Method, argv: Sequence[str]) -> None:
-    """Refuse flags, and keys of the recipe on the command line, that no class of the verb has.
+    """Refuse flags, and keys of the recipe, that the verb does not have.
 
     Raises:
-        UsageError: one line with all of them and the nearest names; or the recipe cannot be read.
+        UsageError: one line with all of them and the nearest names; or the recipe is unreadable.
     """
     if not (known := {option for flag in flags(verb).values() for option in flag.options}):
         return
@@ -138,7 +139,7 @@ def check(verb: Method, argv: Sequence[str]) -> None:
     for argument in rest:
         if argument == "--":
             break
-        # as argparse has it: what has a space in it is a value
+        # as in argparse: an argument with a space is a value
         if argument.startswith("--") and " " not in argument:
             given.append(argument.partition("=")[0])
     names = list(flags(verb))
@@ -152,7 +153,7 @@ def check(verb: Method, argv: Sequence[str]) -> None:
 
 
 def canonical(argv: Sequence[str]) -> list[str]:
-    """A command line with the flags that its aliases stand for."""
+    """A command line with aliases replaced by their flags."""
 
     def renamed(argument: str) -> str:
         name, equals, value = argument.partition("=")
@@ -163,10 +164,10 @@ def canonical(argv: Sequence[str]) -> list[str]:
 
 
 def canonical_keys(recipe: RecipeFile) -> dict[str, str]:
-    """The keys of a recipe and the flags that they stand for: with dashes, with leading ones, or by an alias.
+    """The flag of each key of a recipe; keys may have dashes or be aliases.
 
     Raises:
-        UsageError: two keys stand for one flag.
+        UsageError: two keys name one flag.
     """
     found: dict[str, str] = {}
     for key in recipe.values:
@@ -179,7 +180,7 @@ def canonical_keys(recipe: RecipeFile) -> dict[str, str]:
 
 
 def unknown(name: str, names: Sequence[str], *, dashes: str) -> str:
-    """The message for a name that nobody knows: the nearest that exists, or whose it is.
+    """The message for an unknown name, with the nearest known one.
 
     Args:
         name: as it was written.
@@ -191,7 +192,7 @@ def unknown(name: str, names: Sequence[str], *, dashes: str) -> str:
     if is_launcher_flag(plain):
         return f"{what} {name} belongs to the launcher; give it on the command line of `hf-rocm-tune sft`"
     nearest = difflib.get_close_matches(plain, [*names, *ALIASES], n=1, cutoff=0.5)
-    hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else f"; see {HELP_ALL} for those that exist"
+    hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else f"; {HELP_ALL} lists all"
     return f"unknown {what} {name}{hint}"
 
 
@@ -202,54 +203,54 @@ model and data:
   --model NAME                    Hub id or directory
   --dataset NAME                  Hub id, directory or file
   --config RECIPE                 flags from a YAML file, or of `recipes ls`
-  --output_dir DIR                what is trained, with its report
-  --max_seq_length N              tokens of a row; longer ones are cut
-  --packing                       several short examples to a row
-  --assistant_only_loss           learn the assistant's turns only
+  --output_dir DIR                result and report
+  --max_seq_length N              tokens per row; longer rows are cut
+  --packing                       several short examples in a row
+  --assistant_only_loss           train on the assistant's turns only
 
 method:
   --use_peft BOOL                 LoRA; false trains all weights
   --load_in_4bit                  QLoRA: LoRA on a base in 4 bits
   --lora_r N                      rank of the adapters
-  --lora_alpha N                  their scale, divided by the rank
-  --lora_dropout X                share of their inputs left out
-  --lora_target_modules NAME ...  layers that get one
+  --lora_alpha N                  adapter scale is alpha over rank
+  --lora_dropout X                dropout before the adapters
+  --lora_target_modules NAME ...  layers with adapters
 
 steps:
-  --epochs X                      times through the data
-  --max_steps N                   end after so many; -1: no limit
+  --epochs X                      passes over the data
+  --max_steps N                   stop after N steps; -1: no limit
   --lr X                          learning rate
-  --batch_size N                  rows to one pass on a card
-  --gradient_accumulation_steps N passes to one step
-  --warmup_steps N                steps until the full rate
+  --batch_size N                  rows in one pass on a card
+  --gradient_accumulation_steps N passes per step
+  --warmup_steps N                steps to reach the full rate
   --eval_strategy no|steps|epoch  when to evaluate
   --save_steps N                  steps between two checkpoints
-  --logging_steps N               steps between two rows of the log
-  --seed N                        of everything random
+  --logging_steps N               steps between two log rows
+  --seed N                        seed of all random numbers
 
 memory:
   --auto_fit off|plan|probe       choose batch and checkpointing
-  --activation_checkpointing BOOL recompute instead of keep
+  --activation_checkpointing BOOL recompute activations
   --split_layers auto|N,N         one model over several cards
   --on_oom step_down|stop         smaller passes, or exit code 5
 
 verification and result:
   --verify full|sample|off        which transfers are verified
   --on_corruption recover|stop    send again, or exit code 3
-  --overwrite_output_dir          replace another run that is there
-  --push_to_hub                   upload the result, and verify it there
+  --overwrite_output_dir          replace another run in --output_dir
+  --push_to_hub                   upload the result and verify it
   --report_to NAME                tensorboard, trackio, wandb ...
 """
 _MORE = f"""
 more:
-  --accelerate_config NAME        how it is launched: of `configs ls`, or a file
-  --print_config                  print all settings as a recipe, and end
-  -v                              say more at the start
+  --accelerate_config NAME        launcher settings: of `configs ls`, or a file
+  --print_config                  print all settings as a recipe and exit
+  -v                              print more at the start
   {HELP_ALL}                      every flag: ours, TRL's and the launcher's"""
 
 
 def screen(verb: Method) -> str:
-    """The usual flags of a verb with the defaults that a run of ours has, on one screen."""
+    """The common flags of a verb with their defaults, on one screen."""
     about, known = VERBS[verb], flags(verb)
     lines = [f"usage: hf-rocm-tune {verb} --model NAME --dataset NAME [flags]", "", about.what, ""]
     for line in _SCREEN.splitlines():
@@ -265,7 +266,7 @@ def screen(verb: Method) -> str:
 
 
 def _shown(default: object) -> str:
-    """A default as a user would type it; nothing where there is none to tell."""
+    """A default as a user would type it; empty where there is none."""
     if default is None or default is False or default is _NO_LITERAL:
         return ""
     return "true" if default is True else f"{default:g}" if isinstance(default, float) else str(default)
@@ -278,7 +279,7 @@ _NO_LITERAL = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A field of a class of settings, as its source has it."""
+    """A field of a settings class, read from its source."""
 
     default: Any  # `_NO_LITERAL` where it is computed
     options: tuple[str, ...]  # the spellings that the parser accepts
@@ -286,7 +287,7 @@ class Flag:
 
 @functools.cache
 def flags(verb: Method) -> dict[str, Flag]:
-    """All flags of a verb by name; none where a class is not found in the sources."""
+    """All flags of a verb by name; empty if a class is not found."""
     found = {CONFIG.removeprefix("--"): Flag(default=None, options=(CONFIG,))}
     try:
         for module, name in VERBS[verb].owners:
@@ -305,7 +306,7 @@ def is_launcher_flag(name: str) -> bool:
 def launcher_flags() -> dict[str, bool]:
     """The flags that only the launcher reads: name without dashes, and whether a value follows.
 
-    They are read from the function that builds its parser; empty where the source cannot be read.
+    They are parsed from the function that builds its parser; empty if the source cannot be read.
     """
     tree = _tree("accelerate.commands.launch")
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef)) if tree else ()
@@ -389,14 +390,14 @@ def _tree(module: str) -> ast.Module | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFile:
-    """What a recipe file says."""
+    """A recipe file."""
 
     path: Path
     values: Mapping[str, Any]  # YAML values by name, not yet checked
-    env: Mapping[str, str]  # environment variables, of those that `variables` has a row on
+    env: Mapping[str, str]  # environment variables that `variables` knows
 
     def apply_environment(self, environ: MutableMapping[str, str]) -> None:
-        """Put ``env`` into ``environ``, and say so on stdout; a variable that is set there already is kept."""
+        """Set ``env`` in ``environ`` and print it; a variable that is already set is kept."""
         for name, value in self.env.items():
             if name not in environ:
                 environ[name] = value
@@ -406,13 +407,13 @@ class RecipeFile:
 
 
 def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
-    """Take ``FLAG VALUE`` or ``FLAG=VALUE`` out of a command line.
+    """Remove ``FLAG VALUE`` or ``FLAG=VALUE`` from a command line.
 
     Returns:
         The last value given (as argparse has it) or None, and the other arguments.
 
     Raises:
-        UsageError: the flag is there without a value.
+        UsageError: the flag has no value.
     """
     value, rest, arguments = None, [], iter(argv)
     for argument in arguments:
@@ -428,10 +429,10 @@ def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
 
 
 def find_recipe(given: str | Path) -> Path:
-    """The file that ``--config`` means: a file of that path wins over a recipe of that name.
+    """The file of ``--config``: a file at that path wins over a recipe of that name.
 
     Raises:
-        UsageError: there is neither; the message gives the nearest name where the value could be one.
+        UsageError: neither exists; the message names the nearest recipe.
     """
     path = Path(given)
     if path.is_file():
@@ -439,7 +440,7 @@ def find_recipe(given: str | Path) -> Path:
     if str(given) in RECIPES.names():
         return RECIPES.path(str(given))
     if path.exists():
-        return path  # a directory or a device: reading it says what is wrong
+        return path  # a directory or a device: reading it fails with the reason
     nearest = difflib.get_close_matches(path.stem, RECIPES.names(), n=1, cutoff=0.5) if path.name == str(given) else []
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise UsageError(
@@ -456,7 +457,7 @@ def read_recipe(path: str | Path) -> RecipeFile:
 
     Raises:
         UsageError: it is missing or unreadable, is not YAML (with the line), is not a mapping, gives a key twice, or
-            sets a variable that is not a recipe's to set.
+            sets a variable that recipes may not set.
     """
     path = find_recipe(path)
     try:
@@ -479,8 +480,8 @@ def read_recipe(path: str | Path) -> RecipeFile:
         raise UsageError(f"recipe {path}: `env` must map variable names to plain values, got {env!r}")
     if foreign := [str(name) for name in env if not variables.covers(str(name))]:
         raise UsageError(
-            f"recipe {path}: `env` may set what `hf-rocm-tune env` knows of ROCm, RCCL and torch, "
-            f"not {', '.join(foreign)}: take them out, or set them in your shell"
+            f"recipe {path}: `env` may set the variables of ROCm, RCCL and torch that `hf-rocm-tune env` lists, "
+            f"not {', '.join(foreign)}: remove them, or set them in your shell"
         )
     remember(content)
     return RecipeFile(
@@ -502,7 +503,7 @@ def apply_environment(argv: Sequence[str], environ: MutableMapping[str, str]) ->
 
 
 class _NoDuplicates(yaml.SafeLoader):
-    """A YAML loader that refuses a key that is given twice: YAML's own keeps the last without a word."""
+    """A YAML loader that refuses a key that is given twice; PyYAML's own silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -521,7 +522,7 @@ _SPLIT = "--split_layers"
 
 
 def asks_for_split(argv: Sequence[str]) -> bool:
-    """Whether a command line, or the recipe on it, splits a model.
+    """Whether a command line or its recipe splits a model.
 
     Raises:
         UsageError: the recipe cannot be read.
@@ -537,7 +538,7 @@ def asks_for_split(argv: Sequence[str]) -> bool:
 def show_all_cards(
     argv: Sequence[str], environ: MutableMapping[str, str], *, topology: gpus.Topology | None = None
 ) -> None:
-    """Choose the cards again where the job splits a model, and say so; nothing once torch is imported."""
+    """Make several cards visible if the job splits a model, and print it; does nothing once torch is imported."""
     if not asks_for_split(argv) or "torch" in sys.modules:
         return
     environ["HF_ROCM_TUNE_SPLIT"] = "1"  # for processes that this one starts

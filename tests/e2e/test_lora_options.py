@@ -112,18 +112,18 @@ def test_an_adapter_is_trained_on_from_where_it_was(train: Callable[..., Result]
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"init_lora_weights": "loftq"}, "loftq leaves an adapter that does not fit"),
-        ({"init_lora_weights": "pissa", "load_in_4bit": True}, "needs weights that --load_in_4bit"),
-        ({"init_lora_weights": "olora", "use_dora": True}, "does not go with --use_dora"),
+        ({"init_lora_weights": "loftq"}, "loftq makes an adapter that does not fit"),
+        ({"init_lora_weights": "pissa", "load_in_4bit": True}, "needs full-precision weights"),
+        ({"init_lora_weights": "olora", "use_dora": True}, "does not work with --use_dora"),
         (
             {"init_lora_weights": "pissa", "lora_modules_to_save": "lm_head"},
-            "--lora_modules_to_save: the result would lack",
+            "--lora_modules_to_save, which the saved adapter would lack",
         ),
         ({"use_peft": False, "loraplus_lr_ratio": 4}, "--loraplus_lr_ratio needs LoRA"),
         ({"loraplus_lr_ratio": 0}, "--loraplus_lr_ratio must be more than 0"),
         ({"embedding_learning_rate": 1e-3}, "neither embeddings nor output head are trained"),
         ({"adapter_name_or_path": "/no/such/adapter"}, "/no/such/adapter is no directory"),
-        ({"adapter_name_or_path": "x", "lora_r": 8}, "brings its own --lora_r"),
+        ({"adapter_name_or_path": "x", "lora_r": 8}, "has its own --lora_r"),
         ({"optim": "galore_adamw"}, "galore"),
         ({"optim": "apollo_adamw"}, "apollo"),
         ({"optim": "muon"}, "muon"),

@@ -190,7 +190,7 @@ def test_through_the_launcher_beside_a_wrong_average(job: Job, tmp_path: Path, m
     report = report_of(output)
     assert report["gradients"]["recovered"] == report["gradients"]["mismatches"] > 0
     assert report["step_fault_injection"]["kind"] == "oom" and report["step_fault_injection"]["rank"] == 1
-    assert "steps are harmed on request" in launched.stdout
+    assert "faults in steps are injected on request" in launched.stdout
     last = launched.stdout.splitlines()[-1]
     assert "cut into up to" in last and "faults were injected on request" in last
 

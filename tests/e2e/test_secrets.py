@@ -70,7 +70,7 @@ def test_a_recipe_sets_only_variables_of_the_policy(server: CommandServer, argv:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("env: {LD_PRELOAD: /tmp/x.so, NCCL_DEBUG: INFO}\n")
     done = server.run(*argv, "--config", str(recipe))
-    assert done.code == 2 and "not LD_PRELOAD: take them out" in done.error_lines[0]
+    assert done.code == 2 and "not LD_PRELOAD: remove them" in done.error_lines[0]
 
 
 @pytest.mark.parametrize(

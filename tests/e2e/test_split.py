@@ -214,10 +214,10 @@ REFUSED = [
     ({"split_layers": "2"}, "does not fit a model of 2 layers"),
     ({"split_layers": "1,1,1"}, "does not fit a model of 2 layers"),
     ({"split_layers": "half"}, "give auto, or layers of each card"),
-    ({"split_layers": "auto", "torch_compile": True}, "does not go together with --torch_compile"),
+    ({"split_layers": "auto", "torch_compile": True}, "does not work with --torch_compile"),
     (
         {"split_layers": "auto", "auto_fit": "plan", "auto_fit_gib": 8},
-        "does not go together with --auto_fit, which fits one card",
+        "does not work with --auto_fit, which plans for one card",
     ),
 ]
 
