@@ -1,4 +1,4 @@
-"""``hf-rocm-tune VERB``: one small command for each verb, its imports inside it.
+"""``hf-rocm-tune VERB``: one function for each verb, with its imports inside.
 
 Importing this, ``--help`` and ``--version`` import no torch.
 """
@@ -56,11 +56,11 @@ def run(argv: Sequence[str]) -> int:
     parser = CommandParser(prog=f"{PROGRAM} run", description=run.__doc__, usage="%(prog)s [flags] -- COMMAND ...")
     flags = {
         "max_restarts": "restarts without a new checkpoint between them",
-        "max_skips": "optimizer steps that may be left out because the run dies in them",
-        "stall_seconds": "without a sign of life after which the job is ended and started again; 0: never",
+        "max_skips": "optimizer steps that may be skipped because the run dies in them",
+        "stall_seconds": "without a heartbeat after which the job is restarted; 0: never",
         "start_seconds": "the same before the first step",
-        "backoff_seconds": "before the first restart; doubled for each further one",
-        "grace_seconds": "from SIGTERM to SIGKILL for a job that stands still",
+        "backoff_seconds": "before the first restart, doubled for each further one",
+        "grace_seconds": "from SIGTERM to SIGKILL for a stalled job",
     }
     for name, meaning in flags.items():
         default = getattr(usual, name)
@@ -93,12 +93,12 @@ def recipes(argv: Sequence[str]) -> int:
     """recipes, by name: what a job trains, all its settings (`sft --config`)"""
     from hf_rocm_tune.configs import RECIPES, planned_memory
 
-    check = "check one, by name or path, as far as it goes without model, data and card"
+    check = "check one, by name or path, without model, data and card"
     wanted = _shipped(RECIPES, recipes, argv, show="print one, by name or path", validate=check)
     if wanted.action == "ls":
         for name in RECIPES.names():
             print(f"{name}\n  {RECIPES.describe(name)}\n  memory: {planned_memory(name)}")
-        print("\nStart one with `hf-rocm-tune sft --config NAME`; every flag after it wins over the recipe.")
+        print("\nStart one with `hf-rocm-tune sft --config NAME`; later flags override the recipe.")
     elif wanted.action == "show":
         print(names.read_recipe(wanted.name).path.read_text(encoding="utf-8"), end="")
     elif wanted.action == "validate":
@@ -112,13 +112,13 @@ def _shipped(
     """Read the command line of a verb that lists and copies files; the copy is made here."""
     parser = CommandParser(prog=f"{PROGRAM} {verb.__name__}", description=verb.__doc__)
     actions = parser.add_subparsers(dest="action", required=True, metavar="|".join(["ls", *others, "cp"]))
-    actions.add_parser("ls", help="list the names, with what each is for")
+    actions.add_parser("ls", help="list the names and purposes")
     for action, meaning in others.items():
         actions.add_parser(action, help=meaning).add_argument("name")
     copy = actions.add_parser("cp", help="copy one, to edit it")
     copy.add_argument("name")
     copy.add_argument("dest", help="a file, or a directory that exists")
-    copy.add_argument("--force", action="store_true", help="replace a file that is there")
+    copy.add_argument("--force", action="store_true", help="replace an existing file")
     wanted = parser.parse_args(argv)
     if wanted.action == "cp":
         print(files.copy(wanted.name, wanted.dest, overwrite=wanted.force))
@@ -126,12 +126,12 @@ def _shipped(
 
 
 def _validate(name: str) -> None:
-    """Check a recipe: its YAML, names, types, bounds, what excludes what, loggers, optimizer, variables, local paths.
+    """Check a recipe: its YAML, names, types, bounds, exclusions, loggers, optimizer, variables, local paths.
 
-    On a machine without a GPU, settings that need one are left out of the check and named as unchecked.
+    Without a GPU, settings that need one are not checked, and named.
 
     Raises:
-        UsageError: it cannot be used; one message names all that could be found at once.
+        UsageError: it is not valid; the message names all errors that were found.
     """
     from hf_rocm_tune.machine import process, variables
 
@@ -143,7 +143,7 @@ def _validate(name: str) -> None:
     need_a_card = ("bf16", "fp16")
     left_out = [name for name in need_a_card if recipe.values.get(name) and not process.has_accelerator()]
     overrides = [f"--{name}=false" for name in left_out]
-    job = arguments.parse([names.CONFIG, str(recipe.path), *overrides])  # its `env` is in place from here on
+    job = arguments.parse([names.CONFIG, str(recipe.path), *overrides])  # its `env` is set from here on
     check_loggers(job.training.report_to)
     check_offloads(job.training)
     paths = {
@@ -162,7 +162,7 @@ def _validate(name: str) -> None:
         if one.action in ("warn", "error") and one.variable in recipe.env:
             print(f"warning: {one.variable}: {one.reason} ({one.source})")
     count = len(recipe.values) + len(recipe.env)
-    unchecked = ", ".join(["the model", "the data", *(f"{name} (there is no GPU here)" for name in left_out)])
+    unchecked = ", ".join(["the model", "the data", *(f"{name} (no GPU here)" for name in left_out)])
     print(f"{recipe.path}: {count} settings, all valid; only a run can check {unchecked}")
 
 
@@ -182,10 +182,10 @@ def env(argv: Sequence[str]) -> int:
     parser = CommandParser(prog=f"{PROGRAM} env", description=env.__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--export", action="store_true", help="print shell lines that set what would be set")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 when there is a warning or an error")
+    form.add_argument("--export", action="store_true", help="print shell lines that set the variables")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 on a warning or an error")
     wanted = parser.parse_args(argv)
-    decisions = variables.DECISIONS  # made when the package was imported
+    decisions = variables.DECISIONS  # made at the package's import
     if wanted.json:
         print(variables.to_json(decisions))
     elif wanted.export:
@@ -199,14 +199,14 @@ def env(argv: Sequence[str]) -> int:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """is this machine fit to train, and if not, how is it fixed?"""
+    """check whether this machine is ready to train, and how to fix it"""
     from hf_rocm_tune.doctor.command import main as examine
 
     return examine(argv)
 
 
 def plan(argv: Sequence[str]) -> int:
-    """what a training job takes of the card, and the fastest way that fits; no weights, no GPU"""
+    """memory and speed of a training job, and the fastest settings that fit; no weights, no GPU"""
     from hf_rocm_tune.launch import environment
     from hf_rocm_tune.plan.command import main as plan_job
     from hf_rocm_tune.sft import prepare, uncollected
@@ -224,12 +224,12 @@ def demo(argv: Sequence[str]) -> int:
 
 
 def drill(argv: Sequence[str]) -> int:
-    """put faults into real transfers on this machine, and show that each is found"""
+    """inject faults into real transfers on this machine, and show that each is detected"""
     parser = CommandParser(prog=f"{PROGRAM} drill", description=drill.__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda (HIP and CUDA) where torch sees one")
-    parser.add_argument("--faults", type=int, help="faults to put in (default: 2000)")
+    parser.add_argument("--faults", type=int, help="faults to inject (default: 2000)")
     parser.add_argument("--clean", type=int, help="transfers without a fault (default: 5000)")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed sends and harms the same (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of transfers and faults (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file too")
     parser.add_argument("--full", action="store_true", help="10,000 faults and 1,000,000 clean transfers; minutes")
     wanted = parser.parse_args(argv)
@@ -247,7 +247,7 @@ def drill(argv: Sequence[str]) -> int:
         except OSError as error:
             raise UsageError(f"--json {wanted.json} cannot be written: {error.strerror}; choose another") from error
     if failures := done.failures():
-        raise CorruptionError(f"the drill failed: {'; '.join(failures)}; do not train on this machine before it passes")
+        raise CorruptionError(f"the drill failed: {'; '.join(failures)}; do not train on this machine until it passes")
     return 0
 
 
@@ -267,14 +267,14 @@ def bench(argv: Sequence[str]) -> int:
 
 
 def push(argv: Sequence[str]) -> int:
-    """upload a finished run to the Hugging Face Hub, and verify what the Hub then serves"""
+    """upload a finished run to the Hugging Face Hub, and check the hashes there"""
     from hf_rocm_tune.publish.push import main as run_push
 
     return run_push(argv)
 
 
 def report(argv: Sequence[str]) -> int:
-    """plots of a run, and what it verified and met with as one HTML page"""
+    """plots of a run, and its verification and incidents as one HTML page"""
     from hf_rocm_tune.machine.variables import link_of
     from hf_rocm_tune.publish.page import main as run_report
 
@@ -299,7 +299,7 @@ def chat(argv: Sequence[str]) -> int:
     """a conversation with an adapter, a model or one from the Hub"""
     from hf_rocm_tune.publish import commands
 
-    # Ctrl-C only stops an answer there.
+    # Ctrl-C only stops an answer.
     return _with_model(commands.add_chat_flags, commands.chat, chat, argv, sigterm_interrupts=False)
 
 
@@ -357,7 +357,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def _train(verb: Method, argv: Sequence[str]) -> int:
-    """Launch a training verb; what its flags are named is checked before anything large is imported."""
+    """Launch a training verb; the names of its flags are checked before large imports."""
     from hf_rocm_tune.launch import launch, split
 
     line = split(argv)
@@ -375,7 +375,7 @@ def _with_model(
     name: str | None = None,
     sigterm_interrupts: bool = True,
 ) -> int:
-    """Run a command that loads a model: its flags are read, and most refused, before torch is imported."""
+    """Run a command that loads a model; its flags are checked before torch is imported."""
     parser = CommandParser(prog=f"{PROGRAM} {name or verb.__name__}", description=verb.__doc__)
     add_flags(parser)
     wanted = parser.parse_args(argv)
@@ -388,8 +388,8 @@ def _with_model(
 
 def _help() -> str:
     lines = [f"usage: {PROGRAM} VERB ...", "", "verbs:"]
-    told: dict[Callable[[Sequence[str]], int], str] = {}  # the first name of a command says what it is
+    told: dict[Callable[[Sequence[str]], int], str] = {}  # the first name of a command describes it
     for name, command in VERBS.items():
         lines.append(f"  {name:<8} {f'the same as {told[command]}' if command in told else command.__doc__}")
         told.setdefault(command, name)
-    return "\n".join([*lines, "", f"{PROGRAM} VERB --help says more."])
+    return "\n".join([*lines, "", f"`{PROGRAM} VERB --help` describes a verb."])

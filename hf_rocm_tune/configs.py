@@ -1,7 +1,7 @@
-"""The accelerate configurations and the recipes that ship with the package: list them, find them, copy them.
+"""The accelerate configurations and recipes of the package: list, find, copy.
 
-A recipe is a complete set of settings of a training job; its opening comment says what it is for, how to start it, what
-it needs and what memory is planned for it. Reading one is :mod:`hf_rocm_tune.settings.names`'.
+A recipe is a complete set of settings of a training job; its opening comment has its purpose, its command, its
+requirements and its planned memory. :mod:`hf_rocm_tune.settings.names` reads one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NamedFiles:
         """The file of one, by its name with or without ``.yaml``.
 
         Raises:
-            UsageError: there is none of that name; the message gives the nearest one and all of them.
+            UsageError: an unknown name; the message has the nearest one and all of them.
         """
         known = self.names()
         wanted = name.removesuffix(_SUFFIX)
@@ -43,7 +43,7 @@ class NamedFiles:
         raise UsageError(f"no {self.what} is named {name!r}: {hint}there are {', '.join(known) or 'none'}")
 
     def describe(self, name: str) -> str:
-        """What one is for: the first line of its opening comment.
+        """The purpose of one: the first line of its opening comment.
 
         Raises:
             UsageError: as `path`.
@@ -52,7 +52,7 @@ class NamedFiles:
             return file.readline().lstrip("#").strip()
 
     def copy(self, name: str, dest: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Copy one to where the user can edit it: to a new file, or into an existing directory under its own name.
+        """Copy one to a new file, or into an existing directory under its own name.
 
         Returns:
             The file that was written.
@@ -69,7 +69,7 @@ class NamedFiles:
             with target.open("wb" if overwrite else "xb") as file:
                 file.write(text)
         except FileExistsError as error:
-            raise UsageError(f"{target} exists and was left as it is: choose another name, or overwrite it") from error
+            raise UsageError(f"{target} exists and was not changed: choose another name, or overwrite it") from error
         except OSError as error:
             raise UsageError(f"cannot write {target}: {error.strerror}; choose another place") from error
         return target
@@ -79,7 +79,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def _directory() -> Path:
-    """Where the configurations are: in the installed package, else beside it in a checkout."""
+    """The directory of the configurations: in the installed package, or in a checkout."""
     installed = _PACKAGE / "accelerate_configs"
     return installed if installed.is_dir() else _PACKAGE.parent / "accelerate_configs"
 
@@ -92,6 +92,6 @@ MEMORY = "# Memory:"
 
 
 def planned_memory(name: str) -> str:
-    """What the planner said of one recipe, as its opening comment has it."""
+    """The planned memory of a recipe, from its opening comment."""
     lines = RECIPES.path(name).read_text(encoding="utf-8").splitlines()
     return next(line.removeprefix(MEMORY).strip() for line in lines if line.startswith(MEMORY))

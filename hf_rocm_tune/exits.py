@@ -1,15 +1,14 @@
-"""How one of our processes ends: one line and an exit code for every error that we raise on purpose.
+"""Exit codes: one line and a code for every error that we raise on purpose.
 
 ``run_guarded`` is the only place that turns an exception into an exit code. Of the ranks that were started together on
-one machine the first to record its ending, in the temporary directory, prints the line. The same record makes a worker
-that torchrun restarts after wrong input (2), corruption (3) or an interruption (130) refuse at once. A rank that no
-agent started (mpirun, srun, a shell) is never started again by anybody, and a shell may start one job after another as
-the same parent: there a record counts only when it is newer than the process.
+one machine, the first one that records its exit in the temporary directory prints the line. With this record a worker
+that torchrun restarts after wrong input (2), corruption (3) or an interruption (130) ends at once. Ranks without an
+agent (mpirun, srun, a shell) are not restarted, and one shell may start several jobs: there a record counts only if it
+is newer than the process.
 
-SIGTERM and SIGHUP end a run like Ctrl-C does, with 130. But torch's agent sends SIGTERM as well, to the ranks that are
-left when one has died, before it starts the group again. A rank that hears it before it trains cannot tell by the
-signal; our launcher leaves a file when it was asked itself. Without that file the rank ends with 143, and neither
-speaks for the group nor keeps it from going on.
+SIGTERM and SIGHUP end a run like Ctrl-C, with 130. But torch's agent sends SIGTERM, too, to the remaining ranks after
+one has died, before it restarts the group. Before training a rank cannot distinguish the two; our launcher writes a
+file if it got the signal itself. Without that file the rank ends with 143 and records nothing.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from hf_rocm_tune.training.supervised import leave_terminal
 
 PROGRAM = "hf-rocm-tune"
 INTERRUPTED = 130
-#: Names the file in which a launcher wants to find ``{"code": int, "message": str}``; with ``"follows": true`` it was
-#: not printed, because the launcher may know better, see `Ending`.
+#: Names the file for a launcher, ``{"code": int, "message": str}``; with ``"follows": true`` the message was not
+#: printed, see `Ending`.
 EXIT_FILE_VARIABLE = "HF_ROCM_TUNE_EXIT_FILE"
-#: Endings that a restart cannot change: wrong input, and corruption that could not be recovered.
+#: Exit codes that a restart cannot change: wrong input, unrecovered corruption.
 FINAL_CODES = frozenset({2, 3})
-#: Endings after which a worker that torchrun restarts refuses at once: those, and being asked to end.
+#: Exit codes after which a restarted worker ends at once: those, and an interruption.
 REFUSED_CODES = FINAL_CODES | {INTERRUPTED}
-#: Beside the launcher's exit file: a signal asked the launcher for the end.
+#: In the directory of the exit file: the launcher got a signal to end.
 ASKED_FILE = "asked"
 _TERMINATED = 128 + signal.SIGTERM
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _process_ends = False
-"""Whether this process does nothing after the entry point that `run_guarded` runs."""
+"""Whether the process ends after the entry point of `run_guarded`."""
 
 _OUT_OF_MEMORY_ADVICE = (
     "lower --per_device_train_batch_size (and raise --gradient_accumulation_steps by as much), lower --max_length, "
@@ -66,8 +65,8 @@ def run_guarded(
 
     Args:
         main: the entry point; what it returns is the exit code.
-        argv: its command line, whose secrets are not to be printed.
-        environ: the environment that torchrun and the launcher filled; ``os.environ`` unless given.
+        argv: its command line, whose secrets are redacted.
+        environ: of torchrun and the launcher; ``os.environ`` by default.
         process_ends: the caller ends the process with the code; see `complete`.
 
     Returns:
@@ -82,7 +81,7 @@ def run_guarded(
     redaction.remember_arguments(argv)
     group = RankGroup.of(environ)
     if group is not None and (earlier := group.final_ending()) is not None:
-        return earlier.code  # its line was printed then
+        return earlier.code  # its line has been printed
     rank = number(environ, "RANK")
     try:
         code = main()
@@ -98,10 +97,10 @@ def run_guarded(
         if known is None and (said := device_shortage(error)) is not None:
             known = OutOfMemoryError(f"{said}; {_OUT_OF_MEMORY_ADVICE}")
         follows = getattr(known, "follows", False)
-        # The communication back ends raise RuntimeError or a subclass for a peer that is gone.
+        # The communication backends raise RuntimeError for a lost peer.
         from_a_peer = (known is None or follows) and isinstance(error, RuntimeError | TuneError)
         if from_a_peer and group is not None and group.spoken():
-            return 1  # only the broken connection to a rank that has ended and said why
+            return 1  # only the lost connection to a rank that has reported its error
         if known is None:
             lines = "".join(traceback.format_exception(error))
             print(redaction.redact(lines), file=sys.stderr, end="", flush=True)
@@ -112,9 +111,9 @@ def run_guarded(
 
 
 def complete(environ: Mapping[str, str] | None = None) -> None:
-    """All that the job was to leave is in place: a signal that comes now does not make it an interrupted one.
+    """The job's result is complete: a later signal does not interrupt it.
 
-    Who launched this process learns it from the record, and the process ignores the signals until it has ended.
+    The launcher reads this from the record, and the process ignores signals until its end.
     """
     environ = os.environ if environ is None else environ
     _ignore_signals()
@@ -129,7 +128,7 @@ def _ignore_signals() -> None:
 
 
 def speak(error: TuneError, *, environ: Mapping[str, str] | None = None) -> None:
-    """Print and record an error as the ending of this process, which the caller ends itself: see the watchdog."""
+    """Print and record an error as the exit of this process; the caller ends it (see the watchdog)."""
     environ = os.environ if environ is None else environ
     ending = Ending(code=error.exit_code, message=str(error), rank=number(environ, "RANK"))
     _end(ending, RankGroup.of(environ), environ)
@@ -137,10 +136,10 @@ def speak(error: TuneError, *, environ: Mapping[str, str] | None = None) -> None
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Within the block SIGTERM and SIGHUP raise ``KeyboardInterrupt``, where they would have killed the process.
+    """Within the block SIGTERM and SIGHUP raise ``KeyboardInterrupt`` instead of killing the process.
 
-    The trainer replaces this while it trains, so that a checkpoint is written. It does nothing outside the main thread
-    and to a signal that somebody else handles or ignores (``nohup``).
+    The trainer replaces this during training, so that a checkpoint is written. It has no effect outside the main thread
+    and on a signal that is already handled or ignored (``nohup``).
     """
     taken = []
     if threading.current_thread() is threading.main_thread():
@@ -156,7 +155,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which torch's agent sends too."""
+    """SIGTERM, which torch's agent sends, too."""
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
@@ -167,11 +166,11 @@ def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     raise _Terminated(said)
 
 
-_interrupt.ends_the_process = True  # type: ignore[attr-defined]  # so the trainer may take its place
+_interrupt.ends_the_process = True  # type: ignore[attr-defined]  # so the trainer may replace it
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` so that a reader sees all of it or the file as it was before."""
+    """Write a file atomically: a reader sees the old or the new text."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
@@ -179,7 +178,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _end(ending: Ending, group: RankGroup | None, environ: Mapping[str, str]) -> None:
-    """Print and record an ending, unless another rank of the group has spoken already."""
+    """Print and record an exit, unless another rank of the group has recorded one."""
     if group is not None and not group.claim(ending):
         return
     wanted = environ.get(EXIT_FILE_VARIABLE)
@@ -191,7 +190,7 @@ def _end(ending: Ending, group: RankGroup | None, environ: Mapping[str, str]) ->
 
 
 def _is_the_agents(environ: Mapping[str, str]) -> bool:
-    """Whether a SIGTERM came from torch's agent: this process has one, and nobody asked the launcher above it."""
+    """Whether a SIGTERM came from torch's agent: this process has one, and the launcher got no signal."""
     asked = Path(environ.get(EXIT_FILE_VARIABLE, os.devnull)).with_name(ASKED_FILE)
     return "TORCHELASTIC_RESTART_COUNT" in environ and not asked.exists()
 
@@ -203,21 +202,21 @@ class Ending:
     code: int
     message: str  # one line that says what is wrong, what was found and what to do
     rank: int = 0  # of the job
-    follows: bool = False  # it only follows from another rank's end; a launcher that knows of that one tells it instead
+    follows: bool = False  # a consequence of another rank's exit, which the launcher reports instead if it knows it
 
     def line(self) -> str:
-        """The line for the terminal; it names the rank where that is not the first."""
+        """The line for the terminal, with the rank unless it is 0."""
         who = f"[rank {self.rank}] " if self.rank else ""
         kind = "interrupted" if self.code == INTERRUPTED else "error"
         return f"{PROGRAM}: {who}{kind}: {redaction.one_line(self.message)}"
 
 
 class RankGroup:
-    """The ranks that one launcher started on this machine, and the record of how they ended (see `of`).
+    """The ranks that one launcher started on this machine, and the record of their exit (see `of`).
 
-    One file for each try (torchrun restarts a group): the file appears complete or not at all. It stands beside the
-    file that our launcher asks for, so that two launches by one process do not meet, else in the temporary directory.
-    A try is known by the agent's count and the port of its ranks: either alone may stay what it was.
+    One file for each attempt (torchrun restarts a group), written atomically. It is in the directory of our launcher's
+    exit file, so that two launches by one process differ, or in the temporary directory. An attempt is identified by
+    the agent's count and the port of its ranks: either alone may repeat.
     """
 
     def __init__(self, directory: Path, key: str, attempt: str, newer_than_ns: int) -> None:
@@ -225,12 +224,12 @@ class RankGroup:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> RankGroup | None:
-        """The group of this process, or None for a process that was started alone."""
+        """The group of this process, or None for a single process."""
         if "TORCHELASTIC_RUN_ID" not in environ and number(environ, "WORLD_SIZE", 1) < 2:
             return None
         run = "".join(c if c.isalnum() else "_" for c in environ.get("TORCHELASTIC_RUN_ID", "mpi"))
         parent = os.getppid()
-        # A process id comes back after some time; with the parent's start time the key never does.
+        # Process ids are reused; with the parent's start time the key is unique.
         key = f"{PROGRAM}-{os.getuid()}-{run}-{parent}-{_start_time(parent)}"
         wanted = environ.get(EXIT_FILE_VARIABLE)
         directory = Path(wanted).parent if wanted else Path(tempfile.gettempdir())
@@ -239,7 +238,7 @@ class RankGroup:
         return cls(directory, key, f"{count}.{number(environ, 'MASTER_PORT')}", newer_than_ns)
 
     def claim(self, ending: Ending) -> bool:
-        """Record ``ending`` as the group's; False when another rank of this try was first."""
+        """Record ``ending`` as the group's; False if another rank of this attempt was first."""
         path = self._path()
         if path.exists() and not self._counts(path):
             with suppress(OSError):  # another user's
@@ -250,23 +249,23 @@ class RankGroup:
                 json.dump(asdict(ending), file)
             os.link(temporary, path)
         except FileExistsError:
-            # A file of another user cannot be our group's: the line is rather printed twice than not at all.
+            # A file of another user is not our group's: print the line rather twice than never.
             return not self._counts(path)
         finally:
             os.unlink(temporary)
         return True
 
     def spoken(self) -> bool:
-        """Whether a rank of this try has recorded its ending."""
+        """Whether a rank of this attempt has recorded its exit."""
         return self._counts(self._path())
 
     def final_ending(self) -> Ending | None:
-        """The ending of an earlier try after which there must be no other, or None."""
+        """The final exit of an earlier attempt, or None."""
         endings = (Ending(**json.loads(path.read_text(encoding="utf-8"))) for path in self._earlier())
         return next((ending for ending in endings if ending.code in REFUSED_CODES), None)
 
     def last_message(self) -> str | None:
-        """What the try before this one recorded."""
+        """The message of the previous attempt."""
         newest = max(self._earlier(), key=lambda path: path.stat().st_mtime_ns, default=None)
         return str(json.loads(newest.read_text(encoding="utf-8"))["message"]) if newest else None
 
@@ -275,14 +274,14 @@ class RankGroup:
         return [path for path in found if path != self._path() and self._counts(path)]
 
     def meeting_place(self) -> Path:
-        """A directory, not made yet, that this try's ranks of one machine have in common and nobody else."""
+        """The path of a common directory of this attempt's ranks on this machine (not created)."""
         return self._directory / f"{self._key}-{self._attempt}-ranks"
 
     def _path(self) -> Path:
         return self._directory / f"{self._key}-{self._attempt}.json"
 
     def _counts(self, path: Path) -> bool:
-        """Whether a file is there, this user's, and not of an earlier job."""
+        """Whether a file exists, is this user's, and not of an earlier job."""
         try:
             found = path.lstat()
         except FileNotFoundError:
@@ -291,13 +290,13 @@ class RankGroup:
 
 
 def number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
-    """A number from the environment; what is none is refused by the entry point, in its own words."""
+    """A number from the environment; the default for an invalid one, which the entry point refuses."""
     text = environ.get(name, "")
     return int(text) if text.isdecimal() else default
 
 
 def _start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot (``/proc/PID/stat`` field 22); "0" where that is not told."""
+    """When a process started, in clock ticks since boot (``/proc/PID/stat`` field 22); "0" if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -306,7 +305,7 @@ def _start_time(pid: int) -> str:
 
 
 def _own_start_ns() -> int:
-    """When this process started, in nanoseconds of the wall clock; 0 where that is not told."""
+    """When this process started, in nanoseconds of the wall clock; 0 if unknown."""
     try:
         uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     except OSError:

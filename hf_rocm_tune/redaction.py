@@ -1,14 +1,13 @@
-"""What must not be printed, written or published: secrets everywhere; local paths and names in what is published.
+"""Redaction: secrets everywhere; local paths and names in published texts.
 
-Secrets, covered: settings and variables that are named like a secret, at any depth; the values that `remember` was
-given, wherever they turn up; the forms of well-known access tokens; a password in an address. Not covered: a secret of
-an unknown form under a harmless name, and what libraries print themselves.
+Secrets, covered: settings and variables with a secret's name, at any depth; the values of `remember`, anywhere; the
+forms of well-known access tokens; a password in an address. Not covered: a secret of an unknown form under another
+name, and output of libraries.
 
-`Private` says what else is private on this machine; `scrub_text` and `scrub_json` replace it, and `find_in_file` looks
-for it in files that cannot be rewritten. Covered: absolute paths below a directory of this machine's root that is not
-the system's own, paths that begin with ``~``, the paths that the caller names wherever they lie, and names of users and
-hosts as whole words, only on request: in prose that a person wrote, "max" is more often a word than a user. Not
-covered: relative paths, and anything inside pictures.
+`Private` has the private names of this machine; `scrub_text` and `scrub_json` replace them, and `find_in_file` searches
+files that cannot be rewritten. Covered: absolute paths below a directory in ``/`` other than the system's, paths that
+begin with ``~``, paths of the caller, and, on request, names of users and hosts as whole words (in a person's prose,
+"max" is more often a word than a user). Not covered: relative paths, and pictures.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from typing import Any
 
 REDACTED = "REDACTED"
 _SHORTEST_VALUE = 8
-"""A shorter value is not looked for in text, where it would turn up by chance."""
+"""Shorter values are not searched in text: they occur by chance."""
 
 _NAME = re.compile(
     r"(?i)passw|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential|authorization|"
     r"(?:^|[_-]|auth|access|api)token(?:$|[_-](?!ids?$|indices$|type))"
 )
-# Names of tokens that a tokenizer knows: text, not secrets.
+# Names of a tokenizer's tokens, not secrets.
 _MARKER = re.compile(
     r"(?i)^(?:eos|bos|pad|unk|sep|cls|mask|eot|eom|boi|eoi|image|audio|video|start|stop|prefix|suffix|special)[_-]token"
 )
@@ -50,12 +49,12 @@ _remembered: set[str] = set()
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a setting, a key of a mapping or a variable of this name holds a secret."""
+    """Whether a setting, key or variable of this name has a secret."""
     return _NAME.search(name) is not None and _MARKER.match(name) is None
 
 
 def without_secrets(value: Any) -> Any:
-    """A nested value whose mappings have lost their secret keys; lists and tuples become lists."""
+    """A nested value without the secret keys of its mappings; tuples become lists."""
     if isinstance(value, Mapping):
         return {key: without_secrets(each) for key, each in value.items() if not is_secret_name(str(key))}
     if isinstance(value, list | tuple):
@@ -64,7 +63,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def remember(value: Any) -> None:
-    """Note the secrets in a nested value, so that `redact` finds them in any text from now on."""
+    """Note the secrets in a nested value for `redact`."""
     _remembered.update(secrets_in(value))
 
 
@@ -80,7 +79,7 @@ def remember_arguments(argv: Sequence[str]) -> None:
 
 
 def secrets_in(value: Any, *, named: bool = False) -> Iterator[str]:
-    """The secrets in a nested value that are long enough to be told from other text."""
+    """The secrets in a nested value that are long enough."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from secrets_in(each, named=named or is_secret_name(str(key)))
@@ -99,18 +98,18 @@ def redact(text: str, *, also: Iterable[str] = ()) -> str:
 
 
 def redact_json(value: Any) -> Any:
-    """Every string of a JSON value, keys included; the rest stays."""
+    """Redact every string of a JSON value, keys included."""
     return map_strings(value, redact, redact)
 
 
 def one_line(text: str) -> str:
-    """A text for the terminal: without secrets, and without what would begin another line or control the terminal."""
+    """One line for the terminal, without secrets and control characters."""
     return "".join(each if each.isprintable() else " " for each in redact(text))
 
 
 def _hidden(found: re.Match[str]) -> str:
     value = found["value"]
-    # In running text such a name may stand before a colon: what is hidden looks like a secret, is quoted or assigned.
+    # In prose such a name may precede a colon: hide only a value that looks like a secret, is quoted or assigned.
     like_one = len(value) >= _SHORTEST_VALUE and any(each.isdigit() for each in value)
     given = bool(found.groupdict().get("quote")) or "=" in found["between"] or found["name"].startswith("--")
     if not is_secret_name(found["name"].lstrip("-")) or value == REDACTED or not (like_one or given):
@@ -119,7 +118,7 @@ def _hidden(found: re.Match[str]) -> str:
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name without dashes, value) of each flag on a command line, whatever follows it."""
+    """(name without dashes, value) of each flag on a command line."""
     name = ""
     for word in argv:
         if word.startswith("--"):
@@ -147,15 +146,15 @@ def map_strings(value: Any, change: Callable[[str], str], change_key: Callable[[
 _SHORTEST_NAME = 3
 _CHUNK_BYTES = 1 << 20
 
-# Directories of the system: what lies there is the same on every machine.
+# Directories of the system, the same on every machine.
 _PUBLIC_ROOTS = frozenset({"usr", "sys", "proc", "dev", "etc", "lib", "lib32", "lib64", "bin", "sbin", "boot"})
-# Where people keep things, whether or not this machine has such a directory.
+# Usual directories of users, on any machine.
 _USUAL_ROOTS = frozenset({"home", "Users", "root", "mnt", "media", "tmp", "var", "data", "scratch", "workspace"})
 _PUBLIC_NAMES = frozenset(
     {"root", "user", "users", "host", "localhost", "home", "default", "none", "true", "false", "admin", "runner"}
     | {"amd", "gpu", "ubuntu", "fedora", "debian", "arch", "linux", "docker", "test", "data", "model", "train"}
 )
-# A path in running text: absolute with at least two parts, or one that begins with the home directory's sign.
+# A path in text: absolute with at least two parts, or beginning with ``~``.
 _PART = r"[^\s/'\"`<>|:;,(){}\[\]*?\\]+"
 _PATH = re.compile(rf"(?:(?<![\w.~/<\\-])|(?<=file://))(?:/({_PART})(?:/{_PART})+/?|~[\w.-]*(?:/{_PART})+/?)")
 _HUB_CACHE = re.compile(r"(?:^|/)(?:models|datasets)--(?P<id>[^/]+)(?:/|$)")
@@ -163,14 +162,14 @@ _HUB_CACHE = re.compile(r"(?:^|/)(?:models|datasets)--(?P<id>[^/]+)(?:/|$)")
 
 @dataclass(frozen=True, kw_only=True)
 class Private:
-    """What is private on this machine.
+    """Private names of this machine.
 
     Attributes:
-        paths: what stands in the place of each of these paths and of what lies below them, the longest path first.
+        paths: the replacement of each path and of paths below it, the longest path first.
         users: login names.
         hosts: names of this machine.
-        secrets: values that are never shown.
-        roots: names of the directories directly below ``/`` in which every path is private.
+        secrets: values.
+        roots: directories in ``/`` in which every path is private.
     """
 
     paths: Mapping[str, str] = field(default_factory=dict)
@@ -187,11 +186,11 @@ class Private:
         paths: Mapping[str, str] | None = None,
         secrets: Iterable[str | None] = (),
     ) -> Private:
-        """Whatever this machine and its variables call private.
+        """The private names of this machine and its variables.
 
         Args:
-            paths: paths that the caller knows to be private, by what stands in their place ("" for their last name).
-            secrets: secrets that no variable holds; None is passed over.
+            paths: private paths of the caller, with their replacement ("" for the last part).
+            secrets: further secrets; None is ignored.
         """
         homes = {environ.get("HOME", ""), os.path.expanduser("~")} - {"", "/", "~"}
         known = dict.fromkeys(homes, "~")
@@ -200,7 +199,7 @@ class Private:
                 if len(Path(spelling).parts) > 1:
                     known[spelling.rstrip("/")] = instead or _last_name(spelling)
         users = [environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER", "USERNAME")]
-        with contextlib.suppress(OSError, KeyError, ImportError):  # no entry for this user id, as in containers
+        with contextlib.suppress(OSError, KeyError, ImportError):  # no entry for this user id, in containers
             users.append(getpass.getuser())
         users += [Path(home).name for home in homes]
         hosts = [platform.node(), environ.get("HOSTNAME", "")]
@@ -219,12 +218,12 @@ class Private:
         )
 
     def is_local(self, name: str) -> bool:
-        """Whether a model or dataset is named by a path of this machine, not by an id of the Hub."""
+        """Whether a model or dataset is named by a local path, not by an id of the Hub."""
         return name.startswith(("/", "~", ".", "file:")) or name in self.paths or os.path.exists(name)
 
 
 def local_paths(settings: Any) -> list[str]:
-    """The strings of a plain value, at any depth, that name a file or a directory of this machine."""
+    """The strings of a nested value that name an existing local file or directory."""
     if isinstance(settings, str):
         return [settings] if os.sep in settings and os.path.exists(settings) else []
     if isinstance(settings, Mapping):
@@ -235,7 +234,7 @@ def local_paths(settings: Any) -> list[str]:
 
 
 def hub_id_of(path: str) -> str | None:
-    """The id that a path in the Hub's cache stands for (``.../models--ORG--NAME/snapshots/...``); None for others."""
+    """The id of a path in the Hub's cache (``.../models--ORG--NAME/snapshots/...``); None for others."""
     found = _HUB_CACHE.search(path)
     return found["id"].replace("--", "/", 1) if found else None
 
@@ -244,7 +243,7 @@ def scrub_text(text: str, private: Private, *, names: bool = True) -> str:
     """A text without secrets and local paths.
 
     Args:
-        names: take out names of users and hosts too, wherever they stand as a word.
+        names: replace names of users and hosts too, as words.
     """
     text = redact(text, also=private.secrets)
     for path, instead in private.paths.items():
@@ -258,7 +257,7 @@ def scrub_text(text: str, private: Private, *, names: bool = True) -> str:
 
 
 def scrub_json(value: Any, private: Private, *, names: bool = True) -> Any:
-    """Every string of a JSON value, keys included (but names in keys stay). See `scrub_text`."""
+    """`scrub_text` on every string of a JSON value; names in keys stay."""
     return map_strings(
         value,
         lambda text: scrub_text(text, private, names=names),
@@ -267,10 +266,10 @@ def scrub_json(value: Any, private: Private, *, names: bool = True) -> Any:
 
 
 def find_in_file(path: Path, private: Private) -> str | None:
-    """What private thing the bytes of a file hold, in words that do not give it away; None for nothing.
+    """What private content a file has, in words without it; None for none.
 
-    Looked for are the secrets and the paths that `Private` knows literally: other patterns occur by chance in weights
-    and in vocabularies. Of safetensors only the header is read, because the rest is numbers.
+    Searched are the literal secrets and paths of `Private`: other patterns occur by chance in weights and vocabularies.
+    Of safetensors only the header is read.
 
     Raises:
         OSError: the file cannot be read.
@@ -293,7 +292,7 @@ def find_in_file(path: Path, private: Private) -> str | None:
 
 
 def _shortened(found: re.Match[str], private: Private) -> str:
-    """``.../NAME`` for a private path; what is not private stays."""
+    """``.../NAME`` for a private path; others stay."""
     text, root = found[0], found[1]
     if root is not None and root not in private.roots:
         return text
@@ -302,11 +301,11 @@ def _shortened(found: re.Match[str], private: Private) -> str:
 
 
 def _last_name(path: str) -> str:
-    """The last part of a path, or the id where the path lies in the Hub's cache."""
+    """The last part of a path, or its id in the Hub's cache."""
     return hub_id_of(path) or Path(path.rstrip("/")).name
 
 
 def _names(found: Iterable[str]) -> tuple[str, ...]:
-    """Those that are worth hiding, the longest first so that a name within a name does not spoil it."""
+    """The names to hide, the longest first, since one may contain another."""
     kept = {n for n in found if len(n) >= _SHORTEST_NAME and n.lower() not in _PUBLIC_NAMES and not n.isdigit()}
     return tuple(sorted(kept, key=lambda name: (-len(name), name)))

@@ -1,13 +1,11 @@
-"""``hf-rocm-tune run -- COMMAND``: watches a training job and starts it again from its newest verified checkpoint.
+"""``hf-rocm-tune run -- COMMAND``: watches a training job and restarts it from its newest verified checkpoint.
 
-The command runs in a session of its own, so a Ctrl-C in the terminal reaches the supervisor alone, which passes it on
-once. Every process of it inherits `supervised.VARIABLE`, whose value nobody else has: what is left of a start is found
-by that, wherever it hangs in the process tree, because a rank or a loader's worker that outlives its launcher would
-hold the card's memory and the output directory.
+The command runs in its own session, so Ctrl-C in the terminal reaches only the supervisor, which passes it on once.
+Every process of the job inherits `supervised.VARIABLE` with a unique value, by which remaining processes of an attempt
+are found: a rank or a loader worker that outlives its launcher would hold the card's memory and the output directory.
 
-Not covered: a process in an uninterruptible sleep in the driver, which no signal ends; it is named. A supervisor that
-is killed itself leaves the command running. Nothing here imports torch: what watches must not die of what it watches
-for.
+Not covered: a process in an uninterruptible sleep in the driver, which no signal ends; it is named. If the supervisor
+is killed, the command keeps running. Nothing here imports torch, whose failures must not affect the supervisor.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.machine.gpus import core_dumps
-from hf_rocm_tune.redaction import one_line
+from hf_rocm_tune.redaction import one_line, redact
 from hf_rocm_tune.training.run import list_checkpoints, read_record, skip_step
 from hf_rocm_tune.training.supervised import (
     BEGUN_FILE,
@@ -57,13 +55,13 @@ from hf_rocm_tune.training.supervised import (
 )
 
 ENTRIES = frozenset(get_args(Method))
-"""Modules of this package that train, which are verbs of the command line as well."""
+"""Training modules of this package, which are also verbs."""
 DEATHS_TO_SKIP = 2
 DEATHS_TO_STOP = 4
 EXCEPTIONS_TO_STOP = 2
 
 _PACKAGE = "hf_rocm_tune"
-# accelerate's launcher of a single process passes no signal on and dies before its job, so ours stands around it.
+# accelerate's launcher of a single process does not forward signals and dies before its job, so ours wraps it.
 _LAUNCHER = [sys.executable, "-m", f"{_PACKAGE}.launch"]
 _FORMS = (
     "`accelerate launch ... -m hf_rocm_tune.sft ...`, `hf-rocm-tune sft ...`, `torchrun ... -m hf_rocm_tune.sft ...` "
@@ -71,7 +69,7 @@ _FORMS = (
 )
 _POLL_SECONDS, _LOOK_SECONDS, _SAME_PRESS_SECONDS = 0.05, 0.2, 1.0
 _KILL_SECONDS = 30.0
-"""How long SIGKILL may take: the kernel takes back what the process held first."""
+"""How long SIGKILL may take: the kernel first releases the process's resources."""
 _LONGEST_WAIT_SECONDS = 300.0
 # torch's agent kills its workers this long after a signal, 30 seconds unless told: a checkpoint may take longer.
 _AGENT_TIMEOUT = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
@@ -83,12 +81,12 @@ class Settings:
 
     Args:
         max_restarts: restarts without a new verified checkpoint between them.
-        max_skips: optimizer steps that may be left out, over all of the run. More are no bad batches.
-        stall_seconds: without a sign of life (one a micro-step) after which a job that trains is ended; 0 for never.
-        start_seconds: the same before the first step, where nothing tells of progress: downloads, tokenising.
-        backoff_seconds: before the first restart; each further one without a new checkpoint waits twice as long, up to
-            five minutes.
-        grace_seconds: from SIGTERM to SIGKILL for a job that stands still.
+        max_skips: optimizer steps that may be skipped in the whole run; more are not caused by bad batches.
+        stall_seconds: without a heartbeat (one per micro-step) after which a training job is ended; 0 for never.
+        start_seconds: the same before the first step, which has no heartbeats: downloads, tokenising.
+        backoff_seconds: before the first restart; doubled for each further one without a new checkpoint, up to five
+            minutes.
+        grace_seconds: from SIGTERM to SIGKILL for a stalled job.
     """
 
     max_restarts: int = 8
@@ -108,12 +106,11 @@ def supervise(words: Sequence[str], settings: Settings) -> int:
     """Run a training command to its end, through crashes and stalls.
 
     Returns:
-        0 when the job is done, 130 when it was asked to end, else the code of its last end: 2 and 3 as they are, 4 for
-        a stall, 128 + n for signal n.
+        0 for success, 130 for an interruption, else the code of the last attempt: 4 for a stall, 128 + n for signal n.
 
     Raises:
         UsageError: the command cannot be supervised or started.
-        StallError: a process does not end even by SIGKILL.
+        StallError: a process survives SIGKILL.
     """
     argv = to_start(words)
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-run-") as directory, _asked_to_end() as asked:
@@ -124,10 +121,10 @@ def supervise(words: Sequence[str], settings: Settings) -> int:
 
 
 def to_start(words: Sequence[str]) -> list[str]:
-    """The command line to start for the one that the user gave: a job of ours, which tells of its progress and its end.
+    """The command line to start for the user's one, which must be a training job of this package.
 
     Raises:
-        UsageError: it is not one that can be supervised.
+        UsageError: it cannot be supervised.
     """
     program, rest = os.path.basename(words[0]) if words else "", list(words[1:])
     found: list[str] | None = None
@@ -148,20 +145,8 @@ def to_start(words: Sequence[str]) -> list[str]:
 
 
 def shown(words: Sequence[str]) -> str:
-    """The command line as it may be printed: a token in it is left out."""
-    plain: list[str] = []
-    for word in words:
-        flag, given, _ = word.partition("=")
-        if given and _is_token_flag(flag):
-            word = f"{flag}=***"
-        elif plain and _is_token_flag(plain[-1]):
-            word = "***"
-        plain.append(word)
-    return " ".join(word if "***" in word else shlex.quote(word) for word in plain)
-
-
-def _is_token_flag(word: str) -> bool:
-    return word.startswith("--") and word.replace("-", "_").endswith("_token")
+    """The command line without secrets, for messages."""
+    return redact(shlex.join(words))
 
 
 def _python(words: list[str]) -> list[str] | None:
@@ -193,31 +178,31 @@ def _is_ours(module: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """How a start ended that should have gone on."""
+    """How an attempt ended that should have continued."""
 
     how: str  # for people: "ended by SIGKILL"
-    code: int  # what the supervisor would return for it
-    phase: Phase | None  # at the last sign of life; None before the job said anything
+    code: int  # the supervisor's exit code for it
+    phase: Phase | None  # at the last heartbeat; None before the first one
     step: int  # optimizer steps done by then
-    resumed_at: int  # step of the checkpoint from which this start went on; 0 from the start
+    resumed_at: int  # step of the checkpoint from which this attempt resumed; 0 from the start
     checkpoint: int  # step of the newest verified checkpoint now; 0 for none
-    cut: int = 1  # how many parts the next start makes of a micro-batch, because memory was short
+    cut: int = 1  # parts of a micro-batch in the next attempt, after running out of memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartDecision:
-    """What to do now, and why, for people."""
+    """What to do now, and why."""
 
     action: Literal["restart", "stop"]
     reason: str
-    skip: int | None = None  # an optimizer step to leave out from now on
+    skip: int | None = None  # an optimizer step to skip from now on
     wait_seconds: float = 0.0  # before the restart
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a start died, for people, and the optimizer step that may be the cause: the one that was computed, or the
-    one that was just done, whose kernels may still have been running."""
+    """Where an attempt died, and the optimizer step that may be the cause: the current one, or the last one, whose
+    kernels may still have been running."""
 
     name: str
     step: int | None = None
@@ -245,45 +230,44 @@ def place_of(death: Death) -> Place:
 
 
 def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings) -> RestartDecision:
-    """What to do after the last of these deaths, oldest first. Codes 0, 2, 3 and 130 are ends, not deaths.
+    """The decision after the last of these deaths (oldest first). Codes 0, 2, 3 and 130 are not deaths.
 
-    Rules, in this order: died in the upload: the result is complete, nothing is started again; the second exception
-    (code 1) before the first step: given up, because nothing there changes by itself; the fourth death at the same
-    place, or more restarts without a new checkpoint than allowed: given up; the second death at the same step: that
-    step is left out from now on, because a restart alone would die there again. Deaths count only since the newest
-    checkpoint came to be, and at a place only with micro-batches cut alike.
+    Rules, in this order: died in the upload: stop, the result is complete; the second exception (code 1) before the
+    first step: stop; the fourth death at the same place, or more restarts without a new checkpoint than allowed: stop;
+    the second death at the same step: skip that step from now on. Only deaths since the newest checkpoint count, and at
+    one place only those with the same size of micro-batches.
     """
     last, place = deaths[-1], place_of(deaths[-1])
     if last.phase == "publish":
-        return RestartDecision(action="stop", reason="the result is complete on disk and only its upload died")
+        return RestartDecision(action="stop", reason="the result is complete on disk, only its upload failed")
     recent = [death for death in deaths if death.checkpoint == last.checkpoint]
     here = sum(place_of(death) == place and death.cut == last.cut for death in recent)
     raised = sum(death.code == 1 and place_of(death) == _AT_THE_START for death in recent)
     if here >= DEATHS_TO_STOP or raised >= EXCEPTIONS_TO_STOP:
-        also = ", although it is left out" if place.step in skipped else ""
+        also = ", although it is skipped" if place.step in skipped else ""
         return RestartDecision(action="stop", reason=f"died {here} times {place.name}{also}")
     if len(recent) > settings.max_restarts:
-        return RestartDecision(action="stop", reason=f"{settings.max_restarts} restarts brought no new checkpoint")
+        return RestartDecision(action="stop", reason=f"{settings.max_restarts} restarts without a new checkpoint")
     wait = min(settings.backoff_seconds * 2 ** (len(recent) - 1), _LONGEST_WAIT_SECONDS)
     if here >= DEATHS_TO_SKIP and place.step is not None and place.step not in skipped:
         if len(skipped) >= settings.max_skips:
             steps = ", ".join(map(str, sorted(skipped)))
-            why = f"steps {steps} are left out already" if skipped else "no step may be left out"
+            why = f"steps {steps} are skipped already" if skipped else "no step may be skipped"
             return RestartDecision(action="stop", reason=f"died {here} times {place.name}, and {why} (--max_skips)")
         return RestartDecision(
             action="restart",
             skip=place.step,
             wait_seconds=wait,
-            reason=f"died {here} times {place.name}: the step is left out, its batches are not trained on",
+            reason=f"died {here} times {place.name}: the step is skipped, its batches are not trained on",
         )
     return RestartDecision(action="restart", wait_seconds=wait, reason=f"died {place.name}")
 
 
-# ---- one start: its processes, its signs of life, its journal ------------------------------------------------
+# ---- one attempt: its processes, heartbeats and journal ------------------------------------------------
 
 
 class Child:
-    """A started command; ``directory`` is the supervisor's own, the mark of every process of it.
+    """A started command; ``directory`` marks all its processes.
 
     Raises:
         UsageError: there is no such program.
@@ -299,7 +283,7 @@ class Child:
             raise UsageError(f"{argv[0]} cannot be started: {error.strerror}") from error
 
     def poll(self) -> int | None:
-        """Its status when it has ended: the exit code, or minus the signal's number."""
+        """The exit code, or minus the signal's number; None while it runs."""
         return self._process.poll()
 
     def send(self, number: int) -> None:
@@ -308,7 +292,7 @@ class Child:
                 self._process.send_signal(number)
 
     def end(self, grace_seconds: float) -> list[int]:
-        """SIGTERM, then SIGKILL to all that is left of it; the process ids that even SIGKILL did not end."""
+        """SIGTERM, then SIGKILL to its remaining processes. Returns the ids of processes that survived."""
         self.send(signal.SIGTERM)
         _wait(lambda: self.poll() is not None, grace_seconds)
         left = self._left()
@@ -334,9 +318,9 @@ def _wait(happened: Callable[[], bool], seconds: float) -> None:
 
 
 class Watch:
-    """Whether one start of the job is alive and how far it is, seen from the files that it writes into ``directory``.
+    """Progress of one attempt, from the files that it writes into ``directory``.
 
-    What an earlier start left there is put aside first. ``clock`` does not run while the machine sleeps.
+    Files of an earlier attempt are moved away first. ``clock`` stops while the machine sleeps.
     """
 
     def __init__(self, directory: Path, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
@@ -359,9 +343,9 @@ class Watch:
             self.pulse, self._stamp, self._since = pulse, stamp, self._clock()
 
     def silence(self) -> float | None:
-        """Seconds without a sign of life, where they are more than the settings allow; else None."""
+        """Seconds without a heartbeat if above the limit; else None."""
         if self.pulse is not None and self.pulse.phase == "publish":
-            return None  # an upload tells of no progress
+            return None  # an upload has no heartbeats
         starting = self.pulse is None or self.pulse.phase == "start"
         limit = self._settings.start_seconds if starting else self._settings.stall_seconds
         silent = self._clock() - self._since
@@ -369,9 +353,9 @@ class Watch:
 
 
 class Ledger:
-    """The journal of one supervision, ``survival.jsonl``: kept in memory until it is known that the directory is this
-    run's, because a job that is refused (another run's directory, wrong flags) never begins. On several machines one
-    supervisor writes, see `belongs_to`. ``failure`` says why the last entry could not be written.
+    """The journal, ``survival.jsonl``: kept in memory until the job has begun, because a refused job (another run's
+    directory, wrong flags) must not write there. Of several machines one supervisor writes, see `belongs_to`.
+    ``failure``: why the last entry could not be written.
     """
 
     def __init__(self) -> None:
@@ -381,7 +365,7 @@ class Ledger:
         self.failure: OSError | None = None
 
     def add(self, event: str, **details: Any) -> None:
-        """One entry; what is None is left out. Nothing while another machine's supervisor keeps the journal."""
+        """Add an entry, without None values, unless another machine's supervisor keeps the journal."""
         if self._is_kept_elsewhere:
             return
         told = {key: value for key, value in details.items() if value is not None}
@@ -389,7 +373,7 @@ class Ledger:
         self._write()
 
     def belongs_to(self, begun: Begun) -> None:
-        """The run and its directory are known now; with them who keeps the journal from here on: who leads."""
+        """Set the run and its directory; the supervisor of rank 0 keeps the journal."""
         self._begun = begun
         self._is_kept_elsewhere = not begun.leads
         if self._is_kept_elsewhere:
@@ -408,11 +392,11 @@ class Ledger:
             self._waiting.pop(0)
 
 
-# ---- all starts ---------------------------------------------------------------------------------------------
+# ---- all attempts ---------------------------------------------------------------------------------------------
 
 
 class _Asked:
-    """Signals to the supervisor: the first is passed on, whichever it is, the second Ctrl-C too, the third kills."""
+    """Signals to the supervisor: the first one and the second Ctrl-C are passed on, the third Ctrl-C kills."""
 
     def __init__(self) -> None:
         self.signals: list[int] = []
@@ -429,7 +413,7 @@ class _Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """How one start ended."""
+    """How one attempt ended."""
 
     code: int
     how: str
@@ -459,7 +443,7 @@ class _Supervision:
             self._enter(end, watch, decision)
             if decision is None:
                 if end.code in FINAL_CODES:
-                    _say(f"not started again: {end.how} is final")
+                    _say(f"not restarted: {end.how} is final")
                 asked = self._asked.signals and end.code not in {0, *FINAL_CODES}
                 return INTERRUPTED if asked else end.code
             self._carry_out(decision, end)
@@ -469,7 +453,7 @@ class _Supervision:
             while not self._asked.signals and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
             if self._asked.signals:
-                _say("not started again, as asked; the same command goes on from the newest checkpoint")
+                _say("not restarted, as requested; the same command continues from the newest checkpoint")
                 return INTERRUPTED
 
     def _see_through(self, child: Child, watch: Watch) -> _End:
@@ -483,22 +467,22 @@ class _Supervision:
                     break
                 child.send(self._asked.signals[passed_on - 1])
             elif (stalled := watch.silence()) is not None:
-                _say(f"no sign of life for {stalled:.0f} s: ending the job")
+                _say(f"no heartbeat for {stalled:.0f} s: ending the job")
                 break
         if cut_short or stalled is not None or child.poll() not in (0, INTERRUPTED):
             self._clean_up(child, self._settings.grace_seconds if stalled is not None else 0.0)
         self._look(watch)
         if stalled is not None:
-            return _End(code=StallError.exit_code, how=f"no sign of life for {stalled:.0f} s", stalled=True)
+            return _End(code=StallError.exit_code, how=f"no heartbeat for {stalled:.0f} s", stalled=True)
         return self._ending(child.poll())
 
     def _clean_up(self, child: Child, grace_seconds: float) -> None:
-        """Nothing of this start may live on: it would hold the card's memory and the output directory."""
+        """End all processes of this attempt, which would hold the card's memory and the output directory."""
         survivors = child.end(grace_seconds)
         if survivors:
-            what = f"processes {survivors} of the job do not end even by SIGKILL, so they hang in the driver"
+            what = f"processes {survivors} of the job survive SIGKILL, so they hang in the driver"
             self._ledger.add("end", how=what, code=StallError.exit_code)
-            raise StallError(f"{what} and hold the GPU: restart the machine, then start the same command again")
+            raise StallError(f"{what} and hold the GPU: restart the machine, then repeat the command")
 
     def _look(self, watch: Watch) -> None:
         known = watch.begun
@@ -513,9 +497,9 @@ class _Supervision:
         assert status is not None
         try:
             told = json.loads((self._directory / "exit.json").read_text(encoding="utf-8"))
-            if told.get("follows"):  # a rank without our launcher lost its peer: nobody has said it yet
+            if told.get("follows"):  # a rank without our launcher lost its peer, which was not printed yet
                 _complain(str(told["message"]))
-            if int(told["code"]) != 0 or status == 0 or self._asked.signals:  # else it died after it was done
+            if int(told["code"]) != 0 or status == 0 or self._asked.signals:  # else it died after success
                 return _End(code=int(told["code"]), how=f"exit code {told['code']}", message=str(told["message"]))
         except (OSError, ValueError, KeyError):
             pass
@@ -549,7 +533,7 @@ class _Supervision:
             found = json.loads((Path(self._begun.output_dir) / "_step_down.json").read_text(encoding="utf-8"))
             return int(found["divisor"]) if found["run_id"] == self._begun.run_id else 1
         except (OSError, ValueError, KeyError, TypeError):
-            return 1  # there is none, or the job itself will say what is wrong with it
+            return 1  # missing, or the job itself will report the error
 
     def _enter(self, end: _End, watch: Watch, decision: RestartDecision | None) -> None:
         evidence = [f"amdgpu left the device core dump {name}" for name in sorted(core_dumps() - self._dumps)]
@@ -565,23 +549,23 @@ class _Supervision:
             skipped_step=None if decision is None else decision.skip,
         )
         for line in evidence:
-            _say(f"{line}, as it does when it resets a GPU")
+            _say(f"{line}, which it writes when it resets a GPU")
         if self._ledger.failure is not None:
             _say(f"{JOURNAL_FILE} could not be written: {self._ledger.failure.strerror}")
 
     def _carry_out(self, decision: RestartDecision, end: _End) -> None:
         newest = self._deaths[-1].checkpoint
-        place = f"checkpoint-{newest}" if newest else "the start, since there is no checkpoint yet (see --save_steps)"
+        place = f"checkpoint-{newest}" if newest else "the start, because there is no checkpoint yet (see --save_steps)"
         if decision.action == "stop":
             where = f"; see {Path(self._begun.output_dir) / JOURNAL_FILE}" if self._begun else ""
             kept = f"checkpoint-{newest} is intact" if newest else "no checkpoint was written"
-            _complain(f"run: given up: {end.how}, {decision.reason}; {kept}{where}")
+            _complain(f"run: stopped: {end.how}, {decision.reason}; {kept}{where}")
             return
         if decision.skip is not None:
             assert self._begun is not None  # a step was computed
             if self._begun.leads:
                 skip_step(Path(self._begun.output_dir), decision.skip)
-        _say(f"{end.how}; {decision.reason}; starting again in {decision.wait_seconds:.0f} s from {place}")
+        _say(f"{end.how}; {decision.reason}; restarting in {decision.wait_seconds:.0f} s from {place}")
 
     def _newest_checkpoint(self) -> int:
         if self._begun is None:
@@ -595,7 +579,7 @@ class _Supervision:
 
 @contextlib.contextmanager
 def _asked_to_end() -> Iterator[_Asked]:
-    """Ctrl-C, SIGTERM and SIGHUP are remembered within the block, where signals can be handled at all."""
+    """Within the block Ctrl-C, SIGTERM and SIGHUP are recorded, if this is the main thread."""
     asked = _Asked()
     if threading.current_thread() is not threading.main_thread():
         yield asked

@@ -53,7 +53,7 @@ def test_a_gpu_that_stays_idle_is_told_of(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(lines) == 1 and "NVIDIA 2684" in lines[0]
     lines, found = looked(Built("a card, and the wrong torch").card(), cpu_stack(), monkeypatch)
     assert found["torch_cpu_build"] == "fail"
-    assert len(lines) == 1 and lines[0].startswith("failure: torch is a build for processors only")
+    assert len(lines) == 1 and lines[0].startswith("failure: torch is a CPU build")
 
 
 def test_a_machine_in_order_is_no_word_worth(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_validate_without_a_gpu_leaves_out_what_needs_one(
     written: Callable[..., str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_rocm_tune.machine.process.has_accelerator", lambda: False)
-    assert "bf16 (there is no GPU here)" in run("validate", written(bf16=True))[1]
+    assert "bf16 (no GPU here)" in run("validate", written(bf16=True))[1]
 
 
 def test_validate_warns_of_a_harmful_variable(

@@ -100,7 +100,7 @@ def test_a_death_is_started_again_and_told(
     assert death.get("message") == (end["message"] if isinstance(end, dict) else None)
     assert end_entry["code"] == 0
     out = capfd.readouterr().out
-    assert f"{how}; died in step 4; starting again in 0 s from checkpoint-2" in out
+    assert f"{how}; died in step 4; restarting in 0 s from checkpoint-2" in out
     assert all(line.startswith("hf-rocm-tune: run: ") for line in out.splitlines())
 
 
@@ -118,7 +118,7 @@ def test_what_always_dies_at_one_place_is_given_up(place: Path, capfd: pytest.Ca
     assert attempts(place) == 4
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("hf-rocm-tune: error: run: given up: ended by SIGSEGV, died 4 times in ")
+    assert lines[0].startswith("hf-rocm-tune: error: run: stopped: ended by SIGSEGV, died 4 times in ")
     assert "checkpoint-2 is intact" in lines[0] and "survival.jsonl" in lines[0]
 
 
@@ -144,7 +144,7 @@ def test_without_progress_restarts_are_limited(place: Path) -> None:
     story = [{"step": n, "end": 1} for n in range(9)]
     assert run(place, *story, settings=Settings(max_restarts=2, backoff_seconds=0)) == 1
     assert attempts(place) == 3
-    assert "stop: 2 restarts brought no new checkpoint" in told(place)[-1]["decision"]
+    assert "stop: 2 restarts without a new checkpoint" in told(place)[-1]["decision"]
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["training", "starting"])
@@ -154,7 +154,7 @@ def test_a_hang_is_ended_with_everything_it_started(place: Path, silent: bool) -
     assert json.loads((place / "heard").read_text()) == [signal.SIGTERM], "it was asked first"
     assert not _alive(int((place / "orphan").read_text()))
     death = next(entry for entry in told(place) if entry["event"] == "end")
-    assert death["code"] == 4 and "no sign of life" in death["how"]
+    assert death["code"] == 4 and "no heartbeat" in death["how"]
     assert death["phase"] == ("start" if silent else "step")
 
 
@@ -224,7 +224,7 @@ def test_a_signal_is_passed_on_once_and_the_checkpoint_is_waited_for(place: Path
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 130
     assert json.loads((place / "heard").read_text()) == [number]
-    assert attempts(place) == 1 and "starting again" not in out
+    assert attempts(place) == 1 and "restarting" not in out
     assert told(place)[-1]["code"] == 130
 
 
@@ -249,11 +249,11 @@ def test_a_signal_while_it_waits_ends_it(place: Path) -> None:
     command = supervisor(*words(place, {"step": 3, "end": 1}), backoff_seconds="60")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    while "starting again in 60 s" not in process.stdout.readline():
+    while "restarting in 60 s" not in process.stdout.readline():
         pass
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=10)
-    assert process.returncode == 130 and "not started again, as asked" in out
+    assert process.returncode == 130 and "not restarted, as requested" in out
     assert attempts(place) == 1
 
 

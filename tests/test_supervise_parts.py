@@ -117,8 +117,8 @@ def test_the_second_death_in_a_step_leaves_it_out_and_the_fourth_gives_up() -> N
     made = decisions([death()] * 9)
     assert [each.action for each in made] == ["restart", "restart", "restart", "stop"]
     assert [each.skip for each in made] == [None, 7, None, None]
-    assert "in step 7" in made[1].reason and "left out" in made[1].reason
-    assert "4 times in step 7, although it is left out" in made[3].reason
+    assert "in step 7" in made[1].reason and "skipped" in made[1].reason
+    assert "4 times in step 7, although it is skipped" in made[3].reason
 
 
 def test_a_step_that_is_tried_again_in_smaller_parts_is_not_left_out() -> None:
@@ -148,7 +148,7 @@ def test_deaths_in_different_steps_are_restarted_up_to_the_limit() -> None:
     made = decisions([death(step) for step in range(4, 40)], Settings(max_restarts=5))
     assert [each.action for each in made] == ["restart"] * 5 + ["stop"]
     assert all(each.skip is None for each in made)
-    assert "5 restarts brought no new checkpoint" in made[-1].reason
+    assert "5 restarts without a new checkpoint" in made[-1].reason
 
 
 def test_a_new_checkpoint_begins_the_counts_again() -> None:
@@ -168,9 +168,9 @@ def test_only_a_few_steps_may_be_left_out() -> None:
     deaths = [death(step, checkpoint=step // 2) for step in (6, 6, 8, 8, 10, 10, 12, 12)]
     made = decisions(deaths, Settings(max_skips=3))
     assert [each.skip for each in made] == [None, 7, None, 9, None, 11, None, None]
-    assert made[-1].action == "stop" and "steps 7, 9, 11 are left out already" in made[-1].reason
+    assert made[-1].action == "stop" and "steps 7, 9, 11 are skipped already" in made[-1].reason
     refused = decisions([death()] * 2, Settings(max_skips=0))[-1]
-    assert refused.action == "stop" and "no step may be left out" in refused.reason
+    assert refused.action == "stop" and "no step may be skipped" in refused.reason
 
 
 def test_a_result_that_is_complete_is_not_made_again_for_its_upload() -> None:

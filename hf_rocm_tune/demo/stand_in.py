@@ -69,7 +69,7 @@ def _why_not(model: str) -> str | None:
 
 
 def main() -> int:
-    """Decides, says so, and prints as its last line where the small model and its data are, or null."""
+    """Decide, and print the reason and, as the last line, the paths of the small model and its data, or null."""
     model, folder = sys.argv[1:]
     reason = _why_not(model)
     if reason is None:

@@ -1,6 +1,6 @@
-"""Is this machine fit to train, and if not, how is it fixed? And the drill, which shows that detection works.
+"""Checks of the machine, and the drill, which injects faults into transfers.
 
-Reading order: `findings` (what a check is given and says), one file a family of checks (`system software` read, `links`
-reads and measures, `transfers arithmetic layers` measure), `diagnose` (which runs them, measurements in children),
-`command` (the forms of the report, and machines taken elsewhere).
+Reading order: `findings` (input and output of a check), one file for each family of checks (`system software` read,
+`links` reads and measures, `transfers arithmetic layers` measure), `diagnose` (runs them, measurements in child
+processes), `command` (the forms of the report, and captures).
 """

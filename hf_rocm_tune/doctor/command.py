@@ -1,17 +1,15 @@
-"""``hf-rocm-tune doctor``: a table for a terminal, Markdown for an issue report, JSON for a program; and a machine as a
-file, written here without names and secrets and diagnosed elsewhere.
+"""``hf-rocm-tune doctor``: a table for a terminal, Markdown for an issue report, JSON for a program; and a capture:
+the machine as a file without names and secrets, which can be diagnosed elsewhere.
 
-The file is the recording of the machine (``machine.sysfs`` says its form) with the doctor's own sections::
+The file is a recording (see ``machine.sysfs``) with the doctor's own sections::
 
     {"schema": 1, "source": "hf-rocm-tune 0.1.0", ..., "software": {...}, "environ": {"HIP_VISIBLE_DEVICES": "0"}}
 
-``software`` is ``Software.to_dict()``; ``environ`` holds variables of the policy only. Where one is missing, what hangs
-on it is unknown. Only what was read is in a recording at all; what is left is text that may still hold a home directory
-or a name, and is looked through string by string, keys included, as are the reports of ``--json`` and ``--markdown``.
+``software`` is ``Software.to_dict()``; ``environ`` has only variables of the policy. What depends on a missing section
+is unknown. Every string, keys included, is redacted, as in the reports of ``--json`` and ``--markdown``.
 
-Secrets are the matter of ``hf_rocm_tune.redaction``. Not covered: directories that are no home directories, but for
-names in them; and, outside of a home directory, a name that is also a word of what the doctor itself says ("torch",
-"card"): alone it tells nobody anything, and without it the text would be spoilt.
+Secrets: see ``hf_rocm_tune.redaction``. Not covered: directories other than home directories, except names in them; and
+names in ``_PUBLIC``, which are also words of the system.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,13 +35,13 @@ from rich.console import Console
 from rich.text import Text
 
 from hf_rocm_tune.doctor.diagnose import VARIABLE, Diagnosis, DoctorFault, all_checks, diagnose, listing, select
-from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, Status, all_rows, read_here
+from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, Status, read_here
 from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.machine.process import FILTERS
-from hf_rocm_tune.machine.software import PACKAGES, Software, TorchDevice
-from hf_rocm_tune.machine.survey import CARDS, PACKED_CONFIG, survey
-from hf_rocm_tune.machine.sysfs import RecordedTree, Recording
+from hf_rocm_tune.machine.software import Software
+from hf_rocm_tune.machine.survey import PACKED_CONFIG, survey
+from hf_rocm_tune.machine.sysfs import RecordedTree
 from hf_rocm_tune.machine.variables import POLICY, link_of
 from hf_rocm_tune.redaction import Private, map_strings, redact
 from hf_rocm_tune.version import __version__
@@ -54,9 +52,9 @@ _COUNTED: Mapping[Status, tuple[str, str]] = {
     "fail": ("failure", "failures"),
     "warn": ("warning", "warnings"),
     "info": ("note", "notes"),
-    "ok": ("fine", "fine"),
-    "unknown": ("not known", "not known"),
-    "skipped": ("not looked at", "not looked at"),
+    "ok": ("ok", "ok"),
+    "unknown": ("unknown", "unknown"),
+    "skipped": ("not run", "not run"),
 }
 _MARKS: Mapping[Status, tuple[str, str]] = {
     "ok": ("ok", "green"),
@@ -66,14 +64,14 @@ _MARKS: Mapping[Status, tuple[str, str]] = {
     "unknown": ("?", "magenta"),
     "skipped": ("-", "dim"),
 }
-_VERDICTS = ("nothing that was looked at stands against training", "look at the warnings", "not fit to train as it is")
+_VERDICTS = ("no problem found in what was checked", "check the warnings", "not ready to train")
 _INDENT, _LABEL = 6, 8
-# What a text must not do in an issue report: open HTML, mention a user, start a table, an image or an emphasis.
+# Escaped in an issue report: HTML, mentions, tables, images, emphasis.
 _SPECIAL = re.compile(r"([\\*_\[\]<>|~#@!])")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command on the arguments behind ``doctor``: 0 fine, 1 warnings, 2 failures.
+    """Run the command on the arguments after ``doctor``: 0 ok, 1 warnings, 2 failures.
 
     Raises:
         UsageError: a flag, a file or the variable for faults is wrong.
@@ -88,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     if wanted.capture is not None:
         return _capture(wanted.capture)
     report = _examine(checks, full=wanted.full, recording=wanted.recording)
-    if wanted.json or wanted.markdown:  # these are made to be given to others; the table is for who sits here
+    if wanted.json or wanted.markdown:  # these are for others; the table is for the user
         report = without_names(report, PrivateNames.of_this_machine(os.environ))
     if wanted.json:
         _show(json.dumps(report.to_dict(), indent=2))
@@ -109,7 +107,7 @@ def _examine(checks: Sequence[Check], *, full: bool, recording: Path | None) -> 
     if recording:
         evidence, source = read_capture(recording)
     else:
-        _say("reading the machine, and asking torch")
+        _say("reading the machine, and querying torch")
         evidence, source = read_here()[0], ""
     diagnosis = diagnose(evidence, checks, full=full, on_check=_announce)
     _say("")
@@ -128,15 +126,15 @@ def _capture(file: Path) -> int:
     evidence, recording = read_here()
     things = write_capture(file, evidence, recording)
     _show(
-        f"{file}: {things} things that were read of this machine, without names, secrets and serial numbers. Look "
-        f"through it before you send it; `{PROGRAM} --from {file}` diagnoses it anywhere."
+        f"{file}: {things} entries of this machine, without names, secrets and serial numbers. Check it before you "
+        f"send it; `{PROGRAM} --from {file}` diagnoses it on any machine."
     )
     return 0
 
 
 def _show(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
-    # A name in a stranger's file may hold what the stream here has no letter for.
+    # A name in a capture may have characters that this stream cannot encode.
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
@@ -146,7 +144,7 @@ def _announce(check: Check) -> None:
 
 
 def _say(text: str) -> None:
-    """What is done at the moment, on a terminal, over what was said before."""
+    """Show the current step on a terminal, over the previous one."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
@@ -155,8 +153,8 @@ def _say(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=PROGRAM,
-        description="Is this machine fit to train, and if not, what exactly is wrong and how is it fixed? "
-        "Exit code: 0 fine, 1 warnings, 2 failures.",
+        description="Checks whether this machine is ready to train, and names the fix for each problem. "
+        "Exit code: 0 ok, 1 warnings, 2 failures.",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, without names of users and secrets")
@@ -166,8 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--skip", nargs="+", default=[], metavar=name, help="leave these checks or groups out")
     parser.add_argument("--full", action="store_true", help="run the long measured checks as well; minutes")
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--list", action="store_true", help="name the checks and stop")
-    action.add_argument("--capture", type=Path, metavar="FILE", help="write what was read to a file and stop")
+    action.add_argument("--list", action="store_true", help="list the checks, and exit")
+    action.add_argument("--capture", type=Path, metavar="FILE", help="write what was read to a file, and exit")
     of_file = "diagnose a file of --capture instead of this machine"
     action.add_argument("--from", type=Path, dest="recording", metavar="FILE", help=of_file)
     return parser
@@ -180,9 +178,9 @@ class Report:
     Attributes:
         diagnosis: what was found.
         about: the machine in one line.
-        source: where a recording comes from; empty for this machine.
-        fault: the fault that was put in on request; empty without one.
-        seconds: that all of it took.
+        source: of a recording; empty for this machine.
+        fault: the injected fault, or empty.
+        seconds: total time.
     """
 
     diagnosis: Diagnosis
@@ -192,7 +190,7 @@ class Report:
     seconds: float
 
     def by_group(self) -> dict[str, list[Finding]]:
-        """Titles of groups to their findings, in order; what was not run is left out, see ``not_run``."""
+        """Titles of groups to their findings, in order, without skipped checks (see ``not_run``)."""
         found: dict[str, list[Finding]] = {title: [] for title in GROUPS.values()}
         for finding in self.diagnosis.findings:
             if finding.status != "skipped":
@@ -209,7 +207,7 @@ class Report:
     def summary(self) -> str:
         counts = {status: self.diagnosis.count(status) for status in _COUNTED}
         shown = [f"{count} {_COUNTED[status][count != 1]}" for status, count in counts.items() if count]
-        return ", ".join(shown) or "nothing was looked at"
+        return ", ".join(shown) or "no check was run"
 
     def to_dict(self) -> dict[str, Any]:
         findings = [
@@ -262,7 +260,7 @@ def without_names(report: Report, owner: PrivateNames) -> Report:
 
 
 def about(evidence: Evidence) -> str:
-    """The machine in one line: what it computes on, its processor, kernel and torch."""
+    """The machine in one line: cards, processor, kernel and torch."""
     machine, software = evidence.machine, evidence.software
     cards = [gpu.identity.card.name if gpu.identity.card else f"AMD {gpu.arch or 'GPU'}" for gpu in evidence.candidates]
     cards = cards or [device.name for device in evidence.devices] or ["no card"]
@@ -278,19 +276,19 @@ def about(evidence: Evidence) -> str:
 
 
 def plain(text: str) -> str:
-    """One line of printable text; what comes from a stranger's file may hold anything."""
+    """One line of printable text; a capture may contain anything."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def table(report: Report, console: Console) -> None:
-    """Print the diagnosis for a reader; the console decides on the width and on colours."""
+    """Print the diagnosis; the console decides on the width and on colours."""
     for line in _lines(report, console):
         console.print(line, no_wrap=True, overflow="ignore", crop=False)
 
 
 def _lines(report: Report, console: Console) -> Iterator[Text]:
     def wrapped(text: str, head: Text | None = None, style: str = "") -> Iterator[Text]:
-        """The text behind a head, which stands in the first line only; no word is cut."""
+        """The text after a head, which is in the first line only; words are not split."""
         head = head or Text()
         indent, width = len(head), max(console.width - len(head), 1)
         lines = textwrap.wrap(plain(text), width, break_on_hyphens=False, break_long_words=False) or [""]
@@ -307,9 +305,9 @@ def _lines(report: Report, console: Console) -> Iterator[Text]:
     yield Text(f"hf-rocm-tune doctor {__version__}", style="bold")
     yield from wrapped(report.about)
     if report.source:
-        yield from wrapped(f"recorded: {report.source}; nothing here is about the machine that shows it")
+        yield from wrapped(f"recorded: {report.source}; the findings are not about this machine")
     if report.fault:
-        yield from wrapped(f"A FAULT IS PUT IN ON REQUEST: {report.fault}")
+        yield from wrapped(f"A FAULT IS INJECTED ON REQUEST: {report.fault}")
     for title, findings in report.by_group().items():
         yield from (Text(), Text(title, style="bold"))
         for one in findings:
@@ -330,11 +328,11 @@ def _lines(report: Report, console: Console) -> Iterator[Text]:
             for link in dict.fromkeys(filter(None, map(link_of, one.sources))):
                 yield Text(" " * (_INDENT + _LABEL) + link, style="dim")
     if report.not_run():
-        yield from (Text(), Text("Not looked at", style="bold"))
+        yield from (Text(), Text("Not run", style="bold"))
     for reason, checks in report.not_run().items():
         yield from first("skipped", f"{', '.join(checks)}: {reason}")
     yield Text()
-    # What the verdict rests on, once more where a reader of a long table is.
+    # The failures and warnings again, at the end of a long table.
     for status in ("fail", "warn"):
         for one in report.diagnosis.findings:
             if one.status == status:
@@ -352,7 +350,7 @@ def markdown(report: Report) -> str:
     if report.source:
         lines += ["", f"Recorded: {_escaped(report.source)}"]
     if report.fault:
-        lines += ["", f"**A fault was put in on request:** {_code(report.fault)}"]
+        lines += ["", f"**A fault was injected on request:** {_code(report.fault)}"]
     for title, findings in report.by_group().items():
         lines += ["", f"### {_escaped(title)}", ""]
         for one in findings:
@@ -367,15 +365,15 @@ def markdown(report: Report) -> str:
                 lines.append(f"  - source: {'; '.join(map(_linked, one.sources))}{trust}")
     reasons = report.not_run()
     if reasons:
-        lines += ["", "### Not looked at", ""]
+        lines += ["", "### Not run", ""]
         lines += [f"- {', '.join(map(_code, checks))}: {_escaped(reason)}" for reason, checks in reasons.items()]
     return "\n".join(lines)
 
 
 def _escaped(text: str) -> str:
-    """Text that reads in Markdown as it stands; what is in backticks stays code."""
+    """Text escaped for Markdown; backticks stay code."""
     parts = plain(text).split("`")
-    if len(parts) % 2 == 0:  # a backtick without a partner opens nothing
+    if len(parts) % 2 == 0:  # an odd backtick is not code
         return _SPECIAL.sub(r"\\\1", "'".join(parts))
     return "`".join(part if number % 2 else _SPECIAL.sub(r"\\\1", part) for number, part in enumerate(parts))
 
@@ -395,7 +393,7 @@ def _linked(source: str) -> str:
 MAX_BYTES = 32 << 20
 _NO_TEXT = base64.b64encode(b"\0\0\0\0").decode()
 _WHAT = "is it a file of `doctor --capture`?"
-# Names that say nothing about anybody, beside those of `redaction` and the words of the doctor.
+# Names that identify nobody, in addition to those of `redaction`.
 _PUBLIC = frozenset(
     {"system", "slice", "amdgpu", "kfd", "render", "video", "card", "pci", "usb", "proc", "sys", "dev", "lib", "boot"}
     | {"podman", "lxc", "container"}
@@ -405,7 +403,7 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b"), "00:00:00:00:00:00"),
     (re.compile(r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"), "00000000-0000-0000-0000-000000000000"),
     (re.compile(r"\bGPU-[0-9a-fA-F]{8,32}\b"), "GPU-0000000000000000"),
-    # Ids of containers and digests; nothing that a check reads is as long.
+    # Ids of containers and digests; no check reads such a long one.
     (re.compile(r"\b[0-9a-fA-F]{32,}\b"), "0" * 32),
     (re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"), "user@host"),
     (re.compile(r"(?m)^((?:unique_id|serial_number|serial)\b\s*:?\s*)\S+"), r"\g<1>0"),
@@ -415,7 +413,7 @@ _IP_ADDRESS = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![\w.])")
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateNames:
-    """The names that must not get out of this machine: logins, this machine's own, home directories in odd places."""
+    """Names to redact: logins, host names, unusual home directories."""
 
     users: tuple[str, ...]
     hosts: tuple[str, ...]
@@ -423,10 +421,10 @@ class PrivateNames:
 
     @classmethod
     def of_this_machine(cls, environ: Mapping[str, str]) -> PrivateNames:
-        """Whatever the system and the variables call the user and the machine, but for words of the doctor."""
-        private, public = Private.of_this_machine(environ), _PUBLIC | _own_words()
+        """Names of the user and the machine from the system and its variables, without those in ``_PUBLIC``."""
+        private = Private.of_this_machine(environ)
         users, hosts = (
-            tuple(name for name in names if name.lower() not in public) for names in (private.users, private.hosts)
+            tuple(name for name in names if name.lower() not in _PUBLIC) for names in (private.users, private.hosts)
         )
         return cls(users=users, hosts=hosts, homes=tuple(private.paths))
 
@@ -444,23 +442,12 @@ class PrivateNames:
         return text
 
     def out_of_variable(self, value: str) -> str:
-        """The value of a variable; network addresses go too, which elsewhere would be versions."""
+        """The value of a variable; network addresses too, which look like versions elsewhere."""
         return _IP_ADDRESS.sub("0.0.0.0", self.out_of(value))
 
 
-@cache
-def _own_words() -> frozenset[str]:
-    """The words of what is said here whoever owns the machine, and of the form of a recording."""
-    texts = [text for row in all_rows().values() for text in (row.title, row.says, row.cure, *row.sources)]
-    texts += [text for row in POLICY for text in (*row.variables, row.reason, row.cure, row.source, row.value or "")]
-    texts += [f"{card.name} {card.arch} {card.matrix}" for card in CARDS]
-    texts += [*GROUPS, *GROUPS.values(), *PACKAGES, "schema source binary value reason usable group"]
-    texts += [field.name for form in (Software, TorchDevice, Recording) for field in fields(form)]
-    return frozenset(word.lower() for text in texts for word in re.split("[^A-Za-z0-9]+", text))
-
-
 def of_policy(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those variables that the policy says something about, and the filters of visible devices."""
+    """The variables of the policy, and the filters of visible devices."""
     patterns = {*FILTERS, *(pattern for row in POLICY for pattern in row.variables)}
     return {
         name: value
@@ -470,11 +457,11 @@ def of_policy(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def pack(evidence: Evidence, recording: Mapping[str, Any], owner: PrivateNames) -> dict[str, Any]:
-    """What goes into the file, of this machine's evidence and the recording of what was read for it."""
+    """The content of a capture."""
     software = evidence.software.to_dict() if evidence.software else {}
     packed: dict[str, Any] = map_strings({**recording, "software": software, "binary": {}}, owner.out_of, owner.out_of)
     packed["source"] = f"hf-rocm-tune {__version__}, doctor --capture"
-    # Only of the files that are binary by nature is the content kept; of others, that it is no text.
+    # Only files that are always binary keep their content; others are marked as binary.
     packed["binary"] = {
         owner.out_of(path): text if path == PACKED_CONFIG or path.endswith("/gpu_metrics") else _NO_TEXT
         for path, text in recording["binary"].items()
@@ -486,7 +473,7 @@ def pack(evidence: Evidence, recording: Mapping[str, Any], owner: PrivateNames) 
 
 
 def write_capture(file: Path, evidence: Evidence, recording: Mapping[str, Any]) -> int:
-    """Write the file; the number of things that were read and are in it.
+    """Write the file. Returns the number of its entries.
 
     Raises:
         UsageError: it cannot be written.
@@ -500,10 +487,10 @@ def write_capture(file: Path, evidence: Evidence, recording: Mapping[str, Any]) 
 
 
 def read_capture(file: Path) -> tuple[Evidence, str]:
-    """The evidence in a file that `write_capture` has written or that was built by hand, and where it comes from.
+    """The evidence in a file of `write_capture`, and its source.
 
     Raises:
-        UsageError: it is no such file; says what is wrong.
+        UsageError: the file has another form.
     """
     packed = _load(file)
     tree = RecordedTree(packed)
@@ -516,7 +503,7 @@ def read_capture(file: Path) -> tuple[Evidence, str]:
     except ValueError as error:
         raise UsageError(f"--from {file}: {error}; {_WHAT}") from error
     evidence = Evidence(machine=survey(tree), software=software, environ=environ, recorded=True)
-    return evidence, str(packed.get("source") or "a recording that does not say where it comes from")
+    return evidence, str(packed.get("source") or "a recording without a source")
 
 
 def _load(file: Path) -> dict[str, Any]:
@@ -530,7 +517,7 @@ def _load(file: Path) -> dict[str, Any]:
     try:
         packed = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--from {file} is no JSON text ({error}): {_WHAT}") from error
+        raise UsageError(f"--from {file} is not JSON ({error}): {_WHAT}") from error
     if not isinstance(packed, dict):
-        raise UsageError(f"--from {file} holds no JSON object: {_WHAT}")
+        raise UsageError(f"--from {file} is not a JSON object: {_WHAT}")
     return packed

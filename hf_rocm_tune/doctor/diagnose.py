@@ -1,11 +1,11 @@
-"""All checks, the choice among them, and running them: none stops another, and what was not run is said with why.
+"""All checks, their selection, and running them: a failing check does not stop others, and skipped ones have a reason.
 
 A check that measures is a table ``[checks.NAME]`` in ``knowledge/`` and the function that it names, which is called in
 a child process with a deadline; this process never imports torch. ``request["device"]`` is ``cuda:0`` ... or ``cpu``;
-``request["fault"]``, where it is there, is ``{"kind": ..., "where": ...}``, one of the check's own ``faults``; those of
-the process itself (hang, kill, garbage ...) are made by ``machine.child``. The function calls ``child.step("copying 64
-MiB")`` before each part, so that a hang can be told by name. One of two cards is called in this process with
-``request["devices"]``, because its trials have children of their own; any other has one child for each card.
+``request["fault"]``, if given, is ``{"kind": ..., "where": ...}``, one of the check's own ``faults``; those of the
+process itself (hang, kill, garbage ...) are injected by ``machine.child``. The function calls ``child.step("copying 64
+MiB")`` before each part, so that a hang is named. A check of two cards is called in this process with
+``request["devices"]``, because its trials start their own children; any other has one child for each card.
 
 To try one by hand: ``echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.diagnose NAME``.
 """
@@ -44,7 +44,7 @@ from hf_rocm_tune.machine.variables import evaluate, read_pairs
 
 VARIABLE = "HF_ROCM_TUNE_DOCTOR_FAULT"
 MODULE = "hf_rocm_tune.doctor.diagnose"
-NOTHING_THERE = "there is nothing of the kind on this machine"
+NOTHING_THERE = "not applicable on this machine"
 _HUNG = ("measurement_hung", "pair_hung")
 _ENOUGH_HANGS = 2
 
@@ -60,7 +60,7 @@ class Diagnosis:
     """All findings, in order of groups and checks.
 
     Attributes:
-        findings: what was found, and what was not run or not found out.
+        findings: of all checks, including unknown and skipped ones.
         seconds: of each check that ran, by name.
     """
 
@@ -69,7 +69,7 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """0 fine, 1 warnings, 2 failures. What was not run or not found out counts as neither."""
+        """0 ok, 1 warnings, 2 failures. Unknown and skipped checks count as neither."""
         return 2 if self.count("fail") else 1 if self.count("warn") else 0
 
     def count(self, status: str) -> int:
@@ -87,11 +87,10 @@ def in_order(checks: Iterable[Check]) -> list[Check]:
 
 
 def select(checks: Sequence[Check], *, only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[Check]:
-    """Those checks that are asked for by names of checks or groups (a name that is both means the group); all without
-    any.
+    """The checks with the given names of checks or groups (the group, if a name is both); all by default.
 
     Raises:
-        UsageError: there is no check or group of a name, or nothing is left.
+        UsageError: an unknown name, or no check is left.
     """
     wanted, unwanted = set(only), set(skip)
     names = [*dict.fromkeys(check.group for check in checks), *(check.name for check in checks)]
@@ -103,12 +102,12 @@ def select(checks: Sequence[Check], *, only: Iterable[str] = (), skip: Iterable[
     chosen = [check for check in checks if not wanted or {check.name, check.group} & wanted]
     chosen = [check for check in chosen if not {check.name, check.group} & unwanted]
     if not chosen:
-        raise UsageError("--only and --skip leave no check to run; leave less out")
+        raise UsageError("--only and --skip leave no check to run: give other names")
     return chosen
 
 
 def listing(checks: Sequence[Check]) -> str:
-    """The checks by group, with what each finds out."""
+    """The checks by group, with their descriptions."""
     width = max(len(check.name) for check in checks)
     blocks = []
     for group, title in GROUPS.items():
@@ -152,21 +151,21 @@ def _run(check: Check, evidence: Evidence) -> list[Finding]:
     try:
         for finding in check.run(evidence) if check.run else _measure(check, evidence):
             found.append(replace(finding, check=check.name))
-    except Exception as error:  # a bug of ours in one check must not hide what the others find; it is reported as such
+    except Exception as error:  # a bug of ours in one check must not hide other findings
         what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         found.append(from_row("check_crashed", check=check.name, name=check.name, error=what))
     return found
 
 
 def _why_not(check: Check, evidence: Evidence, findings: Iterable[Finding], *, full: bool) -> str:
-    """Why a check cannot run or is not to; empty where it runs."""
+    """Why a check is not run; empty if it runs."""
     if not check.measured:
         return ""
     if evidence.recorded:
-        return "recorded: nothing can be measured on a machine that is not here"
+        return "nothing can be measured in a recording"
     if not evidence.devices:
         known = evidence.software
-        why = "nothing is known of the software" if known is None else known.devices.reason
+        why = "the software is unknown" if known is None else known.devices.reason
         return f"torch sees no accelerator: {why or f'torch {known and known.torch_version.value} lists no device'}"
     if check.needs_cards > len(evidence.seen_cards):
         return f"torch sees {len(evidence.seen_cards)} of {evidence.card_count} cards"
@@ -174,15 +173,15 @@ def _why_not(check: Check, evidence: Evidence, findings: Iterable[Finding], *, f
         seconds = check.seconds
         takes = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
         return f"takes about {takes}; --full runs it"
-    # Every hang takes minutes, and a driver that hung in two checks hangs on.
+    # Every hang takes minutes, and a driver that hung in two checks will hang again.
     hung = dict.fromkeys(finding.check for finding in findings if finding.row in _HUNG)
     if check.group == "after" or len(hung) < _ENOUGH_HANGS:
         return ""
-    return f"{' and '.join(hung)} did not return; --only {check.name} measures it all the same"
+    return f"{' and '.join(hung)} did not return; --only {check.name} measures it anyway"
 
 
 def _variables_for(evidence: Evidence, findings: Iterable[Finding]) -> list[Finding]:
-    """What the policy of variables adds when it is told what was found: for example that RCCL should not use peers."""
+    """Decisions of the policy of variables that depend on the findings: for example that RCCL should not use peers."""
     rows = all_rows()
     names = {name for finding in findings if finding.row in rows for name in rows[finding.row].environ}
     if not names:
@@ -194,14 +193,14 @@ def _variables_for(evidence: Evidence, findings: Iterable[Finding]) -> list[Find
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorFault:
-    """A fault on purpose, so that a user can see that a check would find one.
+    """An injected fault, which shows that a check detects it.
 
     ``HF_ROCM_TUNE_DOCTOR_FAULT="check=round_trip,kind=zeros,where=page-locked"``
 
     Attributes:
         check: a key of ``MEASURED``.
         kind: one of that check's faults, or an ending of its process (``machine.child.ENDINGS``).
-        where: only where these words are part of what the check says it is doing.
+        where: only in steps whose description contains this text.
     """
 
     check: str
@@ -210,10 +209,10 @@ class DoctorFault:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> DoctorFault | None:
-        """The fault that the variable asks for; None where it is unset or empty.
+        """The fault in the variable; None if it is unset or empty.
 
         Raises:
-            UsageError: names what is unknown, missing, given twice or not valid, and what is valid.
+            UsageError: an unknown, missing, repeated or invalid key or value; names the valid ones.
         """
         text = environ.get(VARIABLE, "").strip()
         if not text:
@@ -230,7 +229,7 @@ class DoctorFault:
 
 
 def _measure(check: Check, evidence: Evidence) -> list[Finding]:
-    """A measured check on this machine's devices, with the fault that the environment asks for."""
+    """A measured check on this machine's devices, with the fault of the environment."""
     fault = DoctorFault.from_environment(os.environ)
     common = {"hip": evidence.build == "rocm"}
     if check.needs_cards:
@@ -247,7 +246,7 @@ def _device(device: TorchDevice) -> dict[str, Any]:
 def run_measured(
     check: Check, requests: Iterable[Mapping[str, Any]], *, fault: DoctorFault | None = None
 ) -> list[Finding]:
-    """Run a measured check, once for each request. With a fault on purpose every finding says so, and one more."""
+    """Run a measured check, once for each request. With an injected fault every finding says so, and an extra one."""
     findings: list[Finding] = []
     for asked in requests:
         request: dict[str, Any] = {**check.options, **asked}
@@ -258,14 +257,14 @@ def run_measured(
             assert not isinstance(made, Again)
         else:
             made = _in_child(check, request)
-        # A card is named with its address, which no filter of visible devices changes.
+        # A card is named with its address, which does not depend on filters of visible devices.
         device, address = request.get("device"), request.get("address")
         for finding in made:
             subject = f"{device} at {address}" if address and finding.subject == device else finding.subject
             findings.append(replace(finding, check=check.name, subject=subject))
     if fault is None:
         return findings
-    said = f"a fault was put in on purpose: {VARIABLE}=check={fault.check},kind={fault.kind}"
+    said = f"an injected fault: {VARIABLE}=check={fault.check},kind={fault.kind}"
     said += f",where={fault.where}" if fault.where else ""
     marked = [replace(finding, evidence=(said, *finding.evidence)) for finding in findings]
     return [from_row("fault_on_purpose", check=fault.check, kind=fault.kind, name=fault.check), *marked]
@@ -293,7 +292,7 @@ def _call(check: Check, request: dict[str, Any]) -> list[Finding] | Again:
 
 
 def measure_here(check: Check, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The child's half: ``findings``, and ``again`` where a second child is wanted; plain JSON values."""
+    """In the child: ``findings``, and ``again`` if a second child is needed; JSON values."""
     first = list(map(Finding.from_dict, request.get("first", ())))
     made = _call(check, {**check.options, **request, "first": first})
     if isinstance(made, Again):

@@ -1,6 +1,6 @@
-"""What a check is, what it is given, and what it says: rows of knowledge in TOML, and the findings made of them.
+"""A check, its input, and its output: rows of knowledge in TOML, and findings.
 
-A row is one table in a file of ``knowledge/`` that is not one of ``DATA_FILES``::
+A row is a table in a file of ``knowledge/`` other than ``DATA_FILES``::
 
     [aer_errors]
     status = "warn"                 # ok | info | warn | fail
@@ -9,13 +9,13 @@ A row is one table in a file of ``knowledge/`` that is not one of ``DATA_FILES``
     cure = "reseat the card, or try another slot; read the counter again under load"
     sources = ["kernel documentation of aer_dev_correctable"]
     confidence = "reported"         # documented | reproduced | reported | general
-    needs_cards = 2                 # not said with fewer discrete cards
+    needs_cards = 2                 # omitted with fewer discrete cards
     tested_here = true              # false: the text adds that this project has not tested it
-    environ = ["peer_copy_failed"]  # names of findings that the policy of variables is told
+    environ = ["peer_copy_failed"]  # findings for the policy of variables
 
-Only a row of status ``ok`` may lack a cure, and every row has a source: tests/doctor/test_rows.py holds the rules. A
-new check that reads is a function, a `Check` in ``CHECKS`` of its module, and rows. One that measures is a function,
-rows, and a table ``[checks.NAME]`` in front of them, which names the function.
+Only a row of status ``ok`` may lack a cure, and every row has a source (tests/doctor/test_rows.py). A new check that
+reads needs a function, a `Check` in ``CHECKS`` of its module, and rows; one that measures a function, rows, and a table
+``[checks.NAME]`` before them, which names the function.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from hf_rocm_tune.machine.variables import MARK_SET, MachineFacts
 from hf_rocm_tune.ranks.preflight import DEVICE_ERRORS
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
-#: Tables that checks look things up in (`knowledge_data`); all other files hold rows.
+#: Tables of values for checks (`knowledge_data`); all other files have rows.
 DATA_FILES = ("kernels.toml", "versions.toml", "thresholds.toml")
 NOT_TESTED_HERE = "not tested by this project"
 
-NO_VARIABLES = "the recording holds no variables"
-NO_SOFTWARE = "the recording holds no software"
-#: The driver of a device that a virtual machine has: this system cannot use it.
+NO_VARIABLES = "the recording has no variables"
+NO_SOFTWARE = "the recording has no software"
+#: The driver of a device that is assigned to a virtual machine.
 GIVEN_AWAY = "vfio-pci"
-#: Groups in the order in which they run and are shown. What explains most comes first: variables and the wheel before
-#: copies to one card, those before its memory, that before copies between cards, and arithmetic after all copies.
+#: Groups in the order in which they run and are shown. Likely causes come first: variables and the
+#: wheel before copies to one card, then its memory, copies between cards, and arithmetic after all copies.
 GROUPS: Mapping[str, str] = {
     "access": "Cards and access to them",
     "variables": "Environment variables",
@@ -72,7 +72,7 @@ Status = Literal["ok", "info", "warn", "fail", "unknown", "skipped"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One thing that the doctor can say; ``title``, ``says`` and ``cure`` may hold ``{placeholders}``."""
+    """One possible finding; ``title``, ``says`` and ``cure`` may have ``{placeholders}``."""
 
     name: str
     status: RowStatus
@@ -115,15 +115,14 @@ class Finding:
     """One line of the diagnosis.
 
     Attributes:
-        check: filled in by whoever runs the check.
-        row: name of the row that its words are from; ``environ:VARIABLE`` for the policy of variables; empty for
-            ``unknown`` and ``skipped``, whose text is the reason and no statement about the machine.
-        status: ``unknown`` is what could not be read or measured, ``skipped`` what nobody tried.
+        check: its name, set by the caller of the check.
+        row: name of its row; ``environ:VARIABLE`` for the policy of variables; empty for ``unknown`` and ``skipped``,
+            whose text is the reason.
+        status: ``unknown``: could not be read or measured; ``skipped``: not tried.
         evidence: what was read or measured, one line each.
-        cure: what to do; empty where there is nothing to do.
-        sources: on whose word.
-        subject: what it is about where there are several of a kind: a PCI address, a variable, a pair ``0->1``.
-        needs_cards: with fewer discrete cards it is not shown.
+        cure: what to do, or empty.
+        subject: a PCI address, a variable, a pair ``0->1``, if there are several.
+        needs_cards: it is omitted with fewer discrete cards.
     """
 
     check: str
@@ -179,29 +178,29 @@ def from_row(
 
 
 def unknown(reason: str, *, check: str = "", subject: str = "", evidence: Iterable[str] = ()) -> Finding:
-    """Something that could not be found out, and why."""
+    """Something that could not be determined, and why."""
     return replace(
         skipped(reason, check=check, subject=subject),
         status="unknown",
-        title="could not be found out",
+        title="unknown",
         evidence=tuple(evidence),
     )
 
 
 def skipped(reason: str, *, check: str = "", subject: str = "") -> Finding:
-    """Something that was not looked at, and why."""
+    """A check that was not run, and why."""
     text = " ".join(reason.split())
-    return Finding(check=check, row="", status="skipped", title="not looked at", text=text, subject=subject)
+    return Finding(check=check, row="", status="skipped", title="not run", text=text, subject=subject)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All that read checks look at; measured checks need it only to choose devices.
+    """The input of read checks; measured checks use it only to choose devices.
 
     Attributes:
-        software: None in a recording that holds no software.
-        environ: the user's variables, without what this package has set itself; None in a recording that holds none.
-        recorded: it comes from a file, so nothing can be measured.
+        software: None in a recording without it.
+        environ: the user's variables, without those that this package has set; None in a recording without them.
+        recorded: from a file, so nothing can be measured.
     """
 
     machine: Machine
@@ -216,52 +215,52 @@ class Evidence:
 
     @property
     def candidates(self) -> tuple[Gpu, ...]:
-        """What could be trained on: the discrete AMD cards, and integrated GPUs only where there is no card."""
+        """GPUs for training: the discrete AMD cards, or integrated GPUs if there is no card."""
         discrete = tuple(gpu for gpu in self.machine.amd if gpu.integrated is not True)
         return tuple(gpu for gpu in discrete if gpu.driver.value != GIVEN_AWAY) or discrete or self.machine.amd
 
     @property
     def build(self) -> str | None:
-        """What torch was built for; None where that is not known."""
+        """torch's build; None if unknown."""
         return self.software.build if self.software else None
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """Those variables that are known to be set."""
+        """The known variables."""
         return self.environ or {}
 
     @property
     def devices(self) -> tuple[TorchDevice, ...]:
-        """What torch sees; nothing where that is not known."""
+        """torch's devices; empty if unknown."""
         return (self.software.devices.value or ()) if self.software else ()
 
     @property
     def card_count(self) -> int:
-        """How many discrete cards there are, of any vendor: what the kernel lists, or torch where it sees more."""
+        """Number of discrete cards of any vendor: in the kernel's list, or torch's if that is larger."""
         return max(len(self.cards), len(self.seen_cards))
 
     @property
     def seen_cards(self) -> tuple[TorchDevice, ...]:
-        """Those of torch's devices that are no integrated GPUs."""
+        """torch's devices without integrated GPUs."""
         return tuple(one.device for one in self.joined if one.gpu is None or one.gpu.integrated is not True)
 
     @property
     def joined(self) -> tuple[JoinedDevice, ...]:
-        """What torch sees, with the card of the kernel that each device is."""
+        """torch's devices, each with its card in the kernel's list."""
         topology = self.machine.topology
-        # Torch was asked by a process of this package, which shows it all discrete cards where the user filters none.
+        # Torch was queried by a process of this package, which sees all discrete cards unless the user filters them.
         shown = choose(topology.nodes, self.variables, complete=topology.complete, split=True).variables
         return join(self.machine, self.devices, {**self.variables, **shown})
 
     @property
     def visible(self) -> tuple[GpuNode, ...] | None:
-        """The compute nodes that the user's filters leave; None where that is not known."""
+        """The compute nodes that pass the user's filters; None if unknown."""
         topology = self.machine.topology
         known = topology.complete and self.environ is not None
         return visible_nodes(topology.nodes, self.variables) if known else None
 
     def facts(self, findings: frozenset[str] = frozenset()) -> MachineFacts:
-        """The same for the policy of variables, with names that its rows hang on, for example ``peer_copy_failed``."""
+        """The facts for the policy of variables, with findings such as ``peer_copy_failed``."""
         reasons: dict[str, str] = {}
         software, visible = self.software, self.visible
         torch_version = software.torch_version.value if software else None
@@ -287,13 +286,13 @@ class Evidence:
 
 
 def own_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables as the user has them: without what this package, or a parent process of it, has set."""
+    """The user's variables, without those set by this package or its parent process."""
     ours = {name for name in environ.get(MARK_SET, "").split(",") if name}
     return {name: value for name, value in users_environ(environ).items() if name not in ours and name != MARK_SET}
 
 
 def read_here() -> tuple[Evidence, dict[str, Any]]:
-    """What this machine is, and the recording of what was read of it."""
+    """This machine's evidence, and the recording of what was read."""
     machine, recording = record()
     return Evidence(machine=machine, software=read_software(), environ=own_environ(os.environ)), recording
 
@@ -305,16 +304,16 @@ class Check:
     Attributes:
         name: for ``--only`` and ``--skip``.
         group: a key of ``GROUPS``.
-        about: what it finds out, one line.
-        run: gives findings, ``ok`` with its evidence included, and none where there is nothing to look at.
+        about: its purpose, one line.
+        run: returns findings, also ``ok`` ones, and none if it is not applicable.
         measured: it needs an accelerator that torch sees, and is not possible on a recording.
-        full: it takes long, and only ``--full`` runs it.
-        needs_cards: with fewer discrete cards it does not exist.
-        seconds: how long it takes as a rule.
+        full: it is slow, and only ``--full`` runs it.
+        needs_cards: it is omitted with fewer discrete cards.
+        seconds: its usual time.
         function: ``module.function`` in this package, ``function(request) -> list[Finding] | Again``.
-        deadline_s: seconds after which a child is killed; generous, since a healthy one never waits for it.
-        faults: kinds that it can be given as ``request["fault"]["kind"]``, beside those of every child.
-        options: goes into the request.
+        deadline_s: seconds after which a child is killed.
+        faults: kinds for ``request["fault"]["kind"]``, in addition to those of every child.
+        options: added to the request.
     """
 
     name: str
@@ -332,23 +331,23 @@ class Check:
 
 
 def arch_of(gpu: Gpu) -> str | None:
-    """The architecture that the kernel states, or its model's where the compute driver does not list the GPU."""
+    """The architecture in the kernel's list, or that of its model."""
     return gpu.arch or (gpu.identity.card.arch if gpu.identity.card else None)
 
 
 def in_wheels(gpu: Gpu) -> bool:
-    """Whether torch is known to hold code for a GPU of its kind; of a card, that is for the check of its build."""
+    """Whether wheels of torch have code for an integrated GPU; True for a card, whose check is `arch`."""
     return gpu.integrated is not True or arch_of(gpu) in knowledge_data("versions.toml")["integrated"]["in_wheels"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Again:
-    """Findings that a second child may say more about, with other variables, which a process reads only once.
+    """Findings that a second child with other variables may refine; a process reads those only once.
 
     Attributes:
-        findings: what is said where the second child gives no result.
-        environ: variables beside those of the first child; None takes one away.
-        request: what the second is asked more; it finds `findings` as ``request["first"]`` and gives them all again.
+        findings: used if the second child gives no result.
+        environ: additional variables; None removes one.
+        request: additional entries; the second child gets `findings` as ``request["first"]`` and returns all of them.
         words: "with HSA_ENABLE_SDMA=0".
     """
 
@@ -381,7 +380,7 @@ def failure(what: str, outcome: Outcome, *, subject: str) -> Finding:
 
 
 def _printed(outcome: Outcome) -> list[str]:
-    """Of what it printed, what tells most: the innermost calls of a hang, else the end."""
+    """The relevant part of its output: the innermost calls of a hang, else the end."""
     lines = [line.strip() for line in outcome.tail.splitlines() if line.strip()]
     stacks = [number for number, line in enumerate(lines) if line.endswith(_STACK_HEAD)]
     if outcome.status == "timeout" and stacks:
@@ -390,11 +389,11 @@ def _printed(outcome: Outcome) -> list[str]:
 
 
 def problem_lines(problems: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line each for the first few problems: the case, and its damage where reading it back showed any."""
+    """A line each for the first few problems: the case, and its damage if the readback showed any."""
     lines = []
     for problem in problems[:_SHOWN_PROBLEMS]:
         damage = problem.get("damage")
-        lines.append(f"{problem['case']}: {_damage_words(damage) if damage else 'right when it was read back'}")
+        lines.append(f"{problem['case']}: {_damage_words(damage) if damage else 'correct when read back'}")
     left = len(problems) - _SHOWN_PROBLEMS
     return [*lines, f"and {left} more"] if left > 0 else lines
 

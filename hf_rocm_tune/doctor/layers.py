@@ -3,7 +3,7 @@
 
 Which backend of attention runs is not taken from what torch says it would choose: recorded are the operators that are
 dispatched in a forward and a backward pass, and the nodes that the forward pass left for the backward one, once without
-a wish and once for each backend alone. The full check names the kernels that ran on an accelerator, too.
+a wish and once for each backend alone.
 
 NF4 by its definition: a tensor is cut into blocks in memory order; each is divided by its largest magnitude (absmax)
 and every quotient replaced by the number of the nearest of 16 values, two numbers a byte, the first in the upper half.
@@ -16,7 +16,6 @@ chooses; ``math`` lets attention fall back to the math path (``where=packed``); 
 
 from __future__ import annotations
 
-import copy
 import importlib
 import importlib.util
 import itertools
@@ -51,7 +50,6 @@ BACKENDS = {
 }
 LABELS = ("the queries", "the keys", "the values")
 _OPERATORS = {name: f"scaleddotproduct{name}attention" for name in ("flash", "efficient", "cudnn")}
-_KERNEL_PARTS = ("attn", "attention", "fmha", "flash", "bwd", "softmax")
 
 Backends = Mapping[str, Mapping[str, Mapping[str, str]]]
 """dtype to wish (``default`` for none) to ``forward`` and ``backward`` (the backend that ran) or ``refused`` (why)."""
@@ -172,15 +170,11 @@ def attention(request: Mapping[str, Any]) -> list[Finding] | Again:
         for dtype in DTYPES:
             for case in CASES + FULL_CASES if request.get("full") else CASES:
                 _compare(bench, dtype, case, backends[name_of(dtype)])
-        kernels = []
-        for dtype in DTYPES if request.get("full") and bench.device.type == "cuda" else ():
-            step(f"profiling {name_of(dtype)} attention")
-            kernels.append(f"kernels in {name_of(dtype)}: {', '.join(_kernels(bench, dtype))}")
         gradients = all("gradient" in problem.case for problem in bench.problems)
         right = bench.verdict("attention_right", "attention_gradient_wrong" if gradients else "attention_wrong")
     slow = unfused(backends)
     masked = [] if slow else [what_runs_masked(request["device"], with_mask)]  # else it has the same cause
-    findings = [right, *masked, what_runs(request["device"], backends, kernels)]
+    findings = [right, *masked, what_runs(request["device"], backends)]
     if slow and request.get("hip") and os.environ.get(FLAG) != "1":
         return Again(findings=findings, environ={FLAG: "1"}, words=f"with {FLAG}=1", request={"slow": slow})
     return findings
@@ -200,13 +194,13 @@ def what_runs_masked(device: str, ran: Mapping[str, Mapping[str, Mapping[str, st
     return from_row("attention_masked_unfused", subject=device, evidence=lines, cases=" and ".join(slow))
 
 
-def what_runs(device: str, backends: Backends, kernels: Sequence[str] = ()) -> Finding:
+def what_runs(device: str, backends: Backends) -> Finding:
     """The finding on the backends that ran without a wish."""
     for dtype in TRAINED:
         if "refused" in backends[dtype]["default"]:
             why = backends[dtype]["default"]["refused"]
             return unknown(f"no backend runs {dtype} attention: {why}", subject=device)
-    lines, slow = [*_lines(backends), *kernels], unfused(backends)
+    lines, slow = [*_lines(backends)], unfused(backends)
     if not slow:
         return from_row("attention_fused", subject=device, evidence=lines)
     for name, way in backends[slow[0]].items():
@@ -334,16 +328,6 @@ def backend_of(names: set[str]) -> str:
     return next((backend for backend, part in _OPERATORS.items() if any(part in name for name in plain)), "math")
 
 
-def _kernels(bench: Bench, dtype: torch.dtype) -> list[str]:
-    """Names of the kernels that a forward and a backward pass run on an accelerator, without plain elementwise ones."""
-    tensors = PLAIN.inputs(dtype, bench.generator)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _run(bench, PLAIN, tensors, "default")
-        torch.cuda.synchronize(bench.device)
-    names = {event.key for event in profile.key_averages()}
-    return sorted(name[:120] for name in names if any(part in name.lower() for part in _KERNEL_PARTS))
-
-
 def _place(bench: Bench, tensor: Tensor, heads_last: bool) -> Tensor:
     moved = bench.move(tensor.detach().transpose(1, 2).contiguous() if heads_last else tensor.detach())
     return moved.transpose(1, 2) if heads_last else moved
@@ -445,7 +429,6 @@ def nf4(request: Mapping[str, Any]) -> list[Finding]:
                 weight.double_quantisation()
                 for rows in ROWS:
                     weight.products(rows)
-                    weight.exact_products(rows)
         except (RuntimeError, NotImplementedError) as error:
             if bench.cases or isinstance(error, torch.AcceleratorError):
                 raise
@@ -525,25 +508,6 @@ class _Weight:
         (gradient,) = torch.autograd.grad(output, leaf, self._bench.move(upstream))
         back = product(upstream, self._values, self._dtype, roundings=4)
         self._bench.close(f"{label}: gradient", gradient, *back, gradient=True)
-
-    def exact_products(self, rows: int) -> None:
-        """Weights of 0, 1, 2 and their negatives and inputs of 1 and -1: no rounding, whatever the kernel.
-
-        At most 128 of a row are not zero, so that sums up to 256 are exact in bfloat16.
-        """
-        label, width = f"{self._label}, exact product with {rows} rows", self._shape[1]
-        step(f"computing {label}")
-        generator = self._bench.generator
-        few = torch.rand(self._shape, generator=generator).argsort(dim=1) < min(128, width // 2)
-        ends = torch.randint(0, 2, self._shape, generator=generator) * 15
-        numbers = torch.where(few, ends, int(LEVELS.abs().argmin())).view(-1)
-        scales = 2.0 ** torch.randint(0, 2, (numbers.numel() // _BLOCK,), generator=generator)
-        scales = scales.repeat_interleave(_BLOCK)
-        state = copy.copy(self._state)
-        packed, state.absmax = self._place(numbers, scales)
-        x = signs((rows, width), generator).to(self._dtype)
-        right = (x.double() @ self._decoded(numbers, scales).t()).to(self._dtype)
-        self._bench.exact(label, self._multiply(x, packed, state), right)
 
     def _quantize(self, **options: Any) -> tuple[Tensor, Any]:
         made: tuple[Tensor, Any] = self._library.quantize_4bit(

@@ -1,4 +1,4 @@
-"""torch, ROCm and bitsandbytes: whether the builds fit the machine and each other, and the tested versions."""
+"""Checks of torch, ROCm and bitsandbytes: builds for this machine and for each other, and tested versions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hf_rocm_tune.machine.process import FILTERS
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.variables import version_numbers, within
 
-NO_ROCM_BUILD = "torch is no ROCm build"
+NO_ROCM_BUILD = "torch is not a ROCm build"
 _BUILDS = {"cpu": "processors", "cuda": "NVIDIA cards"}
 _FORCING = "BNB_ROCM_VERSION"  # read by bitsandbytes, cextension.py
 _LIBRARY = re.compile(r"libbitsandbytes_rocm([0-9])([0-9]{1,2})\.(?:so|dll)")
-# RDNA: what was wrong in old versions was wrong with its wavefronts.
+# RDNA: old versions had wrong results with its wavefronts.
 _WAVE32 = ("gfx10", "gfx11", "gfx12")
 _ROCM_INDEX = " --index-url https://download.pytorch.org/whl/rocm7.2"
 
@@ -50,14 +50,14 @@ def torch_rocm(software: Software) -> str | None:
 def _of_software(
     look: Callable[[Evidence, Software], Iterator[Finding]],
 ) -> Callable[[Evidence], Iterable[Finding]]:
-    """A check that has nothing to look at where nothing is known of the software; `_torch` says so."""
+    """A check that is skipped if the software is unknown, which `_torch` reports."""
     return lambda evidence: look(evidence, evidence.software) if evidence.software else ()
 
 
 def _torch(evidence: Evidence) -> Iterator[Finding]:
     software = evidence.software
     if software is None:
-        yield unknown("the recording holds nothing about software")
+        yield unknown("the recording has no software")
         return
     version = software.torch_version.value
     # The AMD GPUs that torch should compute on.
@@ -88,7 +88,7 @@ def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterato
             told: dict[str, Any] = {"version": version, "count": len(evidence.candidates), "reason": reason}
             yield from_row("torch_sees_nothing", evidence=filters, **told)
         else:
-            yield unknown(f"torch {version} is a ROCm build, and there is no card for it here: {reason}")
+            yield unknown(f"torch {version} is a ROCm build, and there is no card: {reason}")
         return
     seen = ", ".join(f"{one.name} ({one.arch}, {one.total_bytes / (1 << 30):.1f} GiB)" for one in devices.value)
     yield from_row("torch_rocm", version=version, hip=software.hip_version, seen=seen)
@@ -108,7 +108,7 @@ def _architectures(evidence: Evidence, software: Software) -> Iterator[Finding]:
         return
     true = {gpu.address: arch for gpu in evidence.candidates if (arch := arch_of(gpu))}
     if not true:
-        yield unknown("the architecture of no GPU is known")
+        yield unknown("the architecture of the GPUs is unknown")
         return
     for one in evidence.joined:
         if one.spoofed and one.gpu is not None:
@@ -116,7 +116,7 @@ def _architectures(evidence: Evidence, software: Software) -> Iterator[Finding]:
             yield from_row("arch_spoofed", subject=one.gpu.address, evidence=[one.reason], **told)
     built = software.arch_list
     if not built.value:
-        yield unknown(built.reason or "torch names no architecture that it is built for")
+        yield unknown(built.reason or "torch lists no architectures")
         return
     missing = {address: arch for address, arch in true.items() if arch not in built.value}
     for address, arch in missing.items():
@@ -129,12 +129,12 @@ def _architectures(evidence: Evidence, software: Software) -> Iterator[Finding]:
 
 
 def _device_wheels(software: Software, archs: list[str]) -> Iterator[Finding]:
-    """Multi-architecture wheels keep the kernels of each architecture in a wheel of its own."""
+    """Multi-architecture wheels have the kernels of each architecture in a separate wheel."""
     rocm, wheels = torch_rocm(software), software.rocm_wheels
     if rocm is None or not within(rocm, _versions("rocm")["device_wheels"], None) or not wheels:
         return
     if any("gfx" in name for name in wheels) and not any("device-" in name for name in wheels):
-        return  # wheels of one family of architectures: nothing is kept apart
+        return  # wheels of one family of architectures contain all kernels
     for arch in archs:
         if not any(name.endswith(f"device-{arch}") for name in wheels):
             seen = [f"{name} {version}" for name, version in wheels.items()]
@@ -169,11 +169,6 @@ def _rocm(evidence: Evidence, software: Software) -> Iterator[Finding]:
         yield from_row("torch28_bf16")
     if within(rocm, known["rccl_faults"], None) and gfx1100:
         yield from_row("rccl_faults", rocm=rocm)
-    pairs = _versions("pairs").get(minor(torch_version))
-    if pairs and minor(rocm) not in pairs:
-        yield from_row("pair_unknown", torch=minor(torch_version), rocm=minor(rocm), known=" and ".join(pairs))
-    if gfx1100 and version_numbers(rocm) is not None:
-        yield from_row("hipblaslt_yes" if within(rocm, known["hipblaslt_gfx1100"], None) else "hipblaslt_no", rocm=rocm)
 
 
 @_of_software
@@ -201,7 +196,7 @@ def _bitsandbytes(evidence: Evidence, software: Software) -> Iterator[Finding]:
     if within(version, None, least) and any((gpu.arch or "").startswith(_WAVE32) for gpu in evidence.candidates):
         yield from_row("bnb_old", version=version, least=least)
     if forced is not None:
-        yield unknown(f"{_FORCING}={forced} chooses the library, whatever torch is built with; only measuring tells")
+        yield unknown(f"{_FORCING}={forced} chooses the library, whatever torch's build; only a measurement tells")
     elif files.value is None:
         yield from_row("bnb_unread", reason=files.reason, least=least)
     else:
@@ -217,7 +212,7 @@ def _library(
     hip = software.hip_version or ""
     wanted = version_numbers(hip)
     if wanted is None:
-        yield unknown(f"torch's version of HIP is {hip!r}, which is no version")
+        yield unknown(f"torch's version of HIP is {hip!r}, which is not a version")
         return
     # The loader of bitsandbytes 0.50: the exact one, the nearest older, the nearest newer, never of another major.
     same = [one for one in available if one[0] == wanted[0]]
@@ -234,7 +229,7 @@ def _library(
         yield from_row("bnb_library", evidence=seen, library=library, **values)
     else:
         yield from_row("bnb_nearest", evidence=seen, library=library, available=listed, **values)
-    # Its kernel came with the version that is the least.
+    # Its kernel came with the least version.
     wrong = [*taken] == known["wrong_on_gfx1100"] and not within(version, None, known["least"])
     if wrong and any(gpu.arch == "gfx1100" for gpu in evidence.candidates):
         yield from_row("bnb_rocm64", version=version, library=library)
@@ -256,17 +251,17 @@ def _version(evidence: Evidence, software: Software, package: str, tested: str) 
         if problem:
             return unknown(problem, subject=package)
         if package in ("bitsandbytes", "torch"):
-            return None  # a check of its own speaks of it
+            return None  # has its own check
         return from_row("version_missing", subject=package, package=package, tested=tested)
     values = {"package": package, "version": version, "tested": tested}
     have, want = version_numbers(version), version_numbers(tested)
     assert want is not None
     if have is None:
-        return unknown(f"the version of {package} is {version!r}, which is no version", subject=package)
+        return unknown(f"the version of {package} is {version!r}, which is not a version", subject=package)
     if have < want:
         index = ""
         if package == "torch" and (torch_rocm(software) or evidence.cards):
-            # Without it, pip would put a build for another vendor's cards in the place of the ROCm build.
+            # Without it, pip would replace the ROCm build by one for another vendor.
             linux = evidence.machine.host.platform == "linux"
             index = _ROCM_INDEX if linux else " --index-url ADDRESS_OF_YOUR_WHEELS" if torch_rocm(software) else ""
         return from_row("version_older", subject=package, index=index, **values)
@@ -278,10 +273,10 @@ def _versions(table: str) -> Any:
 
 
 CHECKS = (
-    Check("torch", "software", "torch's build, and the devices that it sees", _torch),
-    Check("arch", "software", "whether torch holds code for every card", _architectures),
+    Check("torch", "software", "torch's build and its devices", _torch),
+    Check("arch", "software", "torch's code for every card", _architectures),
     Check("rocm", "software", "the version of ROCm inside torch", _rocm),
-    Check("allocator", "software", "the settings of torch's allocator in force", _allocator),
-    Check("bitsandbytes", "software", "a library of bitsandbytes for this ROCm", _bitsandbytes),
-    Check("versions", "software", "the libraries against the tested versions", _tested),
+    Check("allocator", "software", "the settings of torch's allocator", _allocator),
+    Check("bitsandbytes", "software", "bitsandbytes' library for this ROCm", _bitsandbytes),
+    Check("versions", "software", "installed and tested versions of the libraries", _tested),
 )

@@ -1,4 +1,4 @@
-"""What is read of GPUs and the access to them, of variables, the kernel, the host's memory and the cards' sensors."""
+"""Read checks of GPUs and the access to them, of variables, the kernel, host memory and the cards' sensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SCHEDULED_BY_MES = ("gfx11", "gfx12")
 def _driver(evidence: Evidence) -> Iterator[Finding]:
     machine, topology = evidence.machine, evidence.machine.topology
     if machine.host.platform != "linux":
-        yield unknown(f"drivers are read from Linux's files, and this is {machine.host.platform}")
+        yield unknown(f"drivers are read from Linux files, and this is {machine.host.platform}")
         return
     if not machine.amd and not topology.nodes:
         yield _without_amd(evidence)
@@ -97,14 +97,14 @@ def _permissions(evidence: Evidence) -> Iterator[Finding]:
         row = "kfd_not_in_container" if where else "kfd_node_missing"
         yield from_row(row, nodes=" and ".join(missing), count=count, **where)
     refused = [node for node in there if node.usable is False]
-    # Only those groups are read that own a node.
+    # Only groups that own a node are read.
     mine = "unknown" if host.groups.value is None else ", ".join(host.groups.value) or "none"
     for group in dict.fromkeys(node.group for node in refused):
         names = " and ".join(node.path for node in refused if node.group == group)
         yield from_row("node_not_usable", nodes=names, group=group or "unknown", groups=mine)
     for node in there:
         if node.usable is None:
-            yield unknown(f"whether this process may use {node.path} could not be read")
+            yield unknown(f"the permissions of {node.path} could not be read")
     if not missing and all(node.usable for node in there):
         names = ", ".join(f"{node.path} (group {node.group or 'unknown'})" for node in there)
         yield from_row("permissions_ok", nodes=names)
@@ -141,7 +141,7 @@ def _card(gpu: Gpu) -> Finding:
     told = ", ".join(text for text, there in known.items() if there)
     seen = [f"told by: {gpu.identity.reason}", *([f"known of this model: {told} ({card.source})"] if told else [])]
     vram = gpu.node.vram_bytes if gpu.node else None
-    memory = "its memory is not known" if vram is None else f"{vram / _GIB:.1f} GiB"
+    memory = "memory unknown" if vram is None else f"{vram / _GIB:.1f} GiB"
     return from_row("card_known", subject=gpu.address, evidence=seen, name=card.name, arch=arch, memory=memory)
 
 
@@ -157,13 +157,13 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
     filters = {name: evidence.variables[name] for name in FILTERS if name in evidence.variables}
     shown, seen = " ".join(f"{name}={shlex.quote(value)}" for name, value in filters.items()), evidence.visible
     if evidence.environ is None:
-        yield unknown(f"which of {igpu} and {card} are visible is not known: {NO_VARIABLES}")
+        yield unknown(f"it is unknown which of {igpu} and {card} are visible: {NO_VARIABLES}")
     elif not choice.variables:
         yield unknown(choice.reason)
     elif not filters:
         yield from_row("igpu_hidden", igpu=igpu, card=card, line=line)
     elif seen is None:
-        yield unknown(f"{shown} is not a plain list of indices, so what it leaves is not known")
+        yield unknown(f"{shown} is not a plain list of indices, so the visible GPUs are unknown")
     elif any(node in seen for node in igpus):
         left = ", ".join(describe(node) for node in igpus if node in seen)
         row = "igpu_visible" if any(node in seen for node in cards) else "igpu_instead"
@@ -188,20 +188,20 @@ def _platform(evidence: Evidence) -> Iterator[Finding]:
 
 
 def of_decision(decision: Decision, *, found: bool = False) -> Finding:
-    """A decision of the policy of variables as a finding of the check ``variables``; `found` where it rests on what the
-    doctor has measured, of which a run knows nothing."""
+    """A decision of the policy of variables as a finding of the check ``variables``; `found`: it depends on a
+    measurement of the doctor, which a run does not have."""
     names = decision.variable.split(", ")
     value = "" if decision.value is None else f"={shlex.quote(decision.value)}"
     seen = [f"{name}={given}" for name, given in zip(names, (decision.value or "").split(" | "), strict=False)]
     cure = decision.cure
     if decision.action == "set":
-        who = "no run sets it by itself" if found else "this package sets it for its own processes"
+        who = "a run does not set it" if found else "this package sets it for its own processes"
         cure = f"`export {decision.variable}{value}`; {who}"
     return Finding(
         check="variables",
         row=f"environ:{decision.variable}",
         status=_STATUS.get(decision.action, "info"),
-        title=f"{decision.variable}{value}" if len(names) == 1 else f"{decision.variable} at once",
+        title=f"{decision.variable}{value}" if len(names) == 1 else f"{decision.variable} together",
         text=decision.reason,
         evidence=tuple(seen) if len(names) > 1 else (),
         cure=cure,
@@ -245,7 +245,7 @@ def _is_of(entry: dict[str, Any], release: str, archs: set[str]) -> bool:
     if exact is None:
         return within(release, entry.get("from"), entry.get("below"))
     rest, word = release.removeprefix(exact), entry.get("of")
-    # 7.0.12 is not 7.0.120, nor is 7.0.0-28 the same as 7.0.0-280.
+    # 7.0.12 is not 7.0.120, and 7.0.0-28 is not 7.0.0-280.
     begins = release.startswith(exact) and not rest[:1].isdigit()
     return begins and (word is None or word in re.split("[^a-z0-9]", rest))
 
@@ -299,7 +299,7 @@ def _iommu(evidence: Evidence) -> Iterator[Finding]:
     elif translated:
         state, detail = "translating", f"the addresses of {translated} are translated"
     elif known:
-        state, detail = "passthrough", "the cards' addresses pass through unchanged"
+        state, detail = "passthrough", "the cards' addresses are not translated"
     else:
         reasons = {kind.reason for kind in types.values()} | {kernel.iommu_present.reason}
         yield unknown("; ".join(sorted(reasons - {""})) or "no card is in an IOMMU group", evidence=seen)
@@ -313,7 +313,7 @@ def _overdrive(evidence: Evidence) -> Iterator[Finding]:
     if mask is not None:
         yield from_row("overdrive" if mask & OVERDRIVE_BIT else "clocks_stock", mask=f"{mask:#x}")
     elif evidence.cards:
-        yield unknown(reading.reason or "ppfeaturemask is no number")
+        yield unknown(reading.reason or "ppfeaturemask is not a number")
 
 
 def _mask(text: str) -> int | None:
@@ -335,8 +335,8 @@ def _memory(evidence: Evidence) -> Iterator[Finding]:
     free, swap = host.available_bytes.value, host.swap_bytes.value
     values: dict[str, Any] = {
         "gib": gib,
-        "available": "how much is free is not known" if free is None else f"{free / _GIB:.1f} GiB available",
-        "swap": "swap not known" if swap is None else f"{swap / _GIB:.1f} GiB of swap" if swap else "no swap",
+        "available": "free memory unknown" if free is None else f"{free / _GIB:.1f} GiB available",
+        "swap": "swap unknown" if swap is None else f"{swap / _GIB:.1f} GiB of swap" if swap else "no swap",
     }
     bounds = knowledge_data("thresholds.toml")["host_memory"]
     if gib < bounds["small_gib"]:
@@ -365,7 +365,7 @@ def _vram(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.cards:
         used, total = gpu.sensors.vram_used_bytes, gpu.sensors.vram_total_bytes
         if used.value is None or not total.value:
-            reason = used.reason or total.reason or "the driver says that it has none"
+            reason = used.reason or total.reason or "the driver reports none"
             yield unknown(reason, subject=gpu.address)
             continue
         seen = [f"mem_info_vram_used: {used.value:,} bytes of {total.value:,}"]
@@ -405,20 +405,20 @@ def _temperature(evidence: Evidence) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check("driver", "access", "GPUs on the bus, and whether amdgpu and KFD have them", _driver),
+    Check("driver", "access", "GPUs on the bus, and their drivers amdgpu and KFD", _driver),
     Check("permissions", "access", "/dev/kfd and the render nodes", _permissions),
-    Check("container", "access", "what a container keeps from ROCm", _container),
-    Check("cards", "access", "which model each card is", _cards),
+    Check("container", "access", "restrictions of a container", _container),
+    Check("cards", "access", "the model of each card", _cards),
     Check("integrated", "access", "an integrated GPU beside the card", _integrated),
     Check("platform", "access", "Windows and Strix Halo, not tested here", _platform),
     Check("variables", "variables", "variables that are harmful, ignored or missing", _variables),
-    Check("kernel_release", "kernel", "kernels with a report against them", _release),
+    Check("kernel_release", "kernel", "kernels with known problems", _release),
     Check("firmware", "kernel", "firmware of the scheduler (MES), and a display on the card", _firmware),
-    Check("peer_support", "kernel", "what copies between cards need of the kernel", _peer_support, needs_cards=2),
-    Check("iommu", "kernel", "what the IOMMU does, as a fact and no advice", _iommu, needs_cards=2),
-    Check("overdrive", "kernel", "clock and voltage tables that are unlocked", _overdrive),
-    Check("host_memory", "host", "memory and swap, and what they mean for loading", _memory),
-    Check("shared_memory", "host", "/dev/shm, which loader workers need", _shared_memory),
-    Check("vram", "host", "what others have of the card's memory", _vram),
+    Check("peer_support", "kernel", "kernel options for copies between cards", _peer_support, needs_cards=2),
+    Check("iommu", "kernel", "state of the IOMMU, without advice", _iommu, needs_cards=2),
+    Check("overdrive", "kernel", "unlocked clock and voltage tables", _overdrive),
+    Check("host_memory", "host", "host memory and swap", _memory),
+    Check("shared_memory", "host", "/dev/shm for loader workers", _shared_memory),
+    Check("vram", "host", "card memory in use by others", _vram),
     Check("temperature", "host", "hotspot, power and throttling", _temperature),
 )

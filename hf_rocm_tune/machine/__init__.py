@@ -1,7 +1,6 @@
-"""What machine this is, read without torch, and the processes on it.
+"""The machine, read without torch, and child processes with a deadline.
 
-``sysfs`` reads files, of the live machine or of a recording; ``gpus`` and ``host`` read what the kernel tells,
-``survey`` puts it all into one record, ``cards`` knows the cards. ``visible`` chooses which of them this process sees
-and ``variables`` decides on environment variables: both before torch is imported. ``software`` asks torch, in a process
-of its own (``child``); ``process`` is what a training process settles at its start.
+``sysfs`` reads files, of the live machine or of a recording; ``gpus`` the kernel's files of GPUs; ``survey`` returns
+one record of everything. ``process`` chooses the visible cards and ``variables`` decides on environment variables, both
+before torch is imported. ``software`` queries torch in a process of its own (``child``).
 """

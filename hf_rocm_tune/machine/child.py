@@ -1,13 +1,13 @@
-"""Measurements in child processes: what hangs, is killed or prints nonsense takes only the child along.
+"""Measurements in child processes: a hang, a crash or damaged output ends only the child.
 
-Each is made by ``python -m MODULE`` in a session of its own, with a deadline, after which its whole process group is
-killed. The request goes in as JSON on stdin, the result comes back as one JSON object in a file of its own: what native
-libraries print is kept as evidence, and cannot damage it. The module ends in ``sys.exit(answer(measure))``. By hand::
+Each is ``python -m MODULE`` in its own session, with a deadline, after which its whole process group is killed. The
+request is JSON on stdin, the result one JSON object in a file, so that output of native libraries cannot damage it. The
+module ends in ``sys.exit(answer(measure))``. By hand::
 
     echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.diagnose round_trip
 
-Not covered: a process that left the group by starting a session of its own; and one that the kernel does not let die
-(state D), which is reported and left behind.
+Not covered: a process that left the group by starting its own session; and one that the kernel does not end (state D),
+which is reported and left running.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ DIRECTORY, PARENT = "HF_ROCM_TUNE_CHILD_DIRECTORY", "HF_ROCM_TUNE_CHILD_PARENT"
 """Variables: where the result goes, and the process id of the parent."""
 RESULT = "result.json"
 ENDINGS = ("hang", "stop", "kill", "crash", "garbage", "silent")
-"""Faults of the process itself, which can be injected into every child: it waits for ever, is stopped (SIGSTOP), is
-killed (SIGKILL), crashes (SIGSEGV), leaves nonsense as its result and on stdout, or leaves no result."""
+"""Faults of the process itself, which can be injected into every child: it hangs, is stopped (SIGSTOP), is killed
+(SIGKILL), crashes (SIGSEGV), writes an invalid result and invalid output, or writes no result."""
 
 _STEP = "step"
-_FAILED = "failed"  # key of a result that says only what exception there was
-_WHERE_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)  # asks for the Python stacks; Windows has no such signal
-_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL, and one way of ending a process
+_FAILED = "failed"  # key of a result with only an exception
+_WHERE_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)  # requests the Python stacks; not on Windows
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
 _POLL_SECONDS, _STACK_SECONDS, _LISTEN_SECONDS, _KILL_SECONDS = 0.02, 0.5, 1.0, 5.0
 _TAIL_CHARACTERS, _STEP_CHARACTERS, _RESULT_BYTES = 4000, 200, 8 << 20
-# What a launcher or a parent process of ours tells a rank; a child that measures is no rank of that job.
+# Variables of a launcher or of our parent process for a rank; a measuring child is not a rank of that job.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "HF_ROCM_TUNE_")
 
 Status = Literal["done", "timeout", "died", "garbage"]
@@ -60,8 +60,8 @@ Status = Literal["done", "timeout", "died", "garbage"]
 class Task:
     """One child to start: ``python -m module`` with a request of plain JSON values.
 
-    Environ: variables beside those of this process; None as a value removes one. What is read once, when HIP starts,
-    can only be set here.
+    Environ: variables in addition to those of this process; None removes one. Variables that HIP reads once, at its
+    start, can only be set here.
     """
 
     module: str
@@ -75,14 +75,15 @@ class Outcome:
     """How a child ended.
 
     Attributes:
-        status: ``done``: there is a result; ``timeout``: it was late and was killed; ``died``: it ended by a signal, by
-            an exception or without a result; ``garbage``: what it left is no JSON object.
-        error: type and message of the exception that ended it; empty without one.
-        code: its exit code, below 0 the signal that ended it; None where it could not be killed.
-        seconds: from its start to its end, the imports included.
-        step: the last that it told of with `step`.
-        state: of a child that had to be killed, the kernel's state before: ``S (sleeping)``, and so on.
-        tail: the end of what it printed, with the Python stacks of one that was late.
+        status: ``done``: there is a result; ``timeout``: it was killed at the deadline; ``died``: it ended by a signal,
+        by
+            an exception or without a result; ``garbage``: its result is not a JSON object.
+        error: type and message of the exception that ended it, or empty.
+        code: its exit code, negative for a signal; None if it could not be killed.
+        seconds: from start to end, including imports.
+        step: the last one reported with `step`.
+        state: of a killed child, its kernel state before: ``S (sleeping)``, and so on.
+        tail: the end of its output, with the Python stacks after a timeout.
     """
 
     status: Status
@@ -121,7 +122,7 @@ def run(
     deadline_s: float,
     environ: Mapping[str, str | None] | None = None,
 ) -> Outcome:
-    """Run one child to its end or to its deadline, which includes starting Python and the imports; see `Task`."""
+    """Run one child; the deadline includes starting Python and the imports; see `Task`."""
     task = Task(module=module, arguments=arguments, request=request, environ=environ or {})
     return run_together([task], deadline_s=deadline_s)[0]
 
@@ -132,12 +133,11 @@ def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5
 
 
 def run_groups(groups: Sequence[Sequence[Task]], *, deadline_s: float, grace_s: float = 5.0) -> list[list[Outcome]]:
-    """Run several groups of children that wait for each other; what ends one group early does not touch the others.
+    """Run several groups of children that wait for each other; the groups are independent.
 
     Args:
-        deadline_s: seconds that all of them have.
-        grace_s: seconds that the others of a group have when one has died or left garbage: what they wait for does not
-            come.
+        deadline_s: for all of them.
+        grace_s: seconds for the others of a group after one has died or left an invalid result.
 
     Returns:
         The outcomes in the order of the tasks. No child runs any more, but for what the kernel does not let die. Where
@@ -166,7 +166,7 @@ class _Waiting:
         self._asked_at: float | None = None
 
     def watch(self, grace_s: float) -> bool:
-        """Look at the children once: whether any still runs. The late are asked for their stacks, then killed."""
+        """Check once whether any child is running. After the deadline they print their stacks and are killed."""
         running = [child for child in self.children if child.runs()]
         now = time.monotonic()
         if not running:
@@ -186,7 +186,7 @@ class _Waiting:
 
 
 def _kill_all(children: Sequence[_Child]) -> None:
-    """End the process groups of several, which together are waited for no longer than one."""
+    """Kill the process groups of several, with one common waiting time."""
     running = [child for child in children if child.runs()]
     for child in running:
         child.send(_KILL)
@@ -195,12 +195,12 @@ def _kill_all(children: Sequence[_Child]) -> None:
         try:
             child.process.wait(0.01 if child.unkillable else max(patience - time.monotonic(), 0.01))
         except subprocess.TimeoutExpired:
-            child.unkillable = True  # the kernel holds it: it is not waited for a second time
+            child.unkillable = True  # the kernel does not end it: do not wait again
         child.ended = time.monotonic()
 
 
 class _Child:
-    """A running child, with the directory in which it leaves its result; it starts at once, or raises OSError."""
+    """A running child with the directory of its result; it starts at once, or raises OSError."""
 
     def __init__(self, task: Task) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hf-rocm-tune-child-", ignore_cleanup_errors=True)
@@ -214,7 +214,7 @@ class _Child:
             request.write_text(json.dumps(dict(task.request)), encoding="utf-8")
             with request.open("rb") as stdin:
                 self.process = subprocess.Popen(
-                    # -P: no folder of the user's (datasets/, random.py) shadows a library, as none does here.
+                    # -P: no folder of the user's (datasets/, random.py) shadows a library.
                     [sys.executable, "-P", "-m", task.module, *task.arguments],
                     env=_environ(task, self._folder),
                     stdin=stdin,
@@ -237,15 +237,15 @@ class _Child:
         self._directory.cleanup()
 
     def _listen(self, pipe: IO[bytes]) -> None:
-        """Keep the end of what is printed, however much that is."""
+        """Keep the end of the output."""
         with pipe:
             while data := pipe.read1(1 << 16):  # type: ignore[attr-defined]  # a BufferedReader has it
                 self._tail = (self._tail + data)[-4 * _TAIL_CHARACTERS :]
 
     def runs(self) -> bool:
-        """Whether it has not ended. Once it has, nothing of its group is left."""
+        """Whether it is running. When it has ended, the rest of its group is killed."""
         if self.process.returncode is None and self._has_ended():
-            # Before it is reaped: until then nobody else can have its number.
+            # Before it is reaped: until then its pid is not reused.
             self.send(_KILL)
             self.process.wait()
             self.ended = time.monotonic()
@@ -267,15 +267,15 @@ class _Child:
         return not self.runs() and self._result()[0] != "done"
 
     def ask_where(self) -> None:
-        """Let it print the Python stacks of its threads; before its first step it does not know the signal."""
+        """Request the Python stacks of its threads; before its first step it does not handle the signal."""
         self._state = _state(self.process.pid)
         if self._step() and _WHERE_SIGNAL is not None:
             self.send(_WHERE_SIGNAL)
 
     def outcome(self, *, late: bool) -> Outcome:
-        """How it ended. Late: it was killed, because it had not ended in time."""
+        """How it ended; ``late``: it was killed at the deadline."""
         status, result, error = ("timeout", None, "") if late else self._result()
-        # A process that left the group may hold the other end of the pipe for ever.
+        # A process that left the group may keep the pipe open.
         self._listener.join(_LISTEN_SECONDS)
         text = self._tail.decode("utf-8", errors="replace")
         return Outcome(
@@ -314,17 +314,17 @@ class _Child:
 
 def _environ(task: Task, folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-    # What this process has set itself has to reach the child as such: it decides anew, for all cards.
+    # The marks of our own variables: the child decides again, for all cards.
     kept.update({name: os.environ[name] for name in (MARK, MARK_SET) if name in os.environ})
-    # It prints nothing about the environment, and sees every discrete card.
+    # No messages about the environment; every discrete card is visible.
     kept |= {"HF_ROCM_TUNE_QUIET": "1", "HF_ROCM_TUNE_SPLIT": "1", DIRECTORY: str(folder), PARENT: str(os.getpid())}
-    kept["PYTHONPATH"] = os.pathsep.join(sys.path)  # it imports what this process would
+    kept["PYTHONPATH"] = os.pathsep.join(sys.path)  # the same import path as here
     wanted = {**kept, **task.environ}
     return {name: value for name, value in wanted.items() if value is not None}
 
 
 def _state(pid: int) -> str:
-    """The kernel's state of a process, and where in the kernel it waits; empty where it is not told."""
+    """The kernel's state of a process, and where in the kernel it waits; empty if unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
         state = next(line.partition(":")[2].strip() for line in status.splitlines() if line.startswith("State:"))
@@ -334,21 +334,21 @@ def _state(pid: int) -> str:
     return f"{state}, in {waits}" if waits not in ("", "0") else state
 
 
-# From here on: the child's half.
+# ---- in the child
 
 _fault: Mapping[str, str] | None = None  # the ending that the request injects, and at which step
 
 
 def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
-    """Read the request, measure, and leave the result, which must be plain JSON values; ends the process.
+    """Read the request, measure, and write the result (JSON values); ends the process.
 
     Returns:
-        Only where it was started by hand, the exit code: 0; that of a ``TuneError``, with its message on stderr; 1 for
-        any other exception, with its traceback on stderr.
+        If started by hand, the exit code: 0; that of a ``TuneError``, with its message on stderr; 1 for any other
+        exception, with its traceback on stderr.
     """
     global _fault
     _follow_parent()
-    faulthandler.enable()  # a crash in native code prints where it was called from
+    faulthandler.enable()  # a crash in native code prints the Python stack
     if _WHERE_SIGNAL is not None:
         faulthandler.register(_WHERE_SIGNAL, all_threads=True)
     try:
@@ -357,7 +357,7 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
         _fault = fault if fault is not None and fault.get("kind") in ENDINGS else None
         step("reading the request")
         result, code = measure(request), 0
-    except Exception as error:  # whatever a device makes of it is a result for the parent
+    except Exception as error:  # any error of a device is a result for the parent
         result, code = {_FAILED: f"{type(error).__name__}: {error}"}, 1
         if isinstance(error, TuneError):
             code = error.exit_code
@@ -365,7 +365,7 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
         else:
             traceback.print_exc()
     if _leave(json.dumps(result)):
-        # The result is there: libraries that crash or wait while they are taken down cannot undo it.
+        # The result is written: libraries may crash or hang in their cleanup.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -373,7 +373,7 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
 
 
 def step(what: str) -> None:
-    """Note what is done next ("copying 64 MiB to cuda:0"), for the parent to tell when it hears nothing more."""
+    """Note the next step ("copying 64 MiB to cuda:0"), which the parent names in case of a hang."""
     directory = os.environ.get(DIRECTORY)
     if directory:
         Path(directory, _STEP).write_text(what, encoding="utf-8")
@@ -389,7 +389,7 @@ def device_of(wanted: Mapping[str, Any]) -> torch.device:
             filters of visible devices may differ between two processes.
 
     Raises:
-        RuntimeError: there is no such device here, or it does not start.
+        RuntimeError: the device does not exist here, or does not start.
     """
     import torch
 
@@ -410,12 +410,12 @@ def device_of(wanted: Mapping[str, Any]) -> torch.device:
 
 
 def pci_address(index: int) -> str | None:
-    """``domain:bus:device.function`` of torch's device as the kernel writes it; None where torch is too old to tell."""
+    """``domain:bus:device.function`` of torch's device as the kernel writes it; None if torch is too old."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
     domain, bus, slot = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-    # GPUs are function 0 of their slot; the runtime does not tell the function.
+    # GPUs are function 0 of their slot; the runtime does not report the function.
     return None if None in (domain, bus, slot) else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
@@ -424,14 +424,14 @@ def _request() -> dict[str, Any]:
     try:
         request = json.loads(text or "{}")
     except ValueError as error:
-        raise UsageError(f"the request on stdin is no JSON ({error}): give an object") from error
+        raise UsageError(f"the request on stdin is not JSON ({error}): give an object") from error
     if not isinstance(request, dict):
         raise UsageError(f"the request on stdin is {text[:40]!r}: give a JSON object")
     return request
 
 
 def _leave(text: str) -> bool:
-    """Leave the result where a parent waits for it, else print it: whether there is a parent."""
+    """Write the result for the parent, or print it without one; whether there is a parent."""
     directory = os.environ.get(DIRECTORY)
     if directory:
         Path(directory, RESULT).write_text(text, encoding="utf-8")
@@ -441,7 +441,7 @@ def _leave(text: str) -> bool:
 
 
 def _follow_parent() -> None:
-    """End with the parent, however it ends, and leave no memory image behind: a GPU process has gigabytes of it."""
+    """End with the parent, and write no core dump: that of a GPU process has gigabytes."""
     parent = os.environ.get(PARENT)
     if parent is None or sys.platform != "linux":
         return
@@ -451,7 +451,7 @@ def _follow_parent() -> None:
     pr_set_pdeathsig = 1  # linux/prctl.h
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
-        os._exit(1)  # it ended before the kernel was asked
+        os._exit(1)  # the parent ended before the prctl call
 
 
 def _end(kind: str) -> None:

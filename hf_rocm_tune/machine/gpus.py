@@ -1,4 +1,4 @@
-"""What the kernel states of GPUs: the compute driver's list (KFD), PCI devices and the path to the processor, sensors.
+"""The kernel's files of GPUs: the compute driver's list (KFD), PCI devices and the path to the processor, sensors.
 
 KFD: ``gfx_target_version`` is written by the kernel, so HSA_OVERRIDE_GFX_VERSION does not reach it (unsloth install.sh,
 comment). ``p2p_links`` of a node are direct links over PCI Express, which the kernel lists only if CONFIG_HSA_AMD_P2P
@@ -8,9 +8,9 @@ and ``pcie_p2p`` are on, all memory is in the BAR and the bridges allow it (``kf
 
 PCI: a Radeon card since Vega 20 carries a switch of its own: the GPU hangs from a downstream port (1002:1479) of an
 upstream port (1002:1478) that sits on the card's connector. The GPU's own link is the one inside the card and always
-reads as full speed and width; the slot shows at the upstream port. amdgpu skips these bridges by their vendor id in the
-same way (``amdgpu_device_partner_bandwidth``). The whole chain on AM5 is in freebsd/drm-kmod#426. Forms: kernel
-``Documentation/ABI/testing/sysfs-bus-pci``, ``sysfs-bus-pci-devices-aer``, ``sysfs-kernel-iommu_groups``.
+reads as full speed and width; the slot's link is that of the upstream port. amdgpu skips these bridges by their vendor
+id in the same way (``amdgpu_device_partner_bandwidth``). The whole chain on AM5 is in freebsd/drm-kmod#426. Forms:
+kernel ``Documentation/ABI/testing/sysfs-bus-pci``, ``sysfs-bus-pci-devices-aer``, ``sysfs-kernel-iommu_groups``.
 
 Sensors: kernel documentation ``gpu/amdgpu/thermal`` (hwmon: millidegrees, microwatts; ``gpu_metrics``) and
 ``gpu/amdgpu/driver-misc`` (``mem_info_vram_*``). Which of ``temp1`` to ``temp3`` is which is read from their labels.
@@ -85,14 +85,14 @@ _CPU = frozenset(
     {0x1453, 0x1454, 0x1483, 0x1484, 0x149A, 0x14A5, 0x14A7, 0x14AA, 0x14AB, 0x14B8, 0x14B9, 0x14BA, 0x14DB, 0x14DD}
     | {0x14EB, 0x14ED, 0x14EE, 0x150B, 0x150C, 0x153E, 0x1554, 0x1555, 0x15D3, 0x15DB, 0x1633, 0x1634, 0x1635}
 )
-# PCIe knows these widths; 0 means no link, 63 and 255 are what a sleeping device and an unknown capability read as.
+# Widths of PCIe; 0 means no link, a sleeping device reads as 63, an unknown capability as 255.
 _WIDTHS = frozenset({1, 2, 4, 8, 12, 16, 32})
 
 _NO_PORT = "no bridge above the device is known"
 
 _HEADER = struct.Struct("<HBB")
 _STATUS_OFFSET, _STATUS = 112, struct.Struct("<Q")
-_UNFILLED = (1 << 64) - 1  # fields that a chip does not fill stay as the driver initialises them: all ones
+_UNFILLED = (1 << 64) - 1  # unused fields keep the driver's initial value: all ones
 _HOTSPOT = 1 << 36  # SMU_THROTTLER_TEMP_HOTSPOT_BIT
 _CAUSES: tuple[tuple[range, str], ...] = (
     (range(8), "power"),
@@ -127,9 +127,9 @@ class GpuNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """All GPU nodes in KFD's order, and a line for each thing that could not be read (one says that there is no GPU).
+    """All GPU nodes in KFD's order, and a line for each file that could not be read (or that there is no GPU).
 
-    Not complete: a node could not be read, so that indices after it are not certain.
+    Not complete: a node could not be read, so the indices after it are uncertain.
     """
 
     nodes: tuple[GpuNode, ...]
@@ -153,7 +153,7 @@ def read_topology(tree: Tree | None = None) -> Topology:
     numbers = list_numbered(tree, NODES)
     if numbers.value is None:
         reason = f"no AMD GPU is listed by the kernel ({numbers.reason})"
-        # A missing directory is an answer (no driver, no GPU); one that may not be read is not.
+        # A missing directory means no driver or no GPU; a forbidden one means unknown.
         no_driver = list_names(tree, "sys/class/kfd", absent=_NO_DRIVER).reason == _NO_DRIVER
         return Topology(nodes=(), reasons=(reason,), complete=no_driver)
     nodes: list[GpuNode] = []
@@ -187,7 +187,7 @@ def _read_vram_bytes(tree: Tree, node: int) -> Reading[int]:
     for bank in banks.value:
         properties = read_properties(tree, f"{where}/{bank}/properties")
         if properties.value is None:
-            # A sum without one bank would be a wrong figure, not a smaller card.
+            # A sum without one bank would be wrong.
             return unknown(properties.reason)
         if properties.value.get("heap_type") in _FRAME_BUFFER_HEAPS:
             total += properties.value.get("size_in_bytes", 0)
@@ -212,7 +212,7 @@ def _gpu_node(tree: Tree, index: int, number: int, properties: Mapping[str, int]
 
 
 def read_peers(tree: Tree, node: GpuNode, topology: Topology) -> Reading[tuple[str, ...]]:
-    """PCI addresses of the GPUs to which the kernel lists a direct link; empty where it lists none."""
+    """PCI addresses of the GPUs to which the kernel lists a direct link."""
     links = _read_links(tree, node, ("p2p_links", "io_links"))
     if links.value is None:
         return unknown(links.reason)
@@ -264,8 +264,8 @@ class Link:
         device: PCI address of the device at the lower end.
         speed: in 10^9 transfers a second and lane (16.0 is PCIe 4.0). The link may be slower when idle.
         width: lanes in use.
-        max_speed, max_width: what the device can.
-        port_max_speed, port_max_width: what the port at the upper end can; a slot with fewer lanes shows here.
+        max_speed, max_width: limits of the device.
+        port_max_speed, port_max_width: limits of the port at the upper end; a slot with fewer lanes shows here.
     """
 
     device: str
@@ -282,10 +282,10 @@ class Upward:
     """A device's path up to the CPU.
 
     Attributes:
-        chain: addresses from the root port down to the device itself, which is always there.
+        chain: addresses from the root port down to the device itself.
         links: outside of the card, the one at the card's connector first.
-        root_port: None where the device hangs from no bridge, or the path could not be followed.
-        behind_chipset: a bridge of the path is the chipset's and not the CPU's; None where one is not known here.
+        root_port: None if there is no bridge above the device, or the path could not be followed.
+        behind_chipset: a bridge of the path belongs to the chipset, not the CPU; None if a bridge is unknown.
     """
 
     chain: tuple[str, ...]
@@ -304,7 +304,7 @@ def _read_hex(tree: Tree, address: str, file: str) -> Reading[int]:
 
 
 def list_display_devices(tree: Tree) -> tuple[tuple[DisplayDevice, ...], tuple[str, ...]]:
-    """Every display or compute device in PCI order, and one line for whatever kept one from being listed."""
+    """Every display or compute device in PCI order, and one line for each that could not be read."""
     names = list_names(tree, DEVICES)
     if names.value is None:
         return (), (names.reason,)
@@ -377,8 +377,8 @@ def read_iommu_type(tree: Tree, address: str) -> Reading[str]:
 def read_aer(tree: Tree, addresses: Iterable[str]) -> dict[str, Reading[int]]:
     """Totals of the error counters since boot, summed over a card and the bridges above it.
 
-    Both ends of a link count: the end that sees an error may not be the one that causes it, says the kernel's page.
-    What cannot be read adds nothing, so a sum is a lower bound.
+    Both ends of a link are counted: the end that reports an error may not be the one that causes it (kernel page).
+    Counters that cannot be read are left out, so a sum is a lower bound.
     """
 
     def total(address: str, file: str, name: str) -> Reading[int]:
@@ -400,7 +400,7 @@ def read_aer(tree: Tree, addresses: Iterable[str]) -> dict[str, Reading[int]]:
 
 
 def read_upward(tree: Tree, address: str) -> Upward:
-    """Follow a device up to its root port. Never raises; what cannot be followed is left out."""
+    """Follow a device up to its root port. Never raises; unreadable parts are left out."""
     chain = _read_chain(tree, address)
     ids = [(_read_hex(tree, place, "vendor").value, _read_hex(tree, place, "device").value) for place in chain]
     # The topmost function that belongs to the card itself.
@@ -424,7 +424,7 @@ def _read_chain(tree: Tree, address: str) -> tuple[str, ...]:
         target = tree.link(f"{DEVICES}/{address}")
     except OSError:
         return (address,)
-    # Below Intel's VMD a second hierarchy begins: only what follows the last host bridge counts.
+    # Intel's VMD begins a second hierarchy: only the part after the last host bridge counts.
     below = re.split(r"/pci[0-9a-f]{4,8}:[0-9a-f]{2}(?=/)", f"/{target}")[-1]
     chain = tuple(part for part in below.split("/") if part)
     whole = chain[-1:] == (address,) and all(map(_ADDRESS.fullmatch, chain)) and len(set(chain)) == len(chain)
@@ -477,8 +477,8 @@ class Sensors:
         power_cap_w: limit in force.
         utilisation: busy share of the card, 0 to 1.
         vram_used_bytes, vram_total_bytes: as the driver counts them, of all processes.
-        throttle: bits of what limits the clocks at this moment, in the chip-independent form of ``gpu_metrics``;
-            `throttle_causes` names them. A power limit is normal under load.
+        throttle: bits of the current clock limits, in the chip-independent form of ``gpu_metrics``; `throttle_causes`
+            names them. A power limit is normal under load.
     """
 
     edge_c: Reading[float]
@@ -528,7 +528,7 @@ def _read_hwmon(tree: Tree, path: str) -> Reading[str]:
 def _read_temperature(tree: Tree, hwmon: Reading[str], labels: dict[str, str], label: str) -> Reading[float]:
     def parse(text: str) -> float | None:
         celsius = int(text) / 1000 if re.fullmatch("-?[0-9]{1,7}", text, re.ASCII) else -300.0
-        # Outside of this a thermal sensor is not there or not awake.
+        # Outside of this range a sensor is missing or asleep.
         return celsius if -60.0 <= celsius <= 200.0 else None
 
     if hwmon.value is None:
@@ -566,12 +566,12 @@ def throttle_causes(status: int) -> tuple[str, ...]:
 
 
 def core_dumps(tree: Tree | None = None) -> frozenset[str]:
-    """The core dumps of amdgpu that are listed now, as "devcd1 of 0000:03:00.0"; empty where nothing can be read.
+    """The current core dumps of amdgpu, as "devcd1 of 0000:03:00.0"; empty if they cannot be read.
 
-    They tell that the driver saw the GPU fail, and need no root. The kernel lists a dump as
+    They show that the driver saw the GPU fail; reading them needs no root. The kernel lists a dump as
     ``/sys/class/devcoredump/devcdN`` with a link to the device that failed and drops it after five minutes (Linux
     ``drivers/base/devcoredump.c``); amdgpu writes one when it resets a GPU, where the kernel has CONFIG_DEV_COREDUMP
-    (``amdgpu_dev_coredump.c``). Nothing listed means nothing: not every fault leaves a dump.
+    (``amdgpu_dev_coredump.c``). An empty list proves nothing: not every fault leaves a dump.
     """
     tree, where = tree or LiveTree(), "sys/class/devcoredump"
     found = set()

@@ -1,4 +1,4 @@
-"""What a process settles at its start: which cards it sees, CPU or accelerator, and how many ranks.
+"""Decisions at the start of a process: visible cards, CPU or accelerator, number of ranks.
 
 Cards are chosen before torch is imported. A job of one process sees exactly one, unless a split was asked for: TRL's
 ``device_map="auto"`` splits a model over all visible cards by peer copies, and an integrated GPU beside the card may
@@ -31,18 +31,17 @@ FILTERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 OURS = "HIP_VISIBLE_DEVICES"
 
 MARK = "HF_ROCM_TUNE_VISIBLE_SET"
-"""What a parent process of ours set: a child (a rank of the launcher, a loader's worker) inherits its parent's choice
-and must not take it for the user's."""
+"""Marks a choice of our parent process, which a child (a rank, a loader worker) must not take for the user's."""
 
 # gfx1036: TheRock#5543. gfx1151: Strix Halo, unsloth install.sh. The others: general knowledge, lower confidence.
 _INTEGRATED_ARCHS = frozenset({"gfx90c", "gfx1036", "gfx1103", "gfx1150", "gfx1151"})
-# Our own bound: less is what firmware carves out of system memory for a display, and no model trains in it.
+# Our own bound: firmware reserves less than this of system memory for a display; no model trains in it.
 _SMALL_VRAM_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardChoice:
-    """Variables to set, and why. Troubled: there are fewer cards than the processes need; worth a warning."""
+    """Variables to set, and why; ``troubled``: fewer cards than processes, which deserves a warning."""
 
     variables: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     reason: str
@@ -56,7 +55,7 @@ def is_integrated(node: GpuNode) -> bool:
 
 
 def users_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without the choice of a parent process of ours, as far as nobody has changed it since."""
+    """``environ`` without an unchanged choice of our parent process."""
     plain = {name: value for name, value in environ.items() if name != MARK}
     name, _, value = environ.get(MARK, "").partition("=")
     if name in FILTERS and plain.get(name) == value:
@@ -65,7 +64,7 @@ def users_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def local_processes(environ: Mapping[str, str]) -> int:
-    """Number of processes of this job on this machine: LOCAL_WORLD_SIZE, or 1 where it is unset or nonsense."""
+    """Number of processes of this job on this machine: LOCAL_WORLD_SIZE, or 1 if it is unset or invalid."""
     text = environ.get("LOCAL_WORLD_SIZE", "").strip()
     return max(int(text), 1) if re.fullmatch("[0-9]{1,9}", text) else 1
 
@@ -78,25 +77,25 @@ def choose(
     processes: int = 1,
     split: bool = False,
 ) -> CardChoice:
-    """Choose the cards that this process is to see; every rank of a job comes to the same choice.
+    """Choose the visible cards of this process; every rank of a job makes the same choice.
 
     Args:
-        nodes: GPUs in the kernel's order (``gpus.read_topology``). Empty on a CUDA machine: then nothing is set.
+        nodes: GPUs in the kernel's order (``gpus.read_topology``). If empty (a CUDA machine), nothing is set.
         environ: the process's variables; the user's own filter is kept.
-        complete: whether ``nodes`` are all there are; where not, indices are uncertain and nothing is set.
+        complete: whether ``nodes`` is the complete list; if not, indices are uncertain and nothing is set.
         processes: how many processes of this job run on this machine.
         split: one process is to use several cards. Integrated GPUs are still hidden.
     """
     users = {name: value for name, value in users_environ(environ).items() if name in FILTERS}
     if not nodes:
-        return CardChoice(reason="no AMD GPU is listed by the kernel: nothing to choose")
+        return CardChoice(reason="the kernel lists no AMD GPU: nothing to choose")
     if users:
         return _keep(nodes, users, processes)
     if not complete:
         return CardChoice(
             reason=f"some GPUs could not be read, so their indices are uncertain: set {OURS} yourself", troubled=True
         )
-    # Integrated GPUs are left out beside a discrete card, and kept where there is nothing else.
+    # Integrated GPUs are hidden if there is a discrete card.
     cards = [node for node in nodes if not is_integrated(node)] or list(nodes)
     cards.sort(key=lambda node: (-(node.vram_bytes or 0), node.index))
     hidden = [node for node in nodes if node not in cards]
@@ -108,12 +107,12 @@ def choose(
             troubled=True,
         )
     if split or processes > 1:
-        why = f"each of {processes} processes takes one of them" if processes > 1 else "a split was asked for"
+        why = f"each of {processes} processes takes one of them" if processes > 1 else "a split is requested"
         listed = ",".join(str(node.index) for node in cards)
         shown = {OURS: listed} if hidden else {}
         return CardChoice(variables=shown, reason=f"{len(cards)} cards visible, {why}{aside}")
     if len(nodes) == 1:
-        return CardChoice(reason=f"one GPU is there: {describe(cards[0])}")
+        return CardChoice(reason=f"one GPU: {describe(cards[0])}")
     return CardChoice(variables={OURS: str(cards[0].index)}, reason=f"{describe(cards[0])}{aside}")
 
 
@@ -135,9 +134,9 @@ def describe(node: GpuNode) -> str:
 
 
 def enact(choice: CardChoice, environ: MutableMapping[str, str]) -> None:
-    """Write a choice to ``environ``, with the mark by which a child process knows it as ours.
+    """Write a choice to ``environ``, with the mark that identifies it as ours.
 
-    A parent's choice that no longer holds here is taken back first, so the outcome does not depend on who started us.
+    A parent's choice is removed first, so the outcome does not depend on the parent process.
     """
     users = users_environ(environ)
     for name in (*FILTERS, MARK):
@@ -151,7 +150,7 @@ def enact(choice: CardChoice, environ: MutableMapping[str, str]) -> None:
 def visible_nodes(nodes: Sequence[GpuNode], environ: Mapping[str, str]) -> tuple[GpuNode, ...] | None:
     """The nodes that pass the filters in ``environ``, in the order in which HIP counts them.
 
-    None where a filter cannot be followed (empty, or entries that are not indices, for example UUIDs).
+    None if a filter cannot be followed (empty, or with entries other than indices, for example UUIDs).
     """
     hip = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES")
     seen: list[GpuNode] | None = list(nodes)
@@ -165,7 +164,7 @@ def _filtered(nodes: Sequence[GpuNode], listed: str) -> list[GpuNode] | None:
     kept: list[GpuNode] = []
     for entry in (part.strip() for part in listed.split(",")):
         if re.fullmatch(r"-?[0-9]{1,9}", entry):
-            # An index that does not exist ends the list, as HIP and CUDA both have it.
+            # An invalid index ends the list, in HIP and in CUDA.
             if not 0 <= int(entry) < len(nodes):
                 break
             kept.append(nodes[int(entry)])
@@ -177,60 +176,60 @@ def _filtered(nodes: Sequence[GpuNode], listed: str) -> list[GpuNode] | None:
 # ---- ranks and devices, before Accelerate makes its state -------------------------------------------------------
 
 _LOOPBACK = "127.0.0.1"
-_hosted: list[object] = []  # the store of this job's ranks, where this process hosts it: kept alive here
+_hosted: list[object] = []  # keeps the store of this job's ranks alive, if this process hosts it
 
 
 def has_accelerator() -> bool:
-    """Whether torch sees a GPU (HIP and CUDA answer the same call). Imports torch."""
+    """Whether torch sees a GPU (HIP or CUDA). Imports torch."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def has_bf16() -> bool:
-    """Whether the GPU that torch sees computes in bfloat16 itself, without emulation. Imports torch."""
+    """Whether torch's GPU has bfloat16 without emulation. Imports torch."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def prepare_process(environ: MutableMapping[str, str]) -> None:
-    """Tell Accelerate to use the CPU where there is nothing else. Call it before anything makes Accelerate's state.
+    """Make Accelerate use the CPU if there is no accelerator. Call it before Accelerate's state is created.
 
-    It replaces a ``false`` as well: launchers write that for every configuration that names a GPU.
+    It replaces a ``false`` too, which launchers write for every configuration that names a GPU.
 
     Raises:
-        UsageError: the environment says that a launcher started several processes, and none did; or that DeepSpeed is
-            to be used, which cannot be.
+        UsageError: the environment describes several processes, but no launcher started them; or it asks for DeepSpeed,
+            which is not usable here.
     """
     _check_launch(environ)
     if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         require_deepspeed()
         if not has_accelerator():
             raise UsageError(
-                "DeepSpeed was asked for, and torch sees no GPU, where Accelerate would silently train with DDP "
-                "instead: use --accelerate_config cpu_dual"
+                "DeepSpeed is requested, but torch sees no GPU; Accelerate would silently train with DDP instead: "
+                "use --accelerate_config cpu_dual"
             )
     _listen_on_loopback_only(environ)
     if not has_accelerator():
         environ["ACCELERATE_USE_CPU"] = "true"
-    # PEFT 0.21 and TRL 1.16 use names that transformers 5.23 has changed; nothing that a user could change.
+    # PEFT 0.21 and TRL 1.16 use names that transformers 5.23 has changed; the user cannot change that.
     renamed = r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated"
     warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
 
 
 def several_machines(environ: Mapping[str, str]) -> bool:
-    """Whether ranks of this job run on other machines, by what launchers say."""
+    """Whether ranks of this job run on other machines, from the launcher's variables."""
     world = environ.get("WORLD_SIZE", "1")
     return environ.get("LOCAL_WORLD_SIZE", world) != world or environ.get("GROUP_WORLD_SIZE", "1") != "1"
 
 
 def _listen_on_loopback_only(environ: MutableMapping[str, str]) -> None:
-    """Where all ranks are on this machine, nothing that they open is reached from another.
+    """If all ranks are on this machine, open no port to the network.
 
-    torch's TCP store listens on every interface, whatever address it is given (torch 2.13; pytorch#173909). A server
-    that is there already, on the port of the ranks, is the one that torch uses in this process (``multi_tenant``).
-    Gloo and RCCL listen on the interface that they are told; what the user has set is kept.
+    torch's TCP store listens on every interface, whatever its address is (torch 2.13; pytorch#173909). torch uses an
+    existing server on the port of the ranks in this process (``multi_tenant``). Gloo and RCCL listen on the interface
+    of their variables; the user's values are kept.
     """
     if environ.get("WORLD_SIZE", "1") == "1" or several_machines(environ):
         return
@@ -254,10 +253,10 @@ def _host_store(port: int) -> None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((_LOOPBACK, port))
         listening.listen()
-    except OSError:  # it is taken: torch says so itself
+    except OSError:  # in use: torch reports it
         listening.close()
         return
-    fd = listening.detach()  # the store takes it over
+    fd = listening.detach()  # the store owns it now
     _hosted.append(
         TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
     )
@@ -266,7 +265,7 @@ def _host_store(port: int) -> None:
 def _check_launch(environ: Mapping[str, str]) -> None:
     launched = environ.get("WORLD_SIZE", "1")
     if not launched.isdecimal():
-        raise UsageError(f"WORLD_SIZE is {launched!r} in the environment, which is no number: unset it")
+        raise UsageError(f"WORLD_SIZE is {launched!r} in the environment, which is not a number: unset it")
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR") if name not in environ]
     if int(launched) > 1 and missing:
         raise UsageError(
@@ -276,10 +275,10 @@ def _check_launch(environ: Mapping[str, str]) -> None:
 
 
 def require_deepspeed() -> None:
-    """Refuse a job for DeepSpeed where that is not installed. Imports nothing.
+    """Refuse a DeepSpeed job if DeepSpeed is not installed. Imports nothing.
 
     Raises:
-        UsageError: it is not; the message says what it would gain, too.
+        UsageError: it is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise UsageError(
@@ -290,10 +289,10 @@ def require_deepspeed() -> None:
 
 
 def check_bitsandbytes() -> None:
-    """Import bitsandbytes where it is installed, as PEFT does unasked when it is imported itself.
+    """Import bitsandbytes if it is installed, as PEFT does at its own import.
 
     Raises:
-        UsageError: it is there and broken; every run would end in a traceback, not only a quantised one.
+        UsageError: it is broken; every run would end in a traceback, not only a quantised one.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         return
@@ -316,7 +315,7 @@ def check_world(num_processes: int, environ: Mapping[str, str]) -> None:
     launched = int(environ.get("WORLD_SIZE", "1"))
     if launched != num_processes:
         raise UsageError(
-            f"the launcher started {launched} processes, but Accelerate knows of {num_processes}, so they would train "
-            "apart; use an accelerate config with `distributed_type: MULTI_GPU` and `use_cpu: false` "
+            f"the launcher started {launched} processes, but Accelerate knows of {num_processes}, so each would train "
+            "alone; use an accelerate config with `distributed_type: MULTI_GPU` and `use_cpu: false` "
             "(without GPUs: --accelerate_config cpu_dual)"
         )

@@ -1,18 +1,18 @@
-"""What software is installed: torch and what it says of its devices, its companions, and ROCm's user space.
+"""The installed software: torch and its devices, related packages, and ROCm's user space.
 
-Torch is asked in a child process, because it may crash, hang or not be usable at all; by hand::
+Torch is queried in a child process, because it may crash or hang; by hand::
 
     echo '{}' | python -m hf_rocm_tune.machine.software
 
 A ROCm build of torch brings its own user space (inside the wheel, or as the ``rocm-sdk-*`` wheels of TheRock), so the
-system's one may be of another version, or missing, without harm; what builds or loads from ``/opt/rocm`` uses that.
+system's one may have another version, or be missing, without harm; only builds and loads from ``/opt/rocm`` use it.
 
 Sources: rocm-core writes ``/opt/rocm/.info/version`` (``7.2.4``, or ``6.4.0-47`` with a build number); the packages of
 the TheRock stream ``/opt/rocm/core/.info/version`` (reported by owners of 7.14 and 10.0). Wheels: TheRock,
-docs/packaging/python_packaging.md. ``hipconfig --version`` is not asked: it gives HIP's version.
+docs/packaging/python_packaging.md. ``hipconfig --version`` is not used: it is HIP's version.
 
-Not covered: whether a kernel runs. A multi-architecture wheel without the kernels of this card lists its devices all
-the same and fails at the first kernel; only a measured check shows that.
+Not covered: whether a kernel runs. A multi-architecture wheel without the kernels of this card lists its devices and
+fails at the first kernel; only a measured check shows that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "flash_attn": ("flash-attn",),
     "safetensors": ("safetensors",),
 }
-"""The name that is imported, and the distributions that may bring it. ROCm wheels bring a triton of another name."""
+"""Import name, and the distributions that may provide it (ROCm wheels provide triton under another name)."""
 DEADLINE_S = 60.0
 """A cold start of a ROCm build reads gigabytes of libraries."""
 VERSION_FILES = ("opt/rocm/.info/version", "opt/rocm/core/.info/version")
@@ -64,7 +64,7 @@ class TorchDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """What is installed. What could not be found out is a ``Reading`` without a value and with the reason.
+    """The installed software. An unknown item is a ``Reading`` without a value and with the reason.
 
     Attributes:
         torch_version: with its local part (``2.13.0+rocm7.2``).
@@ -73,11 +73,11 @@ class Software:
             another number: ROCm 10.1 comes with HIP 7.16 (pytorch#194256), 10.0 with 7.15 (reported).
         torch_rocm_version: ``torch.version.rocm``, which builds before it was added do not have; None like the above.
         cuda_version: ``torch.version.cuda``; None like the above.
-        arch_list: what torch's kernels are built for; empty for a CPU build.
-        devices: in torch's order; empty where torch found none.
-        allocator_settings: the string in force for the caching allocator; "" where none is set.
+        arch_list: architectures of torch's kernels; empty for a CPU build.
+        devices: in torch's order.
+        allocator_settings: the string in force for the caching allocator; "" if none is set.
         packages: version of every name of ``PACKAGES``; None where it is not installed.
-        package_problems: package to the reason why its version could not be read although it is there.
+        package_problems: package to the reason why its version could not be read.
         bitsandbytes_libraries: names of its native library files.
         rocm_version: of the system's ROCm.
         rocm_wheels: distributions that carry ROCm itself, with their versions.
@@ -99,7 +99,7 @@ class Software:
 
     @property
     def build(self) -> str | None:
-        """What torch was built for: ``rocm``, ``cuda`` or ``cpu``; None where its version could not be read."""
+        """torch's build: ``rocm``, ``cuda`` or ``cpu``; None if its version could not be read."""
         if self.torch_version.value is None:
             return None
         return "rocm" if self.hip_version else "cuda" if self.cuda_version else "cpu"
@@ -113,7 +113,7 @@ class Software:
         """The record that ``to_dict`` gave.
 
         Raises:
-            ValueError: it has another form; says which entry and what is wrong with it.
+            ValueError: it has another form; names the entry and the error.
         """
         found: Software = unpack(cls, packed, "software", extra=False)
         return found
@@ -130,17 +130,17 @@ def _pack(value: Any) -> Any:
 
 
 def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_process: bool = False) -> Software:
-    """Read all of it; never raises for what it finds.
+    """Read everything; an unreadable item does not raise.
 
     Args:
-        root: what stands for ``/`` when looking for the system's ROCm.
-        deadline_s: seconds that torch may take to answer.
-        in_process: ask torch here, with no deadline: for a process that trains with it anyway.
+        root: replaces ``/`` in the search for the system's ROCm.
+        deadline_s: for torch's answer.
+        in_process: query torch in this process, without a deadline.
     """
     packages, problems = _read_packages()
     said, reason = (_probe({}), "") if in_process else _ask_torch(deadline_s)
     versions = _part(said, reason, "versions", Mapping[str, str | None])
-    stated = read_torch_file()  # all that is known of a torch that cannot be imported
+    stated = read_torch_file()  # the only source for a torch that cannot be imported
     if versions.value is None and stated.value is not None:
         versions = Reading(value={"torch": stated.value["__version__"], **stated.value})
     found = versions.value or {}
@@ -168,25 +168,25 @@ def _ask_torch(deadline_s: float) -> tuple[dict[str, Any], str]:
     outcome = run(__name__, request={}, deadline_s=deadline_s)
     if outcome.result is not None:
         return outcome.result, ""
-    # Of one that had to be killed it is the stacks that were printed last, and `how` says where it hung.
+    # A killed child printed its stacks last, and `how` names the step.
     printed = outcome.tail.splitlines()[-1:] if outcome.status != "timeout" and not outcome.error else []
-    reason = _one_line(": ".join([f"the process that asked torch {outcome.how}", *printed]))
+    reason = _one_line(": ".join([f"the process that queried torch {outcome.how}", *printed]))
     if outcome.step != _ASKING_DEVICES:
         return {}, reason
-    # It went wrong at the devices: what torch says before them is asked for again, and without them.
+    # It failed at the devices: query the rest again without them.
     return run(__name__, request={"devices": False}, deadline_s=deadline_s).result or {}, reason
 
 
 def _part(said: Mapping[str, Any], reason: str, name: str, form: Any) -> Reading[Any]:
     if name not in said:
-        return unknown(reason or f"torch was not asked for its {name}")
+        return unknown(reason or f"torch was not queried for its {name}")
     part = said[name]
     if isinstance(part, dict) and part.keys() == {"problem"}:
         return unknown(_one_line(f"torch: {part['problem']}"))
     try:
         return Reading(value=unpack(form, part, name))
     except ValueError as error:
-        return unknown(_one_line(f"torch answered in a form that makes no sense: {error}"))
+        return unknown(_one_line(f"torch's answer has an unknown form: {error}"))
 
 
 def _one_line(text: str) -> str:
@@ -224,7 +224,7 @@ def _read_bitsandbytes() -> Reading[tuple[str, ...]]:
 
 
 def read_rocm_version(root: Path = Path("/")) -> Reading[str]:
-    """Version of the ROCm that is installed below `root`, without a build number: ``7.2.4``."""
+    """Version of ROCm below `root`, without a build number: ``7.2.4``."""
     reasons = []
     for path in VERSION_FILES:
         text = read_text(LiveTree(root), path)
@@ -240,8 +240,8 @@ def read_rocm_version(root: Path = Path("/")) -> Reading[str]:
 def _read_wheels() -> dict[str, str]:
     """Installed distributions that carry ROCm itself or kernels for one architecture, with their versions.
 
-    ``rocm-sdk-device-gfx1100`` and ``amd-torch-device-gfx1100`` are what a multi-architecture torch wheel needs beside
-    it. A distribution whose metadata cannot be read is left out.
+    ``rocm-sdk-device-gfx1100`` and ``amd-torch-device-gfx1100`` are required by a multi-architecture torch wheel. A
+    distribution whose metadata cannot be read is left out.
     """
     found = {}
     for distribution in metadata.distributions():
@@ -257,9 +257,9 @@ def _read_wheels() -> dict[str, str]:
 
 
 def _probe(request: dict[str, Any]) -> dict[str, Any]:
-    """Ask torch, in this process: ``versions``, ``archs``, ``allocator`` and ``devices``.
+    """Query torch in this process: ``versions``, ``archs``, ``allocator`` and ``devices``.
 
-    What torch refused to say is ``{"problem": reason}``. ``{"devices": false}`` in the request leaves out what starts
+    A failed item is ``{"problem": reason}``. ``{"devices": false}`` in the request leaves out the devices, which start
     the driver's runtime.
     """
     step("importing torch")
@@ -277,14 +277,14 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
     }
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     try:
-        found["allocator"] = read() if read else {"problem": "this torch does not tell its allocator's settings"}
-    except Exception as error:  # it parses the user's variable only now, and raises over a wrong one in many types
+        found["allocator"] = read() if read else {"problem": "this torch does not report its allocator's settings"}
+    except Exception as error:  # torch parses the user's variable only now and raises various types
         found["allocator"] = {"problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
     if request.get("devices", True):
         step(_ASKING_DEVICES)
         try:
             found["devices"] = _ask_devices()
-        except Exception as error:  # a runtime that does not start is an answer too, whatever it raises
+        except Exception as error:  # a runtime that does not start is a result, too
             found["devices"] = {"problem": f"{type(error).__name__}: {error}"}
     return found
 
@@ -294,7 +294,7 @@ def _ask_devices() -> list[dict[str, Any]]:
 
     if torch.version.hip is None and torch.version.cuda is None and not torch.cuda.is_available():
         return []
-    torch.cuda.init()  # not `is_available()`, which turns every error into False
+    torch.cuda.init()  # `is_available()` would turn every error into False
     found = []
     for index in range(torch.cuda.device_count()):
         given = torch.cuda.get_device_properties(index)

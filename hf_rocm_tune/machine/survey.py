@@ -1,14 +1,14 @@
-"""The whole machine in one frozen record, from the live machine or from a recording of one. Imports no torch.
+"""The whole machine in one frozen record, from the live machine or from a recording. Imports no torch.
 
-A recording holds what was read and no more, and of files that say much (the command line, the kernel's configuration,
-the CPUs, the state of the process) only the lines that are read. Surveying a recording gives the same record as the
-machine did. Whatever could not be read is a ``Reading`` without a value and with the reason.
+A recording has only what was read; of the command line, the kernel's configuration, ``cpuinfo`` and the process status
+only the lines that are used. The survey of a recording equals that of the machine. An unreadable item is a ``Reading``
+without a value and with the reason.
 
-The table of cards is ``cards.toml`` beside this file, where every row names its sources. A card is told by its PCI
-device and revision, by its name, or by architecture and memory; never by a count of compute units, because the runtime
+The table of cards is ``cards.toml`` beside this file, where every row names its sources. A card is identified by its
+PCI device and revision, by its name, or by architecture and memory; not by compute units, because the runtime
 reports work-group processors (42 on a 7900 XT) where the data sheet says compute units (84).
 
-A container shows by marks that its engine leaves (``/.dockerenv``, ``/run/.containerenv``, ``/run/systemd/container``,
+A container is recognised by files of its engine (``/.dockerenv``, ``/run/.containerenv``, ``/run/systemd/container``,
 ``/.singularity.d``) or by the name of its control group. The memory limit is that of a container with cgroup v2
 (``memory.max`` of its root group).
 
@@ -48,25 +48,26 @@ from hf_rocm_tune.machine.sysfs import (
 # ---- models of cards --------------------------------------------------------------------------------------------
 
 GIB = 1 << 30
-# What the driver keeps for itself differs; no two cards of one architecture in the table are closer than 4 GiB.
+# The driver's reserve differs; cards of one architecture in the table differ by 4 GiB or more.
 VRAM_TOLERANCE_GIB = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """One model of card. None means: not known here.
+    """One model of card. None means unknown.
 
     Attributes:
         name: as it is sold.
-        key: the part of the name that tells it from its siblings, in lower case.
+        key: the distinguishing part of the name, in lower case.
         arch: LLVM's name of the architecture.
         pci: ``device`` or ``device:revision`` of AMD's PCI vendor id, in lower-case hexadecimal digits.
         vram_gib: of one device as the runtime lists it.
         bandwidth_gb_s: memory bandwidth in 10^9 bytes a second, by data sheet.
-        bf16_tflops: the lowest of the rates that were measured for large bf16 products, 10^12 operations a second.
+        bf16_tflops: the lowest measured rate of large bf16 products, 10^12 operations a second.
         power_w: board power.
         pcie: generation and width of the card's own connector.
-        matrix: instruction family of the matrix units; whether they take ``bf16`` and ``fp8``.
+        matrix: instruction family of the matrix units.
+        bf16, fp8: whether the matrix units support them.
         integrated: shares the CPU's memory.
         source: where the figures come from.
     """
@@ -91,7 +92,7 @@ CARDS = tuple(Card(**row) for row in table_rows(Path(__file__).with_name("cards.
 
 
 class CardIdentity(NamedTuple):
-    """A card, or None, and what decided."""
+    """A card, or None, and the reason."""
 
     card: Card | None
     reason: str
@@ -105,16 +106,16 @@ def identify(
     device_id: int | None = None,
     revision: int | None = None,
 ) -> CardIdentity:
-    """The row of the table that a device is: by PCI id first, then by name, else by architecture and memory.
+    """The row of the table for a device: by PCI id first, then by name, else by architecture and memory.
 
     Args:
         arch: ``gfx1100`` and the like; feature suffixes (``:sramecc+``) are ignored.
         vram_bytes: total memory.
-        name: any name that the kernel or the runtime gives; may be empty or a code name.
+        name: of the kernel or the runtime; may be empty or a code name.
         device_id, revision: PCI ids under AMD's vendor id (0x1002).
 
     Returns:
-        A card only where exactly one row fits and nothing that was read contradicts it.
+        A card only if exactly one row fits and nothing contradicts it.
     """
     plain, told, why = (arch or "").split(":")[0], None, ""
     if device_id is not None:
@@ -129,16 +130,16 @@ def identify(
     if told is None:
         return _by_memory(plain, vram_bytes)
     wrong = _contradiction(told, plain, vram_bytes)
-    return CardIdentity(None, f"{why} says {told.name}, but {wrong}") if wrong else CardIdentity(told, why)
+    return CardIdentity(None, f"{why} means {told.name}, but {wrong}") if wrong else CardIdentity(told, why)
 
 
 def _by_memory(arch: str, vram_bytes: int | None) -> CardIdentity:
     if not arch:
-        return CardIdentity(None, "the architecture could not be read, and neither PCI id nor name is known")
+        return CardIdentity(None, "the architecture could not be read, and neither PCI id nor name is in the table")
     own = [card for card in CARDS if card.arch == arch]
     if len(own) == 1 and own[0].integrated:
-        # An integrated GPU has as much memory as its owner gave it.
-        return CardIdentity(own[0], f"{arch}, which is in this chip only")
+        # The memory of an integrated GPU is a BIOS setting.
+        return CardIdentity(own[0], f"{arch}, which only this chip has")
     if vram_bytes is None:
         return CardIdentity(None, f"{arch}, but the memory could not be read, and no PCI id or name is known")
     fits = [card for card in own if card.vram_gib is not None and _same_vram(card.vram_gib, vram_bytes)]
@@ -205,7 +206,7 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A device node such as ``/dev/kfd``, and what this process may do with it; None means: not known.
+    """A device node such as ``/dev/kfd``; None means unknown.
 
     Attributes:
         usable: whether this process may read and write it.
@@ -220,17 +221,17 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Memory, container, and what this process may do.
+    """Memory, container, and permissions of this process.
 
     Attributes:
         platform: ``linux``, ``windows`` or ``darwin``.
         memory_bytes, available_bytes, swap_bytes: of the whole host.
         memory_limit_bytes: the container's limit where it is below the host's memory.
         shm_bytes: size of ``/dev/shm``.
-        container: ``docker``, ``podman`` or the like; None outside of one.
+        container: ``docker``, ``podman`` or the like.
         seccomp: mode of this process (0 off, 2 filter).
         nodes: ``/dev/kfd`` and every ``/dev/dri/renderD*``.
-        groups: names of the groups that this process is in, out of those that own ``nodes``.
+        groups: of the groups that own ``nodes``, those of this process.
     """
 
     platform: str
@@ -264,7 +265,7 @@ def read_kernel(tree: Tree) -> Kernel:
 
 
 def parse_cmdline(text: str) -> dict[str, str]:
-    """The wanted parameters by name, dashes as underscores as the kernel has them; the last of a name wins."""
+    """The parameters by name, dashes as underscores; the last of a name wins."""
     pairs = (word.partition("=") for word in _wanted_words(text))
     return {name.replace("-", "_"): value.strip('"') for name, _, value in pairs}
 
@@ -281,7 +282,7 @@ def _read_config(tree: Tree, release: Reading[str]) -> Reading[Mapping[str, str]
     if text is not None:
         return known(parse_config(text) or None, f"/{PACKED_CONFIG}: {no_line}")
     if release.value is None or not re.fullmatch(r"[\w.+~-]{1,128}", release.value, re.ASCII):
-        return unknown("the kernel's release is not known, so neither is the name of its configuration")
+        return unknown("the kernel's release is unknown, so the name of its configuration is, too")
     places = [place.format(release.value) for place in _PLAIN_CONFIGS]
     readings = [read_text(tree, place) for place in places]
     plain = next((reading for reading in readings if reading.value is not None), readings[0])
@@ -290,7 +291,7 @@ def _read_config(tree: Tree, release: Reading[str]) -> Reading[Mapping[str, str]
 
 
 def _unpack(packed: bytes) -> str | None:
-    """The text in a gzip file, up to a bound; None where it is none."""
+    """The text in a gzip file, up to a limit; None if it is not gzip or not text."""
     try:
         return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(packed, MAX_BYTES).decode("ascii")
     except (zlib.error, UnicodeDecodeError):
@@ -298,9 +299,9 @@ def _unpack(packed: bytes) -> str | None:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """The wanted names that a configuration states, ``n`` for "is not set".
+    """The options in a configuration, ``n`` for "is not set".
 
-    A name that is not stated is left out: what it depends on is off, or the kernel is older than it.
+    A missing option depends on one that is off, or the kernel is too old.
     """
     found: dict[str, str] = {}
     for line in text.splitlines():
@@ -324,11 +325,11 @@ def read_host(tree: Tree) -> Host:
         available_bytes=_read_memory(tree, "MemAvailable"),
         swap_bytes=_read_memory(tree, "SwapTotal"),
         memory_limit_bytes=_read_memory_limit(tree, memory.value),
-        shm_bytes=known(process.shm_bytes, "the size of /dev/shm is not known"),
-        container=known(_engine(tree), "no mark of a container"),
+        shm_bytes=known(process.shm_bytes, "the size of /dev/shm is unknown"),
+        container=known(_engine(tree), "no sign of a container"),
         seccomp=derived(_read_line(tree, _STATUS, r"^Seccomp:[ \t]+([0-2])[ \t]*$", "Seccomp"), parse_int, ""),
         nodes=nodes,
-        groups=known(groups, "the groups of this process are not known"),
+        groups=known(groups, "the groups of this process are unknown"),
     )
 
 
@@ -355,7 +356,7 @@ def _read_node(tree: Tree, path: str) -> Node:
 
 
 def _engine(tree: Tree) -> str | None:
-    # systemd's own note comes first: it names the engine, whichever it is.
+    # systemd's file comes first: it names any engine.
     noted = read_text(tree, "run/systemd/container").value
     if noted and re.fullmatch("[a-z-]{1,32}", noted):
         return noted
@@ -383,15 +384,14 @@ def _read_memory_limit(tree: Tree, memory_bytes: int | None) -> Reading[int]:
     return unknown("no control group limits the memory below the host's")
 
 
-# What goes into a recording. The disks on the command line, the thousands of options of a kernel and the details of a
-# process are nobody's business and would make a recording long. What is kept reads exactly as the whole does, nonsense
-# included: bytes that are neither text nor gzip, and a text of which no line is read, must not become "empty".
+# Content of a recording. Other parts of these files are private and long. The kept part reads exactly like the whole,
+# even if invalid: bytes that are neither text nor gzip, and a text without a used line, must not become "empty".
 _BINARY, _NO_LINE = b"\0\0\0\0", b"-\n"
 _PLAIN_CONFIG = re.compile("|".join(re.escape(place).replace(r"\{\}", "[^/]+") for place in _PLAIN_CONFIGS))
 
 
 def keep(path: str, content: bytes) -> bytes:
-    """The part of a file's content that the readers of this package read; see ``RecordingTree``."""
+    """The part of a file's content that is read; see ``RecordingTree``."""
     if not content:
         return content
     if path == PACKED_CONFIG:
@@ -439,18 +439,18 @@ class Gpu:
     Attributes:
         address: PCI address, ``domain:bus:device.function``.
         driver: name of the bound kernel driver.
-        node: its KFD node, which holds the true architecture; None where KFD does not list it.
+        node: its KFD node, with the true architecture; None if KFD does not list it.
         identity: the row of the card table, or why there is none.
-        integrated: shares the CPU's memory (None: not known).
+        integrated: shares the CPU's memory (None: unknown).
         upward: its path to the processor.
-        bar_bytes: of the largest memory BAR; as large as the VRAM where ReBAR is on.
+        bar_bytes: of the largest memory BAR; as large as the VRAM with ReBAR.
         iommu_type: of its IOMMU group: ``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating).
         mes_firmware: version of the firmware that schedules its queues.
         display: whether a display is connected to it.
         aer: error counters by name (``correctable``, ``nonfatal``, ``fatal``), see `read_aer`.
-        peers: PCI addresses of the GPUs to which the kernel lists a direct link. Whether copies are right is another
-            question.
-        atomics: whether PCIe atomics pass between it and the processor, as the compute driver says.
+        peers: PCI addresses of the GPUs to which the kernel lists a direct link. This does not say
+            that copies are correct.
+        atomics: whether PCIe atomics work between it and the processor, from the compute driver.
         sensors: of amdgpu cards.
     """
 
@@ -484,8 +484,8 @@ class Machine:
 
     Attributes:
         gpus: every display or compute device, in PCI order.
-        topology: KFD's own list, with what could not be read of it.
-        unlisted: one line for each thing that kept a PCI device from being listed; with it, ``gpus`` may lack some.
+        topology: KFD's own list.
+        unlisted: one line for each PCI device that could not be read.
     """
 
     kernel: Kernel
@@ -505,7 +505,7 @@ class Machine:
 
 
 def survey(tree: Tree | None = None) -> Machine:
-    """Read the machine, the live one unless another is given. Never raises; what could not be read has the reason."""
+    """Read the machine, the live one unless another is given. Never raises."""
     tree = LiveTree() if tree is None else tree
     topology = gpus.read_topology(tree)
     devices, unlisted = gpus.list_display_devices(tree)
@@ -519,7 +519,7 @@ def survey(tree: Tree | None = None) -> Machine:
 
 
 def record(tree: Tree | None = None, *, source: str = "") -> tuple[Machine, dict[str, Any]]:
-    """Read the machine, and make a recording of what was read, for `RecordedTree` and ready for JSON."""
+    """Read the machine and record what was read, for `RecordedTree`, as JSON values."""
     recorder = RecordingTree(LiveTree() if tree is None else tree, keep=keep)
     machine = survey(recorder)
     return machine, recorder.recording(source)
@@ -576,13 +576,13 @@ def _integrated(node: GpuNode | None, identity: CardIdentity) -> bool | None:
         return identity.card.integrated
     if node and is_integrated(node):
         return True
-    # A node without memory figures may still be an integrated GPU of an architecture that is not listed here.
+    # A node without a memory size may be an integrated GPU of an unlisted architecture.
     return False if node and node.vram_bytes is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedDevice:
-    """A device of torch, the card that it is (None where it could not be told), and how that was told."""
+    """A device of torch, its card (None if unknown), and how that was decided."""
 
     device: TorchDevice
     gpu: Gpu | None
@@ -590,15 +590,14 @@ class JoinedDevice:
 
     @property
     def spoofed(self) -> bool:
-        """Torch takes the card for another architecture than the kernel states: an override variable is at work."""
+        """torch reports another architecture than the kernel: an override variable is set."""
         return self.gpu is not None and self.gpu.arch is not None and self.gpu.arch != self.device.arch
 
 
 def join(machine: Machine, devices: Sequence[TorchDevice], environ: Mapping[str, str]) -> tuple[JoinedDevice, ...]:
-    """Tell which card each device of torch is, in torch's order: by PCI address, and where torch gives none, by order.
+    """The card of each device of torch, in torch's order: by PCI address, or by order if torch gives none.
 
-    Torch counts the devices that its filters leave, under the variables in `environ`; the kernel knows the cards,
-    whatever the variables say.
+    Torch counts the devices that pass the filters in `environ`; the kernel lists all cards.
     """
     found = {gpu.address: gpu for gpu in machine.gpus}
     nodes = visible_nodes(machine.topology.nodes, environ)
@@ -608,13 +607,13 @@ def join(machine: Machine, devices: Sequence[TorchDevice], environ: Mapping[str,
             gpu, why = found.get(device.pci_address.lower()), f"PCI address {device.pci_address}"
             return gpu, why if gpu else f"{why} is not among the kernel's devices"
         if not machine.topology.complete:
-            return None, "torch gives no PCI address, and the kernel's list could not be read whole"
+            return None, "torch gives no PCI address, and the kernel's list is incomplete"
         if nodes is None or len(nodes) != len(devices) or device.index >= len(nodes):
-            return None, "torch gives no PCI address, and its devices are not as many as the kernel's"
+            return None, "torch gives no PCI address, and its number of devices differs from the kernel's"
         gpu = found.get(nodes[device.index].pci_address or "")
         if gpu is None:
-            return None, "torch gives no PCI address, and neither does the kernel"
-        return gpu, "its place in the kernel's order, because torch gives no address"
+            return None, "neither torch nor the kernel gives a PCI address"
+        return gpu, "its position in the kernel's order, because torch gives no address"
 
     joined = [(device, *of(device)) for device in devices]
     return tuple(JoinedDevice(device=device, gpu=gpu, reason=reason) for device, gpu, reason in joined)

@@ -1,18 +1,18 @@
 """The kernel's small text files: of the live machine, below a directory, or from a recording of another machine.
 
-A `Tree` answers as the system does, with ``OSError`` where it would; a path has no leading slash (``sys/class/kfd``).
-Replaying a recording gives the same bytes and the same errors. The readers never raise: what cannot be read (missing,
-forbidden, empty, binary or oversized) is a `Reading` without a value and with the reason. Not covered: a file that is
-well formed and wrong, and a driver that hangs inside a read.
+A `Tree` answers like the system, including ``OSError``; a path has no leading slash (``sys/class/kfd``). Replaying a
+recording gives the same bytes and the same errors. The readers never raise: an unreadable file (missing, forbidden,
+empty, binary or oversized) is a `Reading` without a value and with the reason. Not covered: a well-formed file with a
+wrong value, and a driver that hangs inside a read.
 
-A recording may come from a stranger's issue report, so its form is checked::
+A recording may come from an issue report, so its form is checked::
 
     {"schema": 1, "source": "where this comes from",
      "files": {path: text}, "binary": {path: base64}, "links": {path: target}, "names": {path: [name, ...]},
      "errors": {path: "EACCES"}, "nodes": {path: {"usable": true, "group": "render"}},
      "process": {"release": "...", "platform": "linux", "groups": ["render"], "shm_bytes": n, "cpu": "..."}}
 
-Every section may be missing; other keys belong to whoever wrote them and are left alone.
+Every section may be missing; other keys are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hf_rocm_tune.errors import UsageError
 MAX_BYTES = 1 << 20
 """The kernel hands out at most one page (4 KiB) per sysfs attribute; /proc and /boot files may be larger."""
 _SCHEMA = 1
-# Groups that may own a device node of a GPU; a name of another group may hold the name of a user.
+# Usual owners of a GPU's device node; the name of another group may contain a user name.
 _DEVICE_GROUPS = frozenset({"render", "video"})
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Generic[T]):
-    """A value that was read, or None and one line with the reason why it could not be."""
+    """A value that was read, or None and the reason, one line."""
 
     value: T | None
     reason: str = ""
@@ -63,7 +63,7 @@ def unknown(reason: str) -> Reading[T]:
 
 
 def derived(reading: Reading[T], convert: Callable[[T], U | None], complaint: str) -> Reading[U]:
-    """What ``convert`` makes of a reading; ``complaint`` is the reason where it makes None of it."""
+    """``convert`` applied to a reading; ``complaint`` is the reason if it returns None."""
     return unknown(reading.reason) if reading.value is None else known(convert(reading.value), complaint)
 
 
@@ -71,7 +71,7 @@ def derived(reading: Reading[T], convert: Callable[[T], U | None], complaint: st
 class DeviceNode:
     """Whether the permissions of a device node let this process read and write it, and its group's name or number.
 
-    None means: not known. A container's device filter may still refuse what they allow.
+    None means unknown. A container's device filter may refuse access all the same.
     """
 
     usable: bool | None = None
@@ -80,14 +80,14 @@ class DeviceNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """The few facts that no file states. None means: not known.
+    """Facts that are not in a file. None means unknown.
 
     Attributes:
         platform: ``linux``, ``windows`` or ``darwin``.
-        release: of the kernel, as ``uname -r`` has it.
-        groups: names of this process's groups, numbers where they have no name.
+        release: of the kernel (``uname -r``).
+        groups: names of this process's groups, or numbers.
         shm_bytes: size of ``/dev/shm``.
-        cpu: its name, where the system tells it otherwise than by a file.
+        cpu: its name, if it is not in a file.
     """
 
     platform: str = "linux"
@@ -101,7 +101,7 @@ class Tree(Protocol):
     """A machine's files."""
 
     def read(self, path: str, limit: int) -> bytes:
-        """The whole file; ``EFBIG`` where it holds more than ``limit`` bytes."""
+        """The whole file; ``EFBIG`` if it has more than ``limit`` bytes."""
 
     def names(self, path: str) -> list[str]:
         """The names in a directory, sorted."""
@@ -110,10 +110,10 @@ class Tree(Protocol):
         """The text of a symbolic link."""
 
     def node(self, path: str) -> DeviceNode:
-        """What this process may do with a device node; ``ENODEV`` where it is none."""
+        """Permissions of this process on a device node; ``ENODEV`` if it is not one."""
 
     def process(self) -> Process:
-        """The facts that are in no file."""
+        """The facts that are not in a file."""
 
 
 def _error(number: int, path: str) -> OSError:
@@ -121,13 +121,13 @@ def _error(number: int, path: str) -> OSError:
 
 
 class LiveTree:
-    """The files below ``root``. What is in no file is known of the machine itself only, where ``root`` is ``/``."""
+    """The files below ``root``; `process` needs ``/`` as root."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
 
     def read(self, path: str, limit: int) -> bytes:
-        # Without waiting: a pipe where a file belongs would stop us for good.
+        # Non-blocking: opening a pipe would hang.
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         with open(os.open(self._at(path), flags), "rb", buffering=0) as file:
             if stat.S_ISDIR(os.fstat(file.fileno()).st_mode):
@@ -171,7 +171,7 @@ class LiveTree:
 
 
 def _group_name(number: int) -> str:
-    import grp  # there is none on Windows, and no device node either
+    import grp  # not on Windows
 
     try:
         return grp.getgrgid(number).gr_name
@@ -211,15 +211,15 @@ _hints = functools.cache(get_type_hints)
 
 
 def unpack(form: Any, value: Any, name: str, *, extra: bool = True) -> Any:
-    """A JSON value as an annotation wants it: records, mappings, lists (as tuples), readings, texts, numbers.
+    """Convert a JSON value to an annotated type: records, mappings, lists (as tuples), readings, texts, numbers.
 
     Args:
         value: anything. Of a record, an entry that has a default may be missing or null.
         name: of the entry, for the message.
-        extra: a record may have other entries, which are left alone.
+        extra: a record may have other entries, which are ignored.
 
     Raises:
-        ValueError: the value has another form; says where and what is wrong.
+        ValueError: the value has another form; names the entry and the error.
     """
     of, inner = get_origin(form), get_args(form)
     if of is UnionType:
@@ -237,7 +237,7 @@ def unpack(form: Any, value: Any, name: str, *, extra: bool = True) -> Any:
         needed = {f.name for f in fields(form) if f.default is MISSING and f.default_factory is MISSING}
         odd = (needed - value.keys()) | (set() if extra else value.keys() - forms.keys())
         if odd:
-            raise ValueError(f"{name} has these entries too many or too few: {', '.join(sorted(map(str, odd)))}")
+            raise ValueError(f"{name} has unexpected or missing entries: {', '.join(sorted(map(str, odd)))}")
         given = [part for part in forms if part in needed or value.get(part) is not None]
         return form(**{part: unpack(forms[part], value[part], f"{name}: {part}") for part in given})
     if (form is str and isinstance(value, str)) or (form is bool and isinstance(value, bool)):
@@ -252,31 +252,29 @@ def _bare(section: Mapping[str, T]) -> dict[str, T]:
 
 
 class RecordedTree:
-    """A machine that was recorded, or built by hand. What was not recorded does not exist.
+    """A recorded machine, or one built by hand. A path that was not recorded does not exist.
 
     Args:
-        recording: as :meth:`RecordingTree.recording` gives it, from JSON. The names in a directory that has no entry
-            of its own follow from the paths below it.
+        recording: from :meth:`RecordingTree.recording`. The names in a directory without an entry follow from the paths
+            below it.
 
     Raises:
-        UsageError: it does not have that form; says what is wrong and where.
+        UsageError: it does not have that form.
     """
 
     def __init__(self, recording: Mapping[str, Any]) -> None:
         if (schema := recording.get("schema")) != _SCHEMA:
-            raise UsageError(
-                f"this is no recording of a machine that can be read: schema {_SCHEMA} expected, got {schema!r}"
-            )
+            raise UsageError(f"this is not a recording of a machine: expected schema {_SCHEMA}, got {schema!r}")
         try:
             told: Recording = unpack(Recording, recording, "recording")
             binary = {path: base64.b64decode(text, validate=True) for path, text in told.binary.items()}
         except ValueError as error:
             raise UsageError(f"the recording is damaged: {error}") from error
-        # JSON may hold half a surrogate pair, which is no text: it becomes bytes that no reader takes for text.
+        # A lone surrogate in JSON becomes bytes that no reader takes for text.
         files = {path: text.encode("utf-8", "surrogatepass") for path, text in told.files.items()}
         self._files = _bare(files | binary)
         self._links, self._names, self._nodes = _bare(told.links), _bare(told.names), _bare(told.nodes)
-        # A name that this system does not know (recorded on another) is still an error.
+        # An error name of another system is still an error.
         self._errors = {path: getattr(errno, name, errno.EIO) for path, name in _bare(told.errors).items()}
         self._process = told.process
         self._below: dict[str, set[str]] = {}
@@ -325,12 +323,12 @@ class RecordedTree:
 
 
 class RecordingTree:
-    """Another tree, which remembers every question and its answer.
+    """Records every access to another tree.
 
     Args:
         tree: the tree that answers.
-        keep: what of a file's content goes into the recording, by path and content; everything by default. It has to
-            leave what the readers read, and must not fail on nonsense.
+        keep: the part of a file's content for the recording, by path and content; everything by default. It must keep
+            what the readers use, and not fail on invalid content.
     """
 
     def __init__(self, tree: Tree, keep: Callable[[str, bytes], bytes] | None = None) -> None:
@@ -385,7 +383,7 @@ class RecordingTree:
         try:
             return question(path, *details)
         except OSError as refused:
-            # A path that is not in a recording does not exist; only other errors are worth a line.
+            # A path that is not in a recording does not exist; only other errors are recorded.
             if refused.errno != errno.ENOENT:
                 self._answers["errors"][path] = errno.errorcode.get(refused.errno or 0, "EIO")
             raise
@@ -421,7 +419,7 @@ def read_text(tree: Tree, path: str) -> Reading[str]:
 
 
 def read_parsed(tree: Tree, path: str, parse: Callable[[str], T | None], complaint: str) -> Reading[T]:
-    """What ``parse`` makes of a file's stripped text; where that is None, the reason is the complaint and the text."""
+    """``parse`` applied to a file's stripped text; if that is None, the reason is the complaint and the text."""
     text = read_text(tree, path)
     return derived(text, parse, f"/{path}: {complaint}: {(text.value or '')[:40]!r}")
 
@@ -454,7 +452,7 @@ def read_properties(tree: Tree, path: str) -> Reading[dict[str, int]]:
 
 
 def list_names(tree: Tree, path: str, absent: str = "") -> Reading[list[str]]:
-    """The names in a directory, sorted; ``absent`` is the reason to give where there is no such directory."""
+    """The names in a directory, sorted; ``absent`` is the reason for a missing directory."""
     try:
         return Reading(value=tree.names(path))
     except OSError as error:
@@ -468,7 +466,7 @@ def list_numbered(tree: Tree, path: str) -> Reading[list[int]]:
 
 
 def read_link_name(tree: Tree, path: str, absent: str = "") -> Reading[str]:
-    """The last part of what a symbolic link points at, as sysfs names drivers and groups; ``absent`` as above."""
+    """The last part of a symbolic link's target (a driver, a group); ``absent`` as above."""
     try:
         target = tree.link(path)
     except OSError as error:

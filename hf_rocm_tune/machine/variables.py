@@ -1,9 +1,9 @@
 """Environment variables: set, keep or warn, each with its reason and source, before torch is imported.
 
-``variables.toml`` holds the rows of the policy. A row applies when all its conditions hold. A condition on something
-that could not be read (torch's version, the architectures of the GPUs) makes the row *cautious* instead: it says what
-was not known, an error becomes a warning, and nothing is set. A row that only says that a variable is real gives way to
-any that says more. What the user has set is never overridden. Nothing here imports torch.
+``variables.toml`` holds the rows of the policy. A row applies when all its conditions hold. A condition on an
+unknown fact (torch's version, the architectures of the GPUs) makes the row *cautious*: it names the unknown fact, an
+error becomes a warning, and nothing is set. A row that only says that a variable exists yields to more specific rows.
+The user's values are never overridden. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _expandable(value: str) -> bool:
 
 
 def _refuses(name: str, setting: str) -> bool:
-    """Whether torch 2.13 raises over one setting of the allocator; only what is plain there, by trial."""
+    """Whether torch 2.13 rejects one setting of the allocator (tried)."""
     whole = int(setting) if re.fullmatch("[0-9]{1,18}", setting) else None
     if name == "expandable_segments":
         return setting not in ("True", "False")
@@ -111,21 +111,21 @@ class VariableRule:
 
     Attributes:
         variables: names; a ``*`` stands for any rest of a name that is not empty.
-        action: ``set`` where the user has not; ``keep`` without a message; or report as ``info``, ``warn``, ``error``.
-        reason, cure: one line each: what is the case, what to do; ``{instead}`` is replaced by `instead`. Rows that set
-            or keep have no cure.
+        action: ``set`` unless the user has; ``keep`` without a message; or report as ``info``, ``warn``, ``error``.
+        reason, cure: one line each: the fact, what to do; ``{instead}`` is replaced by `instead`. Rows that set or keep
+            have no cure.
         source: issue, document or source file, several with semicolons.
         topic: rows of one topic exclude each other for one variable; empty for a topic of its own.
         value: what to set, for action ``set``.
         test: which values the row is about (rows that do not set), by a name of ``_TESTS``.
-        together: the row is about several of its variables at once, by a name of ``_TOGETHER``.
-        torch, rocm, flash_attn: versions from (inclusive) and to (exclusive); an empty one is open.
+        together: the row concerns a combination of its variables, by a name of ``_TOGETHER``.
+        torch, rocm, flash_attn: versions from (inclusive) and to (exclusive); empty means no limit.
         torch_releases: or single torch releases.
         has_arch: an architecture that must be among the visible ones.
         only_arch, not_only_arch: an architecture that must, or must not, be the only visible one.
-        finding: what a check has found on this machine, for example ``peer_copy_failed``.
-        any_build: also where torch is known not to be a ROCm build.
-        instead: the name that is really read; a ``*`` stands for what follows the first ``_`` of the variable's name.
+        finding: of a check on this machine, for example ``peer_copy_failed``.
+        any_build: also if torch is not a ROCm build.
+        instead: the name that is really read; ``*`` is the part after the first ``_`` of the variable's name.
     """
 
     variables: tuple[str, ...]
@@ -164,29 +164,29 @@ _ADDRESSES = tomllib.loads(Path(__file__).with_name("addresses.toml").read_text(
 
 
 def link_of(source: str) -> str:
-    """The address of an issue such as ``rccl#1129``, or of a document; empty where none is certain."""
+    """The address of an issue such as ``rccl#1129``, or of a document; empty if unknown."""
     repository, _, number = source.partition("#")
     if number.isdecimal() and repository in _ADDRESSES["repositories"]:
-        # GitHub leads from an issue's address to a pull request of that number.
+        # GitHub redirects an issue's address to a pull request of that number.
         return f"https://github.com/{_ADDRESSES['repositories'][repository]}/issues/{number}"
     found: str = _ADDRESSES["pages"].get(source, "")
     return found
 
 
 def links_of(source: str) -> tuple[str, ...]:
-    """The addresses of several sources with semicolons between, as far as there are any."""
+    """The known addresses of several sources, separated by semicolons."""
     return tuple(dict.fromkeys(filter(None, (link_of(name.strip()) for name in source.split(";")))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """What rows may depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name.
+    """Facts that rows may depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name.
 
     Attributes:
         hip_version: of torch's build, for example ``7.2.26015``; None without a reason means: not a ROCm build.
         archs: visible GPUs' architectures in order, one entry a GPU.
         flash_attn_version: None without a reason means: not installed.
-        findings: what checks on this machine have found, for example ``peer_copy_failed``.
+        findings: of checks on this machine, for example ``peer_copy_failed``.
     """
 
     torch_version: str | None
@@ -205,7 +205,7 @@ class MachineFacts:
 
 
 def package_directory(package: str) -> Path | None:
-    """Where an installed package lies, without importing it; None where it is not installed."""
+    """The directory of an installed package, without importing it; None if it is not installed."""
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a half-made module in sys.modules has no spec
@@ -214,8 +214,8 @@ def package_directory(package: str) -> Path | None:
 
 
 def read_torch_file() -> Reading[dict[str, str | None]]:
-    """What ``torch/version.py`` assigns to ``__version__``, ``hip``, ``rocm`` and ``cuda``, as far as it does, without
-    importing torch; None for another value than a text."""
+    """The assignments of ``torch/version.py`` to ``__version__``, ``hip``, ``rocm`` and ``cuda``, without importing
+    torch; None for a value that is not a text."""
     directory = package_directory("torch")
     if directory is None:
         return Reading(value=None, reason="torch is not installed")
@@ -232,8 +232,7 @@ def read_torch_file() -> Reading[dict[str, str | None]]:
 
 
 def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
-    """Read what this process needs to know of torch and flash-attn, importing neither; `archs` are those of the
-    visible GPUs, None where they were not read."""
+    """Read the versions of torch and flash-attn without importing them; `archs`: of the visible GPUs, or None."""
     reasons: dict[str, str] = {} if archs is not None else {"archs": "the visible GPUs were not read"}
     torch, flash_attn = read_torch_file(), None
     stated = torch.value or {}
@@ -247,7 +246,7 @@ def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
         try:
             flash_attn = metadata.version("flash-attn")
         except metadata.PackageNotFoundError:
-            reasons["flash_attn_version"] = "flash_attn is there, and no distribution of that name"
+            reasons["flash_attn_version"] = "flash_attn exists, but no distribution of that name"
     return MachineFacts(
         torch_version=stated.get("__version__"),
         hip_version=stated.get("hip"),
@@ -259,14 +258,14 @@ def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What was decided on one variable.
+    """The decision on one variable.
 
     Attributes:
-        variable: its name; several, with commas, where the row is about their combination.
-        action: in all but ``set`` the user's value stands.
-        value: the value that holds now; None where the variable is unset.
-        source: issues and documents that say so, with semicolons.
-        cure: one line: what to do; empty where there is nothing to do.
+        variable: its name, or several with commas.
+        action: all but ``set`` keep the user's value.
+        value: the current value; None if unset.
+        source: issues and documents, separated by semicolons.
+        cure: what to do, one line, or empty.
     """
 
     variable: str
@@ -278,13 +277,13 @@ class Decision:
 
     @property
     def links(self) -> tuple[str, ...]:
-        """Addresses of those sources that have a certain one."""
+        """Known addresses of the sources."""
         return links_of(self.source)
 
 
 DECISIONS: list[Decision] = []
-"""What was decided in this process, each decision once."""
-# What was read of this machine, under the filters of visible GPUs that held then.
+"""The decisions of this process, each once."""
+# Facts of this machine, by the filters of visible GPUs.
 _FACTS: dict[tuple[str | None, ...], MachineFacts] = {}
 
 
@@ -312,7 +311,7 @@ def _conditions(row: VariableRule, facts: MachineFacts) -> Iterator[tuple[bool |
     for name, wanted in stated.items():
         version: str | None = getattr(facts, name)
         if wanted and (version is None or version_numbers(version) is None):
-            # What is not there is in no range; what is there without a version that can be read may be in any.
+            # A missing package is in no range; one of unknown version may be in any.
             yield None if version or name == "torch_version" or name in facts.reasons else False, name
         elif wanted:
             yield within(version or "", *wanted), name
@@ -340,7 +339,7 @@ def _verdict(row: VariableRule, facts: MachineFacts) -> tuple[bool | None, str]:
 
 
 def _matches(row: VariableRule, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Variable and value for each thing in ``environ`` that a row is about."""
+    """Variables and values in ``environ`` that a row concerns."""
     if row.together:
         present = {name: environ[name] for name in row.variables if name in environ}
         if _TOGETHER[row.together](present):
@@ -350,7 +349,7 @@ def _matches(row: VariableRule, environ: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def _found(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
-    """Decisions of the rows that set nothing: for each variable the gravest of each topic, certain ones first."""
+    """Decisions of the rows that set nothing: for each variable and topic the most severe, certain ones first."""
     found: dict[tuple[str, str], list[tuple[bool, Decision]]] = {}
     for number, row in enumerate(POLICY):
         if row.action == "set":
@@ -364,10 +363,10 @@ def _found(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision
             action, reason, cure = row.action, row.reason.format(instead=instead), row.cure.format(instead=instead)
             if foreign:
                 action, cure = "keep", ""
-                reason = f"of no concern here, this torch is not a ROCm build; on ROCm: {reason}"
+                reason = f"without effect here, this torch is not a ROCm build; on ROCm: {reason}"
             elif holds is None:
                 action = "warn" if action == "error" else action
-                reason += f" [not certain here: {unknown}]"
+                reason += f" [uncertain here: {unknown}]"
             decision = Decision(variable=name, action=action, value=value, reason=reason, source=row.source, cure=cure)
             found.setdefault((row.topic or str(number), name), []).append((holds is True, decision))
     for rivals in found.values():
@@ -389,19 +388,19 @@ def _to_set(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decisio
             elif holds:
                 yield Decision(variable=name, action="set", value=value, reason=row.reason, source=row.source)
             elif facts.is_rocm:
-                reason = f"not set, because it is not certain that it is needed ({unknown})"
-                cure = f"set {value} if this is so: {row.reason}"
+                reason = f"not set, because it is uncertain whether it is needed ({unknown})"
+                cure = f"set {value} if this applies: {row.reason}"
                 yield Decision(variable=name, action="info", value=None, reason=reason, source=row.source, cure=cure)
 
 
 def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
-    """What the policy says of ``environ`` on this machine. Changes nothing."""
+    """The decisions of the policy on ``environ``. Changes nothing."""
     made = list(_to_set(environ, facts))
     found = list(_found(environ, facts))
     reported = {decision.variable for decision in made}
     reported |= {name for one in found if one.action != "keep" for name in one.variable.split(", ")}
     for decision in found:
-        # That a variable is kept adds nothing where another row reports it.
+        # "keep" is omitted if another row reports the variable.
         if decision.action != "keep" or decision.variable not in reported:
             reported.add(decision.variable)
             made.append(decision)
@@ -409,12 +408,12 @@ def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
 
 
 def known_facts() -> MachineFacts | None:
-    """The facts with which ``os.environ`` was evaluated last; None where it was not."""
+    """The facts of the last evaluation of ``os.environ``, or None."""
     return next(iter(_FACTS.values()), None)
 
 
 def too_late(decision: Decision) -> Decision:
-    """The same decision where torch has been imported already: nothing is set, and the reason says so."""
+    """The decision if torch has been imported already: nothing is set."""
     reason = f"too late to set {decision.value}: torch was imported before hf_rocm_tune ({decision.reason})"
     cure = "import hf_rocm_tune first, or set it in the shell"
     return replace(decision, action="warn", value=None, reason=reason, cure=cure)
@@ -430,13 +429,13 @@ def apply(
     *,
     torch_loaded: bool | None = None,
 ) -> list[Decision]:
-    """Evaluate, set what is to be set, and remember the decisions in ``DECISIONS``.
+    """Evaluate, set variables, and append the decisions to ``DECISIONS``.
 
     Args:
         environ: ``os.environ`` unless given.
-        facts: unless given, those of the last call on ``os.environ``; without one, or where another filter of visible
-            GPUs was set since, they are read anew, without the GPUs' architectures.
-        torch_loaded: whether torch is imported already, and has read its variables; then nothing is set.
+        facts: by default those of the last call on ``os.environ`` with the same filters of visible GPUs, else read now,
+            without the GPUs' architectures.
+        torch_loaded: torch has been imported and has read its variables: nothing is set.
     """
     environ = os.environ if environ is None else environ
     filters = tuple(environ.get(name) for name in FILTERS)
@@ -462,7 +461,7 @@ def apply(
 
 
 def _assignment(decision: Decision) -> str:
-    # A value may hold anything, and what is shown has to stay one line of printable text.
+    # Any value must be shown as one line of printable text.
     text = "" if decision.value is None else "=" + decision.value
     plain = "".join(letter if letter.isprintable() else " " for letter in decision.variable + text)
     return plain if len(plain) <= 200 else plain[:200] + "..."
@@ -473,9 +472,8 @@ def announce(
 ) -> None:
     """Print info, warnings and errors on stderr, one line each, once per process tree and by local rank 0 only.
 
-    HF_ROCM_TUNE_QUIET=1 leaves info out, and ``hf-rocm-tune env`` prints its table instead. What has been printed is
-    noted in HF_ROCM_TUNE_TOLD, which child processes (ranks of a launcher, loader workers) inherit; a line that is new
-    there is still printed.
+    HF_ROCM_TUNE_QUIET=1 omits info, and ``hf-rocm-tune env`` prints its table instead. Printed lines are noted in
+    HF_ROCM_TUNE_TOLD, which child processes (ranks, loader workers) inherit; they print only new lines.
     """
     environ = os.environ if environ is None else environ
     if stream is None:
@@ -498,29 +496,29 @@ def announce(
 
 
 def _prints_table(command_line: Sequence[str]) -> bool:
-    """Whether a command line asks for the table of all decisions; JSON and shell lines go to programs."""
+    """Whether a command line asks for the table of all decisions."""
     words = " ".join(PurePath(word).stem for word in command_line)
     return re.search(r"(?:^| )(?:hf-rocm-tune|-m hf_rocm_tune) env(?: --strict)*$", words) is not None
 
 
 def explain(decisions: Sequence[Decision], facts: MachineFacts | None = None) -> str:
-    """A readable table, the gravest first: action, variable and value, then reason, fix and source below.
+    """A table, the most severe first: action, variable and value, then reason, fix and source below.
 
-    The facts that it rests on are shown above it, with the reason for each thing that is not known.
+    The facts are shown above it, with the reason for each unknown one.
     """
     lines = []
     if facts is not None:
-        build = {True: f"a ROCm {facts.hip_version} build", False: "not a ROCm build", None: "build not known"}
-        seen = "not known" if facts.archs is None else ", ".join(facts.archs) or "none"
+        build = {True: f"a ROCm {facts.hip_version} build", False: "not a ROCm build", None: "build unknown"}
+        seen = "unknown" if facts.archs is None else ", ".join(facts.archs) or "none"
         unknown = "; ".join(dict.fromkeys(facts.reasons.values()))
-        why = f"not known: {unknown}; what depends on it is marked as not certain, and nothing is set by it\n"
-        torch = f"torch {facts.torch_version or 'not known'}, {build[facts.is_rocm]}"
+        why = f"unknown: {unknown}; rules that depend on it are marked as uncertain and set nothing\n"
+        torch = f"torch {facts.torch_version or 'unknown'}, {build[facts.is_rocm]}"
         lines = [f"{torch}; visible AMD GPUs: {seen}\n{why if unknown else ''}"]
     for one in sorted(decisions, key=lambda one: _ORDER.index(one.action)):
         fix = [f"fix: {one.cure}"] if one.cure else []
         entry = [f"{one.action:<6}{_assignment(one)}", one.reason, *fix, f"source: {one.source}", *one.links]
         lines.append("\n      ".join(entry))
-    return "\n".join(lines if decisions else [*lines, "No variable was set, and none that is present needs a change."])
+    return "\n".join(lines if decisions else [*lines, "No variable was set, and no existing one needs a change."])
 
 
 def to_json(decisions: Sequence[Decision]) -> str:
@@ -529,7 +527,7 @@ def to_json(decisions: Sequence[Decision]) -> str:
 
 
 def exports(decisions: Iterable[Decision]) -> str:
-    """Shell lines that set what the policy sets, for use before a launcher."""
+    """Shell lines that set the policy's variables, for use before a launcher."""
     made = [(one.variable, one.value) for one in decisions if one.action == "set" and one.value is not None]
     return "".join(f"export {variable}={shlex.quote(value)}\n" for variable, value in made)
 
@@ -538,15 +536,15 @@ def exports(decisions: Iterable[Decision]) -> str:
 
 
 def read_pairs(variable: str, text: str, keys: Iterable[str], *, required: Mapping[str, str]) -> dict[str, str]:
-    """Read ``key=value`` pairs joined by commas, as every variable that asks for faults has them.
+    """Read ``key=value`` pairs joined by commas, the form of every variable that injects faults.
 
     Args:
         variable, text: its name, for messages, and its value.
         keys: that are valid.
-        required: keys that must be there, and what to give for them.
+        required: mandatory keys, and their expected values.
 
     Raises:
-        UsageError: names what is not understood, given twice or missing, and what is valid.
+        UsageError: an unknown, repeated or missing key; names the valid ones.
     """
     valid, values = tuple(keys), dict[str, str]()
     for item in filter(None, (piece.strip() for piece in text.split(","))):
@@ -571,7 +569,7 @@ def read_spec(
     least: Mapping[str, int] | None = None,
     required: Mapping[str, str] | None = None,
 ) -> Spec:
-    """A dataclass that says which faults to inject, from its text; a key for each field, all of them read alike.
+    """Read a specification of faults: a dataclass from ``key=value`` pairs, a key for each field.
 
     Args:
         spec: with fields of `str`, `bool` (0 or 1), `float` (0 to 1) and `int`.

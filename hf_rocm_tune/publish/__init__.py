@@ -1,4 +1,4 @@
-"""What is done with a finished adapter: push to the Hub, model card, plots and report, merge, generate, evaluate."""
+"""A finished adapter: push to the Hub, model card, plots and report, merge, generate, evaluate."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import sys
 
 
 def say(line: str) -> None:
-    """Print a line about the work, beside what a command prints on standard output."""
+    """Print a progress line on standard error."""
     print(f"hf-rocm-tune: {' '.join(line.split())}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""An adapter on disk or on the Hub: found, checked against its manifest, and attached to a model with PEFT's layers.
+"""An adapter on disk or on the Hub: located, checked against its manifest, and attached to a model with PEFT's layers.
 
 Covered: LoRA with DoRA, rsLoRA, experts' parameters, whole modules and trained tokens; LoHa, LoKr, IA3, OFT. Refused:
 other methods, and adapters whose initialisation rewrote the base weights (PiSSA and its like), unless they were
@@ -56,17 +56,17 @@ _NOT_FOR_USERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An adapter whose files are those that its manifest recorded, where it has one."""
+    """An adapter; its files are those of its manifest, if it has one."""
 
     name: str  # as the user gave it
     directory: Path
     config: PeftConfig
     written: manifest.Manifest | None
-    settings: Mapping[str, Any]  # of the run that trained it, from ``run.json`` beside it; empty where there is none
+    settings: Mapping[str, Any]  # of the run that trained it, from its ``run.json``; empty without one
 
     @property
     def trained_in_bits(self) -> int | None:
-        """4 or 8 where its run was told to quantise the base, else None (also where that is not known)."""
+        """4 or 8 if its run quantised the base, else None (also if that is not known)."""
         return 4 if self.settings.get("load_in_4bit") else 8 if self.settings.get("load_in_8bit") else None
 
     @property
@@ -78,7 +78,7 @@ class Adapter:
 
     @property
     def described(self) -> str:
-        """What it is and whether its files are the ones that were written, in one phrase."""
+        """Name, method and whether its files are attested, in one phrase."""
         if (found := self.written) is None:
             return f"adapter {self.name} ({self.method}), not attested: it has no integrity.json"
         return f"adapter {self.name} ({self.method}), equal to its manifest (run {found.run_id[:8]}, step {found.step})"
@@ -97,10 +97,10 @@ class Base:
         return None if Path(self.name).expanduser().is_dir() else self.name
 
     def download(self) -> Path:
-        """Its directory; what the Hub has of it is downloaded.
+        """Its directory, downloaded if it is on the Hub.
 
         Raises:
-            UsageError: it cannot be had.
+            UsageError: it cannot be downloaded.
         """
         if self.hub_id is None:
             return Path(self.name).expanduser()
@@ -112,7 +112,7 @@ class Base:
             return Path(snapshot_download(self.name, revision=self.revision, **wanted))
         except (OSError, HfHubHTTPError, HFValidationError) as error:
             raise UsageError(
-                f"the base {self.name} cannot be had ({_short(error)}): name a directory or a Hub id with --base"
+                f"the base {self.name} cannot be downloaded ({_short(error)}): name a directory or a Hub id with --base"
             ) from error
 
 
@@ -120,19 +120,19 @@ def base_of(adapter: Adapter, name: str | None = None) -> Base:
     """The base that the user names, else the one that the adapter names.
 
     Raises:
-        UsageError: neither does, or it is a directory that is not there.
+        UsageError: neither does, or it is a directory that does not exist.
     """
     revision = None if name else getattr(adapter.config, "revision", None)
     base = Base(name=name or str(adapter.config.base_model_name_or_path or ""), revision=revision)
     if not base.name:
         raise UsageError(f"{adapter.name} does not say which model it was trained on: name it with --base")
     if base.hub_id is not None and base.name.startswith((".", "/", "~")):
-        raise UsageError(f"the base {base.name} is not there: name a directory or a Hub id with --base")
+        raise UsageError(f"the base {base.name} does not exist: name a directory or a Hub id with --base")
     return base
 
 
 def find_adapter(name: str, revision: str | None = None) -> Path | None:
-    """The directory of an adapter, downloaded when ``name`` is a Hub id; None where there is no adapter by that name.
+    """The directory of an adapter, downloaded when ``name`` is a Hub id; None if there is no adapter of that name.
 
     Raises:
         UsageError: a directory that holds neither an adapter nor a model.
@@ -141,7 +141,7 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
     if directory.is_dir():
         return _adapter_in(directory)
     if directory.exists() or name.startswith((".", "/", "~")):
-        raise UsageError(f"{name} is no directory: give the directory of an adapter or of a model, or a Hub id")
+        raise UsageError(f"{name} is not a directory: give the directory of an adapter or of a model, or a Hub id")
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -149,7 +149,7 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
         hf_hub_download(name, CONFIG_FILE, revision=revision)
         # All of it: the manifest lists pictures and pages too.
         return Path(snapshot_download(name, revision=revision, ignore_patterns=_NOT_BELOW))
-    except (OSError, HfHubHTTPError, HFValidationError):  # not there, or not to be reached: who loads it will say
+    except (OSError, HfHubHTTPError, HFValidationError):  # missing, or the Hub cannot be reached: the loader reports it
         return None
 
 
@@ -172,7 +172,7 @@ def open_adapter(name: str, revision: str | None = None) -> Adapter:
     if (directory / WEIGHTS_FILE).is_file():
         check_safetensors(directory / WEIGHTS_FILE)
     elif (directory / "adapter_model.bin").is_file():
-        raise UsageError(f"{name}: adapter_model.bin is a pickle, which is not read here: save it as safetensors")
+        raise UsageError(f"{name}: adapter_model.bin is a pickle, which is not loaded: save it as safetensors")
     else:
         raise UsageError(f"{name} has {CONFIG_FILE}, but no {WEIGHTS_FILE}: copy it again, or take a checkpoint")
     settings = run_settings(directory)
@@ -184,7 +184,7 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
 
     PEFT decides which tensor of the file belongs where. `PeftModel.from_pretrained` is not used, because it reads
     straight onto the device: `place` is called with each tensor of the file (on the host, a view of the mapped file)
-    and its name there, and what it returns is used as it is.
+    and its name in it, and what it returns is used unchanged.
 
     Raises:
         UsageError: the adapter does not belong to this model, or its file cannot be read.
@@ -220,14 +220,14 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
     # PEFT saves a trained module of a resized vocabulary twice, the second time under a name that it does not read.
     stray = [name for name in loaded.unexpected_keys if ".modules_to_save." not in name]
     if missing or stray:
-        what = f"it lacks {missing[0]}" if missing else f"it holds {stray[0]}, which is no part of it"
+        what = f"it lacks {missing[0]}" if missing else f"it contains {stray[0]}, which does not belong to it"
         raise UsageError(f"{wrong}: {what} ({len(missing) + len(stray)} tensors in all); {fix}")
     peft_model.eval()
     return peft_model
 
 
 def attach_for_training(adapter: Adapter, model: PreTrainedModel, mover: Mover) -> PeftModel:
-    """Wrap a model with an adapter that is trained on. In float32, as a new one would be, but for a quantised base.
+    """Wrap a model with an adapter whose training continues: in float32 like a new one, except on a quantised base.
 
     Raises:
         UsageError: as `attach`.
@@ -245,7 +245,7 @@ def attach_for_training(adapter: Adapter, model: PreTrainedModel, mover: Mover) 
 
 
 def _resize_vocabulary(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Give the model as many token embeddings as the adapter brings, whose values take the place of the new rows."""
+    """Resize the token embeddings to the number of rows in the adapter, which supplies their values."""
     embedding = model.get_input_embeddings()
     path = next((name for name, module in model.named_modules() if module is embedding), None)
     rows, width = embedding.weight.shape
@@ -266,12 +266,9 @@ def _adapter_in(directory: Path) -> Path | None:
     if checkpoints:
         newest = max(checkpoints, key=lambda path: (len(path.name), path.name))
         raise UsageError(
-            f"{directory} holds no finished adapter, but {len(checkpoints)} checkpoints: finish the run, or give "
-            f"{newest}"
+            f"{directory} has no finished adapter, but {len(checkpoints)} checkpoints: finish the run, or give {newest}"
         )
-    raise UsageError(
-        f"{directory} holds neither {CONFIG_FILE} nor config.json: give an adapter's or a model's directory"
-    )
+    raise UsageError(f"{directory} has neither {CONFIG_FILE} nor config.json: give an adapter's or a model's directory")
 
 
 def _check_manifest(name: str, directory: Path) -> manifest.Manifest | None:
@@ -281,12 +278,12 @@ def _check_manifest(name: str, directory: Path) -> manifest.Manifest | None:
     problems = [problem for problem in found.problems if problem.file != _CARD]
     if problems or found.manifest is None:
         raise UsageError(
-            f"{name}: {problems[0]}: the adapter is not what its run wrote and is not used; copy it again, or "
+            f"{name}: {problems[0]}: the adapter differs from what its run wrote and is not used; copy it again, or "
             "take an earlier checkpoint"
         )
     needed = [CONFIG_FILE, WEIGHTS_FILE]
     if stray := [file for file in needed if (directory / file).exists() and file not in found.manifest.files]:
-        raise UsageError(f"{name}: {stray[0]} is not in its integrity.json: it was put there by something else")
+        raise UsageError(f"{name}: {stray[0]} is not in its integrity.json: another program wrote it")
     return found.manifest
 
 
@@ -302,7 +299,7 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{name}: {CONFIG_FILE} cannot be read ({_short(error)}): copy it again") from error
     if config.peft_type.value not in _METHODS:
-        raise UsageError(f"{name} is {config.peft_type.value}, which is not covered here: {', '.join(_METHODS)} are")
+        raise UsageError(f"{name} is {config.peft_type.value}, which is not supported: {', '.join(_METHODS)} are")
     scheme = getattr(config, "init_lora_weights", True)
     if isinstance(scheme, str) and scheme.lower().startswith(_REWRITES_BASE):
         raise UsageError(
@@ -313,7 +310,7 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
 
 
 def _short(error: BaseException) -> str:
-    """The telling line of an error of PEFT's or torch's."""
+    """The most specific line of an error of PEFT or torch."""
     if other := re.search(r"size mismatch for (\S+):", str(error)):
         return f"{other[1]} has another shape there"
     chosen = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,10 +1,10 @@
-"""The model card, ``README.md``: what was trained, on what, how it is loaded, and how it was verified.
+"""The model card, ``README.md``: base model, data, settings, code that loads the result, and how it was verified.
 
 Its text is the template ``card.md.j2``. Values that this program did not choose (names of files, settings, texts of
 incidents) are redacted and written as text, never as Markdown. The card is valid for the Hub: ``base_model`` and
-``datasets`` are ids of the Hub or not there. Its code loads what was trained with the arguments that give the logits of
+``datasets`` are ids of the Hub or left out. Its code loads what was trained with the arguments that give the logits of
 the training: TRL trains the adapters of quantised models in bfloat16, while PEFT loads every adapter as float32 unless
-it is told not to; and ``device_map="auto"`` would split the base over two cards by copies between them.
+told otherwise; and ``device_map="auto"`` would split the base over two cards by copies between them.
 
 A card ends with the hash of its own text. One whose hash is still right is ours and is replaced by the next; any other
 ``README.md`` has been written or edited by a person and is kept.
@@ -22,13 +22,13 @@ from typing import Any
 
 import jinja2
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.publish import history
-from hf_rocm_tune.publish.history import Row, Trained, count, items, last, number, plain, table, text
+from hf_rocm_tune.publish.history import Row, Trained, count, items, number, plain, table, text
 from hf_rocm_tune.redaction import Private, hub_id_of, scrub_json, scrub_text
 
 CARD_NAME = "README.md"
@@ -45,13 +45,13 @@ _DTYPES = frozenset({"float32", "float16", "bfloat16"})
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """Everything that a card says."""
+    """The content of a card."""
 
     name: str  # title of the card
     base_model: str  # name or path, as it was given
     trained: Trained
     verb: str = "sft"
-    base_model_id: str | None = None  # on the Hub, where it was loaded from a directory and the user has said so
+    base_model_id: str | None = None  # its id on the Hub, given by the user for a local directory
     revision: str | None = None  # of the base model
     datasets: Sequence[str] = ()  # names or paths, as they were given
     data: str = ""  # one line about the rows
@@ -60,8 +60,8 @@ class CardFacts:
     step: int = 0  # optimizer steps done
     final: bool = True  # False for a checkpoint in the middle of the run
     report: Mapping[str, Any] = field(default_factory=dict)  # the transfer report
-    picture: str | None = None  # name of the picture of the loss beside the card
-    repo_id: str | None = None  # where the adapter will be on the Hub, if that is known
+    picture: str | None = None  # file name of the picture of the loss
+    repo_id: str | None = None  # of the adapter on the Hub, if known
 
     @property
     def is_adapter(self) -> bool:
@@ -92,13 +92,13 @@ def build(facts: CardFacts, private: Private) -> str:
 
 
 def is_ours(text: str) -> bool:
-    """Whether a card is one of `build`'s and was not changed since."""
+    """Whether a card was written by `build` and not changed since."""
     found = _SIGNED.match(text)
     return found is not None and found["sha256"] == _digest(found["text"])
 
 
 def kept(file: Path) -> bytes | None:
-    """The bytes of a ``README.md`` that a person wrote or edited; None where there is none or it is ours."""
+    """The bytes of a ``README.md`` that a person wrote or edited; None if there is none or it is ours."""
     try:
         content = file.read_bytes()
     except FileNotFoundError:
@@ -124,20 +124,6 @@ def _metadata(facts: CardFacts) -> str:
         more["datasets"] = list(facts.datasets)
     if facts.trained.model_class.endswith("ForCausalLM"):
         more["pipeline_tag"] = "text-generation"
-    loss = last(facts.rows, "eval_loss")
-    # The data is on the Hub and so has a name there; of other methods the loss is no property of text.
-    if loss is not None and len(facts.datasets) == 1 and facts.verb == "sft":
-        result = EvalResult(
-            task_type="text-generation",
-            dataset_type=facts.datasets[0],
-            dataset_name=facts.datasets[0],
-            dataset_split=text(facts.settings, "dataset_test_split") or None,
-            dataset_config=text(facts.settings, "dataset_config") or None,
-            metric_type="loss",
-            metric_name="Loss",
-            metric_value=round(loss, 6),
-        )
-        more |= {"model_name": facts.name, "eval_results": [result]}
     library = "peft" if facts.is_adapter else "transformers"
     return str(ModelCardData(library_name=library, tags=sorted(tags), **more).to_yaml())
 
@@ -146,7 +132,7 @@ def _metadata(facts: CardFacts) -> str:
 
 
 def _prose(value: str) -> str:
-    """A foreign text as Markdown that shows just it, in one line."""
+    """A foreign text, escaped for Markdown, in one line."""
     return _ACTIVE.sub(r"\\\1", " ".join(value.split()))
 
 
@@ -245,7 +231,7 @@ def _literal(name: str, value: Any) -> str:
 
 
 def _dtype(name: str) -> str:
-    """A dtype as code; one that is no dtype of weights is left to the model's own configuration."""
+    """A dtype as code; "auto" for one that is not a dtype of weights."""
     bare = name.removeprefix("torch.")
     return f"torch.{bare}" if bare in _DTYPES else '"auto"'
 
@@ -257,7 +243,7 @@ _FRONT_MATTER = re.compile(r"^(\s*---(?:\r\n|\r|\n))([\S\s]*?)((?:\r\n|\r|\n)---
 
 
 def published_name(name: str, private: Private, base_model_id: str | None = None) -> str | None:
-    """The id of the Hub by which a model or dataset is named in public; None where there is none.
+    """The public id of a model or dataset on the Hub; None if there is none.
 
     Args:
         name: an id of the Hub, which stays, or a path of this machine.
@@ -278,16 +264,16 @@ def is_hub_id(name: str) -> bool:
 
 
 def clean_card(text: str, private: Private, *, base_model_id: str | None = None) -> tuple[str, list[str]]:
-    """A card that the Hub accepts and that gives nothing away.
+    """A card that the Hub accepts, without private paths and secrets.
 
-    The Hub answers 400 to a card whose ``base_model`` or ``datasets`` is no id of the Hub, so a local path there is
-    replaced by the id that the user gave, or taken out.
+    The Hub answers 400 to a card whose ``base_model`` or ``datasets`` is not an id of the Hub, so a local path there is
+    replaced by the id that the user gave, or removed.
 
     Returns:
-        The text, and what was changed, in words that give nothing away; the text is the same object if nothing was.
+        The text (the same object if nothing was changed), and the changes in words without private content.
 
     Raises:
-        UsageError: the metadata is no YAML mapping, or huggingface_hub cannot read it.
+        UsageError: the metadata is not a YAML mapping, or huggingface_hub cannot read it.
     """
     found = _FRONT_MATTER.match(text)
     front, body = ("", text) if found is None else (found[0], text[found.end() :])
@@ -296,7 +282,7 @@ def clean_card(text: str, private: Private, *, base_model_id: str | None = None)
         if found is not None:
             metadata = yaml.safe_load(found[2]) or {}
             if not isinstance(metadata, dict):
-                raise ValueError("it is no YAML mapping")
+                raise ValueError("not a YAML mapping")
             cleaned = _clean_metadata(metadata, private, base_model_id, changes)
             if cleaned != metadata:
                 front = f"---\n{yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True)}---\n"
@@ -308,7 +294,7 @@ def clean_card(text: str, private: Private, *, base_model_id: str | None = None)
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise UsageError(
-            f"the metadata of README.md cannot be read ({said}): mend the lines between the --- marks"
+            f"the metadata of README.md cannot be read ({said}): correct the lines between the --- marks"
         ) from error
     return result, changes
 
@@ -327,7 +313,7 @@ def _clean_metadata(
             if ids:
                 cleaned[key] = ids if isinstance(value, list) else ids[0]
             if ids != names:
-                changes.append(f"{key}: {', '.join(ids) or 'taken out, it was a local path'}")
+                changes.append(f"{key}: {', '.join(ids) or 'removed, it was a local path'}")
             continue
         kept = value
         if key == "tags" and isinstance(value, list):  # base_model:adapter:NAME; the Hub makes its own of `base_model`

@@ -1,8 +1,8 @@
 """``hf-rocm-tune merge``, ``generate`` and ``chat``: their flags, prompts and the conversation.
 
 No torch is imported before the flags have been read: a wrong one is refused at once. The merged directory and answers
-go to standard output, everything else to standard error. In ``chat`` Ctrl-C while the model speaks stops that answer,
-and what was said until then stays in the conversation; with ``--compare`` the base answers each turn too, to the same
+go to standard output, everything else to standard error. In ``chat`` Ctrl-C stops the current answer, whose text so far
+stays in the conversation; with ``--compare`` the base answers each turn too, to the same
 conversation, and only the adapter's answer becomes part of it.
 """
 
@@ -63,8 +63,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", choices=("auto", *_DTYPES), help="default: auto, as the model says")
     parser.add_argument("--load_in_4bit", action="store_true", help="quantise the base, as the adapter's run did")
     parser.add_argument("--attn_implementation", help="passed to transformers")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that the model brings along")
-    parser.add_argument("--compare", action="store_true", help="the base without the adapter, beside it")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own Python code")
+    parser.add_argument("--compare", action="store_true", help="run the base without the adapter too")
 
 
 def add_chat_flags(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
         type=checked(float, lambda value: 0 <= value <= 1, "between 0 and 1"),
         help="draw from tokens at least this likely, relative to the likeliest",
     )
-    add("--repetition_penalty", type=positive, help="above 1: less of what was said before")
+    add("--repetition_penalty", type=positive, help="above 1: fewer repetitions")
     seed = checked(int, lambda value: 0 <= value < 2**32, "0 or more and below 2**32")
     add("--seed", type=seed, default=0, help="of the random numbers (default: 0)")
     add("--system", help="a system message before the conversation")
@@ -99,14 +99,14 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     add_chat_flags(parser)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    parser.add_argument("--file", type=Path, help="a text that is one prompt, or a .jsonl of prompts or messages")
-    parser.add_argument("--raw", action="store_true", help="without the chat template: the model goes on with the text")
+    parser.add_argument("--file", type=Path, help="a text file with one prompt, or a .jsonl of prompts or messages")
+    parser.add_argument("--raw", action="store_true", help="without the chat template: the model continues the text")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt, instead of streamed text")
 
 
 def add_merge_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", help="directory or Hub id of an adapter")
-    parser.add_argument("out", type=Path, help="directory to be made")
+    parser.add_argument("out", type=Path, help="directory to create")
     parser.add_argument("--base", help="directory or Hub id of the base model (default: the one the adapter names)")
     parser.add_argument("--dtype", choices=_DTYPES, help="of the stored weights (default: as the base stores them)")
     parser.add_argument(
@@ -123,7 +123,7 @@ def add_merge_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help="llama.cpp's directory (default: look on PATH)")
     parser.add_argument("--push", metavar="REPO", help="push the merged model to this repository on the Hub")
     parser.add_argument("--private", action="store_true", help="make that repository private")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that the base brings along")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the base's own Python code")
 
 
 def _size(text: str) -> int:
@@ -131,7 +131,7 @@ def _size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = match[2].upper() if match else ""
     if match is None or unit not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: give one such as 5GB, 800MiB or a number of bytes")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give one such as 5GB, 800MiB or a number of bytes")
     if (nbytes := int(float(match[1]) * _UNITS[unit])) < 1:
         raise argparse.ArgumentTypeError("give at least 1 byte")
     return nbytes
@@ -145,7 +145,7 @@ def chosen(kind: type[T], wanted: argparse.Namespace) -> T:
 def _check_sampling(wanted: argparse.Namespace) -> None:
     drawing = [name for name in ("top_p", "top_k", "min_p") if getattr(wanted, name) is not None]
     if wanted.temperature == 0 and drawing:
-        raise UsageError(f"--temperature 0 takes the likeliest token, so --{drawing[0]} says nothing: leave one out")
+        raise UsageError(f"--temperature 0 takes the likeliest token, so --{drawing[0]} has no effect: leave one out")
 
 
 # ---- the commands ---------------------------------------------------------------------------------------------------
@@ -153,9 +153,9 @@ def _check_sampling(wanted: argparse.Namespace) -> None:
 
 def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     if wanted.private and not wanted.push:
-        raise UsageError("--private is about the repository of --push: give that too, or leave it out")
+        raise UsageError("--private needs --push: give both, or neither")
     if wanted.llama_cpp and not wanted.gguf:
-        raise UsageError("--llama_cpp is where --gguf looks: give that too, or leave it out")
+        raise UsageError("--llama_cpp needs --gguf: give both, or neither")
     tools = export.find_tools(wanted.gguf, wanted.llama_cpp) if wanted.gguf else None
     prepare()
     from hf_rocm_tune.publish import merge as merging
@@ -216,7 +216,7 @@ def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Whoever reads our standard output may stop doing so (``| head``): that ends the command, and is no error."""
+    """A closed standard output (``| head``) ends the command without an error."""
     try:
         yield
     except BrokenPipeError:
@@ -280,14 +280,14 @@ def _lines_of(stdin: IO[str]) -> Iterator[str]:
     try:
         yield from stdin
     except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is no {error.encoding} text (byte {error.start}): convert it") from error
+        raise UsageError(f"standard input is not {error.encoding} text (byte {error.start}): convert it") from error
 
 
 def _of_file(file: Path) -> Iterator[Prompt]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is no UTF-8 text (byte {error.start})"
+        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text (byte {error.start})"
         raise UsageError(f"--file {file} cannot be read: {reason}") from error
     if file.suffix != ".jsonl":
         yield text
@@ -301,7 +301,7 @@ def _of_row(line: str, where: str) -> Prompt:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise UsageError(f"{where} is no JSON: {error}") from error
+        raise UsageError(f"{where} is not JSON: {error}") from error
     if not isinstance(row, dict) or not {"prompt", "messages"} & row.keys():
         raise UsageError(f"{where}: expected an object with 'prompt' or 'messages'")
     prompt = row.get("prompt", row.get("messages"))
@@ -314,14 +314,14 @@ def _of_row(line: str, where: str) -> Prompt:
         raise UsageError(f"{where}: expected text, or a list of messages with 'role' and 'content'")
     last = max((at for at, message in enumerate(prompt) if message["role"] == "user"), default=-1)
     if last < 0:
-        raise UsageError(f"{where}: the conversation has no message of the user to answer")
+        raise UsageError(f"{where}: the conversation has no user message to answer")
     return prompt[: last + 1]
 
 
 # ---- the conversation -----------------------------------------------------------------------------------------------
 
 HELP = (
-    "/reset forgets the conversation, /system TEXT sets the system message (without TEXT: removes it), /save FILE "
+    "/reset clears the conversation, /system TEXT sets the system message (without TEXT: removes it), /save FILE "
     "writes it as a row of training data, /quit ends; Ctrl-C stops an answer"
 )
 
@@ -335,7 +335,7 @@ def chat(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     with reader_may_leave(), loaded_model(chosen(LoadSettings, wanted), say, compare=wanted.compare) as loaded:
         if not loaded.tokenizer.chat_template:
             raise UsageError(
-                f"the tokenizer of {loaded.name} has no chat template, so there is no conversation with it: "
+                f"the tokenizer of {loaded.name} has no chat template, which chat needs: "
                 "hf-rocm-tune generate takes plain text"
             )
         if sys.stdin.isatty():
@@ -370,8 +370,8 @@ class Chat:
 
     loaded: Loaded
     sampling: Sampling
-    show: Callable[[str], None]  # prints text of answers as it is, without a line end
-    tell: Callable[[str], None]  # prints a line about the conversation, not of it
+    show: Callable[[str], None]  # prints text of an answer, without a newline
+    tell: Callable[[str], None]  # prints a status line
     compare: bool = False  # let the base answer too
     system: str | None = None
     messages: Messages = field(default_factory=list)
@@ -402,8 +402,10 @@ class Chat:
                     self._answer(ids)
                 self.show("[adapter] ")
             said = self._answer(ids)
-        except UsageError as refused:  # no room in the context, or roles that the template refuses: the session goes on
-            self.tell(f"{refused}; /reset begins anew")
+        except (
+            UsageError
+        ) as refused:  # no room in the context, or roles that the template refuses: the session continues
+            self.tell(f"{refused}; /reset starts over")
             return
         self.messages = [*asked, {"role": "assistant", "content": said}]
 
@@ -426,19 +428,19 @@ class Chat:
         rest = rest.strip()
         if name == "/reset":
             self.messages = []
-            return "the conversation is forgotten"
+            return "the conversation is cleared"
         if name == "/system":
             self.system = rest or None
-            return "the system message is set" if rest else "there is no system message now"
+            return "the system message is set" if rest else "the system message is removed"
         if name == "/save":
             return self._save(rest)
-        return HELP if name == "/help" else f"{name} is no command: {HELP}"
+        return HELP if name == "/help" else f"unknown command {name}: {HELP}"
 
     def _save(self, name: str) -> str:
         if not name:
             return "/save needs the name of a file"
         if not self.messages:
-            return "nothing was said yet, so nothing is saved"
+            return "the conversation is empty, nothing is saved"
         try:
             row = json.dumps({"messages": self._with_system(self.messages)}, ensure_ascii=False)
             write_text_atomic(Path(name).expanduser(), row + "\n")

@@ -1,12 +1,13 @@
 """``hf-rocm-tune eval``: perplexity on a split, and tasks of lm-evaluation-harness; a table, and one line of JSON.
 
-Perplexity is exp of the mean negative log-likelihood of the counted tokens, each of which counts once, whatever the
-length of its row (a mean of batch means, as trainers log it as ``eval_loss``, weighs tokens in short rows more). Logits
-come in the model's dtype; the log-softmax is taken in float32 and the sum in float64. Base and adapter see the same
-batches. Rows become token ids as TRL's SFT trainer prepares them (read in TRL 1.16, ``SFTTrainer._prepare_dataset``).
+Perplexity is exp of the mean negative log-likelihood of the counted tokens, each of which counts once, independent of
+the length of its row (``eval_loss`` of trainers is a mean of batch means, which weighs tokens in short rows more).
+Logits come in the model's dtype; the log-softmax is taken in float32 and the sum in float64. Base and adapter see the
+same batches. Rows become token ids as TRL's SFT trainer prepares them (read in TRL 1.16,
+``SFTTrainer._prepare_dataset``).
 
-The harness is a package of its own (the extra ``eval``, tried with lm-eval 0.4.13). It is handed the loaded model; what
-it asks the model it puts on the device itself, which is not verified, and the result says so.
+The harness is a separate package (the extra ``eval``, tried with lm-eval 0.4.13). It gets the loaded model and moves
+its inputs to the device itself; those transfers are not verified, and the result says so.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     rows.add_argument("--dataset_text_field", default="text", help="column of plain text (default: text)")
     rows.add_argument("--max_length", type=at_least(2), default=1024, help="tokens of a row (default: 1024)")
     rows.add_argument("--max_rows", type=at_least(1), help="the first so many rows only")
-    rows.add_argument("--assistant_only", action="store_true", help="count only what the assistant says")
+    rows.add_argument("--assistant_only", action="store_true", help="count only tokens of the assistant")
     tasks = parser.add_argument_group("lm-evaluation-harness")
     tasks.add_argument("--tasks", help="names of tasks, separated by commas")
     tasks.add_argument("--limit", type=at_least(1), help="documents of each task")
-    few = "examples before each question (default: as the task says)"
+    few = "examples before each question (default: the task's own)"
     tasks.add_argument("--num_fewshot", type=at_least(0), help=few)
     tasks.add_argument("--include_path", type=Path, help="a folder with further task files")
     tasks.add_argument("--apply_chat_template", action="store_true", help="ask through the chat template")
@@ -67,7 +68,7 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     if not all(tasks):
         raise UsageError("--tasks: give names, separated by commas")
     if tasks and wanted.include_path is not None and not wanted.include_path.is_dir():
-        raise UsageError(f"--include_path {wanted.include_path} is no folder: give one that holds task files (.yaml)")
+        raise UsageError(f"--include_path {wanted.include_path} is not a folder: give one with task files (.yaml)")
     if not wanted.dataset_name and not tasks:
         raise UsageError("nothing to evaluate: give --dataset_name for perplexity, --tasks for benchmarks, or both")
     if wanted.json is not None and (wanted.json.is_dir() or not wanted.json.absolute().parent.is_dir()):
@@ -154,7 +155,7 @@ def perplexity(
     assistant_only: bool = False,
     compare: bool = False,
 ) -> dict[str, Any]:
-    """Measure, on the model and where wanted on its base too. A single file has one split, whatever is named.
+    """Measure the model, and its base on request. A single file has one split, whatever ``split`` says.
 
     Returns:
         The result as plain values: rows, tokens, ``loss`` (nats a token) and ``perplexity``, of the base under
@@ -163,7 +164,7 @@ def perplexity(
     Raises:
         UsageError: the rows cannot be read, or none has a token to count.
         OutOfMemoryError: a batch does not fit.
-        CorruptionError: a batch could not be brought over right.
+        CorruptionError: a batch could not be transferred correctly.
     """
     split = "train" if Path(dataset).expanduser().is_file() else split
     source = _source(dataset, config, split, text_field, assistant_only, loaded)
@@ -180,7 +181,7 @@ def perplexity(
         raise UsageError("no row has a token to count: rows need at least two tokens, and something that is predicted")
     begun = time.perf_counter()
     mine, base = 0.0, 0.0
-    # Rows of like length together, the longest first: whatever does not fit in memory shows at once.
+    # Rows of similar length together, the longest first: running out of memory shows at once.
     ordered = sorted(kept, key=lambda row: -len(row[0]))
     for start in range(0, len(ordered), batch_size):
         placed = loaded.place(_padded(ordered[start : start + batch_size], loaded.tokenizer.pad_token_id or 0))
@@ -195,7 +196,7 @@ def perplexity(
     return {
         "dataset": dataset,
         "split": split,
-        "counted": "what the assistant says" if assistant_only else what,
+        "counted": "tokens of the assistant" if assistant_only else what,
         "max_length": max_length,
         "rows": len(kept),
         "rows_without_counted_tokens": len(rows) - len(kept),
@@ -368,7 +369,7 @@ def _run_tasks(loaded: Loaded, tasks: Sequence[str], manager: Any, wanted: argpa
         except (OSError, DatasetsError) as error:  # ConnectionError is an OSError
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UsageError(
-                f"the data of the task cannot be had: {first}; check the network and HF_HUB_OFFLINE"
+                f"the data of the task cannot be loaded: {first}; check the network and HF_HUB_OFFLINE"
             ) from error
         return {name: found[name] for name in _HARNESS_RESULTS if name in found}
 

@@ -59,7 +59,7 @@ def find_tools(kind: str, folder: Path | None) -> Tools:
         folder: a checkout of llama.cpp, built for a quantised type; None to look on PATH.
 
     Raises:
-        UsageError: something is not there.
+        UsageError: a tool or package is missing.
     """
     if not _KNOWN.fullmatch(kind):
         raise UsageError(f"--gguf {kind}: give a type of llama.cpp's, such as q4_k_m, q8_0 or f16")
@@ -84,14 +84,14 @@ def find_tools(kind: str, folder: Path | None) -> Tools:
 
 
 def export(model: Path, tools: Tools, say: Callable[[str], None]) -> Path:
-    """Convert a merged model; the result stands in its directory ``gguf``, complete or not at all.
+    """Convert a merged model; the result is in its directory ``gguf``, complete or not at all.
 
     Returns:
-        The GGUF file, which has a ``Modelfile`` and a manifest beside it.
+        The GGUF file, with a ``Modelfile`` and a manifest in the same directory.
 
     Raises:
         UsageError: llama.cpp refuses the model, or the disk is full.
-        CorruptionError: what was written was read back wrong.
+        CorruptionError: a file was read back wrong.
     """
     from hf_rocm_tune.integrity import manifest
     from hf_rocm_tune.integrity.atomic import staged_directory
@@ -122,12 +122,12 @@ def export(model: Path, tools: Tools, say: Callable[[str], None]) -> Path:
 
 
 def _call(command: list[str]) -> None:
-    # llama.cpp's script imports what stands beside it, which `hf-rocm-tune` forbids its own processes.
+    # llama.cpp's script imports modules of its own folder, which PYTHONSAFEPATH of `hf-rocm-tune` forbids.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         said = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-        what = next((one for one in reversed(said) if "error" in one.lower()), said[-1] if said else "no word")
+        what = next((one for one in reversed(said) if "error" in one.lower()), said[-1] if said else "no output")
         raise UsageError(f"{Path(command[1] if command[0] == sys.executable else command[0]).name} failed: {what}")
 
 
@@ -179,7 +179,7 @@ def _check_values(model: Path, file: Path, floating: str) -> str:
         What was found, for the user.
 
     Raises:
-        CorruptionError: a matrix is not there with its values.
+        CorruptionError: a matrix is missing or has other values.
     """
     import torch
 
@@ -203,7 +203,7 @@ def _check_values(model: Path, file: Path, floating: str) -> str:
         else:
             alike = re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
             lacking[alike].append((tensor.ndim, flat.numel(), rounded, tensor.nbytes))
-    for alike, parts in list(lacking.items()):  # experts that are stored one by one stand in one tensor there
+    for alike, parts in list(lacking.items()):  # experts that are stored one by one are stacked in GGUF
         key = sum(numel for _, numel, _, _ in parts), sum(total for _, _, total, _ in parts) % 2**64
         if there[key]:
             there[key] -= 1
@@ -246,7 +246,7 @@ def _check_quantised(plain: Path, file: Path) -> str:
 
 
 def modelfile(model: Path, file: Path) -> tuple[str, str]:
-    """Ollama's ``Modelfile`` for a GGUF file beside it.
+    """Ollama's ``Modelfile`` for a GGUF file in the same directory.
 
     Ollama's templates are Go's; the parts around each turn are taken from what the chat template renders, and put
     together they must render the same again.
@@ -270,7 +270,7 @@ def modelfile(model: Path, file: Path) -> tuple[str, str]:
         if template:
             lines.append(f'TEMPLATE """{template}"""')
         else:
-            remark = "the chat template has no form that Ollama takes: write a TEMPLATE into the Modelfile by hand"
+            remark = "the chat template cannot be written in Ollama's form: write a TEMPLATE into the Modelfile by hand"
             lines.append("# TEMPLATE is missing: the model's chat template could not be written in Ollama's form")
     if tokenizer.eos_token:
         lines.append(f"PARAMETER stop {json.dumps(tokenizer.eos_token, ensure_ascii=False)}")

@@ -1,4 +1,4 @@
-"""A model to talk to or to measure: loaded and verified, and text from it, one prompt in, one answer out.
+"""A model for generation and evaluation: loaded and verified; one prompt in, one answer out.
 
 A base with its adapter, a merged model, or one from the Hub. Weights, adapter and prompts pass the mover, as in
 training. Sampling is upstream's (`GenerationConfig`); what the user does not set is as the model's own generation
@@ -71,10 +71,10 @@ class Loaded:
     name: str  # as the user gave it
     model: Any  # in evaluation mode, a `PeftModel` where there is an adapter
     tokenizer: PreTrainedTokenizerBase  # the adapter's where it has one, else the base's
-    mover: Mover  # brings inputs to the device
+    mover: Mover  # moves inputs to the device
     adapter: Adapter | None  # None for a whole model
     base: str  # name of the model below the adapter, or of the model
-    verified: dict[str, Any]  # what `coverage` found and what the files are known to be, for a report
+    verified: dict[str, Any]  # coverage and attested files, for a report
 
     def without_adapter(self) -> AbstractContextManager[Any]:
         """Within the block the base answers alone."""
@@ -82,7 +82,7 @@ class Loaded:
         return disabled
 
     def place(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Bring host tensors to the model, verified."""
+        """Move host tensors to the device, verified."""
         placed: dict[str, Tensor] = self.mover.begin(inputs)
         self.mover.settle(placed)
         return placed
@@ -93,18 +93,18 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
     """Load, say what was verified, and close the mover at the end.
 
     Raises:
-        UsageError: what is asked for is not there, damaged, or does not fit together.
-        CorruptionError: a tensor could not be brought over right.
+        UsageError: a file is missing or damaged, or adapter and base do not fit.
+        CorruptionError: a tensor could not be transferred correctly.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     has_adapter = find_adapter(settings.model, settings.revision) is not None
     if settings.base and not has_adapter:
-        raise UsageError(f"--base {settings.base}: {settings.model} is no adapter, so it has no base: leave it out")
+        raise UsageError(f"--base {settings.base}: {settings.model} is not an adapter, so it has no base: leave it out")
     adapter = open_adapter(settings.model, settings.revision) if has_adapter else None
     source = _source(settings, adapter)
     check_source(source, device)
     if compare and adapter is None:
-        raise UsageError(f"--compare sets a base beside its adapter, and {settings.model} is a whole model")
+        raise UsageError(f"--compare needs an adapter, and {settings.model} is a whole model")
     with Mover(device, settings=TransferSettings(), faults=FaultSpec.from_environment()) as mover:
         if (faults := mover.fault_injection()) is not None:
             say(f"faults are injected on request: {faults}")
@@ -112,15 +112,15 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
         with _quiet_unless_terminal():
             model, seconds = load_model(source, mover)
         if not model.can_generate():
-            raise UsageError(f"{source.name} is a {type(model).__name__}, which makes no text: give a language model")
+            raise UsageError(
+                f"{source.name} is a {type(model).__name__}, which generates no text: give a language model"
+            )
         if adapter is not None:
             say(adapter.described)
             model = attach(model, adapter, _placer(mover, model.dtype, quantised=settings.load_in_4bit))
             place(model, mover)
             if adapter.trained_in_bits == 4 and not settings.load_in_4bit:
-                say(
-                    "it was trained on 4-bit weights and the base is loaded as it is; --load_in_4bit quantises it again"
-                )
+                say("it was trained on 4-bit weights and the base is loaded unquantised; --load_in_4bit quantises it")
         model.eval()
         verified = _verified(model, mover, source)
         say(_line(source.name, verified, seconds))
@@ -179,7 +179,7 @@ def _source(settings: LoadSettings, adapter: Adapter | None) -> ModelSource:
 
 
 def _placer(mover: Mover, dtype: torch.dtype, *, quantised: bool) -> Callable[[Tensor, str], Tensor]:
-    """Brings an adapter's tensors to the device; whole modules take the dtype of the model.
+    """Moves an adapter's tensors to the device; whole modules get the dtype of the model.
 
     Beside quantised weights an adapter keeps the dtype of its file, in which it was trained. Beside others it computes
     in float32 at least, as PEFT does by default.
@@ -244,7 +244,7 @@ def _line(name: str, verified: dict[str, Any], seconds: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a model said."""
+    """The answer of a model."""
 
     text: str  # without special tokens
     tokens: int  # how many were made, the end token included
@@ -256,7 +256,7 @@ def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bo
     """Token ids of a prompt.
 
     Raises:
-        UsageError: it is empty, the chat template refuses it, or there is none for messages.
+        UsageError: it is empty, the chat template refuses it, or messages are given without a template.
     """
     tokenizer: Any = loaded.tokenizer
     if isinstance(prompt, str) and (raw or not tokenizer.chat_template):
@@ -279,7 +279,7 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> li
     """Token ids of a conversation, up to where the assistant begins to speak.
 
     Raises:
-        UsageError: the chat template refuses it (an order of roles that it does not know, say).
+        UsageError: the chat template refuses it (for example an unknown order of roles).
     """
     from jinja2 import TemplateError
 
@@ -293,7 +293,7 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> li
 def answer(
     loaded: Loaded, ids: Sequence[int], sampling: Sampling, write: Callable[[str], None] = lambda _: None
 ) -> Answer:
-    """Let the model go on from token ids; Ctrl-C goes through, and what was written until then stands.
+    """Generate from token ids. KeyboardInterrupt is raised; the text written so far stays.
 
     Raises:
         UsageError: the prompt leaves no room in the model's context.
@@ -349,7 +349,7 @@ def _config(loaded: Loaded, sampling: Sampling, prompt_tokens: int) -> Generatio
 
 
 class _Stream(TextStreamer):
-    """Upstream's streamer, which gives out whole words and characters, writing to where we say and keeping the text."""
+    """Upstream's streamer of whole words, which passes the text on and keeps it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

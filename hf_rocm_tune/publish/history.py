@@ -1,7 +1,7 @@
-"""What a run left in its directory, read whatever state it is in; and what its transfer report comes to.
+"""The files of a run, finished or not, and the verdict on its transfer report.
 
-A file that is missing, torn, nested without end or of another form is told in words, and the rest is still read. What
-is missing from a report is said to be unknown, never taken for good.
+A file that is missing, truncated or of another form is reported, and the rest is still read. Missing entries of a
+report are unknown, never good.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def write_log(
 def series(rows: Iterable[Row], key: str) -> list[tuple[float, float]]:
     """(step, value) of one metric in the order of the steps; the newest value of a step counts.
 
-    Rows without the metric are passed over; a value that is no finite number is NaN, a gap in a curve.
+    Rows without the metric are skipped; a value that is not a finite number is NaN, a gap in a curve.
     """
     found: dict[float, float] = {}
     for row in rows:
@@ -87,7 +87,7 @@ def last(rows: Iterable[Row], key: str) -> float | None:
 
 
 def training_seconds(rows: Iterable[Row]) -> float:
-    """Seconds that all steps took, over all starts of a run; 0 where nothing tells.
+    """Seconds of all steps, over all starts of a run; 0 if unknown.
 
     The trainer's own ``train_runtime`` is of the last start only, and counts evaluations and saves too; it is taken
     where the pace was not logged.
@@ -105,7 +105,7 @@ def training_seconds(rows: Iterable[Row]) -> float:
 
 
 def find(content: Any, *path: str) -> Any:
-    """The value at a path of keys; None where a part of the path is not there."""
+    """The value at a path of keys; None if a part of the path is missing."""
     for key in path:
         if not isinstance(content, dict) or key not in content:
             return None
@@ -125,7 +125,7 @@ def number(content: Any, *path: str) -> float | None:
 
 
 def count(content: Any, *path: str) -> int:
-    """A number that counts something; 0 where there is none."""
+    """A count; 0 if there is none."""
     return int(number(content, *path) or 0)
 
 
@@ -187,7 +187,7 @@ def figure(value: float | None) -> str:
 
 
 def figures(rows: Iterable[Row]) -> list[tuple[str, str]]:
-    """What a log comes to, by name."""
+    """The key figures of a log, by name."""
     rows = list(rows)
     speeds = sorted(value for _, value in series(rows, "speed/tokens_per_second") if not math.isnan(value))
     best = min((value for _, value in series(rows, "eval_loss") if not math.isnan(value)), default=None)
@@ -218,9 +218,9 @@ _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_s
 
 
 def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide what a model becomes and say something here, by name, and the effective batch.
+    """The settings that decide the result, by name, and the effective batch.
 
-    What is off, unset, or of no effect beside the others is left out.
+    Those that are off, unset or without effect are left out.
     """
     found = {}
     for name in _SHOWN_SETTINGS:
@@ -248,7 +248,7 @@ _TRACES = (LOG_NAME, REPORT_NAME, _STATE, "run.json", manifest.MANIFEST_NAME, "a
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """What is in a run's directory; empty or None where nothing tells."""
+    """The files of a run; empty or None if missing."""
 
     directory: Path
     inspection: manifest.Inspection
@@ -260,27 +260,27 @@ class Left:
     report: Mapping[str, Any] = field(default_factory=dict)  # the transfer report
     settings: Mapping[str, Any] = field(default_factory=dict)
     journal: Sequence[Row] = ()  # entries of ``survival.jsonl`` of this run
-    missing: Sequence[str] = ()  # what is not there or could not be read, in words
+    missing: Sequence[str] = ()  # files that are missing or could not be read, in words
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end, and its result is in place."""
+        """Whether the run has finished and its result is in place."""
         found = self.inspection.manifest
         return found is not None and found.status == "final"
 
     @property
     def damaged(self) -> list[str]:
-        """What of the result is not as it was written; a model card may be edited."""
+        """Files of the result that differ from what was written; a model card may be edited."""
         if self.inspection.manifest is None:
             return [str(one) for one in self.inspection.problems if one.kind != "missing"]
         return [str(one) for one in self.inspection.problems if not one.file.endswith(".md")]
 
 
 def collect(directory: Path) -> Left:
-    """Read what a run left.
+    """Read the files of a run.
 
     Raises:
-        UsageError: there is no such directory, or nothing in it that a run leaves.
+        UsageError: there is no such directory, or no file of a run in it.
     """
     if not os.path.isdir(directory):  # unlike Path.is_dir, never raises
         what = "is a file" if os.path.exists(directory) else "does not exist"
@@ -290,7 +290,7 @@ def collect(directory: Path) -> Left:
     except OSError as error:
         raise UsageError(f"{directory} cannot be read: {error.strerror}; name the --output_dir of a run") from error
     if not found and not any((directory / name).exists() for name in _TRACES):
-        raise UsageError(f"{directory} holds nothing that a training run leaves: name the --output_dir of a run")
+        raise UsageError(f"{directory} has no file of a training run: name the --output_dir of a run")
     missing: list[str] = []
     record = _read(directory / "run.json", missing)
     inspection = manifest.inspect(directory)
@@ -301,9 +301,7 @@ def collect(directory: Path) -> Left:
     run_id = known or text(log, "run_id") or text(report, "run_id")
     if inspection.manifest is None:
         why = inspection.problems[0]
-        missing.append(
-            f"{manifest.MANIFEST_NAME}: the run has not come to its end" if why.kind == "missing" else str(why)
-        )
+        missing.append(f"{manifest.MANIFEST_NAME}: the run has not finished" if why.kind == "missing" else str(why))
     step = number(log, "step")
     return Left(
         directory=directory,
@@ -321,13 +319,13 @@ def collect(directory: Path) -> Left:
 
 
 def _newest_log(directory: Path, log: dict[str, Any], found: list[Path], missing: list[str]) -> dict[str, Any]:
-    """The log that has come furthest, with the keys of ours."""
+    """The log with the most steps, in the form of ours."""
     best = log
     for path in [directory / _STATE, *(path / _STATE for path in found[-1:])]:
         state = _read(path, missing) if path.is_file() else {}
         reached = number(best, "step")
         if state and (number(state, "global_step") or 0) > (-1 if reached is None else reached):
-            # What was trained does not change over a run, and a trainer's state does not tell it.
+            # A trainer's state does not say what was trained, which does not change over a run.
             best = {"trained": table(log, "trained"), "max_steps": state.get("max_steps")}
             best |= {"step": state.get("global_step"), "log": state.get("log_history"), "run_id": log.get("run_id")}
     if not best:
@@ -336,10 +334,10 @@ def _newest_log(directory: Path, log: dict[str, Any], found: list[Path], missing
 
 
 def _of_run(run_id: str, content: dict[str, Any], name: str, missing: list[str]) -> dict[str, Any]:
-    """The content of a file, unless it is another run's: an older one's that was trained in the same directory."""
+    """The content of a file, unless it belongs to an earlier run in the same directory."""
     other = text(content, "run_id")
     if run_id and other and other != run_id:
-        missing.append(f"{name}: it is of another run, {other}, and is not used")
+        missing.append(f"{name}: it belongs to another run, {other}, and is not used")
         return {}
     return content
 
@@ -354,21 +352,21 @@ def _read(path: Path, missing: list[str]) -> dict[str, Any]:
             raise ValueError("no JSON object")
         return content
     except FileNotFoundError:
-        if path.name not in (LOG_NAME, _STATE):  # `_newest_log` tells of those
-            missing.append(f"{path.name}: {_MEANING.get(path.name, 'it is not there')}")
+        if path.name not in (LOG_NAME, _STATE):  # `_newest_log` reports those
+            missing.append(f"{path.name}: {_MEANING.get(path.name, 'missing')}")
     except (OSError, ValueError, RecursionError) as error:
         missing.append(f"{path.name}: it cannot be read ({error})")
     return {}
 
 
 def run_settings(directory: Path) -> dict[str, Any]:
-    """Of the run that wrote a directory, or the directory above a checkpoint; empty where nothing tells."""
+    """Of the run that wrote a directory, or the directory above a checkpoint; empty if unknown."""
     found = (table(_read(place / "run.json", []), "settings") for place in (directory, directory.parent))
     return next(filter(None, found), {})
 
 
 _MEANING = {
-    REPORT_NAME: "no transfer report, so nothing is known of what was verified",
+    REPORT_NAME: "no transfer report, so it is unknown what was verified",
     "run.json": "no record of the run, so its settings are unknown",
 }
 
@@ -400,7 +398,7 @@ def _journal(directory: Path, run_id: str) -> Sequence[Row]:
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 
 
-# Section: what it is called, the counter of what was looked at, and what one of those is.
+# Section: its title, the key of its counter, and the unit of that.
 _STAGES = {
     "weights": ("model weights", "tensors", "tensors"),
     "batches": ("batches", "tensors", "tensors"),
@@ -419,15 +417,15 @@ _CHECKS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be thought of a run.
+    """The verdict on a run.
 
-    "good": finished, all of it verified, nothing wrong was used; "note": something is to be known; "bad": wrong bytes
-    are in the result, or the result is not what was written; "unknown": nothing tells.
+    "good": finished, all of it verified, no corruption was used; "note": good with remarks; "bad": the result contains
+    corruption or differs from what was written; "unknown": no evidence.
     """
 
     level: Literal["good", "note", "bad", "unknown"]
     headline: str  # one sentence
-    notes: tuple[str, ...]  # what else is to be known, one sentence each
+    notes: tuple[str, ...]  # remarks, one sentence each
 
 
 class Counted(NamedTuple):
@@ -453,28 +451,27 @@ def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] =
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
         return verdict("bad", f"The result is not what was written: {damaged[0]}{more}.")
     if not report:
-        return verdict("unknown", "Nothing is known of what was verified: there is no transfer report.")
+        return verdict("unknown", "It is unknown what was verified: there is no transfer report.")
     try:
         wrong = unrecovered(report)
     except (KeyError, TypeError, AttributeError):
-        return verdict("unknown", "The transfer report is not of the expected form, so it proves nothing.")
+        return verdict("unknown", "The transfer report does not have the expected form, so it proves nothing.")
     if wrong:
         return verdict("bad", f"Wrong bytes were found that could not be recovered: {'; '.join(wrong[:3])}.")
     share, mismatches = coverage(report), sum(row.mismatches for row in counted(report))
     if share is None or text(report, "verify") == "off":
         return verdict("unknown", "Transfers were not verified in this run.")
     times = "once" if mismatches == 1 else f"{mismatches:,} times"
-    found = f". Something was wrong {times}, was noticed, and was recovered before it was used."
+    found = f". Corruption was found {times} and recovered before it was used."
     complete = finished and share >= 100 and text(report, "verify") == "full"
     return verdict(
         "good" if complete else "note",
-        f"{share:g} % of the bytes on the device were verified"
-        f"{found if mismatches else ', and none of them was wrong.'}",
+        f"{share:g} % of the bytes on the device were verified{found if mismatches else ', and none of them was wrong.'}",
     )
 
 
 def unrecovered(report: Mapping[str, Any]) -> list[str]:
-    """What a transfer report tells of wrong bytes that were not recovered, one line each.
+    """Corruption that a transfer report lists as not recovered, one line each.
 
     Raises:
         KeyError, TypeError, AttributeError: it is not of the expected form.
@@ -502,7 +499,7 @@ def coverage(report: Mapping[str, Any]) -> float | None:
 
 
 def counted(report: Mapping[str, Any]) -> list[Counted]:
-    """Every kind of check that looked at something or found something."""
+    """Every kind of check that ran."""
     rows = []
     for name, (what, key, noun) in {**_STAGES, **_CHECKS}.items():
         section = table(report, name)
@@ -525,7 +522,7 @@ def unverified(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def incident(row: Any) -> dict[str, str]:
-    """One incident as columns: step, rank, stage, tensor, kind, where, found, way and outcome; the rest as details."""
+    """One incident as columns: step, rank, stage, tensor, kind, where, recovery and outcome; the rest as details."""
     row = row if isinstance(row, dict) else {"kind": plain(row)}
     begins, length = number(row, "first_offset"), number(row, "length")
     where = "" if begins is None or length is None else f"{length:,.0f} bytes from byte {begins:,.0f}"
@@ -568,10 +565,10 @@ def events(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     unused, warnings = count(report, "guard", "skipped_steps"), count(report, "guard", "warnings")
     told = [
         ("restarts by the supervisor", f"{restarts:,}" if restarts > 0 else ""),
-        ("steps left out, because the run died in them", plain(items(report, "survival", "skipped_steps"))),
-        ("shortages of memory", f"{shortages:,}, of these overcome {overcome:,}" if shortages else ""),
-        ("micro-batches were cut into", f"up to {cut} parts" if cut > 1 else ""),
-        ("steps not used, because they were not finite", f"{unused:,}" if unused else ""),
+        ("steps skipped, because the run died in them", plain(items(report, "survival", "skipped_steps"))),
+        ("out of memory", f"{shortages:,}, recovered {overcome:,}" if shortages else ""),
+        ("micro-batches split into", f"up to {cut} parts" if cut > 1 else ""),
+        ("updates skipped, because they were not finite", f"{unused:,}" if unused else ""),
         ("warnings about loss and gradients", f"{warnings:,}" if warnings else ""),
     ]
     return [(name, value) for name, value in told if value]
@@ -587,19 +584,19 @@ def device(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def explained(report: Mapping[str, Any]) -> str:
-    """What verifying meant in this run; empty where nothing was verified."""
+    """How transfers were verified; empty if they were not."""
     what = {"full": "Every byte is", "sample": "Of a sample of the transfers, every byte is"}
     begin = what.get(text(report, "verify"))
     if begin is None:
         return ""
-    said = f"{begin} digested where it comes from and again on the device, and both are compared before it is used."
+    said = f"{begin} digested on the host and again on the device, and both digests are compared before it is used."
     if count(report, "frozen", "passes"):
-        said += " Frozen weights are digested again while the training goes on and before each save."
+        said += " Frozen weights are digested again during training and before each save."
     return f"{said} Files are read back and compared with the live tensors."
 
 
 def _notes(report: Mapping[str, Any], *, finished: bool) -> tuple[str, ...]:
-    notes = [] if finished else ["The run has not come to its end: this is what is there so far."]
+    notes = [] if finished else ["The run has not finished: these are its files so far."]
     asked = {
         "Faults": find(report, "fault_injection"),
         "Faults of steps": find(report, "step_fault_injection"),
@@ -610,8 +607,8 @@ def _notes(report: Mapping[str, Any], *, finished: bool) -> tuple[str, ...]:
     if mode == "sample":
         notes.append("Only a sample of the transfers was verified (--verify sample).")
     elif mode == "full" and share is not None and share < 100:
-        notes.append("Not every byte was verified; the run went on with the user's consent.")
+        notes.append("Not every byte was verified; the run continued with the user's consent.")
     if names := items(report, "weights", "not_attested"):
         files = f"{len(names)} file{'s' if len(names) > 1 else ''}"
-        notes.append(f"Of {files} of the base model no digest was recorded, so what was in them is not attested.")
+        notes.append(f"{files} of the base model had no recorded digest, so the content is not attested.")
     return tuple(notes)

@@ -1,8 +1,8 @@
 """One repository of the Hugging Face Hub: one commit for a push, and a check of the hashes that the Hub then states.
 
-A file that is there with the same hash is not sent again. When the Hub, the network or another commit interferes, the
-whole step is repeated from the new state of the repository; a commit names its parent (``parent_commit``), so one whose
-answer was lost is not made twice.
+A file that exists there with the same hash is not sent again. When the Hub, the network or another commit interferes,
+the whole step is repeated from the new state of the repository; a commit names its parent (``parent_commit``), so one
+whose answer was lost is not made twice.
 
 After the commit the hash of each file in it is compared (SHA-256 for files in large file storage, Git's SHA-1 for
 others). Not covered: what the storage serves later.

@@ -95,19 +95,19 @@ def merge(
 
     Args:
         adapter_name: directory or Hub id of the adapter.
-        out: directory to be made.
+        out: directory to create.
         base_name: directory or Hub id of the base; None for the one that the adapter names.
         dtype: torch's name of the dtype of the result; None for that of each weight of the base.
-        max_shard_bytes: of a file of weights; a tensor that is larger has a file of its own.
-        trust_remote_code: run code that the base brings along.
+        max_shard_bytes: of a file of weights; a larger tensor gets its own file.
+        trust_remote_code: run the base's own Python code.
         say: takes lines for the user.
 
     Returns:
         The directory of the merged model.
 
     Raises:
-        UsageError: adapter or base is missing, damaged or does not fit, or there is no room.
-        CorruptionError: what was written was read back wrong.
+        UsageError: adapter or base is missing, damaged or does not fit, or the disk is too small.
+        CorruptionError: a file was read back wrong.
     """
     _check_out(out, say)
     adapter = open_adapter(adapter_name)
@@ -129,11 +129,11 @@ def merge(
     wanted = getattr(torch, dtype) if dtype else None
     change = _Change(base, adapter, wanted, trust_remote_code=trust_remote_code)
     if change.untied:
-        say(f"{', '.join(change.untied)} was tied and is stored by itself now: the adapter made the two different")
+        say(f"{', '.join(change.untied)} was tied and is stored separately now: the adapter changed both")
     _check_room(out, base.nbytes(wanted) + change.more_bytes(wanted))
     sealed = adapter.written
     origin = {
-        "adapter": Path(adapter.name).name,  # of directories the last name: no path leaves here
+        "adapter": Path(adapter.name).name,  # only the last part of a directory: no path is published
         "adapter_sha256": sealed.files[WEIGHTS_FILE].sha256 if sealed else None,
         "method": adapter.method,
         "trained_in_bits": adapter.trained_in_bits,
@@ -171,19 +171,19 @@ def merge(
     say(
         f"merged {len(change.sites)} of {len(digests)} tensors in float32, stored {shards.nbytes / 1e9:.3g} GB in "
         f"{len(shards.files)} file{'s' if len(shards.files) > 1 else ''} in {time.perf_counter() - started:.1f} s; "
-        "every tensor was read back from disk and is what was computed"
+        "every tensor was read back from disk and equals what was computed"
     )
     return out
 
 
 def _check_out(out: Path, say: Callable[[str], None]) -> None:
-    """Before anything is read. What earlier merges left when they were killed is removed."""
+    """Check the destination; remove what killed merges left there."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out} exists and is not empty: choose another directory, or remove it")
         if out.absolute().parent.is_dir():
             for line in clean_leftovers(out.absolute().parent):
-                say(f"{line} (left by a process that was killed)")
+                say(f"{line} (left by a killed process)")
     except OSError as error:
         raise UsageError(f"{out} cannot be used: {error.strerror}; choose another directory") from error
 
@@ -208,7 +208,7 @@ class _Base:
     """A model directory with ``config.json`` and safetensors files, of which one is mapped at a time.
 
     Raises:
-        UsageError: a file is missing or damaged, the weights are no safetensors, or they are quantised.
+        UsageError: a file is missing or damaged, the weights are not safetensors, or they are quantised.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -220,16 +220,15 @@ class _Base:
         self._opened: tuple[Path, Any] | None = None
         if not self.files:
             raise UsageError(
-                f"{directory} has its weights as pickles (pytorch_model.bin), which are not read here: load it with "
+                f"{directory} has its weights as pickles (pytorch_model.bin), which are not loaded: load it with "
                 "transformers and save it again (save_pretrained writes safetensors)"
             )
         if self.config.get("quantization_config"):
             raise UsageError(
-                f"{directory} is quantised, and an adapter cannot be merged into that: give the original model, of "
-                "which it was made, with --base"
+                f"{directory} is quantised, and no adapter can be merged into that: give the original model with --base"
             )
         for file in self.files:
-            with safe_open(file, framework="pt", device="cpu") as opened:  # its form was checked before
+            with safe_open(file, framework="pt", device="cpu") as opened:  # its form has been checked
                 for name in opened.offset_keys():
                     entry = opened.get_slice(name)
                     self.stored[name] = file, entry.get_dtype(), tuple(entry.get_shape())
@@ -317,7 +316,7 @@ def _sites_of(path: str, module: nn.Module) -> Iterator[tuple[str, Site]]:
 
 
 def _brought_parameters(path: str, module: nn.Module, *, but: str = "") -> Iterator[tuple[str, Site]]:
-    """Parameters whose values came with the adapter although they are no adapter's: biases, saved embeddings."""
+    """Parameters of the base whose values come from the adapter's file: biases, saved embeddings."""
     for name, parameter in module.named_parameters(recurse=False):
         if not parameter.is_meta and name != but:
             yield f"{path}.{name}" if path else name, _brought(parameter)
@@ -620,7 +619,7 @@ class _Shards:
 def _merged_config(
     config: dict[str, Any], *, dtype: str | None, untied: bool, vocabulary: int | None
 ) -> dict[str, Any]:
-    """The base's ``config.json`` with what the merge changed, and nothing that a newer transformers would add."""
+    """The base's ``config.json`` with the changes of the merge only."""
     changed = deepcopy(config)
     for part in (
         changed,
@@ -636,8 +635,8 @@ def _merged_config(
 
 
 def _copy_tokenizer(directory: Path, *, base: Path, adapter: Path) -> None:
-    """Copy tokenizer files of the adapter where it has a tokenizer (training may have added tokens or a chat template),
-    else of the base; and what else of the base belongs to a model that transformers loads.
+    """Copy the tokenizer of the adapter if it has one (training may have added tokens or a chat template), else of the
+    base; and the other files of the base that transformers loads.
     """
     has_own = any((adapter / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     chat_template = re.compile(r"chat_template.*")

@@ -55,7 +55,7 @@ def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -
     if os.path.isdir(target) or not target.name:  # unlike Path.is_dir, never raises
         raise UsageError(f"--out {target} is a directory; name the file of the page")
     if not os.path.isdir(target.parent):
-        raise UsageError(f"--out {target}: there is no directory {target.parent}; make it, or name another file")
+        raise UsageError(f"--out {target}: there is no directory {target.parent}; create it, or name another file")
     shown = panels(left.rows, left.report)
     private = Private.of_this_machine(
         os.environ, paths=dict.fromkeys([str(left.directory), *_paths(left.settings)], "")
@@ -417,7 +417,7 @@ def _figure(panel: Panel) -> Figure:
     _dress(axes, panel)
     handles, labels = axes.get_legend_handles_labels()
     if labels:
-        # Below the axes: inside, it would lie on a curve sooner or later.
+        # Below the axes: inside, it would cover a curve.
         place: dict[str, Any] = {"loc": "outside lower left", "ncols": 3, "columnspacing": 1.2}
         picture.legend(handles, labels, **place, handlelength=1.5, frameon=False, labelcolor=INK, fontsize="small")
     return picture
@@ -457,7 +457,7 @@ def _dress(axes: Axes, panel: Panel) -> None:
 
 
 def _tick(value: float, place: int | None = None) -> str:
-    """How a value stands on an axis: "0.25", "1500", "2e-4"."""
+    """The label of a value on an axis: "0.25", "1500", "2e-4"."""
     del place
     if value and abs(value) < 1e-3:
         mantissa, _, exponent = f"{value:.2e}".partition("e")

@@ -40,11 +40,11 @@ from hf_rocm_tune.redaction import Private, find_in_file, scrub_json
 
 Checkpoints = Literal["none", "last", "all"]
 LAST_CHECKPOINT = "last-checkpoint/"
-# A pickle executes what it holds when it is loaded.
+# A pickle executes code when it is loaded.
 _LEFT_OUT = {"training_args.bin": "a pickle of this machine's settings", "run.json": "this machine's settings"}
 _RESUME_ONLY = ("optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json", "rng_state")  # names begin so
 _BASE_KEYS = ("base_model_name_or_path", "_name_or_path", "name_or_path")
-# They may hold any text, a path by chance too, and are never rewritten.
+# They may contain any text and are never rewritten.
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"})
 
 
@@ -128,8 +128,8 @@ def private_here(
     token: str | None,
     others: Mapping[str, str] | None = None,
 ) -> Private:
-    """What is private of a run: this machine's own, and the paths that the run was given, by what stands for them in
-    public ("" for their last name); ``repo_id`` stands for the directory, ``base_model_id`` for the base model's.
+    """Private names of this machine, and the paths that the run was given, each with its public replacement ("" for the
+    last part): ``repo_id`` for the directory, ``base_model_id`` for the base model.
     """
     paths = dict(others or {})
     for key, value in run_settings(directory).items():
@@ -159,11 +159,11 @@ def _checkpoints(directory: Path, which: Checkpoints) -> list[tuple[str, Path]]:
 
 
 def check_directory(directory: Path) -> Manifest:
-    """The manifest of a directory whose files are those that the run wrote. A model card may have been edited since.
+    """The manifest of a directory whose files equal it, except a model card, which may have been edited.
 
     Raises:
-        UsageError: there is no such directory, it was never completed, or a file is not what was written.
-        CorruptionError: the run's report tells of wrong bytes that were not recovered.
+        UsageError: there is no such directory, it is not complete, or a file differs from its manifest.
+        CorruptionError: the run's report lists corruption that was not recovered.
     """
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory: name the --output_dir of a run, or one of its checkpoints")
@@ -215,7 +215,7 @@ def stage(
 
     Args:
         private: what must not be in it.
-        prefix: folder on the Hub, see `Staged`; only into one goes what a run needs to go on.
+        prefix: folder on the Hub, see `Staged`; files that only a resume needs go into a folder only.
         base_model_id: see `PushSettings`.
         durable: the copy must outlive the originals, which a rotation may delete meanwhile.
 
@@ -261,9 +261,9 @@ def stage(
 def _rewritten(
     source: Path, name: str, entry: FileEntry, private: Private, base_model_id: str | None, changed: dict[str, str]
 ) -> str | None:
-    """The text to upload in place of a file's own; None to upload the file as it is. Records what was changed."""
+    """The text to upload instead of the file; None to upload the file. Records the changes."""
     if name == CARD_NAME:
-        if source.is_symlink():  # the one file whose bytes may differ from the manifest's
+        if source.is_symlink():  # the only file that may differ from the manifest
             raise UsageError(
                 f"{source} is a link, so it is unknown what it would publish: replace it by the file itself"
             )
@@ -281,7 +281,7 @@ def _rewritten(
         for key in _BASE_KEYS if isinstance(content, dict) else ():
             base = content.get(key)
             if isinstance(base, str) and base and private.is_local(base):
-                # Its id, else the last part of its path: a copy of the base beside loads it.
+                # Its id, else the last part of its path.
                 public[key] = published_name(base, private, base_model_id) or Path(base).name
         public = scrub_json(public, private, names=name == REPORT_NAME)
         if public != content:
@@ -311,7 +311,7 @@ def _not_as_written(source: Path) -> UsageError:
 
 
 def _difference(before: Any, after: Any) -> str:
-    """The settings that differ, by name; what they were is private."""
+    """The changed settings, by name; the old values are private."""
     if not isinstance(before, dict) or not isinstance(after, dict):
         return "local paths were replaced"
     names = [key for key in before if before[key] != after.get(key)]
@@ -354,7 +354,7 @@ class Publisher:
     Args:
         args: ``TrainingArguments``, of which ``output_dir`` and the ``hub_*`` settings are read.
         base_model_id: of the result, see `PushSettings`.
-        local: paths that the run was given, by what stands for them in public ("" for their last name).
+        local: paths that the run was given, each with its public replacement ("" for the last part).
         token: None for HF_TOKEN or the one of `hf auth login`.
         say: takes lines for the user, from any thread.
 
@@ -438,7 +438,7 @@ class Publisher:
                     )
                 )
         except (TuneError, OSError) as error:
-            self._say(f"{directory.name} could not be prepared for its push: {error}. Training goes on")
+            self._say(f"{directory.name} could not be prepared for its push: {error}. Training continues")
             shutil.rmtree(root, ignore_errors=True)
             return
         # A daemon: an upload that hangs must not keep the process from ending.
@@ -498,7 +498,7 @@ class Publisher:
             self._missing = False
             self._say(f"step {step} is on the Hub: {self._repository.url}")
         except TuneError as error:
-            self._say(f"the push of step {step} failed: {error}. Training goes on; the next save tries again")
+            self._say(f"the push of step {step} failed: {error}. Training continues; the next save tries again")
         finally:
             shutil.rmtree(root, ignore_errors=True)
 

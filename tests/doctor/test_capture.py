@@ -154,18 +154,6 @@ def test_what_says_nothing_about_anybody_stays_as_it_is() -> None:
     assert [text for text in words if nobody.out_of(text) != text] == []
 
 
-@pytest.mark.parametrize("name", ["torch", "Radeon", "version", "value", "files", "names", "transfers", "gfx1100"])
-def test_a_name_that_is_a_word_of_the_doctor_spoils_no_capture(name: str, tmp_path: Path) -> None:
-    machine = Built("a machine").card(XT).card(slot=Slot(width=4)).igpu(RAPHAEL)
-    recording = machine.having(software=stack(), environ={"HIP_VISIBLE_DEVICES": "0"}).recording()
-    evidence, _ = read_capture(saved(tmp_path / "machine.json", recording))
-    named = PrivateNames.of_this_machine({"USER": name, "HOSTNAME": f"{name}.lan", "HOME": f"/home/{name}"})
-    packed = pack(evidence, record(RecordedTree(recording))[1], named)
-    again, _ = read_capture(saved(tmp_path / "machine.json", packed))
-    assert diagnose(again, all_checks()).findings == diagnose(evidence, all_checks()).findings
-    assert named.out_of(f"/home/{name}/x") == "/home/user/x"
-
-
 @pytest.fixture
 def owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sits at this machine."""
@@ -275,7 +263,7 @@ def test_what_is_missing_in_a_file_is_unknown_and_no_error(tmp_path: Path) -> No
     file.write_text('{"schema": 1}', encoding="utf-8")
     evidence, source = read_capture(file)
     done = diagnose(evidence, all_checks())
-    assert "does not say" in source
+    assert "without a source" in source
     assert done.exit_code == 0
     assert {one.status for one in done.findings} <= {"unknown", "skipped", "ok"}
 

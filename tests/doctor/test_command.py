@@ -117,7 +117,7 @@ def test_an_unknown_fault_is_wrong_usage(capsys: pytest.CaptureFixture[str], mon
 def test_a_fault_that_is_asked_for_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "check=round_trip,kind=hang")
     _, out, _ = run(capsys, "--only", "shared_memory")
-    assert "A FAULT IS PUT IN ON REQUEST" in out
+    assert "A FAULT IS INJECTED ON REQUEST" in out
     assert "check=round_trip,kind=hang" in out
     assert json.loads(run(capsys, "--only", "shared_memory", "--json")[1])["fault_injection"]
 

@@ -81,7 +81,7 @@ def test_a_check_that_is_not_run_says_why() -> None:
         return made.text if made.status == "skipped" else made.status
 
     assert why(evidence(), measured) == "fail"
-    assert "recorded" in why(evidence(recorded=True), measured)
+    assert "recording" in why(evidence(recorded=True), measured)
     assert "torch sees no accelerator" in why(evidence(gpu=False), measured)
     assert "4 minutes; --full" in why(evidence(), long)
     assert why(evidence(), long, full=True) == "fail"
@@ -102,7 +102,7 @@ def test_after_two_hangs_nothing_more_is_measured() -> None:
     assert statuses(hanging("a"), hanging("a"), fine) == ["fail", "fail", "fail"], "two cards, one check"
     done = diagnose(evidence(2), [hanging("a"), hanging("b", "pair_hung"), fine, read, after])
     assert [one.status for one in done.findings][:5] == ["fail", "fail", "skipped", "fail", "fail"]
-    assert done.findings[2].text == "a and b did not return; --only fine measures it all the same"
+    assert done.findings[2].text == "a and b did not return; --only fine measures it anyway"
 
 
 def test_between_cards_nothing_is_measured_where_torch_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_what_was_found_is_told_to_the_policy_of_variables(monkeypatch: pytest.M
     pair = check("pairs", from_row("links_unequal", widths="x"))
     told = [one for one in diagnose(evidence(2), [pair]).findings if one.check == "variables"]
     assert [(one.title, one.status) for one in told] == [("NCCL_P2P_DISABLE=1", "info")]
-    assert told[0].cure == "`export NCCL_P2P_DISABLE=1`; no run sets it by itself"
+    assert told[0].cure == "`export NCCL_P2P_DISABLE=1`; a run does not set it"
     # The user's own value stands, and that is said; nothing is said on one card, where the row does not appear.
     kept = diagnose(evidence(2, environ={"NCCL_P2P_DISABLE": "0"}), [pair]).findings
     assert "the user's value is kept" in kept[-1].text

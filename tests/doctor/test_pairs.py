@@ -39,7 +39,7 @@ def test_a_pair_is_told_for_what_it_is(result: dict[str, Any] | None, outcome: d
     assert (finding.row, finding.subject, finding.needs_cards) == (row, "cuda:0->cuda:1", 2)
     assert finding.evidence[-1] == "with HSA_ENABLE_PEER_SDMA=0: 1 right"
     if row == "pair_wrong":
-        assert "right when it was read back" in finding.evidence[0], "bytes that came late"
+        assert "correct when read back" in finding.evidence[0], "bytes that came late"
         assert "AMD documents two contradictory settings" in finding.cure and "must" not in finding.cure
     if row == "pair_wrong_through_host":
         assert "IOMMU" not in finding.cure, "it is not blamed on the pair"

@@ -181,4 +181,4 @@ def test_a_killed_run_can_be_reported(run: Run, tmp_path: Path) -> None:
     left = collect(output)
     assert (left.step, left.finished) == (3, False)
     assert cli.main(["report", str(output)]) == 0
-    assert "has not come to its end" in (output / "report.html").read_text()
+    assert "has not finished" in (output / "report.html").read_text()

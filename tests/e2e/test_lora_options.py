@@ -106,7 +106,7 @@ def test_an_adapter_is_trained_on_from_where_it_was(train: Callable[..., Result]
     next(iter(weights.values())).view(-1)[0] += 1
     save_file(weights, tmp_path / "harmed" / ADAPTER)
     refused = train("fourth", adapter_name_or_path=tmp_path / "harmed")
-    assert refused.code == 2 and "is not what its run wrote" in refused.stderr
+    assert refused.code == 2 and "differs from what its run wrote" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_gradients_that_are_always_nan_are_a_clear_stop_and_no_loop(job: Job, tm
     assert len(result.error_lines) == 1 and "loss" in result.error_lines[0]
     assert "Traceback" not in result.stderr
     assert len(ends(output)) == 1 and ends(output)[0]["code"] == 3
-    assert "not started again: exit code 3 is final" in result.stdout
+    assert "not restarted: exit code 3 is final" in result.stdout
     assert manifest.inspect(output).manifest is None
     assert manifest.verify(output / "checkpoint-2") == []
 
@@ -116,7 +116,7 @@ def test_without_steps_to_leave_out_it_is_a_clear_stop(job: Job, tmp_path: Path)
     result = supervise(job, output, flags=("--max_skips", "0"), HF_ROCM_TUNE_CRASH="kind=segv,step=3,times=99")
     assert result.code == 139
     assert [end["code"] for end in ends(output)] == [139, 139]
-    assert "given up" in result.error_lines[-1] and "checkpoint-2 is intact" in result.error_lines[-1]
+    assert "run: stopped" in result.error_lines[-1] and "checkpoint-2 is intact" in result.error_lines[-1]
 
 
 @pytest.mark.long

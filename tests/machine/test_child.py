@@ -227,7 +227,7 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("stdin", "words"),
-    [(b"[1]", b"give a JSON object"), (b"{", b"is no JSON"), (b'{"say": "hello"}', b'"said": "hello"')],
+    [(b"[1]", b"give a JSON object"), (b"{", b"is not JSON"), (b'{"say": "hello"}', b'"said": "hello"')],
 )
 def test_a_measurement_can_be_tried_by_hand(stdin: bytes, words: bytes) -> None:
     done = subprocess.run([sys.executable, "-m", MODULE], input=stdin, capture_output=True, timeout=60)

@@ -235,7 +235,7 @@ def test_nonsense_in_a_record_from_elsewhere_is_refused_by_name() -> None:
     bad: list[tuple[Any, str]] = [
         (None, "not an object"),
         ([], "not an object"),
-        ({}, "too many or too few"),
+        ({}, "unexpected or missing"),
         ({**good, "extra": 1}, "extra"),
         ({**good, "python": 3}, "python"),
         ({**good, "devices": {"value": [{"index": 0}]}}, "devices"),

@@ -37,7 +37,7 @@ CARDS: dict[str, Case] = {
         Built("freebsd/drm-kmod#426: the bridges of an AM5 board, one 7900 XT in its full slot").card(),
         fine=(
             *("driver_ok", "permissions_ok", "card_known", "variables_ok", "torch_rocm", "arch_ok", "versions_of_rocm"),
-            *("hipblaslt_yes", "allocator", "bnb_library", "versions_tested", "kernel_ok", "clocks_stock", "link_full"),
+            *("allocator", "bnb_library", "versions_tested", "kernel_ok", "clocks_stock", "link_full"),
             *("slot_of_processor", "bar_full", "aer_clean", "host_memory", "shm_ok", "vram_free", "sensors_ok"),
         ),
         says=("gfx1100, 20.0 GiB", "800 GB/s, 315 W, PCIe 4.0 x16", "31.5 GB/s each way by arithmetic"),
@@ -117,7 +117,7 @@ CARDS: dict[str, Case] = {
         software=stack(devices=[device("0000:05:00.0")]),
         warn=("link_narrow",),
         note=("link_slow_now", "slot_of_chipset"),
-        says=("a misplaced card, not a healthy x8", "this says something only under load"),
+        says=("the usual cause is the wrong slot", "only the speed under load counts"),
     ),
     "no_iommu": case(
         Built("general knowledge: one card, on a board whose translation of addresses is off").iommu(None).card()
@@ -180,7 +180,7 @@ CARDS: dict[str, Case] = {
             bar_bytes=256 * MIB
         ),
         note=("bar_small",),
-        says=("the largest BAR is 256 MiB", "Resizable BAR", "a single card trains without"),
+        says=("the largest BAR is 256 MiB", "Resizable BAR", "a single card does not"),
     ),
     "rdna4": case(
         Built("hf.co/hardware: a 9070 XT, PCIe 5.0").card(XT_9070, slot=Slot(speed=32.0)),

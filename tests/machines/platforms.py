@@ -51,7 +51,7 @@ def windows() -> Case:
             "environ": {},
         },
         warn=("version_older torch",),
-        note=("pair_unknown", "windows"),
+        note=("windows",),
         unknown=("driver", "host_memory"),
         says=("not tested by this project", "`--dataloader_num_workers 0`"),
         never=("the kernel's own", "/opt/rocm"),
@@ -65,8 +65,8 @@ def without_variables(built: Built) -> Case:
         recording={section: content for section, content in whole.items() if section != "environ"},
         unknown=("integrated", "variables"),
         fine=("driver_ok", "torch_rocm"),
-        says=("the recording holds no variables",),
-        never=("No variable needs a word", "export HIP_VISIBLE_DEVICES"),
+        says=("the recording has no variables",),
+        never=("No variable needs a change", "export HIP_VISIBLE_DEVICES"),
     )
 
 
@@ -106,7 +106,7 @@ PLATFORMS: dict[str, Case] = {
         software=stack(devices=[device("0000:01:00.0", name="AMD Radeon Graphics", arch="gfx1036", gib=15.4)]),
         fail=("arch_missing",),
         warn=("no_card",),
-        says=("torch holds no code for gfx1036", "check that it is seated and powered"),
+        says=("torch has no code for gfx1036", "check that it is seated and powered"),
     ),
     "no_card_and_cpu_torch": case(
         Built("uv#18730: a machine with nothing but the display of its processor").igpu(RAPHAEL),
@@ -170,7 +170,7 @@ PLATFORMS: dict[str, Case] = {
         software=stack(devices=[device(None)]),
         note=("rocm_without_kfd", "wsl"),
         says=("AMD Radeon RX 7900 XT", "restart Windows, not only WSL"),
-        never=("This is no AMD machine",),
+        never=("Not an AMD machine",),
     ),
     "sandbox_without_the_bus": case(
         only(Built("a sandbox that hides /sys/bus/pci").card(), lambda path: not path.startswith("sys/bus/pci")),
@@ -213,6 +213,6 @@ PLATFORMS: dict[str, Case] = {
     "nothing_recorded": Case(
         recording={"schema": 1},
         unknown=("driver", "host_memory", "shared_memory", "torch", "variables"),
-        never=("nothing stands against training",),
+        never=("ready to train",),
     ),
 }

@@ -37,7 +37,7 @@ VARIABLES: dict[str, Case] = {
         environ={"HSA_OVERRIDE_GFX_VERSION": "9.4.2"},
         software=stack(devices=[device(arch="gfx942")]),
         fail=("arch_spoofed", OVERRIDE),
-        says=("is gfx1100 by the kernel, and torch calls it gfx942",),
+        says=("is gfx1100 in the kernel's list, and gfx942 in torch's",),
     ),
     "override_of_one_node": case(
         one("libhsakmt topology.c: the form for each node"),

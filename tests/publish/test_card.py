@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from huggingface_hub.repocard_data import model_index_to_eval_results
 from huggingface_hub.utils import validate_repo_id
 
 from hf_rocm_tune.publish import card, history
@@ -70,9 +69,6 @@ def test_metadata_is_what_the_hub_asks_for() -> None:
     assert {"lora", "sft", "trl", "hf-rocm-tune", "base_model:adapter:org/base"} <= set(found["tags"])
     for name in (found["base_model"], *found["datasets"]):
         validate_repo_id(name)
-    model, (result,) = model_index_to_eval_results(found["model-index"])
-    assert model == "my-adapter"
-    assert (result.dataset_type, result.metric_type, result.metric_value) == ("org/rows", "loss", 0.75)
 
 
 def test_what_the_hub_refuses_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +133,7 @@ def test_faults_and_incidents_are_said_plainly() -> None:
     )
     text = build(replace(FACTS, report=found), NOBODY)
     for words in (
-        "Something was wrong 12 times, was noticed, and was recovered before it was used.",
+        "Corruption was found 12 times and recovered before it was used.",
         "Faults were injected on request: kind=zero, rate=0.1, injected=12.",
         "Crashes were injected on request: step=4,kind=kill.",
         "99.9875 %",
@@ -330,7 +326,7 @@ WRONG = stage(mismatches=2, recovered=1)
     ("changed", "level", "words"),
     [
         ({}, "good", "100 % of the bytes on the device were verified, and none of them was wrong."),
-        ({"batches": stage(mismatches=1, recovered=1)}, "good", "Something was wrong once, was noticed"),
+        ({"batches": stage(mismatches=1, recovered=1)}, "good", "Corruption was found once and recovered"),
         ({"batches": WRONG}, "bad", "could not be recovered: batches: 1 of 2 mismatches"),
         ({"gradients": WRONG}, "bad", "gradients: 1 of 2"),
         ({"incidents": [incident(outcome="stopped")]}, "bad", "batches input_ids at step 2"),
@@ -341,10 +337,10 @@ WRONG = stage(mismatches=2, recovered=1)
         ({"verify": "sample"}, "note", "100 %"),
         ({"verify": "off"}, "unknown", "not verified"),
         ({"verify": None}, "note", "100 %"),
-        ({"incidents": None}, "unknown", "not of the expected form"),
-        ({"weights": "none"}, "unknown", "not of the expected form"),
-        ({"casts": {}}, "unknown", "not of the expected form"),
-        ({"incidents": [5]}, "unknown", "not of the expected form"),
+        ({"incidents": None}, "unknown", "not have the expected form"),
+        ({"weights": "none"}, "unknown", "not have the expected form"),
+        ({"casts": {}}, "unknown", "not have the expected form"),
+        ({"incidents": [5]}, "unknown", "not have the expected form"),
     ],
 )
 def test_of_a_finished_run(changed: dict[str, Any], level: str, words: str) -> None:
@@ -354,7 +350,7 @@ def test_of_a_finished_run(changed: dict[str, Any], level: str, words: str) -> N
 
 def test_a_run_that_is_not_finished_or_was_changed_is_not_good() -> None:
     assert judge(report(), finished=False).level == "note"
-    assert "has not come to its end" in judge(report(), finished=False).notes[0]
+    assert "has not finished" in judge(report(), finished=False).notes[0]
     damaged = judge(report(), finished=True, damaged=["a is changed (x)", "b is missing (y)"])
     assert (damaged.level, "a is changed (x) and 1 more" in damaged.headline) == ("bad", True)
     assert judge({}, finished=True).level == "unknown"

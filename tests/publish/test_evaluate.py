@@ -114,7 +114,7 @@ def test_only_the_assistant_counts_where_that_is_asked(data: dict[str, Path], lo
             if wanted and at:
                 total, count = total - float(likely[at - 1, token]), count + 1
     assert (found["loss"], found["tokens"]) == (pytest.approx(total / count, rel=CLOSE), count)
-    assert found["counted"] == "what the assistant says"
+    assert found["counted"] == "tokens of the assistant"
 
 
 def command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, list[str], list[str]]:

@@ -207,15 +207,15 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     ("adapter", ["--prompt", "x", "--file", "y"], ["--prompt and --file"]),
     ("adapter", ["--file", "gone.txt"], ["gone.txt cannot be read"]),
     ("adapter", ["--prompt", "x", "--temperature", "-1"], ["--temperature", "0 or more"]),
-    ("adapter", ["--prompt", "x", "--temperature", "0", "--top_p", "0.5"], ["--top_p says nothing"]),
+    ("adapter", ["--prompt", "x", "--temperature", "0", "--top_p", "0.5"], ["--top_p has no effect"]),
     ("adapter", ["--prompt", "x", "--top_p", "1.5"], ["--top_p", "1.5"]),
     ("adapter", ["--prompt", "x", "--max_new_tokens", "0"], ["--max_new_tokens"]),
     ("adapter", ["--prompt", "x", "--seed", "-3"], ["--seed"]),
     ("adapter", ["--prompt", "x", "--dtype", "int4"], ["--dtype", "int4"]),
-    ("adapter", ["--prompt", "x", "--base", "./gone"], ["./gone is not there"]),
+    ("adapter", ["--prompt", "x", "--base", "./gone"], ["./gone does not exist"]),
     ("adapter", ["--prompt", "word " * 400], ["tokens, and", "takes 256", "shorten"]),
     ("merged", ["--prompt", "x", "--compare"], ["--compare", "whole model"]),
-    ("merged", ["--prompt", "x", "--base", "y"], ["--base y", "no adapter"]),
+    ("merged", ["--prompt", "x", "--base", "y"], ["--base y", "not an adapter"]),
     ("bare", ["--prompt", "x", "--system", "y"], ["--system needs a chat template"]),
     ("scratch", ["--prompt", "x"], ["neither adapter_config.json nor config.json"]),
     ("owner/nothing", ["--prompt", "x"], ["owner/nothing"]),
@@ -233,7 +233,7 @@ def test_wrong_input_is_one_line(name: str, argv: list[str], named: list[str], r
 def test_a_model_that_makes_no_text_is_refused(classifier: Path, run: Any) -> None:
     code, out, err = run(str(classifier), "--prompt", "x")
     assert (code, out) == (2, "")
-    assert "LlamaForSequenceClassification, which makes no text" in err
+    assert "LlamaForSequenceClassification, which generates no text" in err
 
 
 @pytest.mark.gpu
@@ -250,9 +250,9 @@ def test_on_an_accelerator_all_of_it_is_there_verified_and_says_the_same(made: d
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ('{"prompt": "x"}\nnot json\n', ["line 2", "no JSON"]),
+        ('{"prompt": "x"}\nnot json\n', ["line 2", "not JSON"]),
         ('{"text": "x"}\n', ["line 1", "'prompt' or 'messages'"]),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}\n', ["line 1", "no message of the user"]),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}\n', ["line 1", "no user message"]),
         ('{"messages": "x", "prompt": [1]}\n', ["line 1", "'role' and 'content'"]),
         ("", ["empty"]),
     ],
@@ -366,16 +366,16 @@ def test_reset_and_system(loaded: Loaded, talk: Any) -> None:
     ]
     assert chat.system is None
     assert [line for line in told if "tokens" not in line] == [
-        "the conversation is forgotten",
+        "the conversation is cleared",
         "the system message is set",
-        "there is no system message now",
+        "the system message is removed",
     ]
 
 
 def test_quit_ends_it_and_an_unknown_command_does_not(talk: Any) -> None:
     chat, _, told = talk(["/hlep", "/help", "/quit", "never said"])
     assert chat.messages == []
-    assert told[0].startswith("/hlep is no command: ") and told[1] in told[0]
+    assert told[0].startswith("unknown command /hlep: ") and told[1] in told[0]
 
 
 def test_what_is_saved_can_be_trained_on(talk: Any, tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_what_is_saved_can_be_trained_on(talk: Any, tmp_path: Path) -> None:
         f"{tmp_path}/no/such/place cannot be written: No such file or directory",
         f"saved 2 messages in {file}",
     ]
-    assert "nothing was said yet, so nothing is saved" in told
+    assert "the conversation is empty, nothing is saved" in told
     rows = load_source(str(file)).train
     assert check_format(rows, has_chat_template=True, model_name="m").kind == "messages"
     assert [message["role"] for message in json.loads(file.read_text())["messages"]] == ["system", "user", "assistant"]
@@ -423,7 +423,7 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(loaded: Loaded, ta
 
 def test_a_conversation_that_is_full_says_so_and_goes_on(loaded: Loaded, talk: Any) -> None:
     chat, _, told = talk(["word " * 400, "one"])
-    assert "shorten it; /reset begins anew" in told[0]
+    assert "shorten it; /reset starts over" in told[0]
     assert [message["content"] for message in chat.messages] == ["one", reply(loaded, "one")]
 
 
@@ -472,4 +472,4 @@ def test_at_the_prompt_ctrl_c_says_how_to_end_and_ctrl_d_ends(
     code = cli.main(["chat", str(made["adapter"]), "--max_new_tokens", "6", "--temperature", "0"])
     printed = capsys.readouterr()
     assert (code, printed.out) == (0, f"\n{reply(loaded, 'one')}\n\n")
-    assert "/reset forgets" in printed.err and "/quit or Ctrl-D ends the conversation" in printed.err
+    assert "/reset clears" in printed.err and "/quit or Ctrl-D ends the conversation" in printed.err

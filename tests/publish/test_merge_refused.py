@@ -117,14 +117,14 @@ def base_without(name: str) -> Callable[[Path], None]:
 
 
 HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
-    "a flipped bit in the adapter": (flip, [], [WEIGHTS, "changed", "not what its run wrote"]),
+    "a flipped bit in the adapter": (flip, [], [WEIGHTS, "changed", "differs from what its run wrote"]),
     "a manifest that was edited": (
         lambda here: edit(here / "adapter" / "integrity.json", step=9), [], ["integrity.json", "damaged"]
     ),
     "a configuration that was edited": (
         lambda here: edit(here / "adapter" / "adapter_config.json", lora_alpha=99),
         [],
-        ["adapter_config.json", "not what its run wrote"],
+        ["adapter_config.json", "differs from what its run wrote"],
     ),
     "weights that the manifest does not list": (
         lambda here: manifest.write(
@@ -207,12 +207,12 @@ def test_harmed_input_is_refused_by_name(
     ("argv", "named"),
     [
         (["nowhere/at/all", "out"], ["nowhere/at/all", "on the Hub"]),
-        (["./nowhere", "out"], ["./nowhere is no directory"]),
+        (["./nowhere", "out"], ["./nowhere is not a directory"]),
         (["base", "out"], ["base is a whole model"]),
-        (["other/config.json", "out"], ["other/config.json is no directory"]),
+        (["other/config.json", "out"], ["other/config.json is not a directory"]),
         (["adapter", "out", "--base", "other"], ["does not fit Phi3ForCausalLM", "--base"]),
-        (["adapter", "out", "--base", "./gone"], ["./gone is not there", "--base"]),
-        (["adapter", "out", "--base", "owner/model"], ["owner/model cannot be had", "--base"]),
+        (["adapter", "out", "--base", "./gone"], ["./gone does not exist", "--base"]),
+        (["adapter", "out", "--base", "owner/model"], ["owner/model cannot be downloaded", "--base"]),
         (["adapter", "base"], ["base exists and is not empty"]),
         (["adapter", "adapter/adapter_config.json"], ["exists and is not empty"]),
         (["adapter", "out", "--dtype", "float8"], ["--dtype", "float8", "bfloat16"]),

@@ -74,7 +74,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     seen = check_harmless(written[0].read_text(encoding="utf-8"))
     assert len([name for name, _ in seen.tags if name == "img"]) == len(names)
     for words in (
-        "100 % of the bytes on the device were verified. Something was wrong once, was noticed, and was recovered",
+        "100 % of the bytes on the device were verified. Corruption was found once and recovered",
         "Faults were injected on request: kind=zero, injected=1.",
         "1,024 bytes from byte 64",
         "fresh slot",
@@ -202,8 +202,8 @@ def nonsense(tmp_path: Path) -> dict[str, list[object]]:
         "the following arguments are required: DIR": [],
         "does not exist": [tmp_path / "nowhere"],
         "is a file": [tmp_path / "file"],
-        "empty holds nothing that a training run leaves": [tmp_path / "empty"],
-        "photos holds nothing that a training run leaves": [tmp_path / "photos"],
+        "empty has no file of a training run": [tmp_path / "empty"],
+        "photos has no file of a training run": [tmp_path / "photos"],
         "does not exist: ": ["nul\0byte"],
         "xxx does not exist": ["x" * 5000],
         "is a directory; name the file": [whole, "--out", tmp_path],
@@ -261,10 +261,10 @@ def nest(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (REPORT_NAME, "no transfer report, so nothing is known of what was verified"),
+        (REPORT_NAME, "no transfer report, so it is unknown what was verified"),
         (LOG_NAME, "no log of the training, so there are no curves"),
         ("run.json", "no record of the run, so its settings are unknown"),
-        ("integrity.json", "the run has not come to its end"),
+        ("integrity.json", "the run has not finished"),
     ],
 )
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str) -> None:
@@ -303,7 +303,7 @@ def test_a_killed_run_shows_its_newest_checkpoint(tmp_path: Path, capsys: pytest
     assert (left.step, left.max_steps) == (10, 20)
     assert run(capsys, "report", directory)[0] == 0
     words = check_harmless((directory / "report.html").read_text()).words
-    assert "10 of 20 steps" in words and "not come to its end" in words
+    assert "10 of 20 steps" in words and "not finished" in words
 
 
 def test_a_log_that_was_left_by_a_failure_and_a_checkpoint_after_it(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_what_another_run_left_in_the_directory_is_not_taken_for_this_ones(tmp_p
     (directory / "run.json").write_text(json.dumps({**record, "run_id": "a-newer-run"}))
     left = collect(directory)
     assert (left.run_id, left.rows, left.report) == ("a-newer-run", [], {})
-    assert len([line for line in left.missing if f"of another run, {RUN_ID}" in line]) == 2
+    assert len([line for line in left.missing if f"belongs to another run, {RUN_ID}" in line]) == 2
 
 
 def test_a_run_of_plain_trl_has_curves_and_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,7 +333,7 @@ def test_a_run_of_plain_trl_has_curves_and_no_proof(tmp_path: Path, capsys: pyte
     (directory / "adapter_config.json").write_text("{}")
     code, out, err = run(capsys, "report", directory)
     assert code == 0 and "loss.png" in out
-    assert "unknown: Nothing is known of what was verified" in err
+    assert "unknown: It is unknown what was verified" in err
 
 
 def test_a_result_that_was_changed_is_called_so(tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ def test_a_push_that_fails_is_said_and_the_next_save_is_pushed(
     one.open()
     one.checkpoint(write_checkpoint(out, 2))
     one.wait()
-    assert any("the push of step 2 failed: the Hub answers 500" in line and "Training goes on" in line for line in said)
+    assert any(
+        "the push of step 2 failed: the Hub answers 500" in line and "Training continues" in line for line in said
+    )
     assert on_hub(hub, REPO) == {} and fault.hits == ATTEMPTS
     one.checkpoint(write_checkpoint(out, 4))
     one.wait()
