@@ -40,7 +40,7 @@ from hf_rocm_tune.doctor.findings import (
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.child import ENDINGS, answer, run
 from hf_rocm_tune.machine.software import TorchDevice
-from hf_rocm_tune.machine.variables import evaluate, read_pairs
+from hf_rocm_tune.machine.variables import evaluate, read_fault
 
 VARIABLE = "HF_ROCM_TUNE_DOCTOR_FAULT"
 MODULE = "hf_rocm_tune.doctor.diagnose"
@@ -214,18 +214,8 @@ class DoctorFault:
         Raises:
             UsageError: an unknown, missing, repeated or invalid key or value; names the valid ones.
         """
-        text = environ.get(VARIABLE, "").strip()
-        if not text:
-            return None
-        example = dict.fromkeys(("check", "kind"), "both, for example check=round_trip,kind=zeros")
-        values = read_pairs(VARIABLE, text, ("check", "kind", "where"), required=example)
-        check, kind = values["check"], values["kind"]
-        if check not in MEASURED:
-            raise UsageError(f"{VARIABLE}: check={check} is not valid; expected one of {' '.join(MEASURED)}")
-        kinds = (*MEASURED[check].faults, *ENDINGS)
-        if kind not in kinds:
-            raise UsageError(f"{VARIABLE}: kind={kind} is not valid for {check}; expected one of {' '.join(kinds)}")
-        return cls(**values)
+        kinds = {name: (*check.faults, *ENDINGS) for name, check in MEASURED.items()}
+        return read_fault(cls, VARIABLE, environ, by="check", kinds=kinds, example="check=round_trip,kind=zeros")
 
 
 def _measure(check: Check, evidence: Evidence) -> list[Finding]:

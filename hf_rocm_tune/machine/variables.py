@@ -16,11 +16,11 @@ import shlex
 import sys
 import tomllib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import Any, Literal, TextIO, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TextIO, TypeVar, cast, get_args, get_type_hints
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.process import FILTERS
@@ -601,3 +601,34 @@ def read_spec(
             raise UsageError(f"{variable}: {key}={value} is not valid; expected {expected}")
         values[key] = found
     return spec(**values)
+
+
+def read_fault(
+    spec: type[Spec],
+    variable: str,
+    environ: Mapping[str, str],
+    *,
+    by: str,
+    kinds: Mapping[str, Collection[str]],
+    example: str,
+    least: Mapping[str, int] | None = None,
+) -> Spec | None:
+    """The fault that a variable asks for; None where it is unset or empty.
+
+    Args:
+        spec, variable, least: as for `read_spec`; both of the fields ``by`` and ``kind`` have to be given.
+        kinds: the values of the field ``by``, and for each those of ``kind``.
+        example: for the message.
+
+    Raises:
+        UsageError: names what is unknown, missing, given twice or not valid, and what is valid.
+    """
+    if not (text := environ.get(variable, "").strip()):
+        return None
+    required = dict.fromkeys((by, "kind"), f"both, for example {example}")
+    found: Any = read_spec(spec, variable, text, allowed={by: tuple(kinds)}, least=least, required=required)
+    where = getattr(found, by)
+    if found.kind not in kinds[where]:
+        valid = " ".join(kinds[where])
+        raise UsageError(f"{variable}: kind={found.kind} is not valid for {where}; expected one of {valid}")
+    return cast("Spec", found)

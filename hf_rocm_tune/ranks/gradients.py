@@ -24,6 +24,7 @@ backward itself; of several synchronising backward passes in one step, all but t
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -170,7 +171,7 @@ class WrongAverage(Generic[Record]):
     last: int = 0
 
 
-class AverageJudge(Generic[Record]):
+class AverageJudge(ABC, Generic[Record]):
     """What follows a verdict, for the averages of DistributedDataParallel and of FSDP2 alike."""
 
     _rung: str  # how averages are made at first
@@ -205,27 +206,30 @@ class AverageJudge(Generic[Record]):
             own = next((failure for failure in failures if failure), "averaging it again through the host did not help")
             raise self._refusal(still, step, own)
 
+    @abstractmethod
     def _average_again(self, record: Record) -> str | None:
         """Average through the host. Collective, so a rank that cannot go on takes part all the same.
 
         Returns:
             None, or what went wrong on this rank.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _judge_again(self, records: Sequence[Record], failed: Sequence[bool]) -> Sequence[WrongAverage[Record]]:
-        raise NotImplementedError
+        """Judge averages that were made again; ``failed``: those that this rank could not. Collective."""
 
+    @abstractmethod
     def _refusal(self, wrong: Sequence[WrongAverage[Record]], step: int, why: str) -> CorruptionError:
-        raise NotImplementedError
+        """The error for averages that stay wrong, and why they do."""
 
     def _tell(self, found: Sequence[WrongAverage[Record]], step: int, rung: str, outcome: str) -> None:
         for each in found:
             common = {"step": step, "stage": STAGE, "ranks": list(each.ranks), "kind": each.kind}
             self._mover.report.incident({**common, **self._place(each), "rung": rung, "outcome": outcome})
 
+    @abstractmethod
     def _place(self, wrong: WrongAverage[Record]) -> dict[str, Any]:
-        raise NotImplementedError
+        """Where it is, for an incident."""
 
 
 class GradientCheck(AverageJudge[Bucket]):

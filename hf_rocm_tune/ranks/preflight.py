@@ -26,6 +26,7 @@ import signal
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from typing import Any, Literal
 
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, answer, run_groups, run_together, step
-from hf_rocm_tune.machine.variables import read_spec
+from hf_rocm_tune.machine.variables import read_fault
 from hf_rocm_tune.ranks.stall_report import born, is_alive, make_place, read_note, write_note
 
 # ---- trials --------------------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ _MODULE = "hf_rocm_tune.ranks.preflight"
 _Environ = Mapping[str, str | None]
 
 
-class _Trial:
+class _Trial(ABC):
     """What pairs and sums have in common: the outcomes of their children; ``telling`` is the one that says most."""
 
     outcomes: tuple[Outcome, ...]
@@ -88,9 +89,9 @@ class _Trial:
         return problems[0] if problems else None
 
     @property
+    @abstractmethod
     def reason(self) -> str:
         """What came out, in one line."""
-        raise NotImplementedError
 
     def told(self) -> str:
         """The reason, what stood there instead, and how long it took."""
@@ -386,22 +387,12 @@ class PreflightFault:
         trial, kind: see above.
         where: only what has these words in it: ``cuda:0 to cuda:1``, ``cold``, ``repeat 1``.
         rank: whom it hits; None: the last rank.
-
-    Raises:
-        UsageError: there is no such trial, or it has no such kind.
     """
 
     trial: str
     kind: str
     where: str = ""
     rank: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.trial not in _KINDS:
-            raise UsageError(f"{VARIABLE}: trial={self.trial} is not valid; expected one of {' '.join(_KINDS)}")
-        if self.kind not in _KINDS[self.trial]:
-            kinds = " ".join(_KINDS[self.trial])
-            raise UsageError(f"{VARIABLE}: kind={self.kind} is not valid for {self.trial}; expected one of {kinds}")
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> PreflightFault | None:
@@ -410,11 +401,8 @@ class PreflightFault:
         Raises:
             UsageError: names what is unknown, missing, given twice or not valid, and what is valid.
         """
-        text = environ.get(VARIABLE, "").strip()
-        if not text:
-            return None
-        example = dict.fromkeys(("trial", "kind"), "both, for example trial=ddp,kind=hang")
-        return read_spec(cls, VARIABLE, text, allowed={"trial": tuple(_KINDS)}, least={"rank": 0}, required=example)
+        example = "trial=ddp,kind=hang"
+        return read_fault(cls, VARIABLE, environ, by="trial", kinds=_KINDS, example=example, least={"rank": 0})
 
     def of(self, trial: str) -> dict[str, Any] | None:
         """The fault as the child of a trial takes it; None where it is for another trial."""
