@@ -14,7 +14,7 @@ from pathlib import Path
 def main(argv: list[str]) -> None:
     """Train, and print each step's loss as TRL does."""
     parser = argparse.ArgumentParser()
-    for name in ("model_name_or_path", "dataset_name", "dtype", "use_cpu", "lora_target_modules"):
+    for name in ("model_name_or_path", "dataset_name", "dtype", "use_cpu", "lora_target_modules", "load_in_4bit"):
         parser.add_argument(f"--{name}")
     for name in ("max_steps", "per_device_train_batch_size"):
         parser.add_argument(f"--{name}", type=int)
@@ -23,11 +23,17 @@ def main(argv: list[str]) -> None:
 
     import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     device = torch.device("cpu" if wanted.use_cpu == "true" else "cuda")
-    model = AutoModelForCausalLM.from_pretrained(wanted.model_name_or_path, dtype=wanted.dtype)
-    model.to(device)  # device: the stock way, which is what is measured here
+    if wanted.load_in_4bit == "true":
+        nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=wanted.dtype)
+        more = {"quantization_config": nf4, "device_map": {"": device}}
+    else:
+        more = {}
+    model = AutoModelForCausalLM.from_pretrained(wanted.model_name_or_path, dtype=wanted.dtype, **more)
+    if not more:
+        model.to(device)  # device: the stock way, which is what is measured here
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=wanted.lora_target_modules))
     model.train()

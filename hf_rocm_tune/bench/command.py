@@ -70,6 +70,12 @@ def _number(least: int, multiple: int = 1) -> Callable[[str], int]:
     return parse
 
 
+def _gib(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) <= 0:
+        raise argparse.ArgumentTypeError(f"it is {text}; give a number of GiB above 0")
+    return float(text)
+
+
 def _folder(text: str) -> Path:
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is no directory; give one with room for the checkpoint")
@@ -122,6 +128,12 @@ def _parser() -> argparse.ArgumentParser:
     _model_flags(sft, rows="rows of a step")
     sft.add_argument("--turns", type=_number(1), default=3, help="runs of each side (default: 3)")
     sft.add_argument("--steps", type=_number(2), default=20, help="steps of a run (default: 20)")
+    sft.add_argument("--load_in_4bit", action="store_true", help="QLoRA: NF4 on all sides")
+    dropout = "each side's own default of --lora_dropout, 0.05 of trl sft and 0 of ours (default: 0 for all)"
+    sft.add_argument("--own_dropout", action="store_true", help=dropout)
+    sft.add_argument("--gib", type=_gib, help="memory that auto_fit plans for (default: the card's; 16 on the CPU)")
+    sides = ("bare", "off", "full", "plan")
+    sft.add_argument("--sides", nargs="+", choices=sides, default=sides, help="sides beside trl sft (default: all)")
     return parser
 
 

@@ -6,7 +6,7 @@ the loss of a step, its clock and its processor time are read. The first turn of
 
 Rates are taken from the first step to the last, start and save left out. Tokens to a second of processor time are the
 steadier figure on a machine that does other work; on a card they say what the host does, not what the card does.
-Not covered: several cards, rows of different length.
+Not covered: several cards, rows of different length, waits for the card.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,14 @@ from hf_rocm_tune.bench.report import Figures, Spread, in_turns, ratios, table
 from hf_rocm_tune.errors import UsageError
 
 REFERENCE = "trl sft"
+UNVERIFIED, VERIFIED, FITTED = "ours, unverified", "ours, verified", "ours, auto_fit plan"
 _OURS = "hf_rocm_tune.sft"
 _RECOMPUTED = ["--gradient_checkpointing", "true", "--per_device_train_batch_size"]
 _MODELS = {
     "cpu": {"hidden": 256, "layers": 6, "batch": 8, "seq": 128},
     "cuda": {"hidden": 2048, "layers": 16, "batch": 8, "seq": 1024},
 }
-_CPU_GIB = "16"  # for the planner, where there is no card
+_CPU_GIB = 16.0  # for the planner, where there is no card
 # Runs a module or a file, and at its end leaves its peaks of memory in bytes: of the host, and of the card.
 _START = """
 import atexit, os, resource, runpy, sys
@@ -70,7 +71,9 @@ def run(wanted: Namespace) -> None:
         model = wanted.model or _write_model(scratch / "model", size)
         _write_rows(scratch / "rows", str(model), size, wanted.steps)
         common = _flags(str(model), scratch, wanted.steps, size, device)
-        sides = _sides(size["batch"], device)
+        common += ["--load_in_4bit", "true"] if wanted.load_in_4bit else []
+        common += [] if wanted.own_dropout else ["--lora_dropout", "0.0"]
+        sides = _sides(size["batch"], wanted.gib or (_CPU_GIB if device.type == "cpu" else None), wanted.sides)
         samples: dict[str, list[Figures]] = {name: [] for name in sides}
         for turn, name in in_turns(sides, wanted.turns):
             report.progress(f"{f'turn {turn} of {wanted.turns}' if turn else 'warming up'}: {name}")
@@ -78,22 +81,24 @@ def run(wanted: Namespace) -> None:
             sample = _train(name, module, [*common, *flags], scratch, device, size["batch"] * size["seq"])
             samples[name] += [sample] if turn else []
     rows = [_row(name, samples) for name in sides]
-    settings = {**size, "model": wanted.model, "device": str(device)}
+    given = ("model", "load_in_4bit", "own_dropout", "gib")
+    settings = {**size, **{name: getattr(wanted, name) for name in given}, "device": str(device)}
     report.publish(wanted, machine, settings, rows, _table(rows), _notes(device, size, rows))
 
 
-def _sides(batch: int, device: torch.device) -> dict[str, list[str]]:
-    """Module and further flags of each side, by name."""
+def _sides(batch: int, gib: float | None, wanted: Collection[str]) -> dict[str, list[str]]:
+    """Module and further flags of each side that is wanted, and of the reference, by name."""
     given = [*_RECOMPUTED, str(batch)]
     fit = ["--auto_fit", "plan", "--effective_batch", str(batch)]
-    fit += ["--auto_fit_gib", _CPU_GIB] if device.type == "cpu" else []
-    return {
-        "bare loop": [str(Path(__file__).with_name("bare.py")), *given],
-        REFERENCE: ["trl.scripts.sft", *given],
-        "ours, unverified": [_OURS, *given, "--verify", "off"],
-        "ours, verified": [_OURS, *given],
-        "ours, auto_fit plan": [_OURS, *fit],
+    fit += ["--auto_fit_gib", f"{gib:g}"] if gib is not None else []
+    sides = {
+        "bare": ("bare loop", [str(Path(__file__).with_name("bare.py")), *given]),
+        "trl": (REFERENCE, ["trl.scripts.sft", *given]),
+        "off": (UNVERIFIED, [_OURS, *given, "--verify", "off"]),
+        "full": (VERIFIED, [_OURS, *given]),
+        "plan": (FITTED, [_OURS, *fit]),
     }
+    return dict(row for name, row in sides.items() if name in wanted or name == "trl")
 
 
 def _flags(model: str, scratch: Path, steps: int, size: dict[str, int], device: torch.device) -> list[str]:
@@ -111,7 +116,6 @@ def _flags(model: str, scratch: Path, steps: int, size: dict[str, int], device: 
         "disable_tqdm": "true",
         "use_peft": "true",
         "lora_target_modules": "all-linear",
-        "lora_dropout": 0.0,
         "learning_rate": 2e-4,
         "dtype": "float32" if on_cpu else "bfloat16",
         "bf16": str(not on_cpu).lower(),
@@ -178,6 +182,7 @@ def _train(name: str, module: str, flags: list[str], scratch: Path, device: torc
         "host_peak": host_peak,
         "device_peak": device_peak[0] if device_peak else None,
         "loss": loss,
+        "losses": [each for *_, each in logged],
         "chosen": json.loads(file.read_text())["auto_fit"] if "--auto_fit" in flags else None,
     }
 
@@ -198,6 +203,11 @@ def _row(name: str, samples: dict[str, list[Figures]]) -> Figures:
         row[f"{key}_to_trl"] = ratios([one[key] for one in mine], [one[key] for one in other])
     row |= {"host_peak": max(one["host_peak"] for one in mine)}
     row |= {"device_peak": max((one["device_peak"] for one in mine if one["device_peak"]), default=None)}
+    if name == VERIFIED and UNVERIFIED in samples:
+        key, off = "tokens_per_cpu_second", samples[UNVERIFIED]
+        row[f"{key}_to_unverified"] = ratios([one[key] for one in mine], [one[key] for one in off])
+    apart = (abs(one - two) for one, two in zip(mine[-1]["losses"], other[-1]["losses"], strict=True))
+    row["largest_difference_of_losses"] = max(apart)
     return {"side": name, **row, **{key: mine[-1][key] for key in ("steps", "loss", "chosen")}}
 
 
@@ -222,15 +232,23 @@ def _table(rows: list[Figures]) -> str:
 
 def _notes(device: torch.device, size: dict[str, int], rows: list[Figures]) -> list[str]:
     by_side = {row["side"]: row for row in rows}
-    same = by_side["ours, verified"]["loss"] == by_side["ours, unverified"]["loss"]
-    chosen = by_side["ours, auto_fit plan"]["chosen"]
-    notes = [
-        f"{size['batch']} x {size['seq']} tokens a step; ratios are taken pair by pair in the same turn",
-        f"ours, verified and not, end with {'the same loss' if same else 'DIFFERENT LOSSES'}; trl sft with "
-        f"{by_side[REFERENCE]['loss']:.4g}, ours with {by_side['ours, verified']['loss']:.4g}; the bare loop takes the "
-        "rows in another order",
-        f"auto_fit chose {json.dumps(chosen)}",
+    notes = [f"{size['batch']} x {size['seq']} tokens a step; ratios are taken pair by pair in the same turn"]
+    verified = by_side.get(VERIFIED)
+    if verified is not None and UNVERIFIED in by_side:
+        same = verified["loss"] == by_side[UNVERIFIED]["loss"]
+        notes.append(
+            f"verified to unverified: {verified['tokens_per_cpu_second_to_unverified'].show(3)} in tokens per CPU "
+            f"second; both end with {'the same loss' if same else 'DIFFERENT LOSSES'}"
+        )
+    notes += [
+        f"{name} differs from trl sft by up to {by_side[name]['largest_difference_of_losses']:.2g} in a step's loss"
+        for name in (VERIFIED, FITTED)
+        if name in by_side
     ]
+    if "bare loop" in by_side:
+        notes.append("the bare loop takes the rows in another order")
+    if FITTED in by_side:
+        notes.append(f"auto_fit chose {json.dumps(by_side[FITTED]['chosen'])}")
     if device.type == "cpu":
         notes.append("no accelerator: these are figures of a CPU, and say nothing of a card")
     return notes

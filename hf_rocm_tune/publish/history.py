@@ -462,7 +462,9 @@ def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] =
     if share is None or text(report, "verify") == "off":
         return verdict("unknown", "Transfers were not verified in this run.")
     times = "once" if mismatches == 1 else f"{mismatches:,} times"
-    found = f". Corruption was found {times} and recovered before it was used." if mismatches else ", and none was wrong."
+    found = (
+        f". Corruption was found {times} and recovered before it was used." if mismatches else ", and none was wrong."
+    )
     complete = finished and share >= 100 and text(report, "verify") == "full"
     return verdict(
         "good" if complete else "note",

@@ -150,6 +150,7 @@ def test_sizes_are_read_as_people_write_them(text: str, nbytes: int) -> None:
         (["step", "--sentinel_every", "-1"], ["--sentinel_every"]),
         (["comm", "--repeats", "0"], ["--repeats"]),
         (["sft", "--steps", "1"], ["--steps"]),
+        (["sft", "--gib", "0"], ["--gib"]),
         (["sft", "--device", "cpu", "--model", "./no/such/model"], ["--model ./no/such/model"]),
         (["comm", "--max_size", "100"], ["--max_size"]),
     ],
@@ -378,7 +379,18 @@ def test_all_sides_fine_tune_alike_and_are_measured(tmp_path: Path) -> None:
     assert rows["trl sft"]["tokens_per_second_to_trl"]["max"] == 1
     chosen = rows["ours, auto_fit plan"]["chosen"]
     assert chosen["micro_batch"] * chosen["accumulation"] == 2
-    assert any("end with the same loss" in note for note in result["notes"])
+    notes = " ".join(result["notes"])
+    assert "both end with the same loss" in notes and "verified to unverified: " in notes
+    assert rows["ours, verified"]["largest_difference_of_losses"] <= 2e-3
+
+
+@pytest.mark.long
+def test_qlora_of_the_sides_that_are_wanted(tmp_path: Path) -> None:
+    flags = ("--turns", "1", "--steps", "2", "--load_in_4bit", "--own_dropout", "--gib", "3", "--sides", "bare", "plan")
+    _, result, _ = bench("sft", *SFT_FLAGS, *flags)
+    rows = {row["side"]: row for row in result["rows"]}
+    assert list(rows) == ["bare loop", "trl sft", "ours, auto_fit plan"]
+    assert rows["ours, auto_fit plan"]["chosen"]["budget_bytes"] == 3 << 30
 
 
 def test_a_side_that_fails_is_one_line_with_its_own_last_words(tmp_path: Path) -> None:
