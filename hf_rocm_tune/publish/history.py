@@ -462,14 +462,10 @@ def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] =
     if share is None or text(report, "verify") == "off":
         return verdict("unknown", "Transfers were not verified in this run.")
     times = "once" if mismatches == 1 else f"{mismatches:,} times"
-    found = (
-        f". Corruption was found {times} and recovered before it was used." if mismatches else ", and none was wrong."
-    )
+    found = f". Corruption was found {times} and recovered before it was used."
     complete = finished and share >= 100 and text(report, "verify") == "full"
-    return verdict(
-        "good" if complete else "note",
-        f"{share:g} % of the bytes on the device were verified{found}",
-    )
+    end = found if mismatches else ", and none of them was wrong."
+    return verdict("good" if complete else "note", f"{share:g} % of the bytes on the device were verified{end}")
 
 
 def unrecovered(report: Mapping[str, Any]) -> list[str]:

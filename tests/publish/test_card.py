@@ -112,7 +112,7 @@ def test_it_says_how_the_model_was_made() -> None:
         "https://huggingface.co/datasets/org/rows",
         "| name | `AMD Radeon RX 7900 XT` |",
         "| torch | `2.13.0` |",
-        "**Integrity:** 100 % of the bytes on the device were verified, and none was wrong.",
+        "**Integrity:** 100 % of the bytes on the device were verified, and none of them was wrong.",
         "| frozen weights in memory | 3 passes over 20 tensors | 0 |  |",
     ):
         assert words in text, words
@@ -325,7 +325,7 @@ WRONG = stage(mismatches=2, recovered=1)
 @pytest.mark.parametrize(
     ("changed", "level", "words"),
     [
-        ({}, "good", "100 % of the bytes on the device were verified, and none was wrong."),
+        ({}, "good", "100 % of the bytes on the device were verified, and none of them was wrong."),
         ({"batches": stage(mismatches=1, recovered=1)}, "good", "Corruption was found once and recovered"),
         ({"batches": WRONG}, "bad", "could not be recovered: batches: 1 of 2 mismatches"),
         ({"gradients": WRONG}, "bad", "gradients: 1 of 2"),
