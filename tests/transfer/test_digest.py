@@ -83,6 +83,25 @@ def test_together_is_one_tensor_padded_to_words(pieces: list[bytes]) -> None:
             assert together.on_host() == replace(expected, nbytes=sum(map(len, pieces)))
 
 
+@pytest.mark.parametrize(("lot_bytes", "packings"), [(1 << 20, 1), (3000, 3)])
+def test_a_device_packs_small_tensors_a_lot_at_a_time(
+    lot_bytes: int, packings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each packing is a launch or two, whatever the number of tensors."""
+    monkeypatch.setattr(digest_host, "LOT_BYTES", lot_bytes)
+    items = [Together([tensor_of(bytes([k + 1]) * size) for size in (90, 1001, 3)]) for k in range(5)]
+    alone = torch.ones(70, dtype=torch.uint8)
+    packed: list[int] = []
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda tensors: packed.append(len(tensors)) or cat(tensors))
+    sums = torch.zeros(7, 2, dtype=torch.int64)
+    digest_host._add_on_device([*items[:2], alone, *items[2:], Together([alone])], sums)
+    assert len(packed) == packings
+    expected = [*(each.on_host() for each in items), digest(alone), digest(alone)]
+    expected.insert(2, expected.pop(5))
+    assert [(s1 % 2**64, s2 % 2**64) for s1, s2 in sums.tolist()] == [(each.s1, each.s2) for each in expected]
+
+
 def test_device_chunks_of_many_blocks_equal_the_host() -> None:
     data = torch.randint(0, 256, (70 * 4 * BLOCK + 5,), dtype=torch.uint8)
     assert device_digest(data, 17) == digest(data, word_offset=17)
