@@ -7,18 +7,22 @@ toolkits read is given TRL's columns by `as_trl`: Alpaca's and other pairs of qu
 ``conversations``. A row that does not fit would otherwise end in a traceback in the midst of tokenizing.
 
 Covered: every row of a dataset (some 30 seconds to a million conversations, of the many minutes that TRL then takes to
-tokenize them); of a streamed dataset the first `STREAMED_ROWS`. Not covered: whether a chat template accepts the order
+tokenize them; once, as long as `datasets` keeps them in its cache); of a streamed dataset the first `STREAMED_ROWS`. Not covered: whether a chat template accepts the order
 of the roles.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from itertools import accumulate, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from hf_rocm_tune.errors import UsageError
@@ -336,7 +340,35 @@ def _check_flags(layout: _Layout, columns: list[str], completion_only_loss: bool
 
 
 def _check_rows(dataset: Rows, layout: _Layout, split: str) -> tuple[int, set[str]]:
-    """How many rows were looked at, and the roles in them."""
+    """How many rows were looked at, and the roles in them: now, or by an earlier run that found the same rows right."""
+    kept = _verdict_file(dataset, layout)
+    if kept is not None:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            earlier = json.loads(kept.read_text(encoding="utf-8"))
+            return earlier["rows"], set(earlier["roles"])
+    found = _look_at_rows(dataset, layout, split)
+    if kept is not None:
+        with suppress(OSError):  # a cache that cannot be written is none
+            fresh = kept.with_suffix(f".{os.getpid()}")
+            fresh.write_text(json.dumps({"rows": found[0], "roles": sorted(found[1])}), encoding="utf-8")
+            fresh.replace(kept)
+    return found
+
+
+def _verdict_file(dataset: Rows, layout: _Layout) -> Path | None:
+    """Beside the cached rows, named by all that the verdict follows from: rows, columns and this code; None: no cache.
+
+    By the fingerprint by which `datasets` and TRL take their own cached results for those of the same rows.
+    """
+    files, fingerprint = getattr(dataset, "cache_files", None), getattr(dataset, "_fingerprint", None)
+    if not files or fingerprint is None:
+        return None
+    content = hashlib.sha256(Path(__file__).read_bytes())
+    content.update(json.dumps([fingerprint, asdict(layout)], default=sorted).encode())  # sets have no order
+    return Path(files[0]["filename"]).with_name(f"checked-{content.hexdigest()[:24]}.json")
+
+
+def _look_at_rows(dataset: Rows, layout: _Layout, split: str) -> tuple[int, set[str]]:
     number, roles = 0, set[str]()
     for number, row in enumerate(_rows(dataset, layout), start=1):
         if fault := _fault_in(row, layout):
