@@ -28,7 +28,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.publish import history
-from hf_rocm_tune.publish.history import Row, Trained, count, items, number, plain, table, text
+from hf_rocm_tune.publish.history import Row, Trained, items, plain, table, text
 from hf_rocm_tune.redaction import Private, hub_id_of, scrub_json, scrub_text
 
 CARD_NAME = "README.md"
@@ -36,7 +36,6 @@ _SIGNED = re.compile(
     r"\A(?P<text>.*)\n\n<!-- hf-rocm-tune wrote this card \((?P<sha256>[0-9a-f]{64})\)[^\n]*-->\s*\Z", re.S
 )
 _ACTIVE = re.compile(r"([\\`*_\[\]<>|#~$])")
-_MOST_FINDINGS = 8
 _INCIDENT_COLUMNS = ("step", "stage", "tensor", "kind", "where", "recovered by", "outcome")
 _QUANTIZATION = ("load_in_4bit", "load_in_8bit")
 _QUANTIZATION_4BIT = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
@@ -182,7 +181,6 @@ def _text(facts: CardFacts) -> str:
         incidents=[
             [_code(history.incident(row)[name]) for name in _INCIDENT_COLUMNS] for row in items(report, "incidents")
         ],
-        findings=[row for row in items(report, "findings") if text(row, "status") in ("warn", "fail")][:_MOST_FINDINGS],
         machine=_machine(report),
         rows=_table,
     )
@@ -190,16 +188,6 @@ def _text(facts: CardFacts) -> str:
 
 def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [(_prose(name), _code(value)) for name, value in history.device(report)]
-    for seen in items(report, "telemetry"):
-        hot, power = number(seen, "hotspot_c", "max"), number(seen, "power_w", "mean")
-        peak = number(seen, "torch_peak_allocated_gib")
-        figures = [
-            f"peak of {peak:.1f} GiB allocated" if peak is not None else "",
-            f"{power:.0f} W on average" if power is not None else "",
-            f"hotspot up to {hot:.0f} degrees Celsius" if hot is not None else "",
-        ]
-        if any(figures):
-            lines.append((f"card of rank {count(seen, 'rank')}", ", ".join(filter(None, figures))))
     return lines + [(_prose(name), _code(plain(value))) for name, value in table(report, "versions").items() if value]
 
 

@@ -122,7 +122,7 @@ def test_an_adapter_is_trained_on_from_where_it_was(train: Callable[..., Result]
         ({"use_peft": False, "loraplus_lr_ratio": 4}, "--loraplus_lr_ratio needs LoRA"),
         ({"loraplus_lr_ratio": 0}, "--loraplus_lr_ratio must be more than 0"),
         ({"embedding_learning_rate": 1e-3}, "neither embeddings nor output head are trained"),
-        ({"adapter_name_or_path": "/no/such/adapter"}, "/no/such/adapter is no directory"),
+        ({"adapter_name_or_path": "/no/such/adapter"}, "/no/such/adapter is not a directory"),
         ({"adapter_name_or_path": "x", "lora_r": 8}, "has its own --lora_r"),
         ({"optim": "galore_adamw"}, "galore"),
         ({"optim": "apollo_adamw"}, "apollo"),

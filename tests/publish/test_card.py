@@ -128,7 +128,6 @@ def test_faults_and_incidents_are_said_plainly() -> None:
         survival={"starts": 3, "skipped_steps": [7], "crash_injection": "step=4,kind=kill"},
         memory={"micro_batch_divisor": 4},
         guard={"skipped_steps": 2},
-        findings=[{"status": "warn", "title": "Narrow", "text": "x4"}, {"status": "ok", "title": "Fine", "text": "x"}],
         coverage={"verified_bytes": 7999, "device_bytes": 8000, "unverified": [{"tensor": "a.b", "reason": "why"}]},
     )
     text = build(replace(FACTS, report=found), NOBODY)
@@ -144,7 +143,6 @@ def test_faults_and_incidents_are_said_plainly() -> None:
         "died in them: 7",
         "up to 4 parts",
         "not finite: 2",
-        "The machine, warn: Narrow: x4",
     ):
         assert words in text, words
     assert "Fine" not in text
