@@ -1,7 +1,6 @@
-"""Which micro-batch and checkpointing ``--auto_fit`` takes: from the plan alone, or corrected by steps that were tried.
+"""The choice of ``--auto_fit``: micro-batch, accumulation and checkpointing for a given effective batch.
 
-The effective batch is given; a way to run it is a micro-batch, the accumulation that goes with it, and checkpointing.
-Pure arithmetic on bytes: no torch, no trainer. What is fast is the plan's estimate.
+From the plan alone, or corrected by tried steps. Arithmetic on bytes, without torch or trainer; speeds are the plan's.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from typing import Any
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.estimate import SLACK_FLOOR, SLACK_SHARE, Case, Estimate
 
-#: Tries above a way that is known to fit: each costs a step, and the estimates are within a few percent.
+#: Tries above a candidate that fits: each costs a step, and the estimates are within a few percent.
 MOST_UPWARD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What the choice must hold to."""
+    """What the user's settings require of the choice."""
 
     each: int  # sequences of one optimizer step on one rank
-    ranks: int  # how many; the effective batch is ``each * ranks``
-    micro_batch: int | None  # kept as the user set it; None: to be chosen
+    ranks: int  # the effective batch is ``each * ranks``
+    micro_batch: int | None  # as the user set it; None: to be chosen
     checkpointing: bool | None  # likewise
 
     @property
@@ -32,7 +31,7 @@ class Demand:
         return self.each * self.ranks
 
     def largest_up_to(self, limit: int) -> int:
-        """The largest micro-batch that reaches the effective batch exactly and is not above ``limit``."""
+        """The largest micro-batch up to ``limit`` that divides the effective batch."""
         return self.micro_batch or next(size for size in range(limit, 0, -1) if self.each % size == 0)
 
 
@@ -45,16 +44,16 @@ def demand(
     checkpointing: bool,
     given: Iterable[str],
 ) -> Demand:
-    """What the user wants, from the flags and from which of them were given.
+    """What the user requires, from the flags and from which of them were given.
 
     Args:
         ranks: processes of the job.
-        effective_batch: None: what the other two flags make.
+        effective_batch: None: the product of the other two flags.
         micro_batch, accumulation, checkpointing: as the flags have them, given or by default.
         given: names of the flags that the user set.
 
     Raises:
-        UsageError: the effective batch cannot be made of these.
+        UsageError: these cannot make the effective batch.
     """
     names = frozenset(given)
     keeps_micro, keeps_steps = "per_device_train_batch_size" in names, "gradient_accumulation_steps" in names
@@ -64,7 +63,7 @@ def demand(
     else:
         each, rest = divmod(effective_batch, ranks)
         if rest:
-            raise UsageError(f"--effective_batch {effective_batch} cannot be divided over {ranks} processes evenly")
+            raise UsageError(f"--effective_batch {effective_batch} cannot be divided evenly over {ranks} processes")
         kept = micro_batch if keeps_micro else max(1, each // accumulation) if keeps_steps else None
         steps = accumulation if keeps_steps else max(1, each // kept) if kept else each
         if kept is not None and kept * steps != each:
@@ -72,28 +71,28 @@ def demand(
             said += [f"--gradient_accumulation_steps {accumulation}"] if keeps_steps else []
             raise UsageError(
                 f"--effective_batch {effective_batch} over {ranks} process{'es' if ranks > 1 else ''} cannot be made "
-                f"with {' and '.join(said)}; leave {'one of them' if len(said) > 1 else 'it'} away"
+                f"with {' and '.join(said)}; drop {'one of them' if len(said) > 1 else 'it'}"
             )
     flags = {f"{name}_checkpointing{more}" for name in ("activation", "gradient") for more in ("", "_kwargs")}
     return Demand(each=each, ranks=ranks, micro_batch=kept, checkpointing=checkpointing if flags & names else None)
 
 
 def with_slack(peak: float) -> float:
-    """A peak of the allocator with what it cannot reuse, in bytes; the plan's assumption."""
+    """A peak of the allocator with its assumed slack, in bytes."""
     return peak * (1 + SLACK_SHARE) + SLACK_FLOOR
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to run the effective batch."""
+    """Settings that run the effective batch."""
 
     micro_batch: int  # sequences at a time on one card; rows where sequences are packed
-    accumulation: int  # micro-batches to one optimizer step
+    accumulation: int  # micro-batches per optimizer step
     checkpointing: bool  # activations are recomputed
     recompute: tuple[int, int] | None = None  # of which layers; see `estimate.Case`
 
     def describe(self) -> str:
-        """In words."""
+        """As text."""
         on = "on" if self.checkpointing else "off"
         if self.recompute is not None:
             whole, selective = self.recompute
@@ -107,10 +106,10 @@ def _way(of: Way | Case) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Way):
-    """A way that the plan has looked at."""
+    """Settings that were planned."""
 
     predicted: int  # peak of torch's allocator, in bytes
-    tokens_per_second: float  # by the plan's estimate, which ranks ways and is no figure of a card
+    tokens_per_second: float  # the plan's estimate, for ranking only
 
     @classmethod
     def of(cls, option: Estimate) -> Candidate:
@@ -125,26 +124,26 @@ class Candidate(Way):
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A way that was tried."""
+    """A candidate that was tried."""
 
-    candidate: Candidate  # the way
-    fits: bool  # a worst-case step went through on all ranks, within the budget
-    # its peak, the highest of all ranks, in bytes; None where it ended early or nothing measures it
+    candidate: Candidate
+    fits: bool  # a worst-case step ran on all ranks, within the budget
+    # highest peak of all ranks in bytes; None if it ended early or cannot be measured
     measured: int | None
 
 
 def next_candidate(
     candidates: Sequence[Candidate], trials: Sequence[Trial], *, first: Candidate, budget: int
 ) -> Candidate | None:
-    """What to try next; None where the fastest that fitted is the answer, or nothing is left to try.
+    """What to try next; None if the fastest that fitted is the answer, or nothing is left.
 
-        nothing fitted yet    the fastest of those that need less than what failed, with half of its micro-batch or less
-        something fitted      a faster one, where the measured peaks say that it has room; at most `MOST_UPWARD` of them
+        nothing fitted yet    the fastest that needs less than what failed, with at most half of its micro-batch
+        something fitted      a faster one that should fit by the measured peaks; at most `MOST_UPWARD` of them
 
     Args:
-        candidates: all ways.
+        candidates: all of them.
         trials: so far.
-        first: where to begin.
+        first: the first to try.
         budget: bytes for the allocator.
     """
     if not trials:
@@ -164,17 +163,17 @@ def next_candidate(
 
 
 def fastest_that_fitted(trials: Iterable[Trial]) -> Trial | None:
-    """The answer of a probe; None where nothing fitted."""
+    """The result of a probe; None if nothing fitted."""
     return max((trial for trial in trials if trial.fits), key=lambda trial: _preference(trial.candidate), default=None)
 
 
 def _preference(candidate: Candidate) -> tuple[float, int]:
-    """Orders as the plan does: the fastest; of equals the one that needs less."""
+    """Order of the plan: the fastest; of equals the one that needs less."""
     return candidate.tokens_per_second, -candidate.predicted
 
 
 def _ruled_out(candidate: Candidate, failed: Candidate) -> bool:
-    """Whether another way's failure says that this one is not worth a try."""
+    """Whether the failure of another candidate rules this one out."""
     if (candidate.checkpointing, candidate.recompute) == (failed.checkpointing, failed.recompute):
         return 2 * candidate.micro_batch > failed.micro_batch
     return candidate.predicted >= failed.predicted
@@ -182,17 +181,17 @@ def _ruled_out(candidate: Candidate, failed: Candidate) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice(Way):
-    """What a run was given, as ``run.json`` and the report have it."""
+    """The choice of a run, as in ``run.json`` and the report."""
 
     mode: str  # ``plan`` or ``probe``
-    budget_bytes: int  # what there was for torch's allocator on the rank that had least
+    budget_bytes: int  # available to torch's allocator on the rank with least
     predicted_bytes: int  # the allocator's peak by the plan
-    measured_bytes: int | None = None  # in the probe's step, on the rank that took most; None where nothing measured it
+    measured_bytes: int | None = None  # in the probe's step, on the rank with the highest peak; None: not measured
     tries: int = 0  # worst-case steps that the probe ran
 
     @classmethod
     def of(cls, candidate: Candidate, *, mode: str, budget: int, measured: int | None = None, tries: int = 0) -> Choice:
-        """The choice of a way."""
+        """The choice of a candidate."""
         figures: dict[str, Any] = {
             "budget_bytes": budget,
             "predicted_bytes": candidate.predicted,
@@ -202,10 +201,10 @@ class Choice(Way):
 
     @classmethod
     def from_record(cls, values: Mapping[str, Any], wanted: Demand) -> Choice:
-        """What ``run.json`` has.
+        """The choice in ``run.json``.
 
         Raises:
-            UsageError: it cannot be understood, or does not make the wanted effective batch.
+            UsageError: it is invalid, or does not make the wanted effective batch.
         """
         try:
             mix = values.get("recompute")

@@ -1,4 +1,4 @@
-"""``hf-rocm-tune plan``: its flags, the plan as text and JSON, and the choice as a command line and as a recipe."""
+"""``hf-rocm-tune plan``: flags, the plan as text and JSON, the choice as a command line and a recipe."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from hf_rocm_tune.plan.ways import LINK, THROUGH_HOST, CardsWay, sentence, ways
 _PROGRAM = "hf-rocm-tune"
 _NO_DATA = "YOUR_DATA"
 _TWO_CARDS = "dual_rx7900xt"
-#: Flags of a job that change nothing of the plan.
+#: Flags of a job that do not change the plan.
 _PASSED_ON = ("dataset_name", "learning_rate", "num_train_epochs")
 
 
 def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
-    """Plan a training job, from the model's configuration alone.
+    """Plan a training job from the model's configuration.
 
     Args:
-        argv: the arguments behind ``plan``.
-        prepare: prepares this process for Hugging Face's libraries; called when the question is known to be right.
+        argv: the arguments after ``plan``.
+        prepare: prepares this process for Hugging Face's libraries; called once the arguments are valid.
 
     Returns:
-        0 where something fits.
+        0 if something fits.
 
     Raises:
-        UsageError: the question is wrong, or this model cannot be planned.
-        OutOfMemoryError: nothing fits; the plan is printed nevertheless.
+        UsageError: the arguments are wrong, or this model cannot be planned.
+        OutOfMemoryError: nothing fits; the plan is printed anyway.
     """
     wanted = _parser().parse_args(list(argv))
     if wanted.model is None and not wanted.largest:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
     measured, note = measure() if wanted.measure else (None, "")
     card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib, measured=measured)
     if measured and measured["card"] != card.name:
-        note += f"; planned for another, {card.name}, whose rates are {card.rates.source}"
+        note += f"; the plan is for {card.name}, whose rates are {card.rates.source}"
     if note:
         print(f"{_PROGRAM}: {note}", file=sys.stderr)
     if wanted.largest:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
 
 
 def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -> int:
-    with quiet():  # of kernels that would be faster, for example
+    with quiet():
         plan = plan_for(request, card=card, within_limit=wanted.length is None)
         savings = _savings(plan) if wanted.savings else []
         several = ways(plan) if plan.request.cards > 1 else []
@@ -91,8 +91,8 @@ def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) ->
     if plan.choice is None:
         missing = -plan.nearest.spare / GIB
         instead = ["--split" if way.name == "split" else way.flags for way in several if way.fits and way.flags]
-        raise OutOfMemoryError(f"nothing fits: {missing:.1f} GiB are missing at the least. {_advice(plan, instead)}")
-    what = f"Planned for {plan.choice.total / GIB:.1f} GiB of the card; `{_PROGRAM} plan` says what takes it."
+        raise OutOfMemoryError(f"nothing fits: at least {missing:.1f} GiB are missing. {_advice(plan, instead)}")
+    what = f"Planned for {plan.choice.total / GIB:.1f} GiB of the card; `{_PROGRAM} plan` lists the parts."
     _write_recipe(wanted, what, plan.request, plan.choice)
     return 0
 
@@ -113,13 +113,13 @@ def _split(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -
     if not found.fits:
         missing = f"{-found.least_spare / GIB:.1f} GiB are missing on the fullest of {len(found.cards)} cards"
         raise OutOfMemoryError(f"nothing fits: {missing}. Try --method qlora, a shorter --seq, or more cards")
-    what = f"One model split over several cards, in one process; `{_PROGRAM} plan --split` says what each takes."
+    what = f"One model split over several cards, in one process; `{_PROGRAM} plan --split` lists each card."
     _write_recipe(wanted, what, request, found.option, split_layers=layers)
     return 0
 
 
 def _advice(plan: Plan, instead: list[str]) -> str:
-    """What else to try; ``instead`` are flags of ways that fit several cards."""
+    """What to try instead; ``instead`` are flags that fit on several cards."""
     request = plan.request
     helps = dict.fromkeys(instead, True) | {
         "--dtype bfloat16": request.methods == ("full",) and request.dtype is None,
@@ -129,7 +129,7 @@ def _advice(plan: Plan, instead: list[str]) -> str:
         "a smaller model": True,
     }
     some = ", ".join(what for what, may in helps.items() if may)
-    return f"Try {some}; `{_PROGRAM} plan --largest` names the largest that fits"
+    return f"Try {some}; `{_PROGRAM} plan --largest` names the largest model that fits"
 
 
 def _largest(request: PlanRequest, card: CardMemory, *, as_json: bool) -> int:
@@ -146,13 +146,13 @@ def _largest(request: PlanRequest, card: CardMemory, *, as_json: bool) -> int:
 # ---- text and JSON ---------------------------------------------------------------------------------------------
 
 _WIDTH = 24
-_LEAST = 0.005 * GIB  # less would be shown as 0.00
-#: Sizes of host memory that are common, in GiB.
+_LEAST = 0.005 * GIB  # smaller parts would be shown as 0.00
+#: Common sizes of host memory, in GiB.
 _HOSTS = (16, 32)
 
 
 def as_text(plan: Plan, command: str) -> str:
-    """The plan for a reader: the choice by parts, the grid, the command line."""
+    """The plan as text: the choice by parts, the grid, the command line."""
     card, found = plan.card, plan.nearest
     request, method = plan.request, found.variant
     adapters = f"rank {request.rank}, alpha {request.alpha}, dropout {request.dropout:g}, targets "
@@ -162,7 +162,7 @@ def as_text(plan: Plan, command: str) -> str:
     told += [f"{request.attention} attention"]
     lines = [
         _model(plan),
-        f"{card.name}: {card.usable / GIB:.1f} GiB, of which others hold {card.desktop / GIB:.1f} "
+        f"{card.name}: {card.usable / GIB:.1f} GiB, of which other processes hold {card.desktop / GIB:.1f} "
         f"({card.desktop_source}) and the driver's context {card.context / GIB:.1f} ({card.context_source})",
         "",
         _choice(plan, found, plan.choice is not None, f", {found.case.cards} cards" if found.case.cards > 1 else ""),
@@ -200,7 +200,7 @@ def as_values(plan: Plan, command: str) -> dict[str, Any]:
 
 
 def split_as_text(found: SplitPlan, command: str) -> str:
-    """The plan of a split for a reader: the choice, each card by parts, the command line."""
+    """The plan of a split as text: the choice, each card, the command line."""
     lines = [
         _model(found.plan),
         "",
@@ -235,7 +235,7 @@ def split_as_values(found: SplitPlan, command: str) -> dict[str, Any]:
 
 
 def _speed(plan: Plan) -> dict[str, Any]:
-    """Tokens a second of the nearest case and hours of the data set, with their bounds."""
+    """Tokens a second of the nearest case and hours for the dataset, with bounds."""
     found, rates = plan.nearest, plan.card.rates
     least, most = (share * found.tokens_per_second for share in (rates.least, rates.most))
     tokens = plan.request.rows * plan.request.length
@@ -253,16 +253,16 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
     found, request = _speed(plan), plan.request
     shares = ", ".join(f"{100 * share:.0f} % {name}" for name, share in found["shares"].items() if share >= 0.005)
     yield (
-        f"  fastest of what fits: about {found['tokens_per_second']:,.0f} tokens/s ({found['least']:,.0f} to "
-        f"{found['most']:,.0f}), by rates {found['rates']}: {shares}"
+        f"  the fastest that fits: about {found['tokens_per_second']:,.0f} tokens/s ({found['least']:,.0f} to "
+        f"{found['most']:,.0f}), with rates {found['rates']}: {shares}"
     )
     if found["hours"]:
         low, high = found["hours"]
-        yield f"  {low:.1f} to {high:.1f} hours for {request.rows} rows of {request.length} tokens once, with padding"
+        yield f"  {low:.1f} to {high:.1f} hours for one pass over {request.rows} rows padded to {request.length} tokens"
 
 
 def _savings(plan: Plan) -> list[dict[str, Any]]:
-    """The choice of the same method after one change each, by what is changed; each is planned anew."""
+    """The choice of the same method after each of several single changes."""
     request = replace(plan.request, methods=(plan.nearest.variant,))
     changes: dict[str, dict[str, Any]] = {"as asked": {}}
     if plan.nearest.variant != "full" and request.dropout:
@@ -288,8 +288,8 @@ def _savings(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _savings_table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "the fastest that fits after one change, on the fullest card; packing leaves no padding among the tokens"
-    yield f"{'change':<20} {'GiB':>6} {'tokens/s':>9}  way"
+    yield "the fastest that fits after one change, on the fullest card; with packing no token is padding"
+    yield f"{'change':<20} {'GiB':>6} {'tokens/s':>9}  case"
     for row in rows:
         way = f"micro-batch {row['micro_batch']}, {'with' if row['checkpointing'] else 'without'} checkpointing"
         gib = f"{row['total'] / GIB:.1f}" if row["fits"] else f"[{row['total'] / GIB:.1f}]"
@@ -306,8 +306,8 @@ def _way_values(way: CardsWay) -> dict[str, Any]:
 
 
 def _ways_table(plan: Plan, found: list[CardsWay]) -> Iterator[str]:
-    rates = f"{LINK / 1e9:.0f} GB/s from card to card and {THROUGH_HOST / 1e9:.0f} through the host assumed"
-    yield f"{plan.request.cards} cards, by way ({rates}); case: micro-batch x accumulation"
+    rates = f"assumed: {LINK / 1e9:.0f} GB/s between cards, {THROUGH_HOST / 1e9:.0f} through the host"
+    yield f"{plan.request.cards} cards ({rates}); case: micro-batch x accumulation"
     yield f"{'way':<9} {'method':<6} {'GiB':>6} {'longest':>8} {'tokens/s':>9} {'GiB a step':>11}  case"
     for way in found:
         gib = f"{way.total / GIB:.1f}" if way.fits else f"[{way.total / GIB:.1f}]"
@@ -356,16 +356,16 @@ def _parts(plan: Plan) -> Iterator[str]:
     found = plan.nearest
     sources = {"allocator slack": "assumed", "context": plan.card.context_source, "desktop": plan.card.desktop_source}
     sources["working memory"] = f"counted: {found.moment}"
-    yield f"{'part':<{_WIDTH}} {'GiB':>6}  known by"
+    yield f"{'part':<{_WIDTH}} {'GiB':>6}  source"
     for name, nbytes in found.parts.items():
         if nbytes >= _LEAST:
             yield f"{name:<{_WIDTH}} {nbytes / GIB:>6.2f}  {sources.get(name, 'counted')}"
     rest = f"{found.spare / GIB:.2f} spare" if found.fits else f"{-found.spare / GIB:.2f} missing"
-    tight = f", tight: what is assumed may be {TIGHT / GIB:.1f} GiB more" if found.tight else ""
+    tight = f", tight: the assumed parts may be {TIGHT / GIB:.1f} GiB larger" if found.tight else ""
     yield f"{'total':<{_WIDTH}} {found.total / GIB:>6.2f}  of {plan.card.usable / GIB:.2f}: {rest}{tight}"
     yield ""
     levels = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in found.moments.items())
-    yield f"allocated at most, by moment: {levels}"
+    yield f"peak allocation by phase: {levels}"
     yield f"TRL's fused loss is assumed; full logits would take {plan.full_logits / GIB:.1f} GiB more at the loss"
     for twin in plan.grid:
         others = replace(found.case, checkpointing=twin.case.checkpointing, recompute=twin.case.recompute)
@@ -376,7 +376,7 @@ def _parts(plan: Plan) -> Iterator[str]:
 
 
 def _host(plan: Plan) -> tuple[dict[str, float], dict[int, bool]]:
-    """What the training processes take of the host's memory by part, and whether that fits into common sizes of it."""
+    """Host memory of the training processes by part, and whether it fits common sizes."""
     found = plan.nearest
     parts = host(plan.variants[found.variant], found.case, workers=plan.request.workers)
     return parts, {size: sum(parts.values()) <= size * GIB for size in _HOSTS}
@@ -392,7 +392,7 @@ def _host_line(plan: Plan) -> str:
 def _grid(plan: Plan) -> Iterator[str]:
     sizes = sorted({each.case.micro_batch for each in plan.grid})
     best = plan.nearest.tokens_per_second
-    yield "peak in GiB by micro-batch: [does not fit], ~tight, *choice; speed: the best that fits, the choice is 1"
+    yield "peak in GiB by micro-batch: [does not fit], ~tight, *choice; speed of the best that fits: the choice is 1"
     yield f"{'length':>6}  {'method':<6} {'checkpointing':<13}{''.join(f'{size:>9}' for size in sizes)}    speed"
     rows: dict[tuple[int, str, str], list[Estimate]] = {}
     for each in sorted(plan.grid, key=lambda each: each.case.length):
@@ -417,7 +417,7 @@ def _passed_on(wanted: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    what = "What a training job takes of the card, and the fastest way that fits."
+    what = "Memory that a training job needs on the card, and the fastest settings that fit."
     parser = CommandParser(prog=f"{_PROGRAM} plan", description=what)
     usual = PlanRequest()
 
@@ -428,45 +428,47 @@ def _parser() -> argparse.ArgumentParser:
     flag("--revision", "--model_revision", default=usual.revision, help="branch, tag or commit of a Hub id")
     flag("--trust_remote_code", action="store_true", help="run the model's own configuration code")
     flag("--gpu", help="a card by name, as rx7900xt (default: the card in this machine, else rx7900xt)")
-    flag("--vram", type=float, metavar="GIB", help="plan for a card of this size instead")
-    flag("--desktop_gib", type=float, help="held by others (default: read from the card, else 1; headless: 0)")
+    flag("--vram", type=float, metavar="GIB", help="plan for a card of this size")
+    flag(
+        "--desktop_gib", type=float, help="memory of other processes (default: read from the card, else 1; headless: 0)"
+    )
     flag("--method", choices=METHODS, help="default: the faster of lora and qlora that fits")
     names = ("--seq", "--max_length", "--max_seq_length")
     flag(*names, dest="length", type=int, help="tokens of a sequence (2048, or the model's limit)")
-    flag("--effective_batch", type=int, default=usual.effective_batch, help="sequences a step, all cards (16)")
+    flag("--effective_batch", type=int, default=usual.effective_batch, help="sequences per step, over all cards (16)")
     names = ("--batch_size", "--micro_batch", "--per_device_train_batch_size")
-    flag(*names, dest="micro_batch", type=int, help="sequences to one pass on a card (default: what is fastest)")
-    several = "cards, each with the whole model unless --split; the ways to use several are compared (1)"
+    flag(*names, dest="micro_batch", type=int, help="sequences in one pass on a card (default: the fastest)")
+    several = "number of cards; with several, DDP, FSDP2, split and pipeline are compared (1)"
     flag("--cards", type=int, default=1, help=several)
-    over = "share out the layers of one model over the cards instead: evenly by memory, or as said (18 or 18,22)"
+    over = "split the layers of one model over the cards: balanced by memory, or as given (18 or 18,22)"
     flag("--split", nargs="?", const="auto", metavar="N,N", help=over)
-    flag("--measure", action="store_true", help="time this machine's card first, and keep that for later plans")
-    flag("--savings", action="store_true", help="what dropout 0, packing, 8-bit states, two cards or a split bring")
-    flag("--rows", type=int, default=0, help="rows of the data set, for hours; each counts as --seq tokens")
-    recompute = "only with, or only without (default: the faster that fits)"
+    flag("--measure", action="store_true", help="time this machine's card first, and keep the result for later plans")
+    flag("--savings", action="store_true", help="compare dropout 0, packing, 8-bit states, two cards and a split")
+    flag("--rows", type=int, default=0, help="rows of the dataset, to estimate hours; each counts as --seq tokens")
+    recompute = "only with, or only without, checkpointing (default: the faster that fits)"
     flag("--checkpointing", action=argparse.BooleanOptionalAction, default=None, help=recompute)
-    flag("--packing", action="store_true", help="several short sequences to a row")
+    flag("--packing", action="store_true", help="several short sequences in a row")
     flag("--rank", "--lora_r", type=int, default=usual.rank, help="of the adapters (16)")
     flag("--alpha", "--lora_alpha", type=int, default=usual.alpha, help="of the adapters (32)")
     flag("--dropout", "--lora_dropout", type=float, default=usual.dropout, help="of the adapters (0)")
     which = f"modules with adapters, or {ALL_LINEAR}, the default"
     flag("--targets", "--lora_target_modules", nargs="+", default=[ALL_LINEAR], help=which)
-    flag("--modules_to_save", "--lora_modules_to_save", nargs="+", default=[], help="modules trained as a whole")
+    flag("--modules_to_save", "--lora_modules_to_save", nargs="+", default=[], help="modules that are trained whole")
     flag("--dora", "--use_dora", action="store_true", help="DoRA")
     flag("--rslora", "--use_rslora", action="store_true", help="rank-stabilised LoRA")
     flag("--dtype", choices=DTYPES, help="of weights that are not quantised (bfloat16; float32 with --method full)")
     flag("--optim", choices=tuple(OPTIMIZERS), default=usual.optim, help=f"optimizer ({usual.optim})")
     flag("--attention", "--attn_implementation", choices=ATTENTIONS, default=usual.attention, help="(sdpa)")
     flag("--workers", "--dataloader_num_workers", type=int, default=0, help="data loader workers of a process (0)")
-    put = "put into the command line and the recipe"
+    put = "added to the command line and the recipe"
     flag("--dataset", "--dataset_name", dest="dataset_name", help=put)
     flag("--lr", "--learning_rate", dest="learning_rate", type=float, help=put)
     flag("--epochs", "--num_train_epochs", dest="num_train_epochs", type=float, help=put)
     recipe = "write the choice as a recipe for `hf-rocm-tune sft --config`"
     flag("--emit", type=Path, metavar="RECIPE.yaml", help=recipe)
-    flag("--force", action="store_true", help="replace a recipe that is there")
+    flag("--force", action="store_true", help="replace an existing recipe")
     flag("--json", action="store_true", help="print JSON; memory in bytes")
-    flag("--largest", action="store_true", help="name the largest known public model that fits instead")
+    flag("--largest", action="store_true", help="print the largest known public model that fits")
     return parser
 
 
@@ -476,7 +478,7 @@ def _parser() -> argparse.ArgumentParser:
 def settings(
     request: PlanRequest, method: str, case: Case, passed_on: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The settings of a choice, by the names of the flags of ``hf-rocm-tune sft``; None: not set."""
+    """The settings of a choice by flag of ``hf-rocm-tune sft``; None: not set."""
     found: dict[str, Any] = {"model_name_or_path": request.model, **(passed_on or {})}
     found |= {
         "model_revision": request.revision,
@@ -510,7 +512,7 @@ def settings(
 
 
 def command(request: PlanRequest, option: Estimate, passed_on: Mapping[str, Any]) -> str:
-    """The command line of a choice; flags with their usual values are left out."""
+    """The command line of a choice, without flags that have their default."""
     words = [_PROGRAM, "sft"]
     if request.cards > 1:
         words += ["--accelerate_config", _TWO_CARDS]
@@ -529,7 +531,7 @@ def command(request: PlanRequest, option: Estimate, passed_on: Mapping[str, Any]
 
 
 def _check_recipe(path: Path, *, replace: bool) -> None:
-    """Refuses a file that cannot be written, or is there, before anything is planned."""
+    """Refuses a file that cannot be written or exists, before anything is planned."""
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"--emit {path} is not a file in a directory that exists; choose another")
     if path.exists() and not replace:
@@ -537,7 +539,7 @@ def _check_recipe(path: Path, *, replace: bool) -> None:
 
 
 def _write_recipe(wanted: argparse.Namespace, what: str, request: PlanRequest, option: Estimate, **more: Any) -> None:
-    """Writes the choice as a recipe where that is asked for; ``what`` is said in its opening comment."""
+    """Writes the choice as a recipe if ``--emit`` is given, with ``what`` as its first comment."""
     path: Path | None = wanted.emit
     if path is None:
         return

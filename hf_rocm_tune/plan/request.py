@@ -1,4 +1,4 @@
-"""What the planner is asked: a job's settings, the card, a model's configuration or published shape. No torch."""
+"""Input of the planner: a job's settings, the card, a model's configuration or published shape. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ DEFAULT_OPTIMIZER = "adamw_torch_fused"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A question to the planner.
+    """A request to the planner.
 
     Raises:
-        UsageError: a value that cannot be, naming it.
+        UsageError: invalid values, by name.
     """
 
-    model: str = ""  # directory or Hub id; only the configuration is read. Empty where a configuration is handed over
+    model: str = ""  # directory or Hub id; only the configuration is read. Empty if a configuration is passed
     # revision, trust_remote_code: as for loading
     revision: str = "main"
     trust_remote_code: bool = False
-    methods: tuple[str, ...] = ("lora", "qlora")  # of ``lora``, ``qlora`` and ``full``, those to choose from
+    methods: tuple[str, ...] = ("lora", "qlora")  # to choose from, of ``lora``, ``qlora`` and ``full``
     length: int = 2048  # tokens of the longest sequence
-    effective_batch: int = 16  # sequences to one optimizer step, over all cards
-    cards: int = 1  # that hold the whole model each
+    effective_batch: int = 16  # sequences per optimizer step, over all cards
+    cards: int = 1  # each with the whole model
     packing: bool = False  # several sequences in a row
     # rank, alpha, dropout, targets, modules_to_save, dora, rslora: of the adapters
     rank: int = 16
@@ -53,7 +53,7 @@ class PlanRequest:
     modules_to_save: tuple[str, ...] = ()
     dora: bool = False
     rslora: bool = False
-    nested: bool = True  # the constants of 4-bit weights are quantised too
+    nested: bool = True  # constants of 4-bit weights are quantised too
     # of weights that are not quantised; None: ``bfloat16`` below adapters, ``float32`` when all are trained
     dtype: str | None = None
     autocast: bool = True  # mixed precision in bfloat16
@@ -61,11 +61,11 @@ class PlanRequest:
     optim: str = DEFAULT_OPTIMIZER  # optimizer, by transformers' name
     platform: str = "hip"  # whose kernels count
     workers: int = 0  # data loader workers, for the host's memory
-    rows: int = 0  # of the data set, for the hours that it takes; 0: not known
-    micro_batch: int | None = None  # only this one, instead of all that reach the effective batch
+    rows: int = 0  # of the dataset, to estimate hours; 0: unknown
+    micro_batch: int | None = None  # only this one; None: all divisors of the effective batch
     checkpointing: bool | None = None  # only with (True) or without (False)
-    recompute: tuple[int, int] | None = None  # only with these; see `estimate.Case`
-    mixes: bool = True  # consider those too
+    recompute: tuple[int, int] | None = None  # only this mix; see `estimate.Case`
+    mixes: bool = True  # consider mixes of recomputation
 
     def __post_init__(self) -> None:
         least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1)}
@@ -73,7 +73,7 @@ class PlanRequest:
         least |= {"workers": (self.workers, 0), "rows": (self.rows, 0)}
         faults = [f"--{name} must be {low} or more, got {value}" for name, (value, low) in least.items() if value < low]
         if not faults and self.effective_batch % self.cards:
-            faults.append(f"--effective_batch {self.effective_batch} cannot be shared by {self.cards} cards evenly")
+            faults.append(f"--effective_batch {self.effective_batch} cannot be divided evenly over {self.cards} cards")
         if self.micro_batch is not None and (self.micro_batch < 1 or self.each % self.micro_batch):
             faults.append(f"--batch_size {self.micro_batch} does not divide the {self.each} sequences of a card")
         if not 0 <= self.dropout < 1:
@@ -101,13 +101,13 @@ class PlanRequest:
 
 
 def as_targets(words: Sequence[str]) -> str | tuple[str, ...]:
-    """Module names as a tuple; ``all-linear`` or a regular expression, which stand alone, as a string."""
+    """Module names as a tuple; ``all-linear`` or a regular expression as a string."""
     alone = len(words) == 1 and not re.fullmatch(r"[\w.]+", words[0])
     return words[0] if alone else tuple(words)
 
 
 def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str = "hip") -> PlanRequest:
-    """The question that a training job asks, at its own effective batch.
+    """The request of a training job, at its own effective batch.
 
     Args:
         settings: by the names of its flags, as ``arguments.Arguments.resolved()`` gives them.
@@ -115,16 +115,16 @@ def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str 
         platform: ``hip``, ``cuda`` or ``cpu``.
 
     Raises:
-        UsageError: the planner does not know something that the job uses.
+        UsageError: the job uses something that the planner does not support.
     """
     from hf_rocm_tune.models.recompute import parse
 
     if settings.get("load_in_8bit"):
-        raise UsageError("--load_in_8bit is not known to the planner: choose the micro-batch yourself")
+        raise UsageError("--load_in_8bit cannot be planned: choose the micro-batch yourself")
     if settings.get("max_length") is None:
-        raise UsageError("the planner needs --max_length: without a limit the longest row decides")
+        raise UsageError("the planner needs --max_length: without it the longest row sets the memory")
     if settings.get("label_smoothing_factor"):
-        raise UsageError("--label_smoothing_factor builds all logits, which the planner does not count")
+        raise UsageError("--label_smoothing_factor builds all logits, which are not planned")
     lora = bool(settings.get("use_peft"))
     targets = settings.get("lora_target_modules") or ALL_LINEAR
     each = int(settings["per_device_train_batch_size"]) * int(settings["gradient_accumulation_steps"])
@@ -147,7 +147,7 @@ def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str 
         dora=bool(settings.get("use_dora")),
         rslora=bool(settings.get("use_rslora")),
         nested=bool(settings.get("use_bnb_nested_quant")),
-        # TRL's `auto` and None load what the file has; nearly all files have bfloat16
+        # TRL's `auto` and None load the file's dtype, nearly always bfloat16
         dtype="bfloat16" if dtype in ("auto", None) else str(dtype),
         autocast=bool(settings.get("bf16")),
         attention="eager" if settings.get("attn_implementation") == "eager" else "sdpa",
@@ -161,7 +161,7 @@ def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str 
 
 # ---- the card ---------------------------------------------------------------------------------------------------
 
-#: A 7900 XT's 20 GiB are 19.92 to 19.94 GiB to torch; what other cards lose was not read.
+#: torch sees 19.92 to 19.94 GiB of a 7900 XT's 20 GiB; the share of other cards was not read.
 _USABLE_SHARE = 19.9 / 20
 _USUAL_BANDWIDTH = 800
 
@@ -177,25 +177,25 @@ def card_memory(
     """The memory to plan for.
 
     Args:
-        name: of a card in the table, as ``rx7900xt``.
-        vram_gib: nominal memory of a card that is not there.
-        desktop_gib: held by others; read from the kernel, or assumed, where it is not given.
-        machine: the machine; it is read unless given.
-        measured: by `plan.measure`, used where it is of the same card; what was kept of the card unless given.
+        name: of a card in the table, such as ``rx7900xt``.
+        vram_gib: nominal memory, for a card that is not in this machine.
+        desktop_gib: held by other processes; by default read from the kernel, or assumed.
+        machine: by default this machine.
+        measured: by `plan.measure`, used if it is of the same card; by default the kept one of the card.
 
     Returns:
         The named card; else one of that size; else the card in this machine; else a 7900 XT.
 
     Raises:
-        UsageError: no such card, a card whose memory is not known, or a size that cannot be.
+        UsageError: an unknown card, a card of unknown memory, or an invalid size.
     """
     if name is not None and vram_gib is not None:
-        raise UsageError("--gpu and --vram say the same thing twice; keep one")
+        raise UsageError("--gpu and --vram exclude each other; keep one")
     if vram_gib is not None and not 1 <= vram_gib <= 1024:
         raise UsageError(f"--vram must be from 1 to 1024 GiB, got {vram_gib:g}")
     if desktop_gib is not None and not 0 <= desktop_gib <= 1024:
         raise UsageError(f"--desktop_gib must be from 0 to 1024 GiB, got {desktop_gib:g}")
-    # the card with most memory of those that the kernel's driver describes
+    # the card with most memory
     gpus = (survey() if machine is None else machine).gpus
     described = [gpu for gpu in gpus if gpu.sensors.vram_total_bytes.value and not gpu.integrated]
     here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes.value or 0, default=None)
@@ -225,7 +225,7 @@ def card_memory(
 
 
 def _named(name: str) -> Card:
-    def letters(text: str) -> str:  # without spaces, dashes and what every card is called
+    def letters(text: str) -> str:  # without spaces, dashes and common words
         return re.sub(r"[^a-z0-9]|\b(amd|radeon|rx|pro|ai|instinct)\b|^rx", "", text.lower())
 
     for card in CARDS:
@@ -236,7 +236,7 @@ def _named(name: str) -> Card:
 
 
 def _desktop(given: float | None, here: Gpu | None, size: float) -> tuple[int, str]:
-    """Bytes that others hold, and how that is known."""
+    """Bytes that other processes hold, and the source of the figure."""
     if given is not None:
         return int(given * GIB), "given"
     if here is not None:
@@ -248,7 +248,7 @@ def _desktop(given: float | None, here: Gpu | None, size: float) -> tuple[int, s
 
 # ---- the configuration ------------------------------------------------------------------------------------------
 
-#: What foreign modelling code raises when it is given a configuration or a tensor that it cannot work with.
+#: Errors of modelling code on a configuration or tensor that it does not support.
 FOREIGN_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError),
     *(LookupError, RuntimeError, TypeError, ValueError),
@@ -256,14 +256,14 @@ FOREIGN_ERRORS = (
 
 
 class TooManyOperations(UsageError):
-    """A step of so many operations that to record it would take too long: most often it loops over its tokens."""
+    """A step with too many operations to record, most often because it loops over tokens."""
 
 
 def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> Any:
-    """Reads a model's configuration, of a directory or a Hub id; no weights are looked for.
+    """Reads a model's configuration from a directory or the Hub, without weights.
 
     Raises:
-        UsageError: there is none, or it describes no model that transformers knows.
+        UsageError: it is missing, or describes no model that transformers knows.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedConfig
@@ -285,16 +285,16 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
         raise UsageError(f"model {name}: its config.json names no architecture: give a causal language model")
     if unsaid := _unsaid(config, written):
         raise UsageError(
-            f"model {name}: its config.json does not say {' and '.join(unsaid)}: the defaults of "
-            f"{type(config).__name__} are no checkpoint's; download or copy it again"
+            f"model {name}: its config.json lacks {' and '.join(unsaid)}, the defaults of {type(config).__name__}: "
+            "download or copy it again"
         )
     return config
 
 
 def _unsaid(config: Any, written: Mapping[str, Any]) -> list[str]:
-    """Width and depth where a configuration has its class's default of them because its file says nothing.
+    """Width and depth that are missing in the file and have their class's defaults.
 
-    Parts of a configuration of several rely on such defaults (LLaVA's language model, for one) and are not asked.
+    Not checked for parts of a composite configuration, which rely on such defaults (LLaVA's language model).
     """
     if text_config(config) is not config:
         return []
@@ -309,7 +309,7 @@ def _unsaid(config: Any, written: Mapping[str, Any]) -> list[str]:
 
 
 def config_of(fields: Mapping[str, Any]) -> Any:
-    """A configuration from its ``model_type`` and further fields, as a ``config.json`` has them."""
+    """A configuration from the fields of a ``config.json``."""
     from transformers import AutoConfig
 
     rest = dict(fields)
@@ -318,41 +318,43 @@ def config_of(fields: Mapping[str, Any]) -> Any:
 
 
 def config_for(request: PlanRequest) -> tuple[Any, list[str]]:
-    """The configuration of the model, or that of its entry in our table where it cannot be read, and then a note.
+    """The configuration of the model; if it cannot be read, that of our table, with a note.
 
     Raises:
-        UsageError: it can neither be read nor is it known.
+        UsageError: it can neither be read nor is it in the table.
     """
     try:
         return load_config(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code), []
     except UsageError:
         if (known := public_model(request.model)) is None:
             raise
-    return config_of(known.fields), [f"its configuration could not be read; planned by the known shape of {known.name}"]
+    return config_of(known.fields), [
+        f"its configuration could not be read; planned with the known shape of {known.name}"
+    ]
 
 
 def text_config(config: Any, *, decoder: bool = False) -> Any:
-    """The part of a configuration that describes the language model; all of it where that is told apart by nothing."""
+    """The part of a configuration that describes the language model; all of it if there are no parts."""
     for only_decoder in (decoder or None, True):  # False would mean the encoder's
-        with suppress(ValueError):  # of several, as in a model that encodes texts and decodes something else
+        with suppress(ValueError):  # several, as in a text encoder with another decoder
             return config.get_text_config(decoder=only_decoder)
     return config
 
 
 def longest_position(config: Any) -> int | None:
-    """Tokens that a model was made for, where its configuration says so."""
+    """Tokens that a model was made for; None if its configuration has no limit."""
     text = text_config(config)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     return next((value for key in names if isinstance(value := getattr(text, key, None), int) and value > 0), None)
 
 
 def _hub_answers(patience: float = 3.0) -> bool:
-    """Whether the Hub can be reached at all: its client would try for half a minute where it cannot."""
+    """Whether the Hub can be reached; its client would retry for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
-    if urllib.request.getproxies():  # the way goes over another machine
+    if urllib.request.getproxies():
         return True
     address = urllib.parse.urlsplit(constants.ENDPOINT)
     try:
@@ -364,7 +366,7 @@ def _hub_answers(patience: float = 3.0) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within the block libraries keep their remarks on configurations to themselves: nobody asked for them here."""
+    """Silences warnings and logs of libraries in the block."""
     import transformers  # sets its level when it is imported  # noqa: F401
 
     loggers = [logging.getLogger(name) for name in ("transformers", "bitsandbytes")]
@@ -381,7 +383,7 @@ def quiet() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without its explanations."""
+    """The first line of an error's message."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".:")
 
@@ -391,11 +393,11 @@ def first_line(error: Exception) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PublicModel:
-    """A public model's shape, for the largest that fits and for a Hub that cannot be reached."""
+    """A public model's shape, for ``--largest`` and for a Hub that cannot be reached."""
 
     name: str  # Hub id
     billions: float  # published number of parameters, in units of 10^9
-    # of its ``config.json`` on the Hub; what transformers takes as default is left out
+    # of its ``config.json`` on the Hub, without transformers' defaults
     fields: Mapping[str, Any] = field(repr=False)
 
 
@@ -450,7 +452,7 @@ PUBLIC_MODELS: tuple[PublicModel, ...] = (
 
 
 def public_model(name: str) -> PublicModel | None:
-    """The entry of a Hub id, also of one that differs only in being tuned for chats, which changes no shape."""
+    """The entry of a Hub id, or of its chat-tuned variant, which has the same shape."""
 
     def stem(text: str) -> str:
         return re.sub(r"(-(instruct|it|base|pt))?(-25\d\d|-24\d\d)?$", "", text.lower())

@@ -62,7 +62,7 @@ def test_checkpointing_is_kept_by_either_of_its_names_and_by_its_details(name: s
 
 @pytest.mark.parametrize("effective", [7, 1])
 def test_an_effective_batch_that_ranks_cannot_share_is_refused(effective: int) -> None:
-    with pytest.raises(UsageError, match="cannot be divided over 2 processes"):
+    with pytest.raises(UsageError, match="cannot be divided evenly over 2 processes"):
         wanted(effective=effective, ranks=2)
 
 

@@ -93,7 +93,7 @@ def test_what_leaves_less_than_is_assumed_wrong_is_called_tight(small: Path, run
         vram = f"{(total + spare) / (19.9 / 20):.3f}"
         out = run(*words, "--vram", vram, "--no-checkpointing")[1]
         assert f": {spare:.2f} spare" in out or f": {spare + 0.01:.2f} spare" in out or f": {spare - 0.01:.2f}" in out
-        assert ("spare, tight: what is assumed may be 0.7 GiB more" in out) == tight
+        assert ("spare, tight: the assumed parts may be 0.7 GiB larger" in out) == tight
         assert any("*~" in line for line in out.splitlines()) == tight
 
 
@@ -123,7 +123,7 @@ def test_hours_follow_from_rows_and_carry_their_uncertainty(small: Path, run: An
     assert found["least"] < found["tokens_per_second"] < found["most"]
     assert found["hours"] == pytest.approx([low, most])
     out = run(*words, "--rows", "100000")[1]
-    assert f"{low:.1f} to {most:.1f} hours for 100000 rows of 256 tokens" in out
+    assert f"{low:.1f} to {most:.1f} hours for one pass over 100000 rows padded to 256 tokens" in out
     assert "assumed, not measured on this card" in out
 
 
@@ -176,7 +176,7 @@ def test_a_measurement_is_used_and_kept_for_its_card(
         assert found["speed"]["tokens_per_second"] < 0.6 * before["speed"]["tokens_per_second"]
     assert planned("--gpu", "rx7900xtx")["card"]["context_source"] == "assumed"
     _, _, err = run(*words, "--gpu", "rx7900xtx", "--measure")
-    assert "planned for another, Radeon RX 7900 XTX" in err
+    assert "the plan is for Radeon RX 7900 XTX" in err
     (tmp_path / "cache" / "hf_rocm_tune" / "rates.json").write_text("{")
     assert planned("--gpu", "rx7900xt")["speed"] == before["speed"]
 
@@ -197,7 +197,7 @@ def test_what_is_no_card_is_not_passed_off_as_one(
     code, out, err = run("--model", str(small), *QUICK, "--method", "lora", "--measure")
     assert code == 0
     assert ("measured on Simulated card, which is no card" if card else "torch sees no card here") in err
-    assert "by rates assumed, not measured on this card" in out
+    assert "with rates assumed, not measured on this card" in out
     assert not (tmp_path / "cache" / "hf_rocm_tune").exists()
 
 

@@ -273,7 +273,7 @@ def test_what_the_planner_cannot_answer_is_said() -> None:
     [
         ({"length": 0}, "--seq"),
         ({"rank": 0}, "--rank"),
-        ({"effective_batch": 5, "cards": 2}, "5 cannot be shared by 2"),
+        ({"effective_batch": 5, "cards": 2}, "5 cannot be divided evenly over 2 cards"),
         ({"dropout": 1.0}, "--dropout"),
         ({"methods": ("sparse",)}, "sparse"),
         ({"optim": "adagrad"}, "adagrad"),
