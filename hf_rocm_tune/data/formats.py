@@ -7,8 +7,8 @@ toolkits read is given TRL's columns by `as_trl`: Alpaca's and other pairs of qu
 ``conversations``. A row that does not fit would otherwise end in a traceback in the midst of tokenizing.
 
 Covered: every row of a dataset (some 30 seconds to a million conversations, of the many minutes that TRL then takes to
-tokenize them; once, as long as `datasets` keeps them in its cache); of a streamed dataset the first `STREAMED_ROWS`. Not covered: whether a chat template accepts the order
-of the roles.
+tokenize them; once, as long as `datasets` keeps them in its cache); of a streamed dataset the first `STREAMED_ROWS`.
+Not covered: whether a chat template accepts the order of the roles.
 """
 
 from __future__ import annotations

@@ -248,6 +248,9 @@ def _why(found: Fit, wanted: Demand, arguments: Arguments) -> list[str]:
         f"{len(found.candidates)} considered",
         f"auto-fit: predicted peak {_gib(choice.predicted_bytes)} GiB, {_gib(choice.budget_bytes)} GiB to fit into",
     ]
+    flags = ("torch_compile", "use_liger_kernel", "activation_offloading")
+    if uncounted := [f"--{name}" for name in flags if getattr(arguments.training, name, False)]:
+        lines.append(f"auto-fit: the plan does not count what {' and '.join(uncounted)} would change")
     if kept:
         lines.append(f"auto-fit: kept as given: {' and '.join(kept)}")
     if wanted.micro_batch is not None and arguments.tune.effective_batch is None:

@@ -41,7 +41,7 @@ from hf_rocm_tune.training import report, seam_probe, stall, telemetry
 from hf_rocm_tune.training.device_memory import explain_native_exits, warm_up
 from hf_rocm_tune.training.faults import Crashes, StepFaultSpec
 from hf_rocm_tune.training.ranks import check_fsdp, check_tensor_parallel, is_wanted
-from hf_rocm_tune.training.refusals import as_usage_errors, check_loggers, check_offloads
+from hf_rocm_tune.training.refusals import as_usage_errors, check_compiled, check_loggers, check_offloads
 from hf_rocm_tune.training.run import StartPlan, prepare_output_dir
 from hf_rocm_tune.training.stall import StallGuard
 from hf_rocm_tune.training.supervised import tell_begun
@@ -314,6 +314,7 @@ def _prepare(
     rewards = reward_functions(arguments.script) if arguments.method == "grpo" else None
     check_loggers(training.report_to)
     check_offloads(training)
+    check_compiled(training)
     check_fsdp(training, arguments.model, os.environ, others=_not_for_shards(arguments))
     if arguments.ranks.tensor_parallel:
         check_tensor_parallel(training, arguments.model, os.environ, others=_not_for_shards(arguments))

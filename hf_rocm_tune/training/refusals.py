@@ -8,6 +8,9 @@ was not verified.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,8 +22,10 @@ from transformers import TrainerCallback
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.quantised import require_bitsandbytes
 from hf_rocm_tune.transfer import digest
+from hf_rocm_tune.transfer.digest import device_method
 
 if TYPE_CHECKING:
+    import torch
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from hf_rocm_tune.models.placement import Coverage
@@ -95,6 +100,34 @@ def check_offloads(args: TrainingArguments) -> None:
     """Refuse, before anything is loaded, what cannot work on this device."""
     if _of_bitsandbytes(args):
         require_bitsandbytes(args.device, f"--optim {_optimizer(args)}")
+
+
+def check_compiled(args: TrainingArguments) -> None:
+    """Refuse, before anything is loaded, kernels that cannot be compiled here: Liger's, and those of torch.compile.
+
+    Raises:
+        UsageError: says what is missing.
+    """
+    card = args.device.type != "cpu"
+    if args.use_liger_kernel:
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise UsageError(
+                "--use_liger_kernel needs the package liger-kernel, which is not installed: "
+                "`pip install liger-kernel`, or leave it out"
+            )
+        _require_triton("--use_liger_kernel", args.device)
+    if args.torch_compile and args.torch_compile_backend in (None, "inductor"):
+        if card:
+            _require_triton("--torch_compile", args.device)
+        elif not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+            raise UsageError(
+                "--torch_compile on a CPU needs a C++ compiler, and there is no g++: install it, or leave it out"
+            )
+
+
+def _require_triton(flag: str, device: torch.device) -> None:
+    if (method := device_method(device)).name != "triton":
+        raise UsageError(f"{flag} needs Triton, which does not run here ({method.reason}): leave it out")
 
 
 def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool = False) -> Coverage:

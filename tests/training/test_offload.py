@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers.training_args import OptimizerNames
 
-from hf_rocm_tune.errors import CorruptionError
+from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.placement import Coverage
-from hf_rocm_tune.training.refusals import OptimizerTablesCallback, _of_bitsandbytes, with_offloads
+from hf_rocm_tune.training.refusals import OptimizerTablesCallback, _of_bitsandbytes, check_compiled, with_offloads
 
 COMPLETE = Coverage(verified_bytes=10, device_bytes=10)
 
@@ -47,6 +49,29 @@ def test_the_optimizers_of_bitsandbytes_are_those_that_transformers_takes_from_i
 
     ours = {name for name in OptimizerNames if _of_bitsandbytes(settings(optim=name.value))}
     assert ours == set(_BITSANDBYTES_OPTIMIZERS)
+
+
+def compiled(device: str = "cpu", **flags: Any) -> Any:
+    given = {"use_liger_kernel": False, "torch_compile": False, "torch_compile_backend": None, **flags}
+    return SimpleNamespace(device=torch.device(device), **given)
+
+
+def test_kernels_that_cannot_be_compiled_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_compiled(compiled())
+    with pytest.raises(UsageError, match="--use_liger_kernel needs the package liger-kernel"):
+        check_compiled(compiled(use_liger_kernel=True))
+    monkeypatch.setitem(sys.modules, "liger_kernel", liger := ModuleType("liger_kernel"))
+    liger.__spec__ = ModuleSpec("liger_kernel", None)
+    with pytest.raises(
+        UsageError, match=r"--use_liger_kernel needs Triton, which .* \(Triton has no kernels for cpu\)"
+    ):
+        check_compiled(compiled(use_liger_kernel=True))
+    check_compiled(compiled(torch_compile=True))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    check_compiled(compiled(torch_compile=True, torch_compile_backend="eager"))
+    with pytest.raises(UsageError, match="--torch_compile on a CPU needs a C\\+\\+ compiler"):
+        check_compiled(compiled(torch_compile=True))
 
 
 def trained() -> Any:
