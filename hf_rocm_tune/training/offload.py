@@ -18,6 +18,7 @@ Not covered: what autograd functions keep by other means than ``save_for_backwar
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections import deque
@@ -48,7 +49,7 @@ SMALLEST_BYTES = 64 << 10
 """Smaller storages stay: queueing a copy costs more time than their bytes."""
 SLAB_BYTES = 64 << 20
 HOST_SHARE = 0.5
-"""Of the host memory that is available when training begins: the most that is ever page-locked."""
+"""Of the host memory that is available when training begins: the most that the ranks of a machine page-lock."""
 
 
 @dataclass(eq=False)
@@ -146,7 +147,7 @@ class ActivationOffload(saved_tensors_hooks):
         model: behind its last layer nothing is offloaded.
         mover: of its device; as many bytes as its ring holds are on their way at once, in each direction.
         smallest_bytes: of a storage.
-        limit_bytes: of host memory; None: half of what is available now.
+        limit_bytes: of host memory; None: this rank's part of half of what is available now.
 
     Raises:
         CorruptionError: from forward or backward: a tensor could not be brought over right, or changed on the host.
@@ -158,7 +159,8 @@ class ActivationOffload(saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
         self._mover, self._fetcher = mover, mover.another_fetcher()
         self._backend: Backend = self._fetcher.faulty or self._fetcher.backend
-        available = int(HOST_SHARE * psutil.virtual_memory().available)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        available = int(HOST_SHARE * psutil.virtual_memory().available) // ranks
         self._memory = HostMemory(self._fetcher.backend, available if limit_bytes is None else limit_bytes)
         self._smallest, self._window = smallest_bytes, mover.settings.slots * self._fetcher.slot_bytes
         self._prover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")

@@ -290,8 +290,7 @@ class StepWindow:
     """One optimizer step under way: its micro-batches so far, and what must be put back to do them again.
 
     Put back are gradients (there are none at the start of a step), random states, and what the trainer has logged since
-    (TRL's metrics and token count). TRL's activation offloading forgets by itself what it holds of a forward whose
-    backward never came.
+    (TRL's metrics and token count). Offloaded activations go with the graph that has saved them.
     """
 
     def __init__(self, trainer: Any) -> None:
