@@ -53,7 +53,7 @@ def byte_size(text: str, *, least: int = 0) -> int:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), flags=re.IGNORECASE)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 65536, 64KiB, 16MiB or 1GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 65536, 64KiB, 16MiB or 1GiB")
     size = int(float(found[1]) * _UNITS[found[2].upper()])
     if size < least:
         raise argparse.ArgumentTypeError(f"{size} bytes are too few; give at least {least >> 10} KiB")
@@ -64,7 +64,7 @@ def _number(least: int, multiple: int = 1) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least or int(text) % multiple:
             what = "whole number" if multiple == 1 else f"multiple of {multiple}"
-            raise argparse.ArgumentTypeError(f"it is {text}; give a {what} from {least} on")
+            raise argparse.ArgumentTypeError(f"it is {text}; give a {what}, at least {least}")
         return int(text)
 
     return parse
@@ -78,7 +78,7 @@ def _gib(text: str) -> float:
 
 def _folder(text: str) -> Path:
     if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no directory; give one with room for the checkpoint")
+        raise argparse.ArgumentTypeError(f"{text} is not a directory; give one with room for the checkpoint")
     return Path(text)
 
 
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     load = kinds.add_parser("load", help="an 8B-shaped checkpoint: stock from_pretrained and ours")
     step = kinds.add_parser("step", help="training steps: verified and unverified")
     comm = kinds.add_parser("comm", help="two processes: averages by size and way, training on one and two ranks")
-    sft = kinds.add_parser("sft", help="a fine-tuning: a bare loop, trl sft, ours unverified, verified and auto-fitted")
+    sft = kinds.add_parser("sft", help="fine-tuning: a bare loop, trl sft, ours unverified, verified and auto-fitted")
     for each in (transfer, load, step, comm, sft):
         each.add_argument("--device", help="cpu, cuda or cuda:1 (default: the first accelerator, else cpu)")
         each.add_argument("--json", type=Path, dest="json_file", metavar="FILE", help="write the JSON object here too")
@@ -98,18 +98,18 @@ def _parser() -> argparse.ArgumentParser:
     transfer.add_argument("--max_size", type=lambda text: byte_size(text, least=4 << 10), metavar="SIZE", help=size)
     transfer.add_argument("--repeats", type=_number(1), default=7, help="timings of each way and size (default: 7)")
 
-    scale = "share of the 8B model's parameters (default: what free memory and disk allow; 1.2 GB on the CPU)"
+    scale = "fraction of the 8B model's parameters (default: by free memory and disk; 1.2 GB on the CPU)"
     load.add_argument("--scale", type=float, help=scale)
     load.add_argument("--repeats", type=_number(1), default=3, help="loads of each side (default: 3)")
     modes = ("full", "sample", "off")
     load.add_argument("--verify", choices=modes, default="full", help="what ours verifies (default: full)")
     load.add_argument("--load_in_4bit", action="store_true", help="NF4 on both sides")
-    where = "where the checkpoint is built, and removed again (default: the system's temporary directory)"
+    where = "where the checkpoint is built and removed (default: the system's temporary directory)"
     load.add_argument("--dir", type=_folder, dest="directory", metavar="DIR", help=where)
 
     _model_flags(step, rows="rows of a batch")
-    step.add_argument("--turns", type=_number(1), default=16, help="stretches of each trainer (default: 16)")
-    step.add_argument("--steps", type=_number(1), default=4, help="measured steps of a stretch (default: 4)")
+    step.add_argument("--turns", type=_number(1), default=16, help="turns of each trainer (default: 16)")
+    step.add_argument("--steps", type=_number(1), default=4, help="measured steps per turn (default: 4)")
     sentinel = "as in sft, for the trainers that verify (default: 50)"
     step.add_argument("--sentinel_every", type=_number(0), default=50, help=sentinel)
 
@@ -119,11 +119,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     comm.add_argument("--repeats", type=_number(1), default=7, help="timings of each way and size (default: 7)")
     _model_flags(comm, rows="rows of a rank's batch")
-    turns = "stretches of each training; 0: no training (default: 8)"
+    turns = "turns of each training; 0: no training (default: 8)"
     comm.add_argument("--turns", type=_number(0), default=8, help=turns)
-    comm.add_argument("--steps", type=_number(1), default=3, help="steps of a stretch (default: 3)")
+    comm.add_argument("--steps", type=_number(1), default=3, help="steps per turn (default: 3)")
 
-    named = "of the Hub or a directory (default: a small Llama without training, made on the spot)"
+    named = "Hub id or directory (default: a small, untrained Llama)"
     sft.add_argument("--model", metavar="NAME", help=named)
     _model_flags(sft, rows="rows of a step")
     sft.add_argument("--turns", type=_number(1), default=3, help="runs of each side (default: 3)")

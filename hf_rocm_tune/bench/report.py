@@ -1,4 +1,4 @@
-"""What every benchmark says: the machine, medians and spreads, a table, and one JSON object as the last line."""
+"""Output of all benchmarks: the machine, medians and spreads, a table, and one JSON object as the last line."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 Figures = dict[str, Any]
 
 _PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "safetensors")
-_ON_HOST = "cpu (no accelerator: other host memory plays the device)"
+_ON_HOST = "cpu (no accelerator: host memory stands in for the device)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """What is said of a number of samples; the quartiles are those of the samples themselves (inclusive method)."""
+    """Statistics of samples; quartiles by the inclusive method."""
 
     median: float
     q1: float
@@ -56,14 +56,14 @@ class Spread:
         return {name: value if name == "n" else float(f"{value:.6g}") for name, value in asdict(self).items()}
 
     def show(self, digits: int = 3, scale: float = 1.0, *, quartiles: bool = False) -> str:
-        """``median (min .. max)``, each times `scale`; or the quartiles, for samples of which there are many."""
+        """``median (min .. max)``, or with the quartiles, each times `scale`."""
         ends = (self.q1, self.q3) if quartiles else (self.min, self.max)
         middle, low, high = (f"{value * scale:.{digits}f}" for value in (self.median, *ends))
         return f"{middle} ({low} .. {high})"
 
 
 def ratios(samples: Sequence[float], reference: Sequence[float]) -> Spread:
-    """The spread of ``samples[i] / reference[i]``: samples that were taken side by side are compared pair by pair."""
+    """The spread of ``samples[i] / reference[i]``, pair by pair."""
     return Spread.of([one / other for one, other in zip(samples, reference, strict=True)])
 
 
@@ -76,7 +76,7 @@ def show_bytes(nbytes: int) -> str:
 
 
 def sizes(smallest: int, largest: int) -> list[int]:
-    """The smallest, four times that ... up to `largest`, which is the last whatever it is."""
+    """The smallest, four times that, and so on; `largest` is the last."""
     found = []
     while smallest < largest:
         found.append(smallest)
@@ -85,7 +85,7 @@ def sizes(smallest: int, largest: int) -> list[int]:
 
 
 def in_turns(names: Iterable[str], turns: int) -> Iterator[tuple[int, str]]:
-    """Turn and name, each name once in every turn and never always after the same other; turn 0 warms up."""
+    """Turn and name: each name once per turn, in rotated order; turn 0 warms up."""
     order = list(names)
     for turn in range(turns + 1):
         shift = turn % len(order)
@@ -94,7 +94,7 @@ def in_turns(names: Iterable[str], turns: int) -> Iterator[tuple[int, str]]:
 
 
 def table(columns: Mapping[str, Callable[[Figures], Any]], rows: Iterable[Figures]) -> str:
-    """A table as text, however wide: by header, what a row shows there. The first column is aligned to the left."""
+    """A table as text of any width: a function of the row for each header. The first column is left-aligned."""
     drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for at, name in enumerate(columns):
         drawn.add_column(name, justify="right" if at else "left", no_wrap=True)
@@ -107,14 +107,14 @@ def table(columns: Mapping[str, Callable[[Figures], Any]], rows: Iterable[Figure
 
 
 def verdict(seen: float, noise: float, goal: float) -> str:
-    """On a ratio that should not be above a goal, where the same against itself gives another ratio."""
+    """Judges a ratio against a goal, given the ratio of the reference against itself."""
     if abs(noise - 1) > goal - 1:
-        return "which says nothing on a machine this restless"
+        return "not conclusive: the machine is too noisy"
     return "reached" if seen <= goal else "not reached"
 
 
 def progress(text: str) -> None:
-    """Say on stderr where the benchmark is: stdout holds the result."""
+    """Print progress to stderr; stdout holds the result."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -129,8 +129,8 @@ def publish(
 ) -> None:
     """Print machine, table, notes and, as the last line, the JSON object; write it to ``--json`` too.
 
-    ``settings`` is what was chosen beside the flags, ``table`` the figures of ``rows`` for a reader, and ``left_out``
-    names ``what`` was not measured, and the ``reason``.
+    ``settings`` are choices beside the flags, ``table`` is the text of ``rows``, and ``left_out`` names ``what`` was
+    not measured and the ``reason``.
     """
     flags = {name: value for name, value in vars(wanted).items() if name not in ("bench", "command", "json_file")}
     print(f"{wanted.command}\n{_summary(machine)}\n\n{table}\n")
@@ -158,7 +158,7 @@ VOCABULARY = 4096
 
 
 def small_llama(hidden: int, layers: int, seq: int) -> LlamaForCausalLM:
-    """A small Llama with weights of no training; heads of 64, and a vocabulary of ``VOCABULARY``."""
+    """A small, untrained Llama with heads of 64 and ``VOCABULARY`` tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = hidden // 64
@@ -179,7 +179,7 @@ def small_llama(hidden: int, layers: int, seq: int) -> LlamaForCausalLM:
 
 
 def small_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer for rows that are token ids already."""
+    """A tokenizer for rows of token ids."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -192,10 +192,10 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device to measure: the one that was asked for, else the first accelerator, else the CPU.
+    """The device to measure: the requested one, else the first accelerator, else the CPU.
 
     Raises:
-        UsageError: torch does not see the device that was asked for.
+        UsageError: torch does not see the requested device.
     """
     if name is None:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

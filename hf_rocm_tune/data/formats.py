@@ -1,14 +1,13 @@
-"""Whether the rows have a shape that can be trained on, before any model is loaded, and how it becomes TRL's.
+"""Checks the format of the rows before a model is loaded, and converts it to TRL's.
 
-What TRL 1.16 reads stays as it is: ``messages``, ``prompt`` and ``completion`` (text or messages), a text column or
-ready ``input_ids`` (SFTTrainer); ``chosen`` and ``rejected``, with or without ``prompt`` (DPO, reward, KTO);
-``prompt``, ``completion`` and ``label`` (KTO); ``prompt`` (GRPO); ``tools`` may stand beside messages. What other
-toolkits read is given TRL's columns by `as_trl`: Alpaca's and other pairs of question and answer, and ShareGPT's
-``conversations``. A row that does not fit would otherwise end in a traceback in the midst of tokenizing.
+Unchanged are the formats that TRL 1.16 reads: ``messages``, ``prompt`` and ``completion`` (text or messages), a text
+column or ready ``input_ids`` (SFTTrainer); ``chosen`` and ``rejected``, with or without ``prompt`` (DPO, reward, KTO);
+``prompt``, ``completion`` and ``label`` (KTO); ``prompt`` (GRPO); messages may have ``tools``. `as_trl` converts
+Alpaca's and other question-and-answer columns, and ShareGPT's ``conversations``. Without this check a bad row would end
+in a traceback during tokenizing.
 
-Covered: every row of a dataset (some 30 seconds to a million conversations, of the many minutes that TRL then takes to
-tokenize them; once, as long as `datasets` keeps them in its cache); of a streamed dataset the first `STREAMED_ROWS`.
-Not covered: whether a chat template accepts the order of the roles.
+Covered: every row of a dataset (about 30 seconds for a million conversations, once while `datasets` caches them); the
+first `STREAMED_ROWS` of a streamed one. Not covered: whether a chat template accepts the order of the roles.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 Kind = Literal["messages", "prompt_completion", "text", "tokenized", "preference", "unpaired", "prompt"]
 Method = Literal["sft", "dpo", "kto", "reward", "grpo", "orpo"]
 
-# Names of a column of prompts and of one of answers: TRL's first, then Alpaca's and those of sets of questions.
+# Names of columns of prompts and of answers: TRL's first, then Alpaca's and those of question-and-answer sets
 _PROMPTS = ("prompt", "instruction", "question", "query")
 _ANSWERS = ("completion", "output", "answer", "response")
-_MORE = ("input", "context")  # belongs to an instruction
+_MORE = ("input", "context")  # added to an instruction
 _SYSTEM = "system"
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # ShareGPT's
 _ACCEPTED: dict[Method, str] = {
@@ -53,22 +52,22 @@ _ACCEPTED: dict[Method, str] = {
     "orpo": "'prompt', 'chosen' and 'rejected' (text or messages; 'prompt' may be part of both)",
     "reward": "'chosen' and 'rejected' (text or messages), also with 'prompt'",
     "kto": "'prompt', 'completion' and 'label' (true or false), or 'prompt', 'chosen' and 'rejected'",
-    "grpo": "'prompt' (text or messages) and whatever the reward functions read",
+    "grpo": "'prompt' (text or messages) and the columns that the reward functions read",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """The shape that all rows of a split must have, in the dataset's own names."""
+    """The format that all rows of a split must have, with the dataset's column names."""
 
     kind: Kind
-    content: Mapping[str, str]  # TRL's name of each column that is trained on, and the name that it has here
+    content: Mapping[str, str]  # TRL's name of each training column, and its name in the dataset
     messages: frozenset[str]  # those of them that hold lists of messages
     single: frozenset[str]  # those of them that hold one message, not in a list
-    more: tuple[str, ...]  # text that may be missing and goes into the prompt
-    dropped: tuple[str, ...]  # columns that TRL would take for something else
+    more: tuple[str, ...]  # optional text that is added to the prompt
+    dropped: tuple[str, ...]  # columns that TRL would misread
     has_tools: bool
-    needs_assistant: bool  # every row must have an assistant turn
+    needs_assistant: bool  # every row needs an assistant turn
     role_key: str
     content_key: str
 
@@ -80,20 +79,20 @@ class _Layout:
 
     @property
     def labels(self) -> list[str]:
-        """The columns that say whether an answer is wanted."""
+        """The columns that label an answer as good or bad."""
         return ["label"] * (self.kind == "unpaired")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormatInfo:
-    """What the rows are, for a line at start and for the settings that depend on it.
+    """The format that was recognised.
 
     Attributes:
-        layout: which of TRL's shapes (`kind`), as `as_trl` makes it, and of which columns.
+        layout: TRL's format (`kind`) and its columns.
         conversational: whether a chat template is applied.
-        checked_rows: how many rows were looked at.
-        mapping: how `as_trl` changes the rows, in words; None where TRL reads them as they are.
-        unusual_roles: roles other than system, developer, user, assistant, tool, which a chat template may not know.
+        checked_rows: number of rows checked.
+        mapping: description of the changes that `as_trl` makes; None if TRL reads the rows as they are.
+        unusual_roles: roles other than system, developer, user, assistant, tool, which a chat template may not support.
     """
 
     layout: _Layout
@@ -104,7 +103,7 @@ class FormatInfo:
 
     @property
     def kind(self) -> Kind:
-        """Which of TRL's shapes."""
+        """TRL's format."""
         return self.layout.kind
 
     @property
@@ -125,11 +124,11 @@ def check_format(
     model_name: str,
     split: str = "train",
 ) -> FormatInfo:
-    """Recognise the shape of the rows and check them. Flags are TRL's; ``model_name`` and ``split`` are for messages.
+    """Recognise the format of the rows and check them. Flags are TRL's; ``model_name`` and ``split`` are for messages.
 
     Raises:
         UsageError: wrong columns (with those found and those accepted), a row of a wrong type (with its number,
-            from 1), or a flag or a missing chat template that does not go with the shape.
+            from 1), or a flag or a missing chat template that excludes the format.
     """
     first = next(iter(dataset), None)
     if first is None:
@@ -157,7 +156,7 @@ def check_format(
 
 
 def as_trl(dataset: Rows, info: FormatInfo) -> Rows:
-    """The rows with TRL's columns, one for one and in order; the same object where TRL reads them as they are."""
+    """The rows with TRL's columns, in order; the same object if TRL reads them as they are."""
     if info.mapping is None:
         return dataset
     layout = info.layout
@@ -170,7 +169,7 @@ def as_trl(dataset: Rows, info: FormatInfo) -> Rows:
 
 
 def _converted(row: dict[str, Any], *, layout: _Layout, conversational: bool) -> dict[str, Any]:
-    """One row as TRL has it."""
+    """One row in TRL's format."""
     new: dict[str, Any] = {}
     added = [row[name] for name in layout.more if name != _SYSTEM and row[name]]
     system = row[_SYSTEM] if _SYSTEM in layout.more else None
@@ -207,19 +206,21 @@ def _in_words(layout: _Layout, conversational: bool, roles: set[str]) -> str:
         said.append("from/value are role/content")
     if len(layout.messages) < len(layout.content):
         said.append(
-            "text becomes chat messages" if conversational else "as plain text, for the tokenizer has no chat template"
+            "text becomes chat messages"
+            if conversational
+            else "as plain text, because the tokenizer has no chat template"
         )
     return ", ".join(said)
 
 
 def as_messages(dataset: Rows) -> Rows:
-    """Prompts and completions, both messages, as whole conversations: for a mixture with others that have no prompt."""
+    """Prompts and completions, both messages, joined to conversations, for a mixture with conversations."""
     return dataset.map(
         lambda row: {"messages": row["prompt"] + row["completion"]}, remove_columns=["prompt", "completion"]
     )
 
 
-# ---- which shape it is ----------------------------------------------------------------------------------------------
+# ---- recognising the format -----------------------------------------------------------------------------------------
 
 
 def _layout(
@@ -265,7 +266,7 @@ def _turns(value: Any) -> list[Any]:
 def _recognise(
     columns: list[str], first: dict[str, Any], method: Method, text_field: str, split: str
 ) -> tuple[Kind, dict[str, str], tuple[str, ...]]:
-    """Kind, columns that are trained on, and columns that are left out. TRL's own shapes come first, in its order."""
+    """Kind, training columns, and dropped columns. TRL's own formats come first, in its order."""
     prompt, answer = _only(_PROMPTS, columns), _only(_ANSWERS, columns)
     chat = next((name for name in _CHATS if name in columns), None)
     if method == "sft":
@@ -273,7 +274,7 @@ def _recognise(
             return "tokenized", {"input_ids": "input_ids"}, ()
         if "prompt" in columns and "completion" in columns:
             return "prompt_completion", {"prompt": "prompt", "completion": "completion"}, ()
-        if chat is not None:  # a 'prompt' beside it would win in TRL
+        if chat is not None:  # TRL would prefer a 'prompt' column
             return "messages", {"messages": chat}, ("prompt",) if "prompt" in columns else ()
         if text_field in columns and "prompt" not in columns:
             return "text", {text_field: text_field}, ()
@@ -294,13 +295,13 @@ def _recognise(
 
 
 def _only(names: tuple[str, ...], columns: list[str]) -> str | None:
-    """The one of these names that is there: TRL's own, or else the only one."""
+    """The one of these names among the columns: TRL's own, else the only one."""
     found = [name for name in names if name in columns]
     return found[0] if names[0] in columns or len(found) == 1 else None
 
 
 def _begins(messages: list[Any]) -> bool:
-    """Whether this list of messages begins with the prompt."""
+    """Whether a list of messages begins with the prompt."""
     turn = messages[0] if messages else None
     role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     return role in ("user", "human", "system", "developer")
@@ -476,26 +477,26 @@ def _named(value: Any) -> str:
     return kinds.get(type(value), f"a {type(value).__name__}")
 
 
-# ---- what is read and not learnt ------------------------------------------------------------------------------------
+# ---- thinking that is left out of the loss --------------------------------------------------------------------------
 
 _BEGIN, _END, _NOT_LEARNT = "<think>", "</think>", -100
 
 
 def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str) -> tuple[Rows, int]:
-    """Takes what stands from ``<think>`` to ``</think>`` out of what is learnt; it is still read.
+    """Masks the labels from ``<think>`` to ``</think>``; the model still reads the text.
 
     Args:
-        dataset: with ``input_ids`` and ``labels`` (-100: not learnt), as TRL prepares it; ``seq_lengths`` where several
+        dataset: with ``input_ids`` and ``labels`` (-100: masked), as TRL prepares it; ``seq_lengths`` if several
             examples share a row.
-        tokenizer: that made them.
+        tokenizer: of the ids.
         split: for messages.
 
     Returns:
-        The rows in which something is left to learn, and how many others there were (0 of a stream). A span that was
-        cut off ends with its example; one that begins in what is not learnt anyhow (a question) is none.
+        The rows with unmasked labels, and the number of the others (0 for a stream). A span that was cut off ends with
+        its example; one that begins in masked labels (a question) is ignored.
 
     Raises:
-        UsageError: nothing is left to learn.
+        UsageError: no labels are left.
     """
     from datasets import Dataset
 
@@ -505,7 +506,7 @@ def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: s
         return left, 0
     if not len(left):
         raise UsageError(
-            f"--mask_thinking leaves nothing to learn in the '{split}' rows: what follows {_END} is cut off; raise "
+            f"--mask_thinking masks all labels of the '{split}' rows: the text after {_END} is cut off; raise "
             "--max_length"
         )
     return left, len(dataset) - len(left)

@@ -45,7 +45,7 @@ def verify_loader(loader: DataLoader[Any], prefetch: Prefetch) -> DataLoader[Any
 
     Args:
         loader: what ``Accelerator.prepare`` returned, or a plain ``DataLoader``.
-        prefetch: the one door to the device, and how many batches may be on their way through it.
+        prefetch: the mover, and how many batches it may transfer ahead.
 
     Returns:
         An instance of a subclass of the loader's own class that shares its state. A loader that already is one is
@@ -121,9 +121,9 @@ def _feeding(stock: Any) -> Any:
 
 @cache
 def _share_memory_with_workers() -> None:
-    """What a worker inherits is none of its garbage collector's business: a collection would copy every page of it.
+    """Freezes inherited objects in forked workers: a garbage collection there would copy every page of them.
 
-    Done in the worker, not before the fork, where it would keep this process from freeing what it has today.
+    Not before the fork, which would keep this process from freeing them.
     """
     os.register_at_fork(after_in_child=gc.freeze)
 
@@ -143,7 +143,7 @@ def _adopt(loader: Any, subclass: Any, prefetch: Prefetch) -> Any:
 
 
 def _as_stock(loader: Any, stock: Any) -> Any:
-    # A copy cannot take the mover along: it is a stock loader, and the guard in `_prepare_inputs` verifies its batches.
+    # a copy has no mover: it is a stock loader, and the guard in `_prepare_inputs` verifies its batches
     plain = stock.__new__(stock)
     plain.__dict__.update((name, value) for name, value in vars(loader).items() if name != _PREFETCH)
     base: Any = vars(plain).get("base_dataloader")
@@ -173,24 +173,23 @@ def _send_to_device(stock: Callable[..., Any]) -> Callable[..., Any]:
     return send_to_device
 
 
-# ---- how many batches are on their way to the device beyond the one in use ------------------------------------------
+# ---- how many batches are transferred ahead --------------------------------------------------------------------------
 #
-# Two places begin transfers. A loader begins that of each batch as it reads it (Accelerate's reads exactly one ahead,
-# and nothing here reads further). An accumulation window is read as a whole before its first ``forward``: there the
-# batches for which there is no room yet stay host tensors, and begin as the ones before them are handed out, so that
-# long windows need no more device memory than short ones.
+# Transfers begin in two places. A loader begins the transfer of each batch that it reads (Accelerate's reads exactly
+# one ahead). An accumulation window is read whole before its first ``forward``: batches beyond the limit stay host
+# tensors and are begun as earlier ones are handed out, so that long windows need no more device memory than short ones.
 #
-# Only the time of a transfer is decided here; which batches there are, their order and their bytes are not touched.
-# What a loader gives is copied when it is read: a collator may use its memory again, and the batch is still needed to
-# count labels, to be sent again, or to be cut. `Mover.require_unchanged` tells whether such a copy is what was read.
+# Only the time of a transfer is decided here, never the batches, their order or their bytes. A batch is copied when it
+# is read, because a collator may reuse its memory and the batch is still needed to count labels, to be sent again or to
+# be cut. `Mover.require_unchanged` checks that such a copy did not change.
 
 
 class Prefetch:
     """Begins the transfers of one loader's batches, at most `batches` beyond the one that is used next or in use.
 
     Args:
-        mover: the one door to the device.
-        batches: how many; 0 begins nothing ahead: whoever uses a batch moves it.
+        mover: of all transfers.
+        batches: how many; 0: each batch is transferred when it is used.
 
     Raises:
         UsageError: `batches` is below 0.
@@ -206,7 +205,7 @@ class Prefetch:
         self._begun: tuple[Any, Any] | None = None  # that batch and its copy in flight, begun after it was read
 
     def read(self, batch: Any) -> Any:
-        """What a loader hands out for a batch that it has read: a copy in flight, or where no room is, on the host."""
+        """What a loader returns for a batch that it has read: a transfer in flight, or beyond the limit a host copy."""
         batch = self.mover.pack(batch)
         pending = (reference() for reference in self._under_way)
         self._under_way = [weakref.ref(one) for one in pending if one is not None and self.mover.is_pending(one)]
@@ -215,7 +214,7 @@ class Prefetch:
         return self._begin(batch) if has_room else batch
 
     def window(self, batches: list[Any]) -> AccumulationWindow:
-        """The batches of an accumulation window, as a list that keeps to the limit while it is iterated."""
+        """The batches of an accumulation window, as a list that keeps the limit while it is iterated."""
         begun, self._begun = self._begun, None
         if begun is not None and batches and batches[0] is begun[0]:
             batches[0] = begun[1]
@@ -224,12 +223,12 @@ class Prefetch:
         return AccumulationWindow(self, batches)
 
     def begin_all(self, window: list[Any]) -> None:
-        """Begins all that a window still has, for whoever uses its batches side by side."""
+        """Begins all remaining batches of a window, for concurrent use."""
         for number, batch in enumerate(list.__iter__(window) if self._batches else ()):
             window[number] = self._begin(batch)
 
     def begin_ahead(self, window: list[Any], number: int) -> None:
-        """Before batch `number` of a window is handed out: begins it and those that may be under way beside it."""
+        """Begins batch `number` of a window, and as many after it as the limit allows."""
         if self._batches == 0:
             return
         stop = number + 1 + self._batches
@@ -248,14 +247,14 @@ class Prefetch:
 
 
 class AccumulationWindow(list[Any]):
-    """The batches of one accumulation window. Iterating it begins transfers, and lets go of what it hands out."""
+    """The batches of one accumulation window. Iterating it begins transfers and releases what it hands out."""
 
     def __init__(self, prefetch: Prefetch, batches: list[Any]) -> None:
         super().__init__(batches)
         self._prefetch = prefetch
 
     def begin_all(self) -> None:
-        """Begins the transfers of all that is left."""
+        """Begins the transfers of all remaining batches."""
         self._prefetch.begin_all(self)
 
     def __iter__(self) -> Iterator[Any]:

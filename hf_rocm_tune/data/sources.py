@@ -1,9 +1,8 @@
-"""Where the rows come from: one name for a Hub dataset, a folder, a `save_to_disk` folder or a single file.
+"""Loading of datasets: one name for a Hub dataset, a folder, a `save_to_disk` folder or a single file.
 
-`datasets` does the loading. This module decides which of its doors to use, picks the splits, and turns each mistake
-of the user into one line with what was found and what to do.
+`datasets` does the loading. This module selects its loader, picks the splits, and reports each user error in one line.
 
-Not covered: errors further on in a streamed source. Only its first row is read here.
+Not covered: errors after the first row of a streamed source.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _SUPPORTED = " ".join(_READERS) + " (also with .gz, parquet excepted)"
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """The rows to train on, those to evaluate on (None where that was not asked for), and a line about both."""
+    """Training rows, evaluation rows (None if not requested), and a line about both."""
 
     train: Rows
     eval: Rows | None
@@ -63,17 +62,17 @@ def load_source(
 
     Args:
         name: a file or a folder that exists, or else the id of a dataset on the Hugging Face Hub.
-        config: of a dataset that has several.
-        streaming: give iterable datasets, and read nothing but the first row now.
+        config: of a dataset with several configurations.
+        streaming: return iterable datasets; only the first row is read now.
         train_split: split to train on. A single file is one split, called ``train``.
         test_split: split to evaluate on, when ``need_eval``.
-        need_eval: whether rows to evaluate on are wanted at all.
+        need_eval: whether evaluation rows are needed.
         eval_split_size: split this part off the training rows instead of using ``test_split``: a share below 1
             or a number of rows (streaming: a number only, and the first ones).
-        seed: of that division.
+        seed: of that split.
 
     Raises:
-        UsageError: nothing by that name, unreadable, damaged, empty, or without the split that is needed.
+        UsageError: it does not exist, is unreadable, damaged or empty, or lacks the split.
     """
     splits = _load_splits(name, config=config, streaming=streaming)
     train = _pick(splits, train_split, flag="--dataset_train_split", name=name)
@@ -87,7 +86,7 @@ def load_source(
         origin = f"split '{test_split}'"
     else:
         raise UsageError(
-            f"an evaluation was asked for, but '{name}' has no split '{test_split}', only {_listed(splits)}: "
+            f"evaluation was requested, but '{name}' has no split '{test_split}', only {_listed(splits)}: "
             "choose one with --dataset_test_split NAME, or split rows off with --eval_split_size 0.05"
         )
     return Splits(train=train, eval=evaluation, description=_describe(name, train, evaluation, origin))
@@ -107,12 +106,12 @@ def load_mixture(
     Args:
         mixture: the parts; a path may also be that of a file or of a `save_to_disk` folder.
         train_split, test_split: as in `load_source`; a mixture has ``train``, and ``test`` with ``test_split_size``.
-        need_eval: whether rows to evaluate on are wanted at all.
-        understand: checks the rows of a part, whose name it is given, and gives them TRL's columns.
-        seed: of the division into the two splits.
+        need_eval: whether evaluation rows are needed.
+        understand: checks the rows of a part, given with its name, and converts them to TRL's columns.
+        seed: of the split into training and evaluation rows.
 
     Raises:
-        UsageError: a dataset cannot be read or used, the parts do not go together, or there is nothing to evaluate on.
+        UsageError: a dataset cannot be read or used, the formats of the parts differ, or there are no evaluation rows.
     """
     from datasets import DatasetDict, concatenate_datasets
 
@@ -134,7 +133,7 @@ def load_mixture(
         raise UsageError(f"the parts of the mixture cannot be mixed: {said}; convert them to one format")
     common = [name for name in found[0][1].column_names if all(name in rows.column_names for _, rows, _ in found)]
     parts = [rows.select_columns(common) for _, rows, _ in found]
-    if None not in shares:  # target shares: as many rows as no part must be repeated for
+    if None not in shares:  # as many rows as possible without repeating a part
         weights = [share / sum(shares) for share in shares]
         total = min(len(rows) / weight for rows, weight in zip(parts, weights, strict=True))
         parts = [rows.select(range(round(weight * total))) for rows, weight in zip(parts, weights, strict=True)]
@@ -156,10 +155,10 @@ def load_mixture(
 
 
 def part_of_mixture(text: str) -> dict[str, Any]:
-    """One part as the command line has it: ``NAME``, or ``NAME,fraction=0.3,split=train``, with a recipe's keys.
+    """One part on the command line: ``NAME``, or ``NAME,fraction=0.3,split=train``, with a recipe's keys.
 
     Raises:
-        ValueError: a word after the first is no ``key=value``, for argparse to word.
+        ValueError: a word after the first is not ``key=value``; argparse reports it.
     """
     path, *rest = text.removeprefix("path=").split(",")
     part: dict[str, Any] = {"path": path, **dict(each.split("=", 1) for each in rest)}
@@ -167,7 +166,7 @@ def part_of_mixture(text: str) -> dict[str, Any]:
 
 
 def _load_part(part: DatasetConfig, *, streaming: bool) -> Rows:
-    """The rows of one part of a mixture: by our door where it is a path, and by TRL's otherwise."""
+    """The rows of one part of a mixture: loaded by us from a path, otherwise by TRL."""
     from trl import DatasetMixtureConfig, get_dataset
 
     if Path(part.path).expanduser().exists() and not part.data_files and not part.data_dir:
@@ -181,7 +180,7 @@ def _load_part(part: DatasetConfig, *, streaming: bool) -> Rows:
 
 
 def _local_files(part: DatasetConfig) -> list[Path]:
-    """The files of a part that are named one by one and are on this machine."""
+    """The local files that a part names."""
     named = part.data_files or [part.path]
     names = [named] if isinstance(named, str) else list(named.values() if isinstance(named, dict) else named)
     return [Path(name) for name in names if Path(name).is_file()]
@@ -196,7 +195,7 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
         if path.is_file():
             if path.stat().st_size == 0:
                 raise UsageError(f"{path} is empty (0 bytes)")
-            # `datasets` takes a file name for a pattern: brackets in it have to be escaped.
+            # `datasets` treats a file name as a pattern: brackets must be escaped
             files = {"train": glob.escape(str(path.absolute()))}
             splits = dict(load_dataset(str(_reader_of(path)), data_files=files, streaming=streaming))
         elif _is_saved(path):
@@ -212,7 +211,7 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
         else:
             _refuse_missing_path(name)
             return _load_from_hub(name, config=config, streaming=streaming)
-        # Arrow's JSON reader lets bytes through that are no UTF-8; they would fail in the middle of tokenizing.
+        # Arrow's JSON reader accepts invalid UTF-8, which would fail during tokenizing
         for rows in splits.values():
             if isinstance(rows, Dataset):
                 rows.data.table.validate(full=True)
@@ -225,7 +224,7 @@ def _is_saved(path: Path) -> bool:
 
 
 def _check_readable(path: Path, name: str) -> None:
-    """Try before `datasets` does, whose own error for this names its cache as often as the file."""
+    """Checked before `datasets`, whose error often names its cache instead of the file."""
     try:
         if path.is_file():
             path.open("rb").close()
@@ -257,7 +256,7 @@ def _load_from_hub(name: str, *, config: str | None, streaming: bool) -> dict[st
 
 
 def _refuse_missing_path(name: str) -> None:
-    """A Hub id is ``name`` or ``owner/name``; whatever else does not exist is a path that is wrong."""
+    """Refuses a name that is no Hub id (``name`` or ``owner/name``) and does not exist."""
     path = Path(name)
     if path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or _reader_of(path) is not None:
         raise UsageError(f"no such file or folder: '{name}' (looked in {Path.cwd()})")
@@ -265,7 +264,7 @@ def _refuse_missing_path(name: str) -> None:
 
 @contextmanager
 def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[None]:
-    """Errors of `datasets` while reading `name` become one line, about its `files`; its log is held back meanwhile."""
+    """Turns errors of `datasets` while reading `name` into one line, and silences its log."""
     import pyarrow as pa
     from datasets.exceptions import DatasetsError
     from datasets.utils import logging
@@ -335,10 +334,10 @@ def _describe(name: str, train: Rows, evaluation: Rows | None, origin: str = "")
     return f"{name}: training on {size(train)}{tail}"
 
 
-# ---- why a local data file cannot be read: the line, the byte, the cause, in one sentence ---------------------------
+# ---- why a local data file cannot be read ----------------------------------------------------------------------------
 #
-# This runs only after `datasets` has failed, so a good file costs nothing. It reads the file in Python from its start,
-# because the parsers of `datasets` report positions within a block, or none.
+# Runs only after `datasets` has failed. Reads the file in Python from its start, because the parsers of `datasets`
+# report positions within a block, or none.
 
 
 def _reader_of(path: Path) -> str | None:
@@ -351,8 +350,7 @@ def _reader_of(path: Path) -> str | None:
 
 
 def _find_fault(path: Path) -> str | None:
-    """Say what is wrong with a data file, with the line or the byte offset (from 0) where there is one; None if nothing
-    was found."""
+    """What is wrong with a data file, with the line or byte offset (from 0); None if nothing was found."""
     try:
         if path.stat().st_size == 0:
             return f"{path} is empty (0 bytes)"
@@ -386,7 +384,7 @@ def _encoding_fault(path: Path) -> str | None:
 
 
 def _json_fault(path: Path) -> str | None:
-    """Of a file that is one array, or of one with a row on each line."""
+    """For a file that is one array, or has a row on each line."""
     with _open(path) as file:
         array = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
         file.seek(0)

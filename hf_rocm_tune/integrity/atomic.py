@@ -1,11 +1,11 @@
-"""Directories and files that appear whole or not at all.
+"""Directories and files that are written atomically.
 
 Everything is written beside its destination, on the same file system, under a name that says who is writing
-(``_staging.<final name>.<boot>-<pid>-<start>-<n>``), flushed to the device, and renamed into place. A process that is
-killed leaves such a name behind and nothing else; `clean_leftovers` knows from the name whether its writer is gone.
+(``_staging.<final name>.<boot>-<pid>-<start>-<n>``), flushed to the device, and renamed into place. A killed
+process leaves only such a name behind; `clean_leftovers` tells from the name whether its writer is gone.
 
 The names begin with an underscore, not a dot, because transformers uploads ``output_dir`` to the Hub with the ignore
-pattern ``_*``: an upload that runs while a checkpoint is being written must not pick half of it up.
+pattern ``_*``: an upload during the writing of a checkpoint must not include a part of it.
 
 Not covered: a file system that acknowledges fsync and loses the data, and writers on another host, whose processes
 cannot be seen from here (the run's lock file keeps them apart).
@@ -91,7 +91,7 @@ def move_files(staging: Path, final: Path) -> None:
 
 
 def delete_directory(path: Path) -> None:
-    """Delete a directory in such a way that a kill halfway leaves nothing under its name."""
+    """Delete a directory so that a kill halfway leaves nothing under its name."""
     doomed = _private_name(_BEING_DELETED, path)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -113,7 +113,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def open_in_place(path: Path, flags: int) -> int:
-    """Open a file of a run that is written in place, and make it where it is not there; nothing is truncated.
+    """Open or create a file of a run that is written in place; it is not truncated.
 
     Raises:
         OSError: as the operating system gave it; or ``path`` is a link, has another name by a hard link, or is no plain
@@ -133,7 +133,7 @@ def open_in_place(path: Path, flags: int) -> int:
 
 
 def _not_plain(path: Path) -> OSError:
-    return OSError(errno.ELOOP, f"{path.name} is a link or no plain file, so it is not the run's: move it away")
+    return OSError(errno.ELOOP, f"{path.name} is a link or not a plain file, so it is not the run's: move it away")
 
 
 def read_plain(path: Path) -> bytes:
@@ -152,7 +152,7 @@ def read_plain(path: Path) -> bytes:
 def clean_leftovers(parent: Path) -> list[str]:
     """Remove what killed processes left in ``parent``, and restore a directory that was being replaced.
 
-    Names whose writer is still alive are left alone, so is every name that is not of this module's making.
+    Names of live writers and all other names are kept.
 
     Returns:
         A line for each leftover.

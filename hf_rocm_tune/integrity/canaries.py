@@ -1,12 +1,11 @@
-"""Canaries: blocks of device memory that must not change while memory round them is allocated and freed.
+"""Canaries: blocks of device memory that must not change while memory around them is allocated and freed.
 
-The field knows tensors that were right, stay alive, and later read as zeros, in whole segments, after other memory was
-mapped and unmapped (ROCm/ROCm#6603 with an RX 7900 XT, rocm-systems#10943, rocm-systems#11693). A copy to the device
-and back never sees that. Here several blocks hold a pattern that tells every position from every other, and are
-digested on the device again after each cycle of allocating and freeing blocks of all sizes.
+Reported: live tensors that were right and later read as zeros, in whole segments, after other memory was mapped and
+unmapped (ROCm/ROCm#6603 with an RX 7900 XT, rocm-systems#10943, rocm-systems#11693). A copy to the device and back does
+not show that. Here several blocks hold a pattern that differs at every position, and are digested on the device after
+each cycle of allocating and freeing blocks of all sizes.
 
-Not covered: allocators other than the one that torch uses in this process (it reads its settings once, at the start),
-and corruption that comes and goes within one cycle.
+Not covered: allocators other than torch's in this process, and corruption that disappears within one cycle.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hf_rocm_tune.transfer import combine, digest
 from hf_rocm_tune.transfer.damage import PIECE_WORDS, Damage, examine, pattern
 
 CHURN = 0x5C
-"""Byte with which the blocks that come and go are filled: found in a canary, two live blocks share memory."""
+"""Fill byte of the blocks that are allocated and freed: in a canary it shows that two live blocks share memory."""
 
 _SMALLEST_BLOCK = 512
 
@@ -34,10 +33,10 @@ _SMALLEST_BLOCK = 512
 class CanarySettings:
     """Sizes of the test; `UsageError` for a value that is not valid."""
 
-    canaries: int = 4  # blocks that are watched
+    canaries: int = 4  # blocks that are checked
     canary_bytes: int = 1 << 20  # of each, a multiple of 4
-    churn_bytes: int = 64 << 20  # most bytes of the blocks that come and go, at one time
-    cycles: int = 100  # rounds of allocating, freeing and looking
+    churn_bytes: int = 64 << 20  # most bytes of the other blocks at one time
+    cycles: int = 100  # rounds of allocating, freeing and checking
     seed: int = 0  # of the sizes
 
     def __post_init__(self) -> None:
@@ -70,8 +69,8 @@ class CanaryFault:
         first_offset: first wrong byte.
         length: bytes of the first wrong run; right bytes between wrong ones count when fewer than 64 stand together.
         alignment: as of `transfer.damage.Damage`.
-        kind: what is there instead: ``zeros``, ``churn`` (bytes of another block), ``canary`` (another one's, or its
-            own from another place), ``bit_flip``, ``other``; ``gone`` when it read right the next time.
+        kind: what the bytes are instead: ``zeros``, ``churn`` (bytes of another block), ``canary`` (of another
+            one, or its own from another place), ``bit_flip``, ``other``; ``gone`` if the second reading was right.
         stable: whether two readings gave the same bytes; if not, suspect the reading and not the memory.
     """
 
@@ -85,7 +84,7 @@ class CanaryFault:
 
 
 class Canaries:
-    """The blocks that are watched, and the blocks that come and go beside them.
+    """The blocks that are checked, and the blocks that are allocated and freed beside them.
 
     Attributes:
         blocks: int32[canary_bytes / 4] each, written by the device itself, so that no copy is part of the test.
@@ -100,7 +99,7 @@ class Canaries:
         for number, block in enumerate(self.blocks):
             for start, piece in _pieces(block):
                 piece[:] = pattern(number, start, piece.numel(), device)
-        # Digested on the host: a block whose first bytes never landed is wrong from the start, and is seen so.
+        # expected digests come from the host, so a block that was never written is found too
         self._expected = [
             combine(digest(piece, word_offset=start) for start, piece in _patterns(number, words))
             for number in range(settings.canaries)
@@ -116,15 +115,15 @@ class Canaries:
         while (room := int(level) - self.churned_bytes) >= _SMALLEST_BLOCK:
             size = min(int(_SMALLEST_BLOCK * math.exp(self._rng.uniform(0, math.log(room / _SMALLEST_BLOCK)))), room)
             if self._rng.random() < 0.5:
-                size = max(size, room // 4)  # sizes are drawn by magnitude, so few steps would fill the memory
+                size = max(size, room // 4)  # sizes are drawn by magnitude: large ones would be rare
             try:
                 self._churned.append(torch.full((size,), CHURN, dtype=torch.uint8, device=self._device))
             except torch.OutOfMemoryError:
-                break  # somebody else took memory meanwhile: this cycle stays below its level
+                break  # another process took memory: this cycle stays below its level
         self._rng.shuffle(self._churned)
         del self._churned[: len(self._churned) // 2]
         if self._device.type == "cuda" and self._rng.random() < 0.5:
-            torch.cuda.empty_cache()  # gives segments back, so that the next cycle has to map memory anew
+            torch.cuda.empty_cache()  # so that the next cycle maps memory again
 
     def check(self, cycle: int) -> CanaryFault | None:
         for number, (block, expected) in enumerate(zip(self.blocks, self._expected, strict=True)):
@@ -178,7 +177,7 @@ def watch(
     Args:
         device: an accelerator or the CPU.
         settings: sizes and number of cycles.
-        on_cycle: called after each cycle's churn, before the canaries are looked at.
+        on_cycle: called after each cycle's churn, before the canaries are checked.
         seconds: no cycle begins later than this.
 
     Raises:

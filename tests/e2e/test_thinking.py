@@ -74,7 +74,7 @@ def test_the_loss_is_that_of_all_other_tokens_of_the_answer(
 @pytest.mark.parametrize(
     ("method", "settings", "said"),
     [
-        ("sft", {"max_length": 24, "assistant_only_loss": True}, "leaves nothing to learn in the 'train' rows"),
+        ("sft", {"max_length": 24, "assistant_only_loss": True}, "masks all labels of the 'train' rows"),
         ("sft", {"packing": True, "packing_strategy": "wrapped"}, "--packing_strategy wrapped, which cuts examples"),
         ("dpo", {}, "--mask_thinking, which is of supervised fine-tuning"),
     ],
