@@ -312,7 +312,7 @@ def _ways_table(plan: Plan, found: list[CardsWay]) -> Iterator[str]:
     for way in found:
         gib = f"{way.total / GIB:.1f}" if way.fits else f"[{way.total / GIB:.1f}]"
         case, speed = way.option.case, f"{way.option.tokens_per_second:,.0f}" if way.fits else "-"
-        how = f"{case.micro_batch} x {case.accumulation}, {_with(case)} checkpointing"
+        how = f"{case.micro_batch} x {case.accumulation}, {_recomputation(case)}"
         yield (
             f"{way.name:<9} {way.option.variant:<6} {gib:>6} {way.longest or '-':>8} {speed:>9} "
             f"{way.crossing / GIB:>11.2f}  {how}"
@@ -329,15 +329,15 @@ def _choice(plan: Plan, found: Estimate, fits: bool, how: str) -> str:
     case = found.case
     return (
         f"{'choice' if fits else 'nothing fits; nearest'}: {found.variant}, micro-batch {case.micro_batch}"
-        f"{' packed' if case.packing else ''} x {case.length} tokens, {_with(case)} checkpointing, "
+        f"{' packed' if case.packing else ''} x {case.length} tokens, {_recomputation(case)}, "
         f"accumulation {case.accumulation}{how} (effective batch {plan.request.effective_batch})"
     )
 
 
-def _with(case: Case) -> str:
+def _recomputation(case: Case) -> str:
     if case.recompute is not None:
-        return "{} layers whole and {} selective".format(*case.recompute)
-    return "with" if case.checkpointing else "without"
+        return "{} layers recomputed whole and {} selectively".format(*case.recompute)
+    return f"{'with' if case.checkpointing else 'without'} checkpointing"
 
 
 def _end(plan: Plan, command: str) -> list[str]:
@@ -372,7 +372,7 @@ def _parts(plan: Plan) -> Iterator[str]:
         if (twin.variant, twin.case) == (found.variant, others) and twin is not found:
             kept = twin.parts["activations kept"] / GIB
             total = f"{twin.total / GIB:.1f} GiB in total"
-            yield f"{_with(twin.case)} checkpointing: {kept:.1f} GiB of activations kept, {total}"
+            yield f"{_recomputation(twin.case)}: {kept:.1f} GiB of activations kept, {total}"
 
 
 def _host(plan: Plan) -> tuple[dict[str, float], dict[int, bool]]:

@@ -1,10 +1,10 @@
-"""Planning a job: records the steps that are asked for, looks at every case, and chooses the fastest that fits.
+"""Planning a job: records its steps, estimates every case, and chooses the fastest that fits.
 
     plan = plan_for(PlanRequest(model="Qwen/Qwen3-8B"), card=card_memory(name="rx7900xt"))
     plan.choice.case.micro_batch, plan.choice.case.checkpointing
 
-Nothing is downloaded but a configuration, nothing is allocated, no GPU is needed. Imports torch when the first step is
-recorded, and not before. `split_plan` answers the same question for one model over several cards.
+Only a configuration is downloaded, nothing is allocated, no GPU is needed. Imports torch when the first step is
+recorded. `split_plan` plans one model over several cards.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LONGEST = 131072
 #: Allocations and releases of a step, above which only the wanted length is planned. Few layers of Llama have 1,600,
 #: of Gemma 3 2,800, of Qwen3-Next 8,500, of Gemma 3n 14,000.
 _MANY_EVENTS = 5_000
-#: What is recorded first, to see whether and how this model can be recorded.
+#: Recorded first, to see whether and how this model can be recorded.
 _PROBE = Case(micro_batch=2, length=2, checkpointing=False)
 
 
@@ -63,15 +63,15 @@ class Recordings:
     """The recorded steps of one method. A case is recorded at its own batch and length when it is first asked for."""
 
     config: Any  # the model's configuration
-    request: PlanRequest  # what the planner is asked
-    method: str  # one of its methods
+    request: PlanRequest
+    method: str  # one of the request's
     # by content of the rows, recomputation, and batch and length of the tensors
     _recorded: dict[tuple[str, str, int, int], StepRecording] = field(default_factory=dict)
     _events: int = 0  # allocations and releases of the first recorded step
 
     @cached_property
     def sample(self) -> Sample:
-        """The model with few layers; with all of them, which takes longer, where it needs to know how many it has."""
+        """The model with few layers; with all layers, which takes longer, if its layers depend on their number."""
         from hf_rocm_tune.plan.sample import KEEPS, build
 
         refusal, tried = UsageError("no way to keep layers"), ""
@@ -81,7 +81,7 @@ class Recordings:
             found = build(self.config, self.request, self.method, keep=keep)
             tried = found.keep
             try:
-                # A first step may do what later ones do not: cast biases for good, fill caches. So it is not kept.
+                # not kept: a first step may cast biases for good and fill caches
                 self._events = len(self._record(found, _PROBE, 2, self.request.length).events)
                 return found
             except TooManyOperations:
@@ -106,7 +106,7 @@ class Recordings:
         )
 
     def part(self, start: int, stop: int) -> Variant:
-        """The same as a card sees it that has some of the layers, and if it is the first, what is no layer."""
+        """The part of one card: some of the layers, and on the first card everything outside the layers."""
         weights = (each for each in self.sample.weights() if start == 0 or each.layer >= 0)
         return replace(
             self.variant,
@@ -122,10 +122,10 @@ class Recordings:
 
     @cached_property
     def ways(self) -> tuple[str, ...]:
-        """How each layer can be recomputed by itself: ``whole``, ``selective``; none of these, where only all can.
+        """How single layers can be recomputed: ``whole``, ``selective``; empty if only all together can.
 
-        A layer of which nothing needs a gradient without checkpointing keeps nothing then, and all as soon as a layer
-        before it is recomputed: no recording tells that.
+        Empty too if a layer needs no gradient without checkpointing: it then keeps nothing, but everything as soon as a
+        layer before it is recomputed, which is not recorded.
         """
         from hf_rocm_tune.models.recompute import layers_of
 
@@ -135,7 +135,7 @@ class Recordings:
         case = replace(_PROBE, length=self.request.length)
         if self._recording(case).trained_layers < len(layers):
             return ()
-        with suppress(UsageError):  # of results that are changed in place, which cannot be kept
+        with suppress(UsageError):  # results that are changed in place cannot be kept
             self._recording(replace(case, checkpointing=True, recompute=(0, len(self.sample.layer_of))))
             return "whole", "selective"
         return ("whole",)
@@ -174,14 +174,14 @@ class Recordings:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer."""
+    """The result."""
 
-    request: PlanRequest  # the question, with what was settled on the way
+    request: PlanRequest  # with the choices made during planning
     card: CardMemory  # the memory that is planned for
-    grid: tuple[Estimate, ...]  # every case that was considered, other lengths included
-    recordings: dict[str, Recordings]  # by method, for what else one may ask
+    grid: tuple[Estimate, ...]  # every case, other lengths included
+    recordings: dict[str, Recordings]  # by method
     limit: int | None  # tokens that the model was made for, or None
-    notes: tuple[str, ...]  # what a reader should know
+    notes: tuple[str, ...]  # for the reader
 
     @property
     def sample(self) -> Sample:
@@ -210,17 +210,17 @@ class Plan:
 
     @cached_property
     def choice(self) -> Estimate | None:
-        """The fastest that fits, at the wanted length and effective batch; None where none does."""
+        """The fastest case that fits, at the wanted length and effective batch; None if none fits."""
         return fastest(self._wanted())
 
     @property
     def nearest(self) -> Estimate:
-        """The choice, or where nothing fits the case that needs least."""
+        """The choice, or if nothing fits the case that needs least."""
         return self.choice or min(self._wanted(), key=lambda each: each.total)
 
     @property
     def full_logits(self) -> float:
-        """Bytes at the loss, at the least, that TRL's fused loss saves the nearest case.
+        """Bytes that TRL's fused loss saves at the loss of the nearest case, at least.
 
         The logits of all tokens in their dtype, as float32, and their logarithms or gradient as float32.
         """
@@ -256,11 +256,11 @@ def plan_for(
     """Plans a training job.
 
     Args:
-        request: the question.
-        card: the memory of the card, from `card_memory` or ``CardMemory(...)``.
-        config: the model's configuration where it is at hand; else ``request.model`` is asked for it.
-        grid: consider half and twice the length as well; auto-fit does not need them.
-        within_limit: where the model was made for fewer tokens than wanted, plan for those.
+        request: the job.
+        card: its memory, from `card_memory` or ``CardMemory(...)``.
+        config: the model's configuration; by default read from ``request.model``.
+        grid: plan half and twice the length as well.
+        within_limit: if the model was made for fewer tokens than wanted, plan for its limit.
 
     Returns:
         The plan. Its ``choice`` is the fastest case by estimate that fits, for the wanted effective batch exactly.
@@ -276,7 +276,7 @@ def plan_for(
     limit = longest_position(config)
     too_long = limit is not None and request.length > limit
     if too_long and within_limit:
-        notes.append(f"the model was made for {limit} tokens, so they are planned, not {request.length}")
+        notes.append(f"the model was made for {limit} tokens: planned for these, not for {request.length}")
         request, too_long = replace(request, length=limit or request.length), False
     elif too_long:
         notes.append(f"the model was made for {limit} tokens; {request.length} are more")
@@ -317,10 +317,10 @@ def plan_for(
 
 
 def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[str]]:
-    """The question as the weights in the files leave it: quantised ones take the adapters that are for them.
+    """The request with the methods that the weights in the files allow; quantised ones take adapters only.
 
     Raises:
-        UsageError: they cannot be trained so.
+        UsageError: no method is left.
     """
     if getattr(config, "quantization_config", None) is None:
         return request, []
@@ -329,7 +329,7 @@ def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[
     bits = checkpoint_bits(config, request.model, on_card=request.platform != "cpu")
     left = tuple(each for each in request.methods if each != ("full" if bits else "qlora"))
     if not left:
-        what = "quantised in its files, and made bfloat16 when it is loaded: give --method lora or full"
+        what = "quantised in its files and becomes bfloat16 when loaded: give --method lora or full"
         if bits:
             what = f"{bits}-bit in its files: only adapters can be trained; give --method lora"
         raise UsageError(f"model {request.model} is {what}")
@@ -388,10 +388,10 @@ def _of_length(recordings: Recordings, card: CardMemory, request: PlanRequest, l
 
 
 def _mixes(variant: Variant, case: Case, card: CardMemory, layers: int, *, selective: bool) -> list[Estimate]:
-    """The fastest case by estimate that recomputes some layers, whole or selectively, and leaves the card's margin.
+    """The fastest mix by estimate of layers recomputed whole and selectively that leaves the card's margin.
 
-    Mixes fill a card as far as they may, so what is assumed of it must not decide whether one fits. The more layers are
-    recomputed whole, the fewer have to be selectively. Nothing where none fits so.
+    The margin is there because mixes fill the card, and part of its memory is assumed. The more layers are recomputed
+    whole, the fewer need to be selectively. Empty if none fits.
     """
     found = []
     fewest = layers if selective else 0
@@ -408,7 +408,7 @@ def _mixes(variant: Variant, case: Case, card: CardMemory, layers: int, *, selec
 
 
 def largest_models(request: PlanRequest, *, card: CardMemory) -> dict[str, str | None]:
-    """By method, the largest public model of which one sequence fits, checkpointed; None where none does."""
+    """By method, the largest public model that fits with one sequence and checkpointing; None if none fits."""
     found: dict[str, str | None] = {}
     for method in request.methods:
         single = replace(request, methods=(method,), micro_batch=1, checkpointing=True)
@@ -428,14 +428,14 @@ def largest_models(request: PlanRequest, *, card: CardMemory) -> dict[str, str |
 class SplitPlan:
     """One model over several cards: what each holds, and where to cut.
 
-    Every card is planned like a card with a smaller model: its layers, and on the first card all that is no layer. A
-    card holds what its own layers keep for backward while the others compute; the peak of each is at a moment of its
-    own. The other cards hold copies of what their layers are given beside (masks, position embeddings) and of their
-    first input. The cards compute one after the other, so a second one makes room and no speed.
+    Each card is planned as if it held a smaller model: its layers, and on the first card everything outside the layers.
+    A card keeps what its layers need for backward while the others compute; each has its own peak. The other cards hold
+    copies of masks, position embeddings and their first input. The cards compute one after the other, so a second one
+    adds memory, not speed.
     """
 
-    plan: Plan  # the same question for one card, from which model, cases and speed are
-    option: Estimate  # the case, as one card would have it
+    plan: Plan  # of one card, the source of model, cases and speed
+    option: Estimate  # the case on one card
     counts: Counts  # layers of each card
     estimates: tuple[Estimate, ...]  # what they take
     cards: tuple[CardMemory, ...]  # its memory
@@ -463,15 +463,15 @@ def split_plan(
     """Plans one model over several cards.
 
     Args:
-        request: the question, of one process: its ``cards`` is 1.
-        cards: the memory of each, two or more; one that the counts do not need is left out.
+        request: the job, of one process: its ``cards`` is 1.
+        cards: the memory of each, two or more; those beyond the counts are dropped.
         counts: layers on each card, the last of which may be left out; by default the cut that leaves most memory on
             the fullest card.
         config, within_limit: as for `plan_for`.
         flights: micro-batches under way at once, if a step has as many.
 
     Returns:
-        The fastest case by estimate that fits on every card; where none does, the one that misses least.
+        The fastest case by estimate that fits on every card; if none fits, the one that misses least.
 
     Raises:
         UsageError: the model cannot be planned, the counts do not fit it, or it has too few layers.
@@ -485,7 +485,7 @@ def split_plan(
 def over_cards(
     whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | None = None, flights: int = 1
 ) -> SplitPlan:
-    """What `split_plan` gives, from the plan of the same question for one card, without its grid of lengths.
+    """`split_plan` from the plan for one card, without its grid of lengths.
 
     Raises:
         UsageError: the counts do not fit the model, or it has too few layers.
@@ -520,7 +520,7 @@ def over_cards(
 
 
 def even_counts(layers: int, weights: Sequence[float]) -> Counts:
-    """Shares layers out in proportion to the weights of the cards, at least one to each."""
+    """Distributes layers in proportion to the weights of the cards, at least one to each."""
     left, room = layers, sum(weights)
     counts = []
     for position, weight in enumerate(weights):

@@ -1,8 +1,8 @@
-"""How fast this machine's card computes and what a process takes of it, measured once: ``hf-rocm-tune plan --measure``.
+"""Measures the speed of this machine's card and the memory of a process on it: ``hf-rocm-tune plan --measure``.
 
 A child process times matrix products in bfloat16 by size, the unpacking of 4-bit weights, and a copy within the card's
 memory; a process of its own shows what the runtime holds. The result is kept by card, kernel and versions in
-``hf_rocm_tune/rates.json`` below ``XDG_CACHE_HOME``. A CPU is not measured, what a simulated card gives is not kept.
+``hf_rocm_tune/rates.json`` below ``XDG_CACHE_HOME``. A CPU is not measured; a simulated card is not kept.
 Not covered: clocks that fall in a long run, and float16.
 """
 
@@ -33,13 +33,13 @@ _DEADLINE_SECONDS = 300.0
 
 
 def kept(card: str) -> dict[str, Any] | None:
-    """What was measured of a card on this kernel with these versions; None: nothing."""
+    """The kept measurement of a card with this kernel and these versions; None if there is none."""
     found = _read().get(_key(card))
     return found if isinstance(found, dict) and found.keys() >= _FIELDS else None
 
 
 def rates_of(measured: Mapping[str, Any], assumed: Rates) -> Rates:
-    """The rates of a measurement; what it could not measure stays assumed."""
+    """The rates of a measurement, with assumed ones for what it lacks."""
     large, small = (2 * size**3 for size in (_LARGE, _SMALL))
     products = (large - small) / max(measured["large_s"] - measured["small_s"], 1e-9)
     unpacked = measured["unpack_s"]
@@ -58,7 +58,7 @@ def measure() -> tuple[dict[str, Any] | None, str]:
     """Measures this machine's card and keeps the result.
 
     Returns:
-        The measurement where it is a card's, and a note for the reader.
+        The measurement, or None without a real card; and a note for the reader.
 
     Raises:
         UsageError: the measurement failed.
@@ -70,7 +70,7 @@ def measure() -> tuple[dict[str, Any] | None, str]:
     if not found:
         return None, "torch sees no card here, so nothing was measured: the rates are assumed"
     if found["simulated"]:
-        return None, f"measured on {found['card']}, which is no card: neither used nor kept; the rates are assumed"
+        return None, f"measured on {found['card']}, which is no card: not used and not kept; the rates are assumed"
     path = _path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"card": card.name if card else known.name, "date": time.strftime("%Y-%m-%d")}
     found["simulated"] = "simulated" in known.name.lower()
     for name, wanted in (("small_s", _SMALL), ("large_s", _LARGE)):
-        size = wanted // 32 if found["simulated"] else wanted  # a processor's seconds say nothing
+        size = wanted // 32 if found["simulated"] else wanted  # its times are not used
         child.step(f"timing matrix products of {size} cubed")
         a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         found[name] = _seconds(partial(torch.matmul, a, b))
@@ -155,12 +155,12 @@ def _unpacking_seconds() -> float | None:
         weight = torch.randn(*_WEIGHT, dtype=torch.bfloat16, device="cuda")
         packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
         return _seconds(lambda: functional.dequantize_4bit(packed, state))
-    except Exception:  # no library for this card: training in 4 bits says so
+    except Exception:  # no library for this card: 4-bit training reports it
         return None
 
 
 def _context_bytes() -> int | None:
-    """What a second process takes of the card's free memory, less what its allocator has; None where none is seen."""
+    """Memory of the card that a second process takes outside its allocator; None if nothing is seen."""
     import torch
 
     before = torch.cuda.mem_get_info(0)[0]

@@ -1,8 +1,8 @@
-"""The model whose shapes are measured: the real architecture on the meta device, with few of its layers.
+"""The model that is recorded: the real architecture on the meta device, with few of its layers.
 
-Every kind of layer is there once (dense and sparse, sliding and full ...), between the first and the last of the real
-model, which are special: the first may have an input without gradient, the last is beside the head. Weights are
-quantised and adapters attached by the libraries that do it in training.
+It has one layer of each kind (dense and sparse, sliding and full ...) between the first and the last, which are
+special: the first may have an input without gradient, the last is next to the head. Weights are quantised and adapters
+attached by the libraries that do it in training.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Sample:
     layers: nn.ModuleList  # its recorded layers, in order
     layer_of: Counts  # for each layer of the real model, the position of its stand-in among ``layers``
     config: Any  # the text configuration
-    notes: tuple[str, ...]  # what a reader of the plan should know
+    notes: tuple[str, ...]  # for the reader of the plan
     keep: str  # one of ``KEEPS``: how its layers were kept
-    # what operators gave before, for all its recordings; see `recorder.remembered`
+    # earlier results of operators, for all its recordings; see `recorder.remembered`
     kernels: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -75,8 +75,8 @@ class Sample:
             yield Weight(part="weights", layer=owners.get(id(buffer), -1), nbytes=buffer.nbytes)
 
 
-#: Ways to keep layers, to be tried in this order: few, and the configuration counts those; few, and it counts as before
-#: (for models that give each layer a slice of something, or whose kinds follow from the number); all.
+#: How layers are kept, in the order of trial: few, and the configuration has their number; few, and it has the real
+#: number (for models that slice something by layer, or whose kinds follow from the number); all.
 KEEPS = ("few", "few_counted_as_all", "all")
 
 
@@ -84,8 +84,8 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
     """Builds the sample of a model; its configuration is not changed.
 
     Raises:
-        UsageError: this architecture is no causal language model of transformers, has no stack of layers that could
-            be told, or refuses the method.
+        UsageError: this architecture is no causal language model of transformers, has no recognisable stack of layers,
+            or refuses the method.
     """
     dtype = getattr(torch, request.dtype_of(method))
     base = _meta_model(copy.deepcopy(config), dtype, request)
@@ -98,7 +98,7 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
     notes = []
     senses = [name.removesuffix("_config") for name in config.sub_configs if re.match("vision|audio", name)]
     if senses and type(base.config) is type(config):
-        notes.append(f"only text is counted: {' and '.join(senses)} input of a row comes on top of it")
+        notes.append(f"only text is counted, not {' and '.join(senses)} input")
     attends = any("att" in name for layer in layers for name, _ in layer.named_modules())
     if attends and request.attention == "sdpa" and text._attn_implementation == "eager":
         notes.append("this architecture has no SDPA attention: memory grows with the square of the sequence")
@@ -114,7 +114,7 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
     return Sample(model=model, base=base, layers=layers, layer_of=layer_of, config=text, notes=tuple(notes), keep=keep)
 
 
-#: No published model has as many; to build them takes minutes.
+#: More than any published model; building them takes minutes.
 _MOST_LAYERS = 1000
 
 
@@ -129,15 +129,15 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
         raise UsageError(f"{name} cannot be planned: {most} layers are more than any model has ({_MOST_LAYERS})")
     architecture = getattr(transformers, name, None)
     more: dict[str, Any] = {} if request.attention == "sdpa" else {"attn_implementation": request.attention}
-    if architecture is None:  # as TRL chooses
+    if architecture is None:  # as in TRL
         remote = (getattr(config, "auto_map", None) or {}) if request.trust_remote_code else {}
         autos = ("AutoModelForImageTextToText", "AutoModelForCausalLM")
         auto = next((each for each in autos if each in remote), None)
         if auto is None:
             raise UsageError(
                 f"{name} cannot be planned: transformers {transformers.__version__} has no such class: check "
-                "`architectures` in config.json, update transformers, or give --trust_remote_code where the model "
-                "brings its own"
+                "`architectures` in config.json, update transformers, or give --trust_remote_code for a model with its "
+                "own code"
             )
         architecture, more["trust_remote_code"] = getattr(transformers, auto), True
     make = getattr(architecture, "_from_config", None) or architecture.from_config
@@ -148,7 +148,7 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
             warnings.simplefilter("ignore")
             model = make(config, dtype=dtype, **more)
             if hasattr(model, "tie_weights"):
-                model.tie_weights()  # part of the initialisation, which costs seconds and is left out
+                model.tie_weights()  # part of the initialisation, which is skipped because it takes seconds
     except (*FOREIGN_ERRORS, OSError) as error:  # OSError: a file of the model's own code is missing
         raise UsageError(f"{name} cannot be planned: {first_line(error)}") from error
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -156,16 +156,16 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
     if getattr(config, "is_encoder_decoder", False) or getattr(head, "weight", None) is None or not causal:
         raise UsageError(f"{name} cannot be planned: it is no causal language model with an output head")
     if model.base_model is model:
-        raise UsageError(f"{name} cannot be planned: TRL's fused loss finds no backbone in it, so it does not train")
+        raise UsageError(f"{name} cannot be planned: TRL's fused loss finds no backbone in it and cannot train it")
     return model
 
 
-#: Settings that count layers; those of a decoder alone, or of layers with several sublayers, have their own.
+#: Names of the number of layers: usual, of a decoder, of layers with several sublayers.
 _COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers")
 
 
 def _layer_counts(text: Any) -> dict[str, int]:
-    """What a configuration says of its number of layers, by the name of the setting."""
+    """The number of layers in a configuration, by name of the setting."""
     counts = {text.attribute_map.get(key, key): getattr(text, key, 0) for key in _COUNTS}
     return {key: count if isinstance(count, int) else 0 for key, count in counts.items()}
 
@@ -181,7 +181,7 @@ def _find_layers(model: nn.Module, text: Any) -> tuple[nn.ModuleList, str]:
     ]
     if not found:
         count = getattr(text, "num_hidden_layers", 0)
-        raise UsageError(f"{type(model).__name__} cannot be planned: no stack of {count} layers could be told in it")
+        raise UsageError(f"{type(model).__name__} cannot be planned: no stack of {count} layers was found in it")
     return max(found, key=lambda pair: sum(parameter.numel() for parameter in pair[0].parameters()))
 
 
@@ -227,7 +227,7 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) 
 
 
 def _derived_lists(text: Any, count: int) -> dict[str, Any]:
-    """What the configuration's own class computes for each layer."""
+    """Properties with a value for each layer that the configuration's own class computes."""
     from transformers import PreTrainedConfig
 
     own = [member for base in type(text).__mro__ if base not in PreTrainedConfig.__mro__ for member in vars(base)]
@@ -241,7 +241,7 @@ def _derived_lists(text: Any, count: int) -> dict[str, Any]:
 
 
 def _kind(layer: nn.Module, settings: list[str]) -> tuple[object, ...]:
-    """Two layers with the same kind take the same memory."""
+    """Layers of the same kind take the same memory."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     names = tuple(type(module).__name__ for module in layer.modules())
     return shapes, names, tuple(settings)
@@ -309,9 +309,9 @@ def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> list[str]:
 
     notes = []
     if settings.load_in_8bit:
-        # which columns have outliers is content; without a threshold no product is split by it
+        # outlier columns depend on content; without a threshold no product is split
         settings.llm_int8_threshold = 0.0
-        notes.append("outlier columns of 8-bit products, which activations decide, are not counted")
+        notes.append("outlier columns of 8-bit products depend on activations and are not counted")
     skipped = settings.llm_int8_skip_modules
     replace_with_bnb_linear(base, get_keys_to_not_convert(base) if skipped is None else skipped, settings)
     base.is_loaded_in_4bit, base.is_loaded_in_8bit = settings.load_in_4bit, settings.load_in_8bit

@@ -144,7 +144,7 @@ def test_harmed_pixels_are_found_and_a_killed_run_goes_on(train: Train, tmp_path
 
 def test_the_plan_says_that_pictures_are_not_counted(server: CommandServer, model: Path) -> None:
     result = done(server.run("--model", str(model), "--seq", "128", "--json", env={"VERB": "plan"}))
-    assert any("only text is counted: vision input" in note for note in json.loads(result.stdout)["notes"])
+    assert any("only text is counted, not vision input" in note for note in json.loads(result.stdout)["notes"])
 
 
 def test_pictures_for_a_model_of_text_are_one_line(

@@ -379,7 +379,7 @@ def test_a_model_that_sees_is_planned_for_text_and_says_so(tmp_path: Path, run: 
     (tmp_path / "config.json").write_text(json.dumps(fields))
     code, out, err = run("--model", str(tmp_path), *QUICK, "--method", "lora")
     assert (code, err) == (0, "")
-    assert "note: only text is counted: vision input" in out
+    assert "note: only text is counted, not vision input" in out
 
 
 def test_code_of_the_model_itself_is_planned_with_consent_only(small: Path, changed: Any, run: Any) -> None:
