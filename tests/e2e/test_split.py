@@ -241,4 +241,4 @@ def test_several_processes_and_a_split_are_refused(
     done = subprocess.run(
         [*line, "--split_layers", "auto"], capture_output=True, text=True, check=False, timeout=TIMEOUT
     )
-    assert done.returncode == 2 and "a split is one process" in done.stderr
+    assert done.returncode == 2 and "a split runs in one process" in done.stderr
