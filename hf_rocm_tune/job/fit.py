@@ -41,6 +41,7 @@ from hf_rocm_tune.plan.candidates import (
     fastest_that_fitted,
     next_candidate,
 )
+from hf_rocm_tune.plan.estimate import cpu_rates
 from hf_rocm_tune.plan.fit import even_counts, memory_lines
 from hf_rocm_tune.plan.ways import IN_FLIGHT
 from hf_rocm_tune.ranks.agree import highest, on_main_process
@@ -201,7 +202,9 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int) -> Fit:
     """
     mode = arguments.tune.auto_fit
     # the budget is free memory: what others hold and the context are not part of it
-    card = CardMemory(name="this card", usable=budget, desktop=0, desktop_source="read", context=0)
+    card = replace(card_memory(), name="this card", usable=budget, desktop=0, desktop_source="read", context=0)
+    if arguments.training.device.type == "cpu":
+        card = replace(card, rates=cpu_rates(torch.get_num_threads()))
     plan = plan_for(_request(arguments, wanted), card=card, grid=False)
     least = plan.nearest
     if plan.choice is None and mode == "plan":
@@ -355,7 +358,7 @@ def _planned_counts(
     say: Say,
 ) -> tuple[int, ...]:
     """The number of layers on each card; what each is planned to take is said."""
-    cards = [_memory(device) for device in devices]
+    cards = [memory_of(device) for device in devices]
     logical = devices[0].type != "cuda"
     try:
         request = replace(
@@ -382,7 +385,7 @@ def _planned_counts(
     return counts
 
 
-def _memory(device: torch.device) -> CardMemory:
+def memory_of(device: torch.device) -> CardMemory:
     """The memory of a card as it is now; a logical one is planned as an RX 7900 XT."""
     if device.type != "cuda":
         return card_memory(name="rx7900xt")

@@ -59,13 +59,18 @@ def ways(plan: Plan) -> list[CardsWay]:
     return found
 
 
+def best_of(found: list[CardsWay]) -> CardsWay | None:
+    """The fastest of the ways that fit; of near equals the first. None: none fits."""
+    offered = [each for each in found if each.fits]
+    top = max((each.option.tokens_per_second for each in offered), default=0.0)
+    return next((each for each in offered if each.option.tokens_per_second >= top * (1 - NEAR)), None)
+
+
 def sentence(plan: Plan, found: list[CardsWay]) -> str:
     """Which of the ways to take, and why."""
-    offered = [each for each in found if each.fits]
-    if not offered:
+    best = best_of(found)
+    if best is None:
         return "none of these fits: see what a shorter --seq or --method qlora takes, or a smaller model"
-    top = max(each.option.tokens_per_second for each in offered)
-    best = next(each for each in offered if each.option.tokens_per_second >= top * (1 - NEAR))
     method, cards = best.option.variant, plan.request.cards
     gib = best.crossing / GIB
     why = {

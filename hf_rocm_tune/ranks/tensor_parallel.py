@@ -35,6 +35,9 @@ from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.host_group import host_group
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 
+# torch 2.13 renamed it
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 RANKS = 2
 """So many cards at most: with more, sending every summand to all moves more than an all-reduce."""
 _LEFT_WHOLE = frozenset(
@@ -87,11 +90,11 @@ class Reductions:
         assert group is not None
         if not self._through_host:
             parts = mine.new_empty((group.size(), *mine.shape))
-            dist.all_gather_into_tensor(parts.view(-1), mine.view(-1), group=group)
+            _gather(parts.view(-1), mine.view(-1), group=group)
             return parts
         with self._mover.fetched(mine, name=f"{name} to host", stage=BETWEEN_CARDS) as fetched:
             host = torch.empty((group.size(), *mine.shape), dtype=mine.dtype)
-            dist.all_gather_into_tensor(host.view(-1), fetched.host.view(-1), group=group)
+            _gather(host.view(-1), fetched.host.view(-1), group=group)
         return self._mover.move(host, name=f"{name} to device", stage=BETWEEN_CARDS, transient=True)
 
     # ---- as `Traffic` of FSDP2 ------------------------------------------------------------------------------

@@ -419,7 +419,8 @@ def help_all(method: Method) -> str:
     parser.set_defaults(**{each.name: each.ours for each in ours})
     return (
         f"{parser.format_help()}\nlauncher:\n  --accelerate_config NAME|PATH  and every flag of `accelerate launch`; "
-        "`hf-rocm-tune configs ls` lists the names"
+        "`hf-rocm-tune configs ls` lists the names\n"
+        f"  {names.CARDS_WAY} auto  use two cards in the way that the plan finds fastest (`hf-rocm-tune sft` only)"
     )
 
 

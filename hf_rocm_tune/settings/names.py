@@ -31,6 +31,7 @@ from hf_rocm_tune.redaction import one_line, remember
 
 CONFIG = "--config"
 CONFIG_FLAG = "--accelerate_config"
+CARDS_WAY = "--cards_way"
 #: Names of both the launcher and ``trl sft``; they belong to the job, as in ``trl``.
 SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
 _NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
@@ -244,6 +245,7 @@ verification and result:
 _MORE = f"""
 more:
   --accelerate_config NAME        launcher settings: of `configs ls`, or a file
+  --cards_way auto                two cards, used as the plan finds fastest
   --print_config                  print all settings as a recipe and exit
   -v                              print more at the start
   {HELP_ALL}                      every flag: ours, TRL's and the launcher's"""

@@ -50,7 +50,7 @@ def test_fresh_adapters_cross_through_the_engine_alone(names: list[str], tmp_pat
     found: dict[str, dict[str, Any]] = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert list(found) == names
     if "flipped copy" in found:
-        assert found.pop("flipped copy")["refused"].startswith("CorruptionError: the device copied")
+        assert found.pop("flipped copy")["refused"].startswith("CorruptionError: the device's copy of")
     for name, row in found.items():
         assert ("refused" in row) == (name in REFUSED_UPSTREAM), row
         assert not row.get("unverified") and row.get("trainable") != 0, row

@@ -1,0 +1,100 @@
+"""``hf-rocm-tune sft --cards_way auto``: the fastest way to use two cards by the plan, as flags of launcher and job.
+
+The launcher runs this as a process of its own (``python -m hf_rocm_tune.job.cards FLAGS``): it reads the memory of a
+card, and the launcher must hold none while the job trains. The last line of standard output is a JSON object with
+``flags`` and ``why``. The plan takes the effective batch that the flags give two processes.
+
+Averages through the host are not chosen here: the job's preflight tries RCCL on these cards and changes over if its
+averages are wrong or do not return. For the other ways a failed preflight ends the job with exit code 4.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hf_rocm_tune.errors import OutOfMemoryError, UsageError
+from hf_rocm_tune.exits import run_guarded
+from hf_rocm_tune.settings import names
+
+CARDS = 2
+_DECIDED = ("auto_fit", "recompute_layers", "split_layers", "pipeline", "tensor_parallel", "grad_sync")
+"""Flags that choose what the plan chooses here."""
+
+
+def choose(argv: Sequence[str]) -> dict[str, Any]:
+    """The way to use two cards for a job.
+
+    Args:
+        argv: the job's flags.
+
+    Returns:
+        ``flags``: for the launcher and the job, behind those that are given; ``why``: one sentence.
+
+    Raises:
+        UsageError: fewer than two cards are visible, a flag has chosen already, or this job cannot be planned.
+        OutOfMemoryError: no way fits.
+    """
+    import torch
+
+    from hf_rocm_tune.job.fit import memory_of
+    from hf_rocm_tune.plan import from_training, plan_for
+    from hf_rocm_tune.plan.candidates import demand
+    from hf_rocm_tune.plan.ways import best_of, sentence, ways
+    from hf_rocm_tune.settings.arguments import parse
+
+    arguments = parse(argv)
+    training, tune = arguments.training, arguments.tune
+    if chosen := sorted(arguments.given.intersection(_DECIDED)):
+        raise UsageError(f"{names.CARDS_WAY} auto chooses --{chosen[0]} itself: leave one of them out")
+    if (visible := torch.cuda.device_count()) < CARDS:
+        raise UsageError(f"{names.CARDS_WAY} auto needs two visible cards, and there are {visible}: leave it out")
+    wanted = demand(
+        ranks=CARDS,
+        effective_batch=tune.effective_batch,
+        micro_batch=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        checkpointing=bool(training.activation_checkpointing),
+        given=arguments.given,
+    )
+    asked = from_training(arguments.resolved(), cards=CARDS, platform="hip" if torch.version.hip else "cuda")
+    request = replace(
+        asked,
+        effective_batch=wanted.effective_batch,
+        micro_batch=wanted.micro_batch,
+        checkpointing=wanted.checkpointing,
+    )
+    plan = plan_for(request, card=memory_of(torch.device("cuda", 0)), grid=False)
+    found = [each for each in ways(plan) if each.name != "host"]
+    best = best_of(found)
+    if best is None:
+        raise OutOfMemoryError(f"{names.CARDS_WAY} auto: {sentence(plan, found)}")
+    case = best.option.case
+    decided: dict[str, Any] = {
+        "per_device_train_batch_size": case.micro_batch,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_checkpointing": str(case.checkpointing).lower(),
+    }
+    if case.recompute is not None:
+        decided["recompute_layers"] = "{},{}".format(*case.recompute)
+    flags = [*shlex.split(best.flags), *(word for name, value in decided.items() for word in (f"--{name}", str(value)))]
+    return {"flags": flags, "why": sentence(plan, found)}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the choice as JSON."""
+    from hf_rocm_tune.sft import prepare
+
+    prepare()
+    print(json.dumps(choose(argv)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ["HF_ROCM_TUNE_QUIET"] = "1"
+    sys.exit(run_guarded(lambda: main(sys.argv[1:]), argv=sys.argv[1:], process_ends=True))
