@@ -301,7 +301,7 @@ def flags(verb: Method) -> dict[str, Flag]:
 
 def is_launcher_flag(name: str) -> bool:
     """Whether ``name``, without dashes, is a flag that only the launcher reads."""
-    return name == bare(CONFIG_FLAG) or name in launcher_flags()
+    return name in (bare(CONFIG_FLAG), bare(CARDS_WAY)) or name in launcher_flags()
 
 
 @functools.cache
