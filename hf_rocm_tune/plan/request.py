@@ -202,7 +202,9 @@ def card_memory(
     known = _named(name) if name else here.identity.card if here and vram_gib is None else None
     if known is None and vram_gib is None:
         known = _named("rx7900xt")
-    size = vram_gib if vram_gib is not None else known.vram_gib if known else None
+    size: float | None = vram_gib if vram_gib is not None else known.vram_gib if known else None
+    if size is None and name is None and here is not None:  # a card whose memory the table does not have
+        size = (here.sensors.vram_total_bytes.value or 0) / GIB
     if size is None:
         assert known is not None
         raise UsageError(f"the memory of {known.name} is not in the card table; give --vram in GiB")

@@ -307,7 +307,15 @@ def test_what_a_desktop_holds_is_read_where_the_card_is_there(nothing_there: Mac
     assert card_memory(vram_gib=48, machine=recorded).desktop_source == "assumed"
 
 
-def _machine_with_a_card(machine: Machine, *, used: int, total: int) -> Machine:
+def test_memory_that_the_card_table_lacks_is_read_from_the_card(nothing_there: Machine) -> None:
+    recorded = _machine_with_a_card(nothing_there, used=0, total=12 << 30, arch="gfx1201", name="Radeon RX 9070 GRE")
+    found = card_memory(machine=recorded)
+    assert (found.name, found.usable / GIB) == ("Radeon RX 9070 GRE", pytest.approx(12, rel=0.01))
+
+
+def _machine_with_a_card(
+    machine: Machine, *, used: int, total: int, arch: str = "gfx1100", name: str = "Radeon RX 7900 XT"
+) -> Machine:
     from unittest.mock import Mock
 
     from hf_rocm_tune.machine.gpus import no_sensors
@@ -315,7 +323,7 @@ def _machine_with_a_card(machine: Machine, *, used: int, total: int) -> Machine:
     from hf_rocm_tune.machine.sysfs import Reading
 
     sensors = replace(no_sensors("x"), vram_used_bytes=Reading(value=used), vram_total_bytes=Reading(value=total))
-    identity = identify(arch="gfx1100", vram_bytes=total, name="Radeon RX 7900 XT")
+    identity = identify(arch=arch, vram_bytes=total, name=name)
     card = Mock(sensors=sensors, identity=identity, integrated=False, address="0000:03:00.0")
     return replace(machine, gpus=(card,))
 
