@@ -1,11 +1,13 @@
-"""What grows with the work: CPU seconds and memory of a first step over rows, CPU seconds of a checkpoint over rank.
+"""What grows with the work: a job of one step over rows, length and parameters, a checkpoint over rank.
 
 Each point over rows is a whole job of one step (``python -m hf_rocm_tune.sft --max_steps 1``) on a tiny model: with
 rows that were never seen before (``anew``: read and tokenised), the same again (``cached``), and streamed. Rows may
-cost time only where they are tokenised for the first time, and memory nowhere. A checkpoint's time should follow the
-size of the adapter and its optimizer state.
+cost time only where they are tokenised for the first time, and memory nowhere. Over length and parameters the job (two
+rows of full length) should grow in proportion, after what every job costs. A checkpoint's time should follow the size
+of the adapter and its optimizer state.
 
-    python benchmarks/growth.py [--rows 1000 10000 100000 1000000] [--ranks 8 32 128 512] [--json FILE] [--png FILE]
+    python benchmarks/growth.py [--rows 1000 ...] [--lengths 128 ...] [--widths 256 ...] [--ranks 8 ...]
+                                [--json FILE] [--png FILE]
 
 Prints a table and, as the last line, one JSON object. CPU seconds are those of the job and its children, whatever else
 the machine does; memory is what the job holds of its own at its highest, in brackets with pages of mapped files, which
@@ -51,11 +53,11 @@ def write_rows(file: Path, count: int) -> None:
             out.write(json.dumps({"text": f"{number} {texts[number % len(texts)][:140]}"}) + "\n")
 
 
-def job(model: Path, data: Path, scratch: Path, *, streamed: bool) -> dict[str, float]:
+def job(model: Path, data: Path, scratch: Path, *, length: int = 64, streamed: bool = False) -> dict[str, float]:
     """A job of one step: its CPU seconds, seconds and highest memory in MB."""
     flags = {
         "model_name_or_path": model, "dataset_name": data, "output_dir": scratch / "out", "max_steps": 1,
-        "per_device_train_batch_size": 2, "max_length": 64, "save_strategy": "no", "eval_strategy": "no",
+        "per_device_train_batch_size": 2, "max_length": length, "save_strategy": "no", "eval_strategy": "no",
         "doctor": "off", "disable_tqdm": "true", "overwrite_output_dir": "true", "bf16": "false",
         "dataset_streaming": str(streamed).lower(),
     }  # fmt: skip
@@ -104,15 +106,40 @@ def over_rows(counts: list[int], model: Path, scratch: Path) -> list[dict[str, A
     return found
 
 
+def llama(width: int, vocabulary: int) -> LlamaForCausalLM:
+    """Eight layers; a seventh of a million parameters a layer at a width of 128, four times that at 256."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": width, "intermediate_size": width * 11 // 4, "num_attention_heads": width // 64}
+    more = {"num_hidden_layers": 8, "max_position_embeddings": 8192, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes, **more))
+
+
+def over_sizes(widths: list[int], lengths: list[int], tokenizer: Path, scratch: Path) -> list[dict[str, Any]]:
+    """A job for each width at the first length, and for each length at the first width."""
+    found = []
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    for width, length in dict.fromkeys([(width, lengths[0]) for width in widths] + [(widths[0], n) for n in lengths]):
+        folder, data = scratch / f"width-{width}", scratch / f"length-{length}"
+        if not folder.exists():
+            llama(width, len(words)).save_pretrained(folder)
+            words.save_pretrained(folder)
+        data.mkdir(exist_ok=True)
+        ids = torch.randint(3, len(words), (2, length), generator=torch.Generator().manual_seed(0)).tolist()
+        (data / "train.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids))
+        parameters = sum(file.stat().st_size for file in folder.glob("*.safetensors")) // 4
+        row = {"width": width, "length": length, "parameters": parameters, **job(folder, data, scratch, length=length)}
+        print(f"{parameters / 1e6:7.1f} M parameters {length:6} tokens {row['cpu_s']:8.1f} CPU s {row['own_mb']:6} MB")
+        found.append(row)
+    return found
+
+
 def over_ranks(ranks: list[int], tokenizer: Path, scratch: Path) -> list[dict[str, Any]]:
     from peft import LoraConfig
 
     found = []
     words = AutoTokenizer.from_pretrained(tokenizer)
     for rank in ranks:
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), use_cache=False, **sizes))
+        model = llama(512, len(words))
         more = {"max_steps": 1, "per_device_train_batch_size": 1, "report_to": "none", "bf16": False, "use_cpu": True}
         args = SFTConfig(output_dir=str(scratch / f"rank-{rank}"), save_strategy="no", disable_tqdm=True, **more)
         trainer = VerifiedSFTTrainer(
@@ -137,32 +164,33 @@ def over_ranks(ranks: list[int], tokenizer: Path, scratch: Path) -> list[dict[st
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
+    """Two rows of plots: CPU seconds above; memory, or megabytes written, below."""
     import matplotlib.pyplot as plt
 
-    figure, (time_axis, memory_axis, checkpoint_axis) = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    for way in WAYS:
-        rows = [row for row in result["rows"] if row["way"] == way]
-        for axis, key in ((time_axis, "cpu_s"), (memory_axis, "own_mb")):
-            axis.plot([row["rows"] for row in rows], [row[key] for row in rows], marker="o", label=way)
-    for axis, title in (
-        (time_axis, "CPU seconds of a job of one step"),
-        (memory_axis, "highest memory of its own, MB"),
-    ):
-        axis.set(xscale="log", xlabel="rows", title=title)
-        axis.set_ylim(bottom=0)
-        axis.legend()
-    points = result["ranks"]
-    checkpoint_axis.plot([row["mb"] for row in points], [row["cpu_s"] for row in points], marker="o")
-    for row in points:
-        checkpoint_axis.annotate(f"rank {row['rank']}", (row["mb"], row["cpu_s"]))
-    checkpoint_axis.set(xlabel="MB of a checkpoint", title="CPU seconds of a checkpoint")
-    checkpoint_axis.set_ylim(bottom=0)
-    figure.savefig(file, dpi=100)
+    figure, axes = plt.subplots(2, 4, figsize=(17, 7), layout="constrained")
+    sizes, ranks = result["sizes"], result["ranks"]
+    narrow, short = sizes[0]["width"], sizes[0]["length"]
+    curves: list[tuple[str, str, list[tuple[str, list[dict[str, Any]]]]]] = [
+        ("rows", "own_mb", [(way, [row for row in result["rows"] if row["way"] == way]) for way in WAYS]),
+        ("length", "own_mb", [(f"width {narrow}", [row for row in sizes if row["width"] == narrow])]),
+        ("parameters", "own_mb", [(f"{short} tokens", [row for row in sizes if row["length"] == short])]),
+        ("rank", "mb", [("checkpoint", ranks)]),
+    ]
+    for column, (over, size, lines) in zip(axes.T, curves, strict=True):
+        for axis, key, title in zip(column, ("cpu_s", size), ("CPU seconds", "MB"), strict=True):
+            for label, points in lines:
+                axis.plot([row[over] for row in points], [row[key] for row in points], marker="o", label=label)
+            axis.set(xlabel=over, title=title, xscale="log" if over == "rows" else "linear")
+            axis.set_ylim(bottom=0)
+            axis.legend()
+    figure.savefig(file, dpi=90)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="*", default=[1_000, 10_000, 100_000, 1_000_000])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096])
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512, 768, 1024])
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 32, 128, 512])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
@@ -175,6 +203,7 @@ def main() -> None:
             "benchmark": "growth",
             "machine": machine,
             "rows": over_rows(wanted.rows, model, scratch),
+            "sizes": over_sizes(wanted.widths, wanted.lengths, model, scratch),
             "ranks": over_ranks(wanted.ranks, model, scratch),
         }
     if wanted.png:
