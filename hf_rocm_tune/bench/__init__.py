@@ -1,5 +1,5 @@
-"""Benchmarks that a user runs on their own machine: ``hf-rocm-tune bench transfer|load|step|comm``.
+"""Benchmarks for the user's own machine: ``hf-rocm-tune bench transfer|load|step|comm|sft``.
 
-Both sides of a comparison are timed in turns, in one process or in processes that alternate, so that whatever else the
-machine does falls on both. Nothing here passes or fails by time.
+The sides of a comparison are timed in turns, in one process or in alternating processes, so that other load on the
+machine affects them alike. Nothing here passes or fails by time.
 """

@@ -1,6 +1,6 @@
-"""LoRA fine-tuning with torch, transformers and PEFT alone: the loop that ``bench sft`` sets beside the trainers.
+"""LoRA fine-tuning with torch, transformers and PEFT alone: the loop that ``bench sft`` compares the trainers with.
 
-It is run as a file, so that nothing of ours is imported, with the flags that it knows of those of ``trl sft``.
+It is run as a file, so that nothing of ours is imported, and reads a few flags of ``trl sft``.
 """
 
 from __future__ import annotations

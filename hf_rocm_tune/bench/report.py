@@ -56,7 +56,7 @@ class Spread:
         return {name: value if name == "n" else float(f"{value:.6g}") for name, value in asdict(self).items()}
 
     def show(self, digits: int = 3, scale: float = 1.0, *, quartiles: bool = False) -> str:
-        """``median (min .. max)``, or with the quartiles, each times `scale`."""
+        """``median (min .. max)``, or with quartiles instead of the extremes, each times `scale`."""
         ends = (self.q1, self.q3) if quartiles else (self.min, self.max)
         middle, low, high = (f"{value * scale:.{digits}f}" for value in (self.median, *ends))
         return f"{middle} ({low} .. {high})"
@@ -212,7 +212,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def describe(device: torch.device) -> Figures:
-    """Card, processor, memory, load and versions; memory in 10^9 bytes; None where it cannot be read."""
+    """Card, processor, memory, load and versions; memory in 10^9 bytes; None for what cannot be read."""
     card: Figures = {"device": _ON_HOST, "device_memory_gb": None}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -1,11 +1,11 @@
 """``bench sft``: the same LoRA fine-tuning by a bare loop, by ``trl sft`` and by ours, as whole processes in turns.
 
 All have the same model, rows, effective batch and precision, and recompute activations, as TRL does by default; only
-``--auto_fit plan`` chooses micro-batch and recomputation for itself. A process is measured from outside: when it prints
-the loss of a step, its clock and its processor time are read. The first turn of all only fills caches.
+``--auto_fit plan`` chooses micro-batch and recomputation. A process is measured from outside: when it prints the loss
+of a step, wall time and its processor time are read. The first turn only fills caches.
 
-Rates are taken from the first step to the last, start and save left out. Tokens to a second of processor time are the
-steadier figure on a machine that does other work; on a card they say what the host does, not what the card does.
+Rates are measured from the first step to the last, without start and save. Tokens per second of processor time vary
+less on a machine that runs other programs; with a card they show the work of the host, not of the card.
 Not covered: several cards, rows of different length, waits for the card.
 """
 
@@ -42,7 +42,8 @@ _MODELS = {
     "cuda": {"hidden": 2048, "layers": 16, "batch": 8, "seq": 1024},
 }
 _CPU_GIB = 16.0  # for the planner, where there is no card
-# Runs a module or a file, and at its end leaves its peaks of memory in bytes: of the host, and of the card.
+_CLOCK_TICK = 0.01  # seconds: the resolution of a process's times; a step of a tiny model may take less
+# Runs a module or a file; at its end writes its peaks of memory in bytes: of the host, and of the card.
 _START = """
 import atexit, os, resource, runpy, sys
 def leave():
@@ -149,7 +150,7 @@ def _train(name: str, module: str, flags: list[str], scratch: Path, device: torc
     """Run one side once.
 
     Raises:
-        UsageError: it failed; the message has the last line that it wrote.
+        UsageError: it failed; the message has the last line of its standard error.
     """
     peaks, errors, logged = scratch / "peaks", scratch / "stderr", []
     shutil.rmtree(scratch / "out", ignore_errors=True)
@@ -169,16 +170,16 @@ def _train(name: str, module: str, flags: list[str], scratch: Path, device: torc
         said = errors.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
         raise UsageError(f"{name} failed: {said[-1]}; to see all of it: {sys.executable} -m {module} {' '.join(flags)}")
     (first, first_cpu, _), (last, last_cpu, loss) = logged[0], logged[-1]
-    tokens = (len(logged) - 1) * step_tokens
+    tokens, cpu_seconds = (len(logged) - 1) * step_tokens, max(last_cpu - first_cpu, _CLOCK_TICK)
     host_peak, *device_peak = json.loads(peaks.read_text())
     file = scratch / "out" / "transfer_report.json"
     return {
         "steps": len(logged),
         "seconds_to_first_step": first - begun,
         "seconds": last - first,
-        "cpu_seconds": last_cpu - first_cpu,
+        "cpu_seconds": cpu_seconds,
         "tokens_per_second": tokens / (last - first),
-        "tokens_per_cpu_second": tokens / (last_cpu - first_cpu),
+        "tokens_per_cpu_second": tokens / cpu_seconds,
         "host_peak": host_peak,
         "device_peak": device_peak[0] if device_peak else None,
         "loss": loss,
@@ -188,7 +189,7 @@ def _train(name: str, module: str, flags: list[str], scratch: Path, device: torc
 
 
 def _loss_in(line: str) -> float | None:
-    """The loss that a line logs: TRL prints a dictionary, we a row of step, epoch, loss and more."""
+    """The loss in a line of a log: TRL prints a dictionary, we a row of step, epoch, loss and more."""
     if line.startswith("{'loss'"):
         return float(ast.literal_eval(line)["loss"])
     found = re.match(r"\s*\d+/\d+\s+[\d.]+\s+([\d.]+)\s", line)
@@ -232,7 +233,7 @@ def _table(rows: list[Figures]) -> str:
 
 def _notes(device: torch.device, size: dict[str, int], rows: list[Figures]) -> list[str]:
     by_side = {row["side"]: row for row in rows}
-    notes = [f"{size['batch']} x {size['seq']} tokens a step; ratios are taken pair by pair in the same turn"]
+    notes = [f"{size['batch']} x {size['seq']} tokens a step; ratios are taken in pairs of the same turn"]
     verified = by_side.get(VERIFIED)
     if verified is not None and UNVERIFIED in by_side:
         same = verified["loss"] == by_side[UNVERIFIED]["loss"]
@@ -246,9 +247,9 @@ def _notes(device: torch.device, size: dict[str, int], rows: list[Figures]) -> l
         if name in by_side
     ]
     if "bare loop" in by_side:
-        notes.append("the bare loop takes the rows in another order")
+        notes.append("the bare loop reads the rows in another order")
     if FITTED in by_side:
         notes.append(f"auto_fit chose {json.dumps(by_side[FITTED]['chosen'])}")
     if device.type == "cpu":
-        notes.append("no accelerator: these are figures of a CPU, and say nothing of a card")
+        notes.append("no accelerator: these are figures of a CPU, not of a card")
     return notes

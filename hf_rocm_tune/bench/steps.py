@@ -1,13 +1,13 @@
 """``bench step``: what verification costs a training step.
 
-Four trainers in one process, the same model, data and seed: unverified, unverified once more, sampled, and fully
-verified. They train in short stretches, in turns, and each step's time is divided by that of the same step of the
-unverified trainer in the same turn; the second unverified one shows what the measurement cannot tell from 1.
+Four trainers in one process, with the same model, data and seed: unverified, unverified again, sampled, and fully
+verified. They train a few steps at a time, in turns, and the time of each step is divided by that of the same step of
+the unverified trainer in the same turn; the second unverified one shows the noise of the measurement.
 
-A step is measured from the end of the one before, so its batch, digests, verdict, optimizer and sentinel belong to it.
-The first of each stretch, and the first stretch, are thrown away. An accelerator is waited for at the ends of a stretch
-only, because a wait after each step would hide what verification costs a run that queues steps ahead; there a sample is
-the mean step of a stretch. Not covered: saving, evaluation, several ranks.
+A step is measured from the end of the one before, so it includes its batch, digests, verdict, optimizer and sentinel.
+The first step of each turn, and the first turn, are discarded. An accelerator is synchronised only at both ends of a
+turn, because a wait after each step would hide what verification costs a run that queues steps ahead; there a sample is
+the mean step of a turn. Not covered: saving, evaluation, several ranks.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 REFERENCE, CONTROL = "off", "off again"
-"""The unverified trainer that all are compared with, and its double."""
+"""The unverified trainer that all are compared with, and a second one like it."""
 SIDES = {REFERENCE: "off", CONTROL: "off", "sample": "sample", "full": "full"}
 GOALS = {"cpu": 1.02, "cuda": 1.01}
-"""Verified over unverified step time that the project wants to stay below."""
+"""The project's goals: verified over unverified step time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def run(wanted: Namespace, trainer_class: Trainer) -> None:
 
 
 class _Clock(TrainerCallback):
-    """Notes when steps end; on an accelerator it waits for the device at the first and the last."""
+    """Records when steps end; waits for an accelerator at the first and the last."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -106,7 +106,7 @@ class _Clock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
     def samples(self) -> list[float]:
-        """Seconds of the steps since `ends` was emptied, without the first; on an accelerator their mean."""
+        """Seconds of the steps in `ends` without the first; on an accelerator their mean."""
         if self._device.type == "cuda":
             return [(self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)]
         return [later - earlier for earlier, later in pairwise(self.ends)]
@@ -135,8 +135,8 @@ class _TimedTrainer:
         )
         self.trainer.remove_callback(PrinterCallback)
 
-    def stretch(self) -> list[float]:
-        """Train one stretch; its samples in seconds."""
+    def turn(self) -> list[float]:
+        """Train the steps of one turn; their samples in seconds."""
         self._clock.ends.clear()
         self.loss = self.trainer.train().training_loss
         return self._clock.samples()
@@ -169,14 +169,14 @@ def _random_tokens(size: Size, steps: int) -> Dataset:
 
 
 def _interleave(sides: dict[str, _TimedTrainer], turns: int) -> dict[str, list[float]]:
-    """Samples by side, in the same order for all; the first turn only warms up."""
+    """Samples by side; the first turn only warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     begun = -1
     for turn, name in in_turns(sides, turns):
         if turn != begun:
             report.progress(f"turn {turn} of {turns}" if turn else "warming up")
             begun = turn
-        taken = sides[name].stretch()
+        taken = sides[name].turn()
         seconds[name] += taken if turn else []
     return seconds
 
@@ -200,11 +200,11 @@ def _notes(device: torch.device, size: Size, parameters: int, rows: list[Figures
     goal, seen, noise = GOALS[device.type], by_side["full"], by_side[CONTROL]
     return [
         f"a Llama of {parameters / 1e6:.1f} M parameters with LoRA adapters, {size.batch} x {size.seq} tokens a step",
-        f"goal: verified within {100 * (goal - 1):.0f} % of unverified; seen {100 * (seen - 1):+.2f} %, "
+        f"goal: verified within {100 * (goal - 1):.0f} % of unverified; measured {100 * (seen - 1):+.2f} %, "
         f"{report.verdict(seen, noise, goal)}; two unverified trainers differ by {100 * (noise - 1):+.2f} %, "
-        "which is what this measurement cannot tell from 0",
-        "ratios are taken step by step in the same turn; the ratio of totals weighs a sentinel's large tensors as they "
-        "fall, the median does not",
+        "the noise of this measurement",
+        "ratios are taken step by step in the same turn; steps in which the sentinel reads large tensors show in the "
+        "ratio of totals, not in the median",
     ]
 
 

@@ -1,9 +1,9 @@
 """``bench transfer``: copies by size, each way in turn, until the bytes may be used at the other end.
 
-What arrives is digested once in every repeat, outside of the time, and compared with the source: a fast copy of wrong
+What arrived is digested once in every repeat, outside the time, and compared with the source: a fast copy of wrong
 bytes is counted as wrong.
 
-Not covered: overlap with computing, which `bench step` shows; a verified transfer back to the host, which no run makes.
+Not covered: overlap with computation, which `bench step` shows; verified transfers to the host, which no run makes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -22,14 +22,14 @@ from torch import Tensor
 from hf_rocm_tune.bench import report
 from hf_rocm_tune.bench.report import Figures, Spread, in_turns, ratios, show_bytes, table
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.transfer import Digest, Mover, TransferSettings, digest, gb_per_s
+from hf_rocm_tune.transfer import Mover, TransferSettings, digest, gb_per_s
 
 SMALLEST = 4 << 10
-#: Small copies are repeated within one timing until about this many bytes have crossed: a clock is not that fine.
+#: Small copies are repeated within one timing up to about this many bytes: the clock is not fine enough for one.
 _PER_TIMING, _MOST_PER_TIMING = 4 << 20, 50
 #: Buffers of one size that exist at once: source, page-locked source, raw target, fresh target.
 _BUFFERS = 4
-#: Names of raw copies, best first: every direction is compared with the first of these that it has.
+#: Names of raw copies, best first: the other ways of a direction are compared with the first of these that it has.
 _REFERENCES = ("raw pinned", "raw pageable", "raw peer")
 HOST = torch.device("cpu")
 
@@ -42,23 +42,22 @@ def run(wanted: Namespace) -> None:
     device = report.choose_device(wanted.device)
     largest = wanted.max_size or (1 << 30 if device.type == "cuda" else 64 << 20)
     _check_room(largest, device)
-    found, left_out = directions(device)
+    found, missing = directions(device)
     machine = report.describe(device)
     rows: list[Figures] = []
     for direction in found:
-        left_out += missing_ways(direction)
+        missing |= missing_ways(direction)
         for nbytes in report.sizes(SMALLEST, largest):
             rows += measure(direction, nbytes, wanted.repeats)
     settings = {"device": str(device), "max_size": largest}
+    left_out = [{"what": what, "reason": reason} for what, reason in missing.items()]
     report.publish(wanted, machine, settings, rows, _table(rows), _notes(device, rows), left_out)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Direction:
-    """From where to where."""
+class Direction(NamedTuple):
+    """From where to where; on a machine without an accelerator both are the CPU."""
 
     name: str  # ``host to device``, ``device to host`` or ``device to device``
-    # source, target: the two devices; on a machine without an accelerator both are the CPU
     source: torch.device
     target: torch.device
 
@@ -67,35 +66,31 @@ class Direction:
         return self.source.type == self.target.type == "cpu"
 
 
-def directions(device: torch.device) -> tuple[list[Direction], list[dict[str, str]]]:
-    """The directions that this machine has for `device`, and those that it has not, with the reason."""
+def directions(device: torch.device) -> tuple[list[Direction], dict[str, str]]:
+    """The directions that this machine has for `device`, and the reason for each that it does not have."""
+    there, back, across = "host to device", "device to host", "device to device"
     if device.type == "cpu":
-        reason = "without an accelerator both ends are host memory: one direction says it all"
-        missing = [{"what": name, "reason": reason} for name in ("device to host", "device to device")]
-        return [Direction(name="host to device", source=HOST, target=HOST)], missing
-    found = [
-        Direction(name="host to device", source=HOST, target=device),
-        Direction(name="device to host", source=device, target=HOST),
-    ]
+        reason = "without an accelerator both ends are host memory, so one direction is enough"
+        return [Direction(there, HOST, HOST)], {back: reason, across: reason}
+    found = [Direction(there, HOST, device), Direction(back, device, HOST)]
     count = torch.cuda.device_count()
     if count < 2:
-        return found, [{"what": "device to device", "reason": "torch sees one accelerator"}]
+        return found, {across: "torch sees one accelerator"}
     other = torch.device("cuda", (int(device.index or 0) + 1) % count)
-    return [*found, Direction(name="device to device", source=device, target=other)], []
+    return [*found, Direction(across, device, other)], {}
 
 
-def missing_ways(direction: Direction) -> list[dict[str, str]]:
-    """The ways that a direction has not, with the reason."""
+def missing_ways(direction: Direction) -> dict[str, str]:
+    """The reason for each way that a direction does not have."""
+    missing = {}
     if direction.on_host:
         missing = {
             "raw pinned": "page-locked memory needs an accelerator",
-            "send_to_device": "Accelerate copies nothing when the tensor is on its device already",
+            "send_to_device": "Accelerate copies nothing if the tensor is on its device already",
         }
-    elif direction.source.type == "cpu":
-        missing = {}
-    else:
+    elif direction.source.type != "cpu":
         missing = {"ours": "the mover brings tensors to the device only"}
-    return [{"what": f"{direction.name}, {name}", "reason": reason} for name, reason in missing.items()]
+    return {f"{direction.name}, {name}": reason for name, reason in missing.items()}
 
 
 def prepare(direction: Direction, source: Tensor, movers: Mapping[str, Mover]) -> dict[str, Send]:
@@ -128,7 +123,7 @@ def prepare(direction: Direction, source: Tensor, movers: Mapping[str, Mover]) -
 
 
 def _wait_for(direction: Direction) -> None:
-    for device in (direction.source, direction.target):
+    for device in direction[1:]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -141,45 +136,38 @@ def measure(direction: Direction, nbytes: int, repeats: int) -> list[Figures]:
     if direction.source.type == "cpu":
         for name, verify in (("ours, unverified", "off"), ("ours, verified", "full")):
             movers[name] = Mover(direction.target, settings=TransferSettings(verify=verify))
+    times = max(1, min(_MOST_PER_TIMING, _PER_TIMING // nbytes))
     try:
         ways = prepare(direction, source, movers)
-        taken = _interleave(direction, ways, nbytes, repeats, expected)
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        wrong = dict.fromkeys(ways, 0)
+        for repeat, name in in_turns(ways, repeats):
+            _wait_for(direction)
+            started = time.perf_counter()
+            for _ in range(times):
+                arrived = ways[name]()
+                _wait_for(direction)
+            elapsed = (time.perf_counter() - started) / times
+            if repeat:
+                seconds[name].append(elapsed)
+                wrong[name] += digest(arrived) != expected
     finally:
         for mover in movers.values():
             mover.close()
-    reference = next(name for name in _REFERENCES if name in taken)
-    base = [seconds for seconds, _ in taken[reference]]
+    reference = next(name for name in _REFERENCES if name in ways)
     return [
         {
             "direction": direction.name,
             "bytes": nbytes,
             "way": name,
-            "seconds": Spread.of([seconds for seconds, _ in timings]),
-            "gb_per_s": Spread.of([gb_per_s(nbytes, seconds) for seconds, _ in timings]),
-            "speed_to_reference": ratios(base, [seconds for seconds, _ in timings]),
+            "seconds": Spread.of(seconds[name]),
+            "gb_per_s": Spread.of([gb_per_s(nbytes, each) for each in seconds[name]]),
+            "speed_to_reference": ratios(seconds[reference], seconds[name]),
             "reference": reference,
-            "wrong": sum(not right for _, right in timings),
+            "wrong": wrong[name],
         }
-        for name, timings in taken.items()
+        for name in ways
     ]
-
-
-def _interleave(
-    direction: Direction, ways: Mapping[str, Send], nbytes: int, repeats: int, expected: Digest
-) -> dict[str, list[tuple[float, bool]]]:
-    """Seconds of one copy, and whether it arrived right, by way; the first repeat of all is thrown away."""
-    times = max(1, min(_MOST_PER_TIMING, _PER_TIMING // nbytes))
-    taken: dict[str, list[tuple[float, bool]]] = {name: [] for name in ways}
-    for repeat, name in in_turns(ways, repeats):
-        _wait_for(direction)
-        started = time.perf_counter()
-        for _ in range(times):
-            arrived = ways[name]()
-            _wait_for(direction)
-        seconds = (time.perf_counter() - started) / times
-        if repeat:
-            taken[name].append((seconds, digest(arrived) == expected))
-    return taken
 
 
 def _check_room(largest: int, device: torch.device) -> None:
@@ -195,16 +183,17 @@ def _check_room(largest: int, device: torch.device) -> None:
 
 def _notes(device: torch.device, rows: list[Figures]) -> list[str]:
     notes = [
-        "seconds of one copy, from the call until its bytes may be used; raw copies write to memory that is allocated "
-        "once, the other ways allocate what they return; speed is relative to the reference of the direction, pair by "
-        "pair"
+        "time of one copy, from the call until its bytes may be used; raw copies write to memory that is allocated "
+        "once, the other ways allocate what they return; speed is relative to the reference of the direction, in pairs "
+        "of the same turn"
     ]
     if device.type == "cpu":
-        notes.append("no accelerator: the device is other host memory, and a worker thread plays the copy engine")
+        notes.append(
+            "no accelerator: the device is other host memory, and a worker thread stands in for its copy engine"
+        )
     else:
         notes += [_goal(row) for row in rows if row["way"] == "ours, verified" and row["bytes"] >= 64 << 20]
-    wrong = sum(row["wrong"] for row in rows)
-    if wrong:
+    if wrong := sum(row["wrong"] for row in rows):
         notes.append(f"{wrong} copies ARRIVED WRONG, see the column of that name: run `hf-rocm-tune drill`")
     return notes
 
@@ -212,7 +201,7 @@ def _notes(device: torch.device, rows: list[Figures]) -> list[str]:
 def _goal(row: Figures) -> str:
     seen = row["speed_to_reference"].median
     verdict = "reached" if seen >= 0.95 else "not reached"
-    return f"goal 95 % of {row['reference']} at {show_bytes(row['bytes'])}: {100 * seen:.1f} % seen, {verdict}"
+    return f"goal 95 % of {row['reference']} at {show_bytes(row['bytes'])}: {100 * seen:.1f} % measured, {verdict}"
 
 
 def _table(rows: list[Figures]) -> str:

@@ -21,7 +21,7 @@ from hf_rocm_tune.errors import CorruptionError, OutOfMemoryError, StallError, U
 from hf_rocm_tune.machine.child import Outcome
 from hf_rocm_tune.transfer import Mover
 
-ON_HOST = Direction(name="host to device", source=HOST, target=HOST)
+ON_HOST = Direction("host to device", HOST, HOST)
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -109,7 +109,7 @@ def test_on_an_accelerator_every_way_is_there() -> None:
         assert {"tensor.to", "send_to_device"} <= set(names)
         if direction.source.type == "cpu":
             assert {"raw pinned", "raw pageable", "ours, unverified", "ours, verified"} <= set(names)
-        assert not {row["what"].rpartition(", ")[2] for row in missing_ways(direction)} & set(names)
+        assert not {what.rpartition(", ")[2] for what in missing_ways(direction)} & set(names)
 
 
 def test_sizes_reach_the_largest_and_do_not_pass_it() -> None:
@@ -189,7 +189,7 @@ def test_spread_and_ratios() -> None:
 # ---- load: the checkpoint is a real one, and the two sides load the same -------------------
 
 
-TINY = loads.Shape(groups=1, head=64, vocabulary=128, layers=2)
+TINY = loads.config_for(loads.SMALLEST_SCALE)
 
 
 @pytest.fixture(scope="module")
@@ -205,23 +205,20 @@ def spec(model: Path, side: str, *, load_in_4bit: bool = False) -> dict[str, Any
 
 
 def test_full_scale_is_llama_8b() -> None:
-    shape = loads.shape_for(1)
-    config = shape.config()
-    assert shape.parameters == 8_030_261_248, "as Llama-3.1-8B has"
+    config = loads.config_for(1)
+    assert loads.checkpoint_bytes(config) == 2 * 8_030_261_248, "as Llama-3.1-8B has"
     assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (4096, 14336, 32)
     assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (32, 8, 128256)
 
 
-@pytest.mark.parametrize("scale", [1 / 4096, 0.001, 1 / 64, 0.03, 1 / 16, 0.5, 1])
+@pytest.mark.parametrize("scale", [1 / 2048, 0.001, 1 / 64, 0.03, 1 / 16, 0.5, 1])
 def test_scale_is_about_what_is_asked_for(scale: float) -> None:
-    shape = loads.shape_for(scale)
-    assert 0.4 < shape.parameters / (scale * 8.03e9) < 2.2
-    assert shape.head in (64, 128) and shape.hidden == 4 * shape.groups * shape.head
+    assert 0.4 < loads.checkpoint_bytes(loads.config_for(scale)) / (scale * 16.06e9) < 2.2
 
 
 def test_default_scale_fits_its_budget() -> None:
     for budget in (2e7, 3e8, 1.2e9, 5e9, 17e9, 1e12):
-        assert loads.shape_for(loads.largest_scale(budget)).nbytes <= budget
+        assert loads.checkpoint_bytes(loads.config_for(loads.largest_scale(budget))) <= budget
 
 
 def test_checkpoint_is_complete_and_real(model: Path) -> None:
@@ -231,8 +228,9 @@ def test_checkpoint_is_complete_and_real(model: Path) -> None:
     loaded, found = AutoModelForCausalLM.from_pretrained(model, dtype="auto", output_loading_info=True)
     assert not any(found[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
-    assert sum(parameter.numel() for parameter in loaded.parameters()) == TINY.parameters
-    assert sum(file.stat().st_size for file in model.glob("*.safetensors")) >= TINY.nbytes
+    nbytes = loads.checkpoint_bytes(TINY)
+    assert sum(parameter.numel() for parameter in loaded.parameters()) == nbytes // 2
+    assert sum(file.stat().st_size for file in model.glob("*.safetensors")) >= nbytes
     assert all(bool(parameter.isfinite().all()) for parameter in loaded.parameters())
 
 
@@ -250,7 +248,7 @@ def test_both_sides_load_and_only_ours_verifies(model: Path, load_in_4bit: bool)
 def test_the_command_compares_both_sides_and_removes_its_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["load", "--device", "cpu", "--scale", "0.0003", "--repeats", "1"]
+    flags = ["load", "--device", "cpu", "--scale", "0.0005", "--repeats", "1"]
     code = cli.main(["bench", *flags, "--dir", str(tmp_path)])
     printed = capsys.readouterr()
     assert code == 0, printed.err
