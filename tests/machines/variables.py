@@ -53,13 +53,13 @@ VARIABLES: dict[str, Case] = {
         software=rocm_stack("2.12.0+rocm7.14.0", "7.14.26251", allocator=SPLIT),
         fail=("environ:PYTORCH_HIP_ALLOC_CONF",),
         warn=("kernel_mmap_stall", "kernel_sdma_faults", "version_older torch"),
-        says=("unset both", "live tensors that turned to zeros", "until the card is full"),
+        says=("unset both", "live tensors read back as zeros", "until the card was full"),
     ),
     "expandable_segments_alone": case(
         one("ROCm/ROCm#6603: whether it is safe alone on gfx1100 is not settled"),
         environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
         warn=("environ:PYTORCH_CUDA_ALLOC_CONF",),
-        says=("not settled",),
+        says=("is unknown",),
         never=("on gfx1201, bf16 training",),
     ),
     "expandable_segments_alone_on_gfx1201": case(
@@ -126,7 +126,7 @@ VARIABLES: dict[str, Case] = {
         software=stack(devices=[device("0000:06:00.0", name="AMD Radeon RX 7900 XTX", gib=23.98)]),
         warn=("cards_unequal", "environ:HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES"),
         note=("iommu_state", "rccl_faults", "link_half", "link_half", "torch_sees_fewer"),
-        says=("these filters nest",),
+        says=("these filters are nested",),
         never=("the same effect in HIP",),
     ),
     "filter_by_uuid": case(
