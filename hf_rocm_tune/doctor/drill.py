@@ -1,10 +1,11 @@
-"""``hf-rocm-tune drill``: faults of every kind put into real transfers on the user's own device, and what was found.
+"""``hf-rocm-tune drill``: faults of every kind injected into real transfers on the user's device, and whether they are
+detected.
 
-The transfers go through the same mover, ring, digests and ladder as those of a run; only the copies are harmed, at the
-backend. Whether what arrived is right is judged apart from the digests, byte by byte, and device memory is poisoned
-before anything is sent to it: allocators hand out memory again, so what was never written may hold the right bytes of
-an earlier transfer by chance. Not covered: the libraries above the mover, which real runs show under
-``HF_ROCM_TUNE_FAULT``; speed (``bench transfer``); casts and memory at rest (``doctor``).
+The transfers use the same mover, ring, digests and ladder as a run; faults are injected into copies, at the backend.
+What arrived is compared byte by byte, independently of the digests, in memory that was poisoned before: allocators
+reuse memory, so memory that was never written may hold the correct bytes of an earlier transfer. Not covered: the
+libraries above the mover (real runs under ``HF_ROCM_TUNE_FAULT``), speed (``bench transfer``), casts and memory at rest
+(``doctor``).
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from hf_rocm_tune.transfer.faults import KINDS
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather, typed_view
 
 SLOT_BYTES = 16 << 10
-"""Bytes of a staging slot while drilling: small, so that tensors of a few chunks are quick to send."""
+"""Bytes of a staging slot in the drill: small, so that tensors of several chunks are sent fast."""
 SIZES = (
     *(1, 2, 3, 4, 5, 7, 8, 9, 16, 63, 64, 65, 255, 256, 257, 1023, 4095, 4096, 4097),
     *(SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, 2 * SLOT_BYTES + 1, 5 * SLOT_BYTES + 3),
 )
-"""Bytes: one, words and their tails, the alignment in a batch, and the borders of slots."""
+"""Bytes: one, words and their tails, the alignment in a batch, and around the size of a slot."""
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),
     *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -58,9 +59,9 @@ CELLS = (
     *((kind, persist, stage) for kind in KINDS if kind != "after" for persist in (False, True) for stage in STAGES),
     ("after", False, "weights"),
 )
-"""Kind of fault, whether retries are hit as well, and stage. ``after`` harms memory that was right: a weight's."""
+"""Kind of fault, whether it affects retries, too, and stage. ``after`` corrupts a weight that was verified."""
 TARGET = "target"
-"""The name of the tensor that is harmed. In a batch, its neighbours must stay right."""
+"""Name of the tensor with the fault. In a batch, its neighbours must arrive correctly."""
 _POOL_BYTES = 1 << 20
 _ORDINARY_BYTES = 1024
 _LARGE_EVERY = 50
@@ -71,13 +72,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True)
 class DrillSettings:
-    """How much is drilled.
+    """Settings of a drill.
 
     Attributes:
-        device: ``cuda`` (HIP and CUDA alike) or ``cpu``; None: the accelerator where torch sees one.
-        faults: faults that change bytes, over all kinds, stages, dtypes and sizes.
-        clean: transfers without a fault.
-        seed: the same seed sends and harms the same.
+        device: ``cuda`` (HIP or CUDA) or ``cpu``; None: the accelerator if torch sees one.
+        faults: number of faults that change bytes, over all kinds, stages, dtypes and sizes.
+        clean: number of transfers without a fault.
+        seed: the same seed gives the same transfers and faults.
 
     Raises:
         UsageError: a value that is not valid, naming it.
@@ -101,12 +102,12 @@ class Tally:
     """Counts of one kind of fault, transient or persistent.
 
     Attributes:
-        injected: transfers whose bytes were really changed; a fault that leaves them as they are is not one.
+        injected: transfers whose bytes were changed; a fault without an effect does not count.
         detected: of these, those that were reported with the tensor's name.
-        recovered: reported, and the right bytes were there in the end.
-        stopped: refused with an error, and nothing of it counted as verified.
+        recovered: reported, and the bytes were correct at the end.
+        stopped: ended by an error, and nothing counted as verified.
         missed: not reported, or wrong bytes that counted as verified.
-        false_alarms: reports of neighbours that nobody had harmed.
+        false_alarms: reports of tensors without a fault.
     """
 
     injected: int = 0
@@ -119,7 +120,7 @@ class Tally:
 
 @dataclass(kw_only=True)
 class InjectedFaults:
-    """All tallies, by kind of fault and whether retries were hit too, and what the faults were spread over."""
+    """Tallies by kind of fault and persistence, and the number of faults by stage, dtype and bytes."""
 
     tallies: dict[tuple[str, bool], Tally] = field(default_factory=dict)
     stages: Counter[str] = field(default_factory=Counter)
@@ -132,13 +133,13 @@ class InjectedFaults:
 
 @dataclass(kw_only=True)
 class CleanTransfers:
-    """What became of transfers that nobody harmed.
+    """Results of transfers without an injected fault.
 
     Attributes:
-        transfers: how many; a batch of three tensors is one.
-        false_alarms: reports of tensors whose bytes, read back, were right.
-        corrupted: reports of tensors whose bytes were really different: this machine corrupts transfers.
-        missed: tensors that counted as verified and, read back, were wrong.
+        transfers: their number; a batch of three tensors is one.
+        false_alarms: reports of tensors whose bytes were correct when read back.
+        corrupted: reports of tensors whose bytes were wrong: this machine corrupts transfers.
+        missed: tensors that counted as verified and were wrong when read back.
         example: the first report, for the user.
     """
 
@@ -151,7 +152,7 @@ class CleanTransfers:
 
 @dataclass(frozen=True, kw_only=True)
 class Drill:
-    """All that was found."""
+    """The result of a drill."""
 
     settings: DrillSettings
     device: str
@@ -160,13 +161,13 @@ class Drill:
     seconds: float
 
     def failures(self) -> list[str]:
-        """What went wrong, a few words each; empty when everything is as it should be."""
+        """Counts of missed faults, false alarms and the like, one text each; empty if there are none."""
         total, clean = self.injected.total(), self.clean
-        # Faults that hit only once could have been recovered from, but for those in memory at rest.
+        # Faults that occur once can be recovered from, except in memory at rest.
         once = [one for (kind, persist), one in self.injected.tallies.items() if not persist and kind != "after"]
         counts = {
             "faults missed": total.missed + clean.missed,
-            "faults that hit once not recovered": sum(one.detected - one.recovered for one in once),
+            "faults that occurred once not recovered": sum(one.detected - one.recovered for one in once),
             "false alarms": total.false_alarms + clean.false_alarms,
             f"transfers corrupted by this machine itself (the first: {clean.example})": clean.corrupted,
         }
@@ -192,7 +193,7 @@ class Drill:
 
 
 def run(settings: DrillSettings) -> Drill:
-    """Drill a device. Shows a bar on a terminal; writes nothing."""
+    """Run a drill. Shows a progress bar on a terminal; writes nothing."""
     device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = f"cpu ({platform.processor() or platform.machine()})"
     if device.type == "cuda":
@@ -210,12 +211,12 @@ def run(settings: DrillSettings) -> Drill:
 
 
 def table(drill: Drill) -> str:
-    """The table of faults, and a line each for what they were spread over, clean transfers and the verdict."""
+    """The table of faults, and lines on their variety, on clean transfers and on the verdict."""
 
     def row(kind: str, hits: str, tally: Tally) -> str:
         counts = [f"{getattr(tally, column.replace(' ', '_')):>{max(len(column), 9)},}" for column in _COLUMNS]
         if kind == "after":
-            counts[2:4] = [f"{'-':>9}"] * 2  # what happens next is the sentinels' matter
+            counts[2:4] = [f"{'-':>9}"] * 2  # the sentinels of a run recover or stop
         return f"{kind:<11} {hits:<6} " + " ".join(counts)
 
     injected, clean = drill.injected, drill.clean
@@ -226,11 +227,11 @@ def table(drill: Drill) -> str:
             f"{'fault':<11} {'hits':<6} " + " ".join(f"{column:>{max(len(column), 9)}}" for column in _COLUMNS),
             *(row(kind, "always" if persist else "once", one) for (kind, persist), one in injected.tallies.items()),
             row("all", "", injected.total()) + "\n",
-            f"spread over  {len(injected.stages)} stages, {len(injected.dtypes)} dtypes, {sizes} bytes; 'after' harms "
-            "memory after the verdict, and is found by digesting it again",
+            f"variety      {len(injected.stages)} stages, {len(injected.dtypes)} dtypes, {sizes} bytes; 'after' "
+            "corrupts memory after it was verified, and is found by another digest",
             f"clean        {clean.transfers:,} transfers: {clean.false_alarms} false alarms, {clean.corrupted} "
             f"corrupted, {clean.missed} missed",
-            f"verdict      {'; '.join(drill.failures()) or 'every fault was found, and nothing else'}",
+            f"verdict      {'; '.join(drill.failures()) or 'every fault was found, without a false alarm'}",
         ]
     )
 
@@ -245,52 +246,52 @@ class Samples:
         ids = torch.randint(1, 32_000, (_POOL_BYTES // 8,), generator=generator)
         mask = torch.ones(_POOL_BYTES // 8, dtype=torch.int64)
         self._pools = [noise, noise, ids.view(torch.uint8), mask.view(torch.uint8)]
-        self._truths = torch.randint(0, 2, (_POOL_BYTES,), dtype=torch.uint8, generator=generator)
-        self._dtypes = self._endlessly(DTYPES)
-        self._sizes = self._endlessly(SIZES)
+        self._bools = torch.randint(0, 2, (_POOL_BYTES,), dtype=torch.uint8, generator=generator)
+        self._dtypes = self._shuffled(DTYPES)
+        self._sizes = self._shuffled(SIZES)
 
     def tensor(self, *, largest: int = SIZES[-1]) -> Tensor:
-        """The next tensor: each dtype and each size comes as often as any other, at most `largest` bytes or so."""
+        """The next tensor, of about `largest` bytes at most; all dtypes and sizes occur equally often."""
         dtype, nbytes = next(self._dtypes), next(self._sizes)
         if self._rng.random() < 0.5:
             nbytes = int(2 ** self._rng.uniform(0, nbytes.bit_length()))
         size = dtype.itemsize
         count = max(min(nbytes, largest) // size, 1)
         strided = self._rng.random() < 0.25
-        pool = self._truths if dtype is torch.bool else self._rng.choice(self._pools)
+        pool = self._bools if dtype is torch.bool else self._rng.choice(self._pools)
         offset = self._rng.randrange((_POOL_BYTES - 2 * count * size) // size) * size
         if strided:
             return typed_view(pool, offset, dtype, (count, 2))[:, 0]
         return typed_view(pool, offset, dtype, (count,))
 
     def sent(self, stage: str, target: Tensor) -> dict[str, Tensor]:
-        """What is sent in a stage: batches hold `target` between two small neighbours."""
+        """The tensors of a transfer: in a batch, `target` is between two small neighbours."""
         if stage != "batches":
             return {TARGET: target}
         return {"before": self.tensor(largest=300), TARGET: target, "behind": self.tensor(largest=300)}
 
-    def _endlessly(self, values: tuple[Value, ...]) -> Iterator[Value]:
+    def _shuffled(self, values: tuple[Value, ...]) -> Iterator[Value]:
         while True:
             yield from self._rng.sample(values, len(values))
 
 
 class IncidentLog(TransferReport):
-    """A report that hands over the incidents of one transfer at a time instead of keeping those of all."""
+    """A report from which the incidents of each transfer are taken."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._heard: list[dict[str, Any]] = []
+        self._incidents: list[dict[str, Any]] = []
 
     def incident(self, row: Mapping[str, Any]) -> None:
-        self._heard.append(dict(row))
+        self._incidents.append(dict(row))
 
     def take(self) -> list[dict[str, Any]]:
-        heard, self._heard = self._heard, []
-        return heard
+        taken, self._incidents = self._incidents, []
+        return taken
 
 
 def _mover(device: torch.device, faults: FaultSpec | None = None) -> Mover:
-    """A mover on a device whose memory is poisoned before any copy to it."""
+    """A mover that poisons device memory when it allocates it."""
     backend: Backend = AcceleratorBackend(device) if device.type == "cuda" else HostBackend()
     allocate = backend.allocate
 
@@ -305,7 +306,7 @@ def _mover(device: torch.device, faults: FaultSpec | None = None) -> Mover:
 
 
 def _send(mover: Mover, stage: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], CorruptionError | None]:
-    """Send as a run would: batches in one copy; anything else tensor by tensor. What arrived, and the refusal."""
+    """Send as a run does: a batch in one copy, else tensor by tensor. Returns what arrived and the final error."""
     arrived: dict[str, Tensor] = {}
     try:
         if stage == "batches":
@@ -319,14 +320,14 @@ def _send(mover: Mover, stage: str, tensors: dict[str, Tensor]) -> tuple[dict[st
 
 
 def same_bytes(arrived: Tensor, source: Tensor) -> bool:
-    """Whether a tensor on the device, read back, has the bytes of its host source, NaN as bytes like all else."""
-    right = torch.empty(byte_count(source), dtype=torch.uint8)
-    gather(source, 0, right.numel(), right)  # through an aligned view, as packing does
-    return arrived.shape == source.shape and torch.equal(as_bytes(arrived.cpu()), right)
+    """Whether a tensor on the device, read back, has the bytes of its host source."""
+    expected = torch.empty(byte_count(source), dtype=torch.uint8)
+    gather(source, 0, expected.numel(), expected)  # through an aligned view, as packing does
+    return arrived.shape == source.shape and torch.equal(as_bytes(arrived.cpu()), expected)
 
 
 def inject(device: torch.device, *, faults: int, seed: int, on_fault: Callable[[], object]) -> InjectedFaults:
-    """Put faults into real transfers until `faults` of them, spread evenly over `CELLS`, have changed bytes."""
+    """Inject faults into transfers until `faults` of them, evenly over `CELLS`, have changed bytes."""
     found, samples = InjectedFaults(), Samples(seed)
     with ExitStack() as stack:
         movers: dict[tuple[str, bool], Mover] = {}
@@ -346,7 +347,7 @@ def inject(device: torch.device, *, faults: int, seed: int, on_fault: Callable[[
 
 
 def _one_fault(mover: Mover, kind: str, stage: str, samples: Samples, tally: Tally) -> Tensor:
-    """Send until a fault has changed something: a swap in a tensor of one word, say, changes nothing."""
+    """Send until a fault has changed bytes: for example, a swap in a tensor of one word does not."""
     before = tally.injected
     while tally.injected == before:
         target = samples.tensor()
@@ -361,7 +362,7 @@ def _injected(mover: Mover) -> int:
     return int((mover.fault_injection() or {})["injected"])
 
 
-def _heard(mover: Mover) -> list[dict[str, Any]]:
+def _incidents(mover: Mover) -> list[dict[str, Any]]:
     assert isinstance(mover.report, IncidentLog)
     return mover.report.take()
 
@@ -369,29 +370,29 @@ def _heard(mover: Mover) -> list[dict[str, Any]]:
 def _transfer_fault(mover: Mover, stage: str, tensors: dict[str, Tensor], tally: Tally) -> None:
     before = _injected(mover)
     arrived, error = _send(mover, stage, tensors)
-    stopped, rows, harmed = error is not None, _heard(mover), _injected(mover) > before
+    stopped, rows, changed = error is not None, _incidents(mover), _injected(mover) > before
     named = any(row["tensor"] == TARGET for row in rows)
     wrong = [name for name, tensor in arrived.items() if not same_bytes(tensor, tensors[name])]
-    vouched = any(mover.was_verified(tensor) for tensor in arrived.values())
-    tally.injected += harmed
-    tally.detected += harmed and named
-    tally.stopped += harmed and named and stopped
-    tally.recovered += harmed and named and not stopped and not wrong
-    tally.missed += (harmed and not named) or (vouched and (stopped or bool(wrong)))
-    tally.false_alarms += sum(row["tensor"] != TARGET or not harmed for row in rows)
+    verified = any(mover.was_verified(tensor) for tensor in arrived.values())
+    tally.injected += changed
+    tally.detected += changed and named
+    tally.stopped += changed and named and stopped
+    tally.recovered += changed and named and not stopped and not wrong
+    tally.missed += (changed and not named) or (verified and (stopped or bool(wrong)))
+    tally.false_alarms += sum(row["tensor"] != TARGET or not changed for row in rows)
 
 
 def _memory_fault(mover: Mover, target: Tensor, tally: Tally) -> None:
-    """Right on arrival and harmed just after the verdict: found as the sentinel does it, by digesting it again."""
+    """A weight that is corrupted after its verdict is found by another digest, as the sentinel does."""
     before = _injected(mover)
     weight = mover.move(target, name=TARGET)
-    harmed = _injected(mover) > before
+    changed = _injected(mover) > before
     differs = digest(weight) != mover.digest_of(weight)
-    tally.injected += harmed
-    tally.detected += harmed and differs
-    tally.missed += harmed and not differs
-    tally.false_alarms += differs and not harmed
-    tally.false_alarms += len(_heard(mover))
+    tally.injected += changed
+    tally.detected += changed and differs
+    tally.missed += changed and not differs
+    tally.false_alarms += differs and not changed
+    tally.false_alarms += len(_incidents(mover))
 
 
 def send_clean(
@@ -399,19 +400,19 @@ def send_clean(
 ) -> CleanTransfers:
     """Send tensors of every dtype and size, through all stages in turn, and compare what arrived byte by byte.
 
-    A mover that is given sends instead of a new one; its report must be an `IncidentLog`.
+    ``mover``: to use instead of a new one; its report must be an `IncidentLog`.
     """
     found, samples, rng = CleanTransfers(), Samples(seed + 1), random.Random(seed)
     with mover or _mover(device) as sender:
         for number in range(transfers):
-            # Most are small: it is the number of verdicts that shows how rare a false alarm is.
+            # Most are small: the number of verdicts limits the rate of false alarms, not their bytes.
             largest = SIZES[-1] if rng.randrange(_LARGE_EVERY) == 0 else _ORDINARY_BYTES
             stage = STAGES[number % len(STAGES)]
             tensors = samples.sent(stage, samples.tensor(largest=largest))
             arrived, error = _send(sender, stage, tensors)
             found.example = found.example or (str(error) if error else None)
-            for row in _heard(sender):
-                # "late": it was right when it was read again, which is also how a wrong verdict looks.
+            for row in _incidents(sender):
+                # "late": it was correct when read again, which may be a false verdict as well.
                 found.false_alarms += row["kind"] == "late"
                 found.corrupted += row["kind"] != "late"
                 found.example = found.example or f"{row['stage']} tensor: {row['kind']}, {row['outcome']}"

@@ -1,17 +1,16 @@
-"""Layers against float64: attention and which of its backends really runs (``attention``), the layers around it
-(``norm``), and 4-bit weights of bitsandbytes (``nf4``).
+"""Layers compared with float64: attention and the backend that runs it (``attention``), other layers (``norm``), and
+4-bit weights of bitsandbytes (``nf4``).
 
-Which backend of attention runs is not taken from what torch says it would choose: recorded are the operators that are
-dispatched in a forward and a backward pass, and the nodes that the forward pass left for the backward one, once without
-a wish and once for each backend alone.
+The backend of attention is not asked from torch but recorded: from the operators that are dispatched in a forward and a
+backward pass, and the autograd nodes of the output, once as torch chooses by default and once for each backend alone.
 
-NF4 by its definition: a tensor is cut into blocks in memory order; each is divided by its largest magnitude (absmax)
-and every quotient replaced by the number of the nearest of 16 values, two numbers a byte, the first in the upper half.
+NF4 by its definition: a tensor is split into blocks in memory order; each is divided by its largest magnitude (absmax),
+and every quotient replaced by the index of the nearest of 16 values, two indices per byte, the first in the upper half.
 The values are those of Dettmers and others 2023 (QLoRA, arXiv:2305.14314, appendix E). With double quantisation, the
-mean is taken off the absmax, and what is left is quantised in blocks of 256 to 8 bits.
+mean is subtracted from the absmax, and the rest is quantised to 8 bits in blocks of 256.
 
-Faults: see `arithmetic`; ``where=flash``, ``where=padded``, ``where=packed``, ``where=RMSNorm`` or ``where=product``
-chooses; ``math`` lets attention fall back to the math path (``where=packed``); ``absmax`` doubles one scale of NF4.
+Injected faults: those of `arithmetic`, with ``where=flash``, ``where=padded``, ``where=packed``, ``where=RMSNorm`` or
+``where=product``; ``math`` selects the math path of attention (``where=packed``); ``absmax`` doubles one scale of NF4.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_rocm_tune.doctor.arithmetic import DTYPES, Bench, both_ways, name_of, product, signs, spread
+from hf_rocm_tune.doctor.arithmetic import DTYPES, Comparison, both_ways, name_of, product, signs, spread
 from hf_rocm_tune.doctor.findings import Again, Finding, from_row, skipped, unknown, with_evidence
 from hf_rocm_tune.machine.child import step
 
 FLAG = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
-TRAINED = ("bfloat16", "float16")
-"""The dtypes that have fused kernels; float32 has none on most cards, and nobody trains in it here."""
+TRAINING_DTYPES = ("bfloat16", "float16")
+"""The dtypes that have fused kernels; on most cards float32 has none."""
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -52,7 +51,7 @@ LABELS = ("the queries", "the keys", "the values")
 _OPERATORS = {name: f"scaleddotproduct{name}attention" for name in ("flash", "efficient", "cudnn")}
 
 Backends = Mapping[str, Mapping[str, Mapping[str, str]]]
-"""dtype to wish (``default`` for none) to ``forward`` and ``backward`` (the backend that ran) or ``refused`` (why)."""
+"""By dtype and requested backend (or ``default``): the backends of ``forward`` and ``backward``, or why ``refused``."""
 
 SIZES = ((33, 1000), (7, 4096), (1, 63))
 FULL_SIZES = ((512, 4096), (129, 11008))
@@ -64,7 +63,7 @@ NF4_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NF4_SHAPES = ((192, 512),)
 NF4_FULL_SHAPES = ((1024, 4096), (4096, 1024))
 ROWS = (1, 2, 4, 8, 9, 33)
-"""Rows of the other factor: bitsandbytes 0.50 has a kernel of its own for up to 8 of them on RDNA3."""
+"""Rows of the other factor: bitsandbytes 0.50 has a separate kernel for up to 8 of them on RDNA3."""
 LEVELS = torch.tensor(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -76,7 +75,7 @@ LEVELS = torch.tensor(
 )
 _BLOCK = 64
 _SAME_SCALE = 256
-"""Elements in a row that have the same absmax, so that the numbers are the same for any usual size of blocks."""
+"""Consecutive elements with the same absmax, so that the indices are the same for any usual block size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +83,12 @@ class AttentionCase:
     """One call of attention.
 
     Attributes:
-        name: what is special about it.
+        name: for messages.
         sizes: batch, heads, heads of keys and values, length, size of a head.
-        causal: a query sees no later key.
-        padding: keys at the beginning of the first example that are hidden; its first rows see only themselves.
-        packed: lengths of the examples that share each row; none sees another.
-        heads_last: on the device, the tensors are views of ``(batch, length, heads, dim)``, as models have them.
+        causal: a query does not attend to later keys.
+        padding: masked keys at the beginning of the first example; the first queries attend only to themselves.
+        packed: lengths of the examples in each row, which do not attend to each other.
+        heads_last: on the device, the tensors are views of ``(batch, length, heads, dim)``, as in models.
     """
 
     name: str
@@ -108,11 +107,11 @@ class AttentionCase:
 
     @property
     def masked(self) -> bool:
-        """Whether what is hidden is told by a mask, as it is of padded and of packed batches."""
+        """Whether attention gets a mask, as for padded and packed batches."""
         return bool(self.padding or self.packed)
 
     def hidden(self) -> Tensor:
-        """What a query does not see: bool, ``(batch, 1, length, length)`` or broadcastable."""
+        """The keys that a query does not attend to: bool, ``(batch, 1, length, length)`` or broadcastable."""
         batch, _, _, length, _ = self.sizes
         hidden = torch.zeros(length, length, dtype=torch.bool)
         if self.causal or self.masked:
@@ -128,7 +127,7 @@ class AttentionCase:
 
 
 CASES = (
-    # Wrong where V is not contiguous (ROCm/pytorch#3230), and with a mask (pytorch#147460).
+    # Reported as wrong: V that is not contiguous (ROCm/pytorch#3230), and a mask (pytorch#147460).
     AttentionCase(name="causal, length 62, heads last", sizes=(2, 3, 3, 62, 128), causal=True, heads_last=True),
     AttentionCase(name="padded, length 77", sizes=(2, 2, 2, 77, 64), padding=13),
     AttentionCase(name="packed, lengths 30, 41 and 6", sizes=(1, 2, 2, 77, 64), packed=(30, 41, 6), heads_last=True),
@@ -144,8 +143,8 @@ MASKED = (
     AttentionCase(name="padded", sizes=(2, 2, 2, 128, 64), padding=32, heads_last=True),
     AttentionCase(name="packed", sizes=(1, 2, 2, 128, 64), packed=(40, 72, 16), heads_last=True),
 )
-"""What training runs, for finding out which backend takes it: whole batches, and those that transformers gives a mask
-(masking_utils.py: none where a batch is causal and has neither padding nor packed positions)."""
+"""The batches of training whose backend is recorded: without a mask, and those for which transformers makes one
+(masking_utils.py: none if a batch is causal and has neither padding nor packed positions)."""
 
 
 def formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
@@ -156,31 +155,30 @@ def formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor
 
 
 def attention(request: Mapping[str, Any]) -> list[Finding] | Again:
-    """Run attention every way: one finding on the results, one on what runs with a mask, one on what runs without;
-    ``full``: longer sequences, other head sizes.
+    """Findings on the results of all backends, on the backends that run with a mask, and on those that run without.
 
-    Where no fused backend runs on ROCm, another process finds out whether one does with AOTriton's flag; ``first`` and
-    ``slow`` are of the first process, whose results are not looked at again.
+    If no fused backend runs on ROCm, another process tries AOTriton's flag; its request has the findings of the first
+    process (``first``) and the dtypes without a fused backend (``slow``). ``full``: longer sequences, other head sizes.
     """
-    with Bench(request) as bench:
-        backends = {name_of(dtype): _backends(bench, dtype) for dtype in DTYPES}
+    with Comparison(request) as compare:
+        backends = {name_of(dtype): _backends(compare, dtype) for dtype in DTYPES}
         if request["first"]:
             return with_flag(request["first"], backends, request["slow"])
-        with_mask = {case.name: {dtype: _ran(bench, dtype, case) for dtype in TRAINED} for case in MASKED}
+        with_mask = {case.name: {dtype: _ran(compare, dtype, case) for dtype in TRAINING_DTYPES} for case in MASKED}
         for dtype in DTYPES:
             for case in CASES + FULL_CASES if request.get("full") else CASES:
-                _compare(bench, dtype, case, backends[name_of(dtype)])
-        gradients = all("gradient" in problem.case for problem in bench.problems)
-        right = bench.verdict("attention_right", "attention_gradient_wrong" if gradients else "attention_wrong")
+                _compare(compare, dtype, case, backends[name_of(dtype)])
+        gradients = all("gradient" in problem.case for problem in compare.problems)
+        right = compare.verdict("attention_right", "attention_gradient_wrong" if gradients else "attention_wrong")
     slow = unfused(backends)
-    masked = [] if slow else [what_runs_masked(request["device"], with_mask)]  # else it has the same cause
-    findings = [right, *masked, what_runs(request["device"], backends)]
+    masked = [] if slow else [masked_backends(request["device"], with_mask)]  # slow without a mask has the same cause
+    findings = [right, *masked, default_backends(request["device"], backends)]
     if slow and request.get("hip") and os.environ.get(FLAG) != "1":
         return Again(findings=findings, environ={FLAG: "1"}, words=f"with {FLAG}=1", request={"slow": slow})
     return findings
 
 
-def what_runs_masked(device: str, ran: Mapping[str, Mapping[str, Mapping[str, str]]]) -> Finding:
+def masked_backends(device: str, ran: Mapping[str, Mapping[str, Mapping[str, str]]]) -> Finding:
     """The finding on the backends that ran with a mask, by case and dtype."""
     lines, slow = [], []
     for name, ways in ran.items():
@@ -194,9 +192,9 @@ def what_runs_masked(device: str, ran: Mapping[str, Mapping[str, Mapping[str, st
     return from_row("attention_masked_unfused", subject=device, evidence=lines, cases=" and ".join(slow))
 
 
-def what_runs(device: str, backends: Backends) -> Finding:
-    """The finding on the backends that ran without a wish."""
-    for dtype in TRAINED:
+def default_backends(device: str, backends: Backends) -> Finding:
+    """The finding on the backends that ran without a mask, by torch's choice."""
+    for dtype in TRAINING_DTYPES:
         if "refused" in backends[dtype]["default"]:
             why = backends[dtype]["default"]["refused"]
             return unknown(f"no backend runs {dtype} attention: {why}", subject=device)
@@ -210,18 +208,18 @@ def what_runs(device: str, backends: Backends) -> Finding:
 
 
 def with_flag(first: list[Finding], backends: Backends, slow: Sequence[str]) -> list[Finding]:
-    """The findings of a process without AOTriton's flag, and what one with it has found out."""
+    """The findings of a process without AOTriton's flag, with the result of this one, which has it."""
     *others, runs = first
     if unfused(backends):
         return [*others, *with_evidence([runs], f"with {FLAG}=1: the same")]
     lines = [*runs.evidence, *(f"with {FLAG}=1: {line}" for line in _lines(backends))]
-    told = {"flag": FLAG, "dtypes": " and ".join(slow)}
-    return [*others, from_row("attention_needs_flag", subject=runs.subject, evidence=lines, **told)]
+    values = {"flag": FLAG, "dtypes": " and ".join(slow)}
+    return [*others, from_row("attention_needs_flag", subject=runs.subject, evidence=lines, **values)]
 
 
 def unfused(backends: Backends) -> list[str]:
-    """The training dtypes in which a pass without a wish goes through the math path."""
-    return [dtype for dtype in TRAINED if "math" in backends[dtype]["default"].values()]
+    """The training dtypes in which torch chooses the math path."""
+    return [dtype for dtype in TRAINING_DTYPES if "math" in backends[dtype]["default"].values()]
 
 
 def _lines(backends: Backends) -> Iterator[str]:
@@ -231,13 +229,13 @@ def _lines(backends: Backends) -> Iterator[str]:
             yield f"{dtype}: none"
             continue
         able = [name for name, way in ways.items() if name != "default" and "refused" not in way]
-        said = f"{dtype}: {default['forward']} forward, {default['backward']} backward; possible are {', '.join(able)}"
-        odd = [name for name in able if name not in (ways[name]["forward"], "math")]
-        yield f"{said}; asked for {', '.join(odd)}, another one ran" if odd else said
+        line = f"{dtype}: {default['forward']} forward, {default['backward']} backward; available: {', '.join(able)}"
+        others = [name for name in able if name not in (ways[name]["forward"], "math")]
+        yield f"{line}; {', '.join(others)} requested, another one ran" if others else line
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the names of all operators, also of those that the autograd engine runs."""
+    """Records the names of all operators, including those that the autograd engine runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,14 +247,14 @@ class _Recorder(TorchDispatchMode):
 
 
 def _run(
-    bench: Bench, case: AttentionCase, tensors: Sequence[Tensor], wish: str
+    compare: Comparison, case: AttentionCase, tensors: Sequence[Tensor], requested: str
 ) -> tuple[list[Tensor], dict[str, str]]:
-    *inputs, upstream = [_place(bench, tensor, case.heads_last) for tensor in tensors]
+    *inputs, upstream = [_place(compare, tensor, case.heads_last) for tensor in tensors]
     inputs = [tensor.requires_grad_() for tensor in inputs]
-    mask = bench.move(~case.hidden()) if case.masked else None
+    mask = compare.move(~case.hidden()) if case.masked else None
     grouped = case.sizes[1] != case.sizes[2]
     recorder, backward = _Recorder(), _Recorder()
-    with sdpa_kernel(BACKENDS[wish]) if wish in BACKENDS else nullcontext(), recorder:
+    with sdpa_kernel(BACKENDS[requested]) if requested in BACKENDS else nullcontext(), recorder:
         query, key, value = inputs
         output = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=case.causal, enable_gqa=grouped
@@ -268,47 +266,48 @@ def _run(
     return [output, *gradients], {"forward": backend_of(recorder.names), "backward": backend_of(back)}
 
 
-def _backends(bench: Bench, dtype: torch.dtype) -> dict[str, dict[str, str]]:
-    return {wish: _ran(bench, name_of(dtype), PLAIN, wish) for wish in ("default", *BACKENDS)}
+def _backends(compare: Comparison, dtype: torch.dtype) -> dict[str, dict[str, str]]:
+    return {requested: _ran(compare, name_of(dtype), PLAIN, requested) for requested in ("default", *BACKENDS)}
 
 
-def _ran(bench: Bench, dtype: str, case: AttentionCase, wish: str = "default") -> dict[str, str]:
-    """The backend that runs each way, or why none does."""
-    label = f"{dtype} attention by {wish}, {case.name}"
+def _ran(compare: Comparison, dtype: str, case: AttentionCase, requested: str = "default") -> dict[str, str]:
+    """The backend of each direction, or why none runs."""
+    label = f"{dtype} attention by {requested}, {case.name}"
     step(f"computing {label}")
-    if wish == "default" and bench.falls_back(label):
-        wish = "math"
-    with warnings.catch_warnings(record=True) as said:
+    if requested == "default" and compare.falls_back(label):
+        requested = "math"
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            return _run(bench, case, case.inputs(getattr(torch, dtype), bench.generator), wish)[1]
+            return _run(compare, case, case.inputs(getattr(torch, dtype), compare.generator), requested)[1]
         except RuntimeError as error:
-            # torch warns of the reasons before it raises.
-            texts = [*(str(one.message) for one in said), str(error)]
+            # torch gives the reasons as warnings before it raises.
+            texts = [*(str(one.message) for one in caught), str(error)]
             lines = [" ".join(text.partition("(Triggered internally")[0].split()) for text in texts]
             return {"refused": "; ".join(dict.fromkeys(filter(None, lines)))[:600]}
 
 
-def _compare(bench: Bench, dtype: torch.dtype, case: AttentionCase, ways: Mapping[str, Mapping[str, str]]) -> None:
-    tensors, hidden = case.inputs(dtype, bench.generator), case.hidden()
+def _compare(
+    compare: Comparison, dtype: torch.dtype, case: AttentionCase, ways: Mapping[str, Mapping[str, str]]
+) -> None:
+    tensors, hidden = case.inputs(dtype, compare.generator), case.hidden()
     *inputs, upstream = tensors
-    step_by_step = partial(formula, hidden=hidden)
-    right = both_ways(step_by_step, [tensor.double() for tensor in inputs], upstream.double())
-    rounded = both_ways(step_by_step, inputs, upstream)
-    for wish in ("default", *(name for name in BACKENDS if "refused" not in ways[name])):
-        label = f"{name_of(dtype)} attention by {wish}, {case.name}"
+    reference = partial(formula, hidden=hidden)
+    expected = both_ways(reference, [tensor.double() for tensor in inputs], upstream.double())
+    rounded = both_ways(reference, inputs, upstream)
+    for requested in ("default", *(name for name in BACKENDS if "refused" not in ways[name])):
+        label = f"{name_of(dtype)} attention by {requested}, {case.name}"
         step(f"computing {label}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # reasons against a backend were taken down before
+            warnings.simplefilter("ignore")  # reasons against a backend have been recorded by `_ran`
             try:
-                found, _ = _run(bench, case, tensors, wish)
+                found, _ = _run(compare, case, tensors, requested)
             except RuntimeError as error:
-                # A backend may refuse a mask or a head size; torch itself, without a wish, has to find one that does
-                # not.
-                if wish in ("default", "math"):
-                    bench.refused(label, error)
+                # A single backend may refuse a mask or a head size; torch's own choice and the math path may not.
+                if requested in ("default", "math"):
+                    compare.refused(label, error)
                 continue
-        bench.results(label, found, right, rounded, LABELS)
+        compare.results(label, found, expected, rounded, LABELS)
 
 
 def _nodes(output: Tensor) -> set[str]:
@@ -323,37 +322,36 @@ def _nodes(output: Tensor) -> set[str]:
 
 
 def backend_of(names: set[str]) -> str:
-    """The backend whose operator is among these. ``math`` has none of its own in the backward pass."""
+    """The backend whose operator is among these; ``math`` if none is, as it has no operator of its own in backward."""
     plain = [name.replace("_", "").lower() for name in names]
     return next((backend for backend, part in _OPERATORS.items() if any(part in name for name in plain)), "math")
 
 
-def _place(bench: Bench, tensor: Tensor, heads_last: bool) -> Tensor:
-    moved = bench.move(tensor.detach().transpose(1, 2).contiguous() if heads_last else tensor.detach())
+def _place(compare: Comparison, tensor: Tensor, heads_last: bool) -> Tensor:
+    moved = compare.move(tensor.detach().transpose(1, 2).contiguous() if heads_last else tensor.detach())
     return moved.transpose(1, 2) if heads_last else moved
 
 
 def norm(request: Mapping[str, Any]) -> list[Finding]:
-    """Normalisation, embedding, softmax and cross entropy, forward and backward, by dtype; with ``full`` larger sizes
-    too."""
+    """Normalisation, embedding, softmax and cross entropy, forward and backward; ``full``: larger sizes, too."""
     full = bool(request.get("full"))
-    with Bench(request) as bench:
-        # A CPU adds the gradients of weight and bias up in the dtype, which many rows make as wrong as one likes.
-        sizes = SIZES + FULL_SIZES if full and bench.device.type == "cuda" else SIZES
+    with Comparison(request) as compare:
+        # A CPU sums the gradients of weight and bias in the dtype itself, whose error has no bound for many rows.
+        sizes = SIZES + FULL_SIZES if full and compare.device.type == "cuda" else SIZES
         for dtype in DTYPES:
             for size in sizes:
-                _norms(bench, dtype, size)
-            x, upstream = (spread((33, 1001), dtype, bench.generator) for _ in range(2))
-            bench.layer(f"{name_of(dtype)} softmax", lambda x: x.softmax(-1), _softmax, [x], upstream, ["input"])
-            _embedding(bench, dtype)
-            _cross_entropy(bench, dtype, FULL_CLASSES if full else CLASSES)
-        return [bench.verdict("norm_right", "norm_wrong")]
+                _norms(compare, dtype, size)
+            x, upstream = (spread((33, 1001), dtype, compare.generator) for _ in range(2))
+            compare.layer(f"{name_of(dtype)} softmax", lambda x: x.softmax(-1), _softmax, [x], upstream, ["input"])
+            _embedding(compare, dtype)
+            _cross_entropy(compare, dtype, FULL_CLASSES if full else CLASSES)
+        return [compare.verdict("norm_right", "norm_wrong")]
 
 
-def _norms(bench: Bench, dtype: torch.dtype, size: tuple[int, int]) -> None:
-    x, upstream = (spread(size, dtype, bench.generator) for _ in range(2))
-    weight, bias = (spread(size[1:], dtype, bench.generator) for _ in range(2))
-    labels, words = ("input", "weight", "bias"), f"of {size[0]} rows of {size[1]}"
+def _norms(compare: Comparison, dtype: torch.dtype, size: tuple[int, int]) -> None:
+    x, upstream = (spread(size, dtype, compare.generator) for _ in range(2))
+    weight, bias = (spread(size[1:], dtype, compare.generator) for _ in range(2))
+    labels, which = ("input", "weight", "bias"), f"of {size[0]} rows of {size[1]}"
 
     def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return functional.layer_norm(x, size[1:], weight, bias, eps=_EPS)
@@ -362,12 +360,12 @@ def _norms(bench: Bench, dtype: torch.dtype, size: tuple[int, int]) -> None:
         return functional.rms_norm(x, size[1:], weight, eps=_EPS)
 
     name = name_of(dtype)
-    bench.layer(f"{name} LayerNorm {words}", layer_norm, normalised, [x, weight, bias], upstream, labels)
-    bench.layer(f"{name} RMSNorm {words}", rms_norm, normalised, [x, weight], upstream, labels[:2])
+    compare.layer(f"{name} LayerNorm {which}", layer_norm, normalised, [x, weight, bias], upstream, labels)
+    compare.layer(f"{name} RMSNorm {which}", rms_norm, normalised, [x, weight], upstream, labels[:2])
 
 
 def normalised(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """LayerNorm, and without a bias RMSNorm, over the last axis, step by step."""
+    """LayerNorm, or without a bias RMSNorm, over the last axis."""
     if bias is not None:
         x = x - x.mean(-1, keepdim=True)
     y = x * ((x * x).mean(-1, keepdim=True) + _EPS).rsqrt() * weight
@@ -379,95 +377,95 @@ def _softmax(x: Tensor) -> Tensor:
     return powers / powers.sum(-1, keepdim=True)
 
 
-def _cross_entropy(bench: Bench, dtype: torch.dtype, classes: int) -> None:
+def _cross_entropy(compare: Comparison, dtype: torch.dtype, classes: int) -> None:
     """Mean cross entropy over a vocabulary; torch stores the logarithms of the probabilities in the dtype."""
-    x = spread((17, classes), dtype, bench.generator)
-    target = torch.randint(0, classes, (17,), generator=bench.generator)
-    placed = bench.move(target)
+    x = spread((17, classes), dtype, compare.generator)
+    target = torch.randint(0, classes, (17,), generator=compare.generator)
+    placed = compare.move(target)
 
     def formula(x: Tensor) -> Tensor:
         shifted = x - x.amax(-1, keepdim=True).detach()
         return -(shifted - shifted.exp().sum(-1, keepdim=True).log()).gather(1, target[:, None]).mean()
 
     name, upstream = f"{name_of(dtype)} cross entropy of {classes} classes", torch.ones((), dtype=dtype)
-    bench.layer(name, lambda x: functional.cross_entropy(x, placed), formula, [x], upstream, ["input"])
+    compare.layer(name, lambda x: functional.cross_entropy(x, placed), formula, [x], upstream, ["input"])
 
 
-def _embedding(bench: Bench, dtype: torch.dtype) -> None:
-    """A look-up and the sum of gradients by row, exact in any order: fewer than 256 ones and minus ones each."""
-    words, width, picks = 211, 96, torch.randint(0, 211, (300,), generator=bench.generator)
-    table, upstream = spread((words, width), dtype, bench.generator), signs((300, width), bench.generator).to(dtype)
-    right = torch.zeros(words, width).index_add(0, picks, upstream.float()).to(dtype)
+def _embedding(compare: Comparison, dtype: torch.dtype) -> None:
+    """A lookup, and the sum of gradients by row: fewer than 256 ones and minus ones each, so exact in any order."""
+    rows, width, tokens = 211, 96, torch.randint(0, 211, (300,), generator=compare.generator)
+    table, upstream = spread((rows, width), dtype, compare.generator), signs((300, width), compare.generator).to(dtype)
+    expected = torch.zeros(rows, width).index_add(0, tokens, upstream.float()).to(dtype)
     name = f"{name_of(dtype)} embedding"
     step(f"computing {name}")
-    weight = bench.move(table).requires_grad_()
-    output = functional.embedding(bench.move(picks), weight)
-    (gradient,) = torch.autograd.grad(output, weight, bench.move(upstream))
-    bench.exact(f"{name}: output", output, table[picks])
-    bench.exact(f"{name}: gradient of the table", gradient, right, gradient=True)
+    weight = compare.move(table).requires_grad_()
+    output = functional.embedding(compare.move(tokens), weight)
+    (gradient,) = torch.autograd.grad(output, weight, compare.move(upstream))
+    compare.exact(f"{name}: output", output, table[tokens])
+    compare.exact(f"{name}: gradient of the table", gradient, expected, gradient=True)
 
 
 def nf4(request: Mapping[str, Any]) -> list[Finding]:
-    """What bitsandbytes quantises, dequantises and multiplies in NF4; with ``full`` larger weights too.
+    """Quantisation, dequantisation and products of bitsandbytes in NF4; ``full``: larger weights, too.
 
-    Each step gets right inputs, whatever the step before it made. Products with few rows, as in decoding, run kernels
-    of their own.
+    Each step gets correct inputs, whatever the step before it returned. Products with few rows, as in decoding, have
+    kernels of their own.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         return [skipped("bitsandbytes is not installed", subject=request["device"])]
     step("importing bitsandbytes")
     importlib.import_module("bitsandbytes")
-    spoilt = (request.get("fault") or {}).get("kind") == "absmax"
-    with Bench(request) as bench:
+    double_absmax = (request.get("fault") or {}).get("kind") == "absmax"
+    with Comparison(request) as compare:
         try:
             shapes = NF4_SHAPES + NF4_FULL_SHAPES if request.get("full") else NF4_SHAPES
             for dtype, shape in itertools.product(NF4_DTYPES, shapes):
-                weight = _Weight(bench, dtype, shape)
+                weight = _Weight(compare, dtype, shape)
                 weight.quantisation(_BLOCK)
                 weight.quantisation(None)
-                weight.dequantisation(spoilt)
+                weight.dequantisation(double_absmax)
                 weight.double_quantisation()
                 for rows in ROWS:
                     weight.products(rows)
         except (RuntimeError, NotImplementedError) as error:
-            if bench.cases or isinstance(error, torch.AcceleratorError):
+            if compare.cases or isinstance(error, torch.AcceleratorError):
                 raise
             reason = " ".join(str(error).split())[:300]
             return [from_row("nf4_refused", subject=request["device"], reason=reason)]
-        return [bench.verdict("nf4_right", "nf4_wrong")]
+        return [compare.verdict("nf4_right", "nf4_wrong")]
 
 
 class _Weight:
-    """A weight whose elements lie next to levels, so that its numbers are certain; and bitsandbytes on one device."""
+    """A weight whose elements are levels of NF4, so that its indices are known; and bitsandbytes' operations on it."""
 
-    def __init__(self, bench: Bench, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    def __init__(self, compare: Comparison, dtype: torch.dtype, shape: tuple[int, int]) -> None:
         self._library = importlib.import_module("bitsandbytes.functional")
-        self._bench, self._dtype, self._shape = bench, dtype, shape
+        self._compare, self._dtype, self._shape = compare, dtype, shape
         self._label = f"{name_of(dtype)} NF4 {shape[0]}x{shape[1]}"
         elements = shape[0] * shape[1]
-        self._numbers = torch.randint(0, 16, (elements,), generator=bench.generator)
-        self._numbers[::_BLOCK] = 15  # every block holds its absmax
-        scales = (0.5 + torch.rand(elements // _SAME_SCALE, generator=bench.generator)).to(dtype).float()
+        self._indices = torch.randint(0, 16, (elements,), generator=compare.generator)
+        self._indices[::_BLOCK] = 15  # every block holds its absmax
+        scales = (0.5 + torch.rand(elements // _SAME_SCALE, generator=compare.generator)).to(dtype).float()
         self._scales = scales.repeat_interleave(_SAME_SCALE)
-        self._values = self._decoded(self._numbers, self._scales)
-        self._placed = bench.move(self._values.to(dtype))
-        # The library's state for this shape, with the right numbers and scales in it.
+        self._values = self._decoded(self._indices, self._scales)
+        self._placed = compare.move(self._values.to(dtype))
+        # The library's state for this shape, with the correct indices and scales.
         _, self._state = self._quantize()
-        self._packed, self._state.absmax = self._place(self._numbers, self._scales)
+        self._packed, self._state.absmax = self._place(self._indices, self._scales)
 
     def quantisation(self, blocksize: int | None) -> None:
-        """Quantise with blocks of that size, or of the size that bitsandbytes takes by itself."""
+        """Quantise with blocks of that size; None: of the library's default size."""
         label = f"{self._label}, {'default blocks' if blocksize is None else f'blocks of {blocksize}'}"
         step(f"quantising {label}")
         packed, state = self._quantize(blocksize=blocksize)
-        self._bench.exact(f"{label}: absmax", state.absmax.view(-1), self._scales[:: state.blocksize])
-        self._bench.exact(f"{label}: numbers", packed.view(-1), pack(self._numbers))
+        self._compare.exact(f"{label}: absmax", state.absmax.view(-1), self._scales[:: state.blocksize])
+        self._compare.exact(f"{label}: indices", packed.view(-1), pack(self._indices))
 
-    def dequantisation(self, spoilt: bool) -> None:
-        """The right numbers and scales back to values; ``spoilt`` doubles a scale first."""
+    def dequantisation(self, double_absmax: bool) -> None:
+        """Dequantise the correct indices and scales; ``double_absmax``: a fault, one scale is doubled before."""
         label = f"{self._label}, dequantised"
         step(f"computing {label}")
-        if spoilt:
+        if double_absmax:
             self._state.absmax[self._state.absmax.numel() // 2] *= 2
         self._close(label, self._library.dequantize_4bit(self._packed, self._state), self._values, self._values.abs())
 
@@ -481,33 +479,33 @@ class _Weight:
         quotients = (absmax - offset) / scale
         nearest = torch.bucketize(quotients, (code[1:] + code[:-1]) / 2)
         found = state.absmax.cpu().view(-1).long()
-        # Near enough is right: bitsandbytes' own search does not always find the nearest number (seen on the CPU).
+        # A near one is accepted: bitsandbytes' search does not always find the nearest (seen on the CPU).
         accepted = torch.where((code[found] - quotients).abs() <= code.diff().max(), found, nearest)
-        self._bench.exact(f"{label}: scales", state.absmax.view(-1), accepted.to(torch.uint8))
+        self._compare.exact(f"{label}: scales", state.absmax.view(-1), accepted.to(torch.uint8))
 
         part = code[accepted] * scale
-        values = self._decoded(self._numbers, (part + offset).repeat_interleave(_BLOCK))
-        sizes = self._decoded(self._numbers, (part.abs() + abs(offset)).repeat_interleave(_BLOCK)).abs()
+        values = self._decoded(self._indices, (part + offset).repeat_interleave(_BLOCK))
+        sizes = self._decoded(self._indices, (part.abs() + abs(offset)).repeat_interleave(_BLOCK)).abs()
         self._close(f"{label}: dequantised", self._library.dequantize_4bit(self._packed, state), values, sizes)
         for rows in ROWS[::3]:
-            x = spread((rows, self._shape[1]), self._dtype, self._bench.generator)
-            right = product(x, values.t(), self._dtype, roundings=4)
-            self._bench.close(f"{label}, product with {rows} rows", self._multiply(x, self._packed, state), *right)
+            x = spread((rows, self._shape[1]), self._dtype, self._compare.generator)
+            expected = product(x, values.t(), self._dtype, roundings=4)
+            self._compare.close(f"{label}, product with {rows} rows", self._multiply(x, self._packed, state), *expected)
 
     def products(self, rows: int) -> None:
         """``x W'``, without and with a gradient, and the gradient of x."""
         outputs, width = self._shape
         label = f"{self._label}, product with {rows} rows"
         step(f"computing {label}")
-        x, upstream = (spread((rows, size), self._dtype, self._bench.generator) for size in (width, outputs))
-        right = product(x, self._values.t(), self._dtype, roundings=4)
-        self._bench.close(label, self._multiply(x, self._packed, self._state), *right)
-        leaf = self._bench.move(x).requires_grad_()
+        x, upstream = (spread((rows, size), self._dtype, self._compare.generator) for size in (width, outputs))
+        expected = product(x, self._values.t(), self._dtype, roundings=4)
+        self._compare.close(label, self._multiply(x, self._packed, self._state), *expected)
+        leaf = self._compare.move(x).requires_grad_()
         output = self._multiply(leaf, self._packed, self._state)
-        self._bench.close(f"{label}, in training", output, *right)
-        (gradient,) = torch.autograd.grad(output, leaf, self._bench.move(upstream))
+        self._compare.close(f"{label}, in training", output, *expected)
+        (gradient,) = torch.autograd.grad(output, leaf, self._compare.move(upstream))
         back = product(upstream, self._values, self._dtype, roundings=4)
-        self._bench.close(f"{label}: gradient", gradient, *back, gradient=True)
+        self._compare.close(f"{label}: gradient", gradient, *back, gradient=True)
 
     def _quantize(self, **options: Any) -> tuple[Tensor, Any]:
         made: tuple[Tensor, Any] = self._library.quantize_4bit(
@@ -515,27 +513,27 @@ class _Weight:
         )
         return made
 
-    def _place(self, numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        return self._bench.move(pack(numbers).view(-1, 1)), self._bench.move(scales[::_BLOCK].float())
+    def _place(self, indices: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        return self._compare.move(pack(indices).view(-1, 1)), self._compare.move(scales[::_BLOCK].float())
 
     def _multiply(self, x: Tensor, packed: Tensor, state: Any) -> Tensor:
-        x = self._bench.move(x) if not x.requires_grad else x
-        # Transposed, as the library's own layers have it: releases before 0.50 take it in no other way.
+        x = self._compare.move(x) if not x.requires_grad else x
+        # Transposed, as in the library's own layers: releases before 0.50 accept nothing else.
         result: Tensor = importlib.import_module("bitsandbytes").matmul_4bit(x, packed.t(), quant_state=state)
         return result
 
-    def _decoded(self, numbers: Tensor, scales: Tensor) -> Tensor:
-        """What numbers stand for: float64 in the shape of the weight."""
-        return (LEVELS[numbers] * scales.double()).view(self._shape)
+    def _decoded(self, indices: Tensor, scales: Tensor) -> Tensor:
+        """The values of indices: float64 in the shape of the weight."""
+        return (LEVELS[indices] * scales.double()).view(self._shape)
 
     def _close(self, label: str, found: Tensor, values: Tensor, sizes: Tensor) -> None:
-        """A few roundings in float32 of something of that size, then one to the dtype."""
+        """Compare, with a bound of a few roundings in float32 of values of these sizes and one to the dtype."""
         info = torch.finfo(self._dtype)
         error = 2 * torch.finfo(torch.float32).eps * sizes
-        self._bench.close(label, found, values, error + info.eps / 2 * (values.abs() + error) + info.tiny)
+        self._compare.close(label, found, values, error + info.eps / 2 * (values.abs() + error) + info.tiny)
 
 
-def pack(numbers: Tensor) -> Tensor:
-    """Two numbers a byte, the first in the upper half."""
-    pairs = numbers.view(-1, 2).to(torch.uint8)
+def pack(indices: Tensor) -> Tensor:
+    """Two indices of 4 bits per byte, the first in the upper half."""
+    pairs = indices.view(-1, 2).to(torch.uint8)
     return (pairs[:, 0] << 4) | pairs[:, 1]

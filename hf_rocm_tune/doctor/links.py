@@ -1,15 +1,15 @@
-"""Links: between card and processor, read (width, slot, memory window, error counters) and measured (``bandwidth``);
-and between cards (``pairs``, ``all_reduce``, ``grad_sync``), by the trials of the preflight, which measures in children
-of its own. Imports torch where it measures only.
+"""Links between card and processor, read (width, slot, memory window, error counters) and measured (``bandwidth``); and
+between cards (``pairs``, ``all_reduce``, ``grad_sync``), by the trials of the preflight, which measures in child
+processes. Imports torch only to measure.
 
-What a link can carry, by arithmetic: a lane carries its transfers less the share of the line code, 8b/10b up to 5 GT/s
-and 128b/130b above (PCI Express base specification). PCIe 4.0 x16 gives 31.5 * 10^9 bytes a second in each direction;
-packet headers take about a tenth more. Not covered: PCIe 6.0, which has no such code.
+The rate of a link by arithmetic is that of its lanes less the line code, 8b/10b up to 5 GT/s and 128b/130b above (PCI
+Express base specification). PCIe 4.0 x16 has 31.5 * 10^9 bytes a second in each direction, of which packet headers take
+about a tenth. Not covered: PCIe 6.0, which has no such code.
 
-Faults: ``slow`` of ``bandwidth``; ``transfer.damage``'s for pairs (``where=cuda:1 to cuda:0`` harms one direction,
-``where=cold`` the first copy, ``where=strided`` or ``where=cast`` those that a kernel makes, ``where=through the host``
-the staged copy); those of ``trial_measures`` for sums, which harm the last rank on every way, unless
-``where=over nccl`` picks one.
+Injected faults: ``slow`` for ``bandwidth``; those of ``transfer.damage`` for pairs (``where=cuda:1 to cuda:0`` is one
+direction, ``where=cold`` the first copy, ``where=strided`` or ``where=cast`` those by a kernel, ``where=through the
+host`` the staged copy); those of ``trial_measures`` for sums, on the last rank with every backend, or with
+``where=over nccl`` with one.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from hf_rocm_tune.ranks.preflight import (
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _CORRECTED = "correctable"
-"""Errors after which the hardware has sent again, so that nothing was lost."""
+"""Errors after which the hardware repeats the packet, so that no data is lost."""
 
 _LEAST_SHARE = 0.7
-"""Of a link's arithmetic rate: our own bound. A healthy x16 measured 0.90 to 0.92 of it (ROCm/ROCm#2253)."""
+"""Share of a link's arithmetic rate: our own bound. A healthy x16 measured 0.90 to 0.92 of it (ROCm/ROCm#2253)."""
 _ROUNDS, _QUEUED = 5, 4
 _SLOWED = 3
 
@@ -73,7 +73,7 @@ _DECISIONS: Mapping[SyncWay, str] = {
 
 
 class LinkRate(NamedTuple):
-    """A link as it runs: lanes, 10^9 transfers a second and lane, the PCI address at its lower end."""
+    """The state of a link: lanes, 10^9 transfers a second and lane, PCI address of the device at its lower end."""
 
     width: int
     speed: float
@@ -86,15 +86,15 @@ class LinkRate(NamedTuple):
 
 
 def reachable_speed(link: Link) -> float | None:
-    """The speed that both ends of a link can run at; an idle link runs slower. None where nothing is known of it."""
+    """The speed that both ends of a link support (an idle link may run slower); None if unknown."""
     ends = [reading.value for reading in (link.max_speed, link.port_max_speed) if reading.value is not None]
     now = link.speed.value
-    # What runs faster than one of its ends is said to be able to is believed as it runs.
+    # A link that runs faster than the stated maximum of one end has its current speed.
     return max(min(ends), now or 0.0) if ends else now
 
 
 def narrowest(path: Sequence[Link]) -> LinkRate | None:
-    """The link of a card's way that carries least; None where one of them is not known well enough to tell."""
+    """The slowest link between a card and the processor; None if width or speed of one of them is unknown."""
     rates = [LinkRate(link.width.value or 0, reachable_speed(link) or 0, link.device) for link in path]
     return min(rates, key=lambda one: one.gb_s) if rates and all(one.gb_s for one in rates) else None
 
@@ -107,7 +107,9 @@ def _links(evidence: Evidence) -> Iterator[Finding]:
             seen = [
                 reading.reason for link in gpu.upward.links for reading in (link.width, link.speed) if reading.reason
             ]
-            yield unknown("; ".join(seen) or "its way to the processor could not be read", subject=gpu.address)
+            yield unknown(
+                "; ".join(seen) or "the links between it and the processor could not be read", subject=gpu.address
+            )
             continue
         known[gpu.address] = slowest
         yield _link(gpu, slowest)
@@ -116,7 +118,7 @@ def _links(evidence: Evidence) -> Iterator[Finding]:
             if now is not None and able is not None and now < able:
                 speeds = {"now": f"{now:g}", "speed": f"{able:g}"}
                 yield from_row("link_slow_now", subject=gpu.address, where=link.device, **speeds)
-    # Several cards differ by width, else by speed: by what their ends can, not by an idle link.
+    # Cards are compared by width, else by supported speed: an idle link may run slower.
     if len({one.width for one in known.values()}) > 1:
         yield from_row("links_unequal", widths=", ".join(f"{place}: x{one.width}" for place, one in known.items()))
     elif len({one.speed for one in known.values()}) > 1:
@@ -149,7 +151,7 @@ def _slot(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.cards:
         path = " > ".join(filter(None, [*(link.device for link in gpu.upward.links), gpu.upward.root_port]))
         if gpu.upward.behind_chipset is None:
-            why = "which of the bridges above it belong to the processor is not known for this board"
+            why = "it is unknown which of the bridges above it belong to the processor"
             yield unknown(why, subject=gpu.address, evidence=[path] if path else [])
         else:
             yield from_row(
@@ -193,7 +195,7 @@ def _errors(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _errors_since(evidence: Evidence) -> Iterator[Finding]:
-    """What the counters have grown by since the machine was read, with all measurements in between."""
+    """The errors counted since the machine was read, which is before all measurements."""
     now = {gpu.address: gpu for gpu in survey().gpus}
     for gpu in evidence.cards:
         before, after = _counted(gpu.aer), _counted(now[gpu.address].aer) if gpu.address in now else {}
@@ -209,19 +211,20 @@ def _counted(aer: Mapping[str, Reading[int]]) -> dict[str, int]:
 
 
 def _by_kind(
-    address: str, counts: Mapping[str, int], seen: list[str], lasting: str, corrected: str
+    address: str, counts: Mapping[str, int], seen: list[str], uncorrected: str, corrected: str
 ) -> Iterator[Finding]:
-    for row, is_corrected in ((lasting, False), (corrected, True)):
-        met = [f"{count:,} {kind}" for kind, count in counts.items() if count and (kind == _CORRECTED) == is_corrected]
-        if met:
-            yield from_row(row, subject=address, evidence=seen, counts=" and ".join(met))
+    for row, is_corrected in ((uncorrected, False), (corrected, True)):
+        found = [
+            f"{count:,} {kind}" for kind, count in counts.items() if count and (kind == _CORRECTED) == is_corrected
+        ]
+        if found:
+            yield from_row(row, subject=address, evidence=seen, counts=" and ".join(found))
 
 
 def bandwidth(request: Mapping[str, Any]) -> list[Finding]:
-    """Copy page-locked memory both ways, ``mib`` at a time, and read the state of the link while copies are on their
-    way.
+    """Copy page-locked memory both ways, ``mib`` at a time, and read the state of the link during the copies.
 
-    ``root`` in the request stands for ``/`` where the link is read.
+    ``root`` in the request replaces ``/`` when the link is read.
     """
     import torch
 
@@ -241,7 +244,7 @@ def bandwidth(request: Mapping[str, Any]) -> list[Finding]:
             began = time.perf_counter()
             for _ in range(_QUEUED):
                 RawCopies().copy(target, source, what="", non_blocking=True)
-            if request.get("address") is not None:  # copies are on their way: an idle link may be slower
+            if request.get("address") is not None:  # during the copies: an idle link may be slower
                 path = read_upward(LiveTree(Path(request.get("root", "/"))), request["address"]).links
                 known = [(link.width.value, link.speed.value, link.device) for link in path]
                 links = [LinkRate(width, speed, where) for width, speed, where in known if width and speed]
@@ -249,13 +252,13 @@ def bandwidth(request: Mapping[str, Any]) -> list[Finding]:
             if slow:
                 time.sleep((_SLOWED - 1) * (time.perf_counter() - began))
             rates[way].append(gb_per_s(_QUEUED * nbytes, time.perf_counter() - began))
-    # The first round wakes the link and is left out.
+    # Without the first round, in which the link leaves its idle state.
     to_device, from_device = (statistics.median(all_of[1:]) for all_of in rates.values())
     return judge_bandwidth(request, to_device, from_device, links)
 
 
 def judge_bandwidth(request: Mapping[str, Any], there: float, back: float, links: Sequence[LinkRate]) -> list[Finding]:
-    """The figures (10^9 bytes a second), and the narrowest link that could be read under load."""
+    """The finding on the rates (10^9 bytes a second) ``there`` and ``back`` and the links that were read under load."""
     device = request["device"]
     evidence = [f"{there:.1f} GB/s to {device}, {back:.1f} GB/s from it, page-locked, {request['mib']} MiB at a time"]
     values: dict[str, Any] = {"there": there, "back": back}
@@ -275,7 +278,7 @@ def judge_bandwidth(request: Mapping[str, Any], there: float, back: float, links
 
 
 def pairs(request: Mapping[str, Any]) -> list[Finding]:
-    """A finding for each ordered pair; where one is wrong, it is tried once more with the engines for peers off."""
+    """A finding for each ordered pair; one with wrong copies is tried again without the engines for peer copies."""
     findings = []
     for trial in _try_pairs(request, request["devices"], {}):
         again = None
@@ -293,7 +296,7 @@ def _try_pairs(request: Mapping[str, Any], devices: Sequence[Any], environ: Mapp
 
 
 def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:
-    """The finding on one pair; `again` says how it went with the engines for peers off."""
+    """The finding on one pair; ``again`` is the result without the engines for peer copies."""
     subject = f"{trial.source}->{trial.destination}"
     names = {"source": trial.source, "destination": trial.destination}
     seen = [f"with HSA_ENABLE_PEER_SDMA=0: {again}"] if again else []
@@ -320,7 +323,7 @@ def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:
 
 
 def all_reduce(request: Mapping[str, Any]) -> list[Finding]:
-    """Sums over RCCL; where that fails, with NCCL_P2P_DISABLE=1 and then over gloo, to say what works here."""
+    """Sums over RCCL; if that fails, with NCCL_P2P_DISABLE=1 and then over gloo, to find a backend that works."""
     trials: list[ReduceTrial] = []
     on_cards = any(device["device"] != "cpu" for device in request["devices"])
     options = {name: request.get(name) for name in ("deadline_s", "largest", "repeats", "fault")}
@@ -348,12 +351,12 @@ def all_reduce(request: Mapping[str, Any]) -> list[Finding]:
 
 
 def grad_sync(request: Mapping[str, Any]) -> list[Finding]:
-    """The way that ``--grad_sync auto`` takes on these cards, decided by its own preflight with the same trials.
+    """The decision of ``--grad_sync auto`` on these cards, made by its preflight.
 
-    ``pairs`` and ``all_reduce`` look longer and say what may mend what they find; this says what a run does meanwhile.
+    ``pairs`` and ``all_reduce`` test longer and advise on repairs; this tells what a run does until then.
     """
-    said = request.get("fault")
-    fault = PreflightFault(trial="ddp", kind=said["kind"], where=said["where"]) if said else None
+    wanted = request.get("fault")
+    fault = PreflightFault(trial="ddp", kind=wanted["kind"], where=wanted["where"]) if wanted else None
     chosen = try_machine(request["devices"], environ=os.environ, fault=fault, limit_s=request["deadline_s"])
     if not chosen.shown and chosen.way != "one_card":
         return [unknown(chosen.reason, evidence=chosen.evidence)]
@@ -362,14 +365,14 @@ def grad_sync(request: Mapping[str, Any]) -> list[Finding]:
 
 CHECKS = (
     Check("link_width", "links", "width and speed of every link up to the processor", _links),
-    Check("slot", "links", "whether the card hangs from the chipset", _slot),
+    Check("slot", "links", "whether the card is on a slot of the chipset", _slot),
     Check("atomics", "links", "PCIe atomics between card and processor", _atomics),
     Check("bar", "links", "resizable BAR", _bar),
     Check("link_errors", "links", "PCIe error counters since boot", _errors),
     Check(
         "link_errors_after",
         "after",
-        "PCIe error counters again, after everything that was measured",
+        "PCIe error counters again, after all measurements",
         _errors_since,
         measured=True,
     ),

@@ -1,9 +1,9 @@
-"""One card's transfers and memory: bytes there and back (``round_trip``), mapped files (``mmap_heap``), changes of
-dtype (``casts``), and memory that must not change while other memory comes and goes (``canaries``).
+"""Transfers and memory of one card: copies to it and back (``round_trip``), from mapped files (``mmap_heap``), casts
+(``casts``), and memory that must not change while other memory is allocated and freed (``canaries``).
 
-Faults: those of ``transfer.damage``, where ``where=to cuda:0`` harms the way there, ``where=back`` the way back,
-``where=non_blocking`` or ``where=torch.bfloat16`` some casts; ``slow`` is of the mapped copy; of a canary, in the
-second cycle, ``zeros`` zeroes a range and ``flip`` one bit.
+Injected faults: those of ``transfer.damage``, with ``where=to cuda:0`` for copies to the card, ``where=back`` for those
+from it, ``where=non_blocking`` or ``where=torch.bfloat16`` for some casts; ``slow`` delays the mapped copy; in the
+second cycle, ``zeros`` zeroes a range of a canary and ``flip`` flips one bit.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from hf_rocm_tune.transfer.damage import (
 from hf_rocm_tune.transfer.raw_bytes import typed_view
 
 SIZES = (1, 3, 255, 4096, 4097, 65_536, (1 << 20) - 4, (1 << 20) + 4, 2 << 20, (20 << 20) + 4, 64 << 20, 256 << 20)
-"""Bytes. 1 MiB: HIP changes engine for copies between cards there; 2 and 20 MiB: sizes of pages and of segments."""
+"""Bytes. At 1 MiB HIP changes the engine of copies between cards; 2 and 20 MiB are sizes of pages and segments."""
 VERDICTS = ("source", "read_back", "not_written", "sending", "memory", "mapping", "device_only")
-"""See `_RoundTrip._verdict`; for each there is a row ``round_trip_VERDICT``."""
+"""Each has a row ``round_trip_VERDICT``; see `_RoundTrip._verdict`."""
 STALL_RATIO = 20
-"""Times as long as from the heap: our own bound, far below what was reported (5 s against 4 ms) and far above noise."""
+"""Bound on the time from a mapped file over that from the heap; reported were 5 s against 4 ms (ROCm/ROCm#6523)."""
 _DTYPE_BYTES = 16 * 6001
 _REPEATED_BYTES = 1 << 20
 _KEPT_PROBLEMS = 12
@@ -62,7 +62,7 @@ CAST_WAYS = (
     "from the device, non_blocking",
 )
 _POISONED = -21.5
-"""What stands where a cast goes; any value that is exact in all three dtypes will do."""
+"""Content of the destination before a cast: any value that is exact in all three dtypes."""
 _PATTERNS = 1 << 16
 _VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda tensor: tensor,
@@ -75,23 +75,22 @@ _VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _REPORTED_CYCLE = 144
-"""In which the RX 7900 XT of ROCm/ROCm#6603 failed."""
-_HARMED_CYCLE = 2
+"""The cycle in which the RX 7900 XT of ROCm/ROCm#6603 failed."""
+_FAULTY_CYCLE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyCase:
-    """One way of sending some bytes.
+    """One kind of copy.
 
     Attributes:
-        nbytes: how many.
-        dtype: as what they are copied.
+        dtype: of the copied tensors.
         pinned: the source is page-locked.
         non_blocking: as torch's.
         strided: the source is every second element of a larger tensor.
-        skew: bytes by which source and destination stand beside an aligned address.
-        reused: the destination is the one of the case before.
-        label: in front of the description.
+        skew: offset of source and destination from an aligned address, in bytes.
+        reused: the destination is that of the case before.
+        label: prefix of the description.
     """
 
     nbytes: int
@@ -105,25 +104,25 @@ class CopyCase:
 
     @property
     def keep(self) -> int:
-        """Bits of a byte that can be sent: torch may normalise a bool that is neither 0 nor 1."""
+        """Mask of the bits that are sent: torch may normalise a bool that is neither 0 nor 1."""
         return 1 if self.dtype is torch.bool else 0xFF
 
     def __str__(self) -> str:
-        words = [f"{self.nbytes:,} bytes of {str(self.dtype).removeprefix('torch.')}"]
-        words += ["page-locked" if self.pinned else "pageable"]
-        words += [word for word in ("non_blocking", "strided", "reused") if getattr(self, word)]
-        words += [f"{self.skew} bytes off"] if self.skew else []
-        return f"{self.label} {', '.join(words)}".strip()
+        parts = [f"{self.nbytes:,} bytes of {str(self.dtype).removeprefix('torch.')}"]
+        parts += ["page-locked" if self.pinned else "pageable"]
+        parts += [name for name in ("non_blocking", "strided", "reused") if getattr(self, name)]
+        parts += [f"offset by {self.skew} bytes"] if self.skew else []
+        return f"{self.label} {', '.join(parts)}".strip()
 
 
 def round_trip(request: Mapping[str, Any]) -> list[Finding] | Again:
-    """Send everything there and back: one finding where all is right, else one for each way in which it is wrong.
+    """Copy to the device and back: one finding if all bytes are correct, else one for each verdict.
 
-    Where bytes are wrong on ROCm, another process tries with the copy engines (SDMA) off, to tell where they come from.
+    If bytes are wrong on ROCm, another process repeats the check without the copy engines (SDMA), to find the cause.
 
     Args:
-        request: ``repeats``: how often the repeated case is sent; ``largest``: bytes of the largest case;
-            ``first``: of the process that found wrong bytes.
+        request: ``repeats``: number of copies of the repeated case; ``largest``: bytes of the largest case;
+            ``first``: the findings of the process that found wrong bytes.
     """
     device, name = device_of(request), request["device"]
     trial = _RoundTrip(device, copies_for(request))
@@ -134,15 +133,15 @@ def round_trip(request: Mapping[str, Any]) -> list[Finding] | Again:
         step(f"sending {case} to {device} and back")
         try:
             problem = trial.problem(case, number)
-        except NotImplementedError:  # torch may know a dtype and no copy of it on this device
+        except NotImplementedError:  # torch may have a dtype without copies of it on this device
             left_out.append(str(case))
             continue
         cases, nbytes, wrong = cases + 1, nbytes + case.nbytes, wrong + (problem is not None)
         if problem is not None and len(problems) < _KEPT_PROBLEMS:
             problems.append(problem)
     if request["first"]:
-        words = f"{wrong} wrong" if wrong else "none wrong, so the copy engines or their driver are part of it"
-        return with_evidence(request["first"], f"with HSA_ENABLE_SDMA=0: {words}")
+        result = f"{wrong} wrong" if wrong else "none wrong, so the copy engines or their driver are involved"
+        return with_evidence(request["first"], f"with HSA_ENABLE_SDMA=0: {result}")
     total = f"{cases} cases, {size_words(nbytes)} there and back twice"
     lines = [f"wrong: {wrong} of {total}" if wrong else total]
     lines += [f"not tried, torch has no such copy: {'; '.join(left_out)}"] if left_out else []
@@ -160,7 +159,7 @@ def round_trip(request: Mapping[str, Any]) -> list[Finding] | Again:
 
 def _cases(largest: int, repeats: int) -> Iterator[CopyCase]:
     sizes = [size for size in SIZES if size <= largest]
-    # First of all, so that it is the first copy of this process.
+    # The first copy of this process.
     yield CopyCase(nbytes=sizes[-1], label="cold:")
     for size in sizes:
         for pinned in (False, True):
@@ -182,10 +181,10 @@ def _cases(largest: int, repeats: int) -> Iterator[CopyCase]:
 
 
 class _RoundTrip:
-    """One device, and what was sent before.
+    """Copies to one device and back.
 
-    For each case: the destination is filled with poison, a pattern that differs at every position is copied to it, the
-    device counts wrong bytes by itself, and the bytes are read back twice, by two ways, into poisoned memory.
+    For each case, the destination is filled with poison, and a pattern that differs at every position is copied to it.
+    The device counts wrong bytes, and the bytes are read back twice into poisoned memory, pageable and page-locked.
     """
 
     def __init__(self, device: torch.device, copies: Copies) -> None:
@@ -194,7 +193,7 @@ class _RoundTrip:
         self._earlier: Tensor | None = None
 
     def problem(self, case: CopyCase, number: int) -> dict[str, Any] | None:
-        """None when all is right, else the case, the verdict, and where what differs."""
+        """None if all bytes are correct, else the case, the verdict and the damage."""
         source = self._host(case.nbytes, pinned=case.pinned and not case.skew)
         fill_with_pattern(source, number, keep=case.keep)
         destination = self._place(case)
@@ -218,11 +217,11 @@ class _RoundTrip:
     def _verdict(
         self, case: CopyCase, source: Tensor, destination: Tensor, on_device: int, shown: Damage | None
     ) -> str:
-        """What is wrong, where the source is right and both reads agree.
+        """What is wrong, if the source is correct and both readbacks agree.
 
-        ``not_written``: what was there before is there still; ``device_only``: it reads back right, and the device sees
-        other bytes; ``mapping``: the device sees the right bytes, and the host reads wrong ones; ``sending``: wrong in
-        the same way everywhere, and right when sent once more; ``memory``: wrong again.
+        ``not_written``: the destination still has its poison; ``device_only``: the readback is correct, and the device
+        counts wrong bytes; ``mapping``: the device counts none, and the readback is wrong; ``sending``: both are wrong,
+        and correct after another copy; ``memory``: wrong again.
         """
         if shown is None:
             return "device_only"
@@ -243,15 +242,15 @@ class _RoundTrip:
             apart = torch.empty(sent.numel(), 2, dtype=case.dtype)
             apart[:, 0] = sent
             sent = apart[:, 0]
-        words = f"{case} to {self._device}"
-        self._copies.copy(_typed(destination, case.dtype), sent, what=words, non_blocking=case.non_blocking)
+        what = f"{case} to {self._device}"
+        self._copies.copy(_typed(destination, case.dtype), sent, what=what, non_blocking=case.non_blocking)
         wait_for(destination)
 
     def _read(self, case: CopyCase, destination: Tensor, *, pinned: bool) -> Tensor:
-        """Read back: blocking into pageable memory, or non-blocking into page-locked memory and waited for."""
+        """Read back, blocking into pageable or non-blocking into page-locked memory."""
         read = self._host(case.nbytes, pinned=pinned).fill_(POISON)
-        words = f"{case} back from {self._device} to {'page-locked' if pinned else 'pageable'} memory"
-        self._copies.copy(read, destination, what=words, non_blocking=pinned)
+        what = f"{case} back from {self._device} to {'page-locked' if pinned else 'pageable'} memory"
+        self._copies.copy(read, destination, what=what, non_blocking=pinned)
         wait_for(destination)
         return read
 
@@ -272,16 +271,16 @@ def _typed(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def mmap_heap(request: Mapping[str, Any]) -> list[Finding]:
-    """A tensor that lies in a mapped file, copied to the card, against the same tensor on the heap.
+    """Copy a tensor to the card from a mapped file and from the heap, and compare the times.
 
-    With some kernels the mapped one takes a thousand times as long (ROCm/ROCm#6523).
+    On some kernels the mapped one takes a thousand times as long (ROCm/ROCm#6523).
     """
     device, name = device_of(request), request["device"]
     slow = (request.get("fault") or {}).get("kind") == "slow"
     copies = copies_for(request)
 
     def once(file: Path) -> tuple[float, float, float, int]:
-        """Seconds out of a fresh mapping, from the heap and by our own mover, and wrong bytes of the first."""
+        """Seconds from a new mapping, from the heap and by our mover, and the number of wrong bytes of the first."""
         with safe_open(file, framework="pt") as opened:
             mapped, arrived = _timed(copies, opened.get_tensor("weight"), "a mapped tensor", device)
         with safe_open(file, framework="pt") as opened:
@@ -291,10 +290,10 @@ def mmap_heap(request: Mapping[str, Any]) -> list[Finding]:
     directory = _directory()
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-doctor-", dir=directory) as folder:
         mib, file = _FIRST_MIB, write_tensor(Path(folder), _FIRST_MIB)
-        with safe_open(file, framework="pt") as opened:  # the first copy of a process starts what all later ones use
+        with safe_open(file, framework="pt") as opened:  # the first copy of a process starts the runtime
             _timed(copies, opened.get_tensor("weight").clone(), "a tensor on the heap", device)
         rounds = [once(file)]
-        # Where it stalls, 8 MiB take seconds and say enough.
+        # On a kernel that stalls, 8 MiB take seconds, and more need not be measured.
         if rounds[0][0] < _LONG_SECONDS:
             mib, file = _MIB, write_tensor(Path(folder), _MIB)
             rounds = [once(file) for _ in range(_ROUNDS)]
@@ -323,7 +322,7 @@ def _timed(copies: Copies, tensor: Tensor, what: str, device: torch.device) -> t
 
 
 def _moved(file: Path, device: torch.device) -> float:
-    """Seconds of a verified transfer out of a fresh mapping by our own mover, as weights are loaded."""
+    """Seconds of a verified transfer from a new mapping by our mover, as weights are loaded."""
     step(f"moving a mapped tensor to {device} through page-locked slots")
     with safe_open(file, framework="pt") as opened, Mover(device) as mover:
         mover.move(fill_with_pattern(torch.empty(1 << 20, dtype=torch.uint8), 1), name="first")
@@ -333,27 +332,27 @@ def _moved(file: Path, device: torch.device) -> float:
 
 
 def write_tensor(folder: Path, mib: int) -> Path:
-    """A safetensors file with one tensor of a known pattern, on the disc."""
+    """Write a safetensors file with one tensor of a known pattern to the disk."""
     file = folder / f"{mib}.safetensors"
     save_file({"weight": fill_with_pattern(torch.empty(mib << 20, dtype=torch.uint8), 0)}, file)
     with file.open("rb") as written:
-        os.fsync(written.fileno())  # the pages of a model's file are in memory, and on the disc
+        os.fsync(written.fileno())  # like a model's file: on the disk, and its pages in the page cache
     return file
 
 
 def _directory() -> str:
-    """A directory on a disc, as models are: the temporary one is memory on many machines, which maps differently."""
+    """A directory on a disk: the temporary one is in memory on many machines, and is mapped differently."""
     return "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
 
 
 def casts(request: Mapping[str, Any]) -> list[Finding]:
-    """Changes of dtype on the device and on the way to and from it, against those of the CPU, bit for bit.
+    """Casts on the device and during copies to and from it, compared with those of the CPU, bit for bit.
 
-    Weights are cast on the device after they were verified, so a conversion kernel that is wrong would come after the
-    last digest (pytorch#16448 was one that gave zeros). A copy that changes the dtype is cast by the CPU when it is
-    blocking and by the device when it is not (torch's Copy.cu), so both are tried. Every 16-bit pattern is cast, and
-    float32 with every exponent and sign; sizes are odd and views unaligned, because vectorised kernels treat those
-    apart. NaN count as equal whatever their payload: processors choose that differently.
+    Weights are cast on the device after they were verified, so a wrong conversion kernel would act after the last
+    digest (pytorch#16448 was one that gave zeros). A copy that changes the dtype is cast by the CPU if it is blocking
+    and by the device if it is not (torch's Copy.cu), so both are tried. Every 16-bit pattern is cast, and float32 with
+    every exponent and sign. Odd sizes and unaligned views take other paths of vectorised kernels. NaN are equal
+    whatever their payload, which differs between processors.
     """
     device, copies = device_of(request), copies_for(request)
     step(f"casting on {device}, and to and from it")
@@ -364,33 +363,33 @@ def casts(request: Mapping[str, Any]) -> list[Finding]:
             for values in _cast_sources(source):
                 arrived = mover.move(values, name=f"{source} values")
                 for view, way in itertools.product(_VIEWS, CAST_WAYS):
-                    words = f"{source} to {target} {way}"
+                    what = f"{source} to {target} {way}"
                     from_host = view(values if way.startswith("to") else arrived)
-                    found, right = _cast(copies, from_host, target, way, words, device), view(values).to(target)
-                    differs = _differs(found, right)
-                    compared, elements, wrong = compared + 1, elements + right.numel(), wrong + int(differs.sum())
+                    found, expected = _cast(copies, from_host, target, way, what, device), view(values).to(target)
+                    differs = _differs(found, expected)
+                    compared, elements, wrong = compared + 1, elements + expected.numel(), wrong + int(differs.sum())
                     if not example and bool(differs.any()):
-                        example = f"{words}: {float(found[differs][0])} instead of {float(right[differs][0])}"
+                        example = f"{what}: {float(found[differs][0])} instead of {float(expected[differs][0])}"
     evidence = [f"{elements:,} elements in {compared} casts, {wrong:,} differ"]
     evidence += [f"the first: {example}"] if wrong else []
     return [from_row("casts_wrong" if wrong else "casts_right", subject=request["device"], evidence=evidence)]
 
 
-def _cast(copies: Copies, source: Tensor, dtype: torch.dtype, way: str, words: str, device: torch.device) -> Tensor:
-    """A tensor of the host or the device, cast in one of `CAST_WAYS`; on the host."""
+def _cast(copies: Copies, source: Tensor, dtype: torch.dtype, way: str, what: str, device: torch.device) -> Tensor:
+    """A tensor on the host or the device, cast in one of `CAST_WAYS`; returned on the host."""
     place = torch.device("cpu") if way.startswith("from") else device
     target = torch.full(source.shape, _POISONED, dtype=dtype, device=place)
-    copies.copy(target, source, what=words, non_blocking=way.endswith("non_blocking"))
+    copies.copy(target, source, what=what, non_blocking=way.endswith("non_blocking"))
     wait_for(target, source)
     return target.cpu()
 
 
 def _cast_sources(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Every 16-bit pattern, also as the upper half of a float32 with random lower halves; once of an odd length."""
+    """Every 16-bit pattern, for float32 as the upper half with random lower halves; in an even and an odd length."""
     bits = torch.arange(_PATTERNS, dtype=torch.int32)
     if dtype is torch.float32:
         lower = torch.randint(0, _PATTERNS, (4, _PATTERNS), generator=torch.Generator().manual_seed(0)).int()
-        # Lower halves that decide how the cut-off part is rounded: nothing, just below, at and just above the middle.
+        # Lower halves that decide the rounding: zero, and just below, at and just above the middle.
         edges = torch.tensor([[0], [0x7FFF], [0x8000], [0x8001]], dtype=torch.int32).expand(4, _PATTERNS)
         bits = (bits << 16 | torch.cat((lower, edges))).flatten()
     else:
@@ -398,40 +397,42 @@ def _cast_sources(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return bits.view(dtype), bits[:-1].view(dtype)
 
 
-def _differs(found: Tensor, right: Tensor) -> Tensor:
-    integers = torch.int32 if right.element_size() == 4 else torch.int16
-    same = found.contiguous().view(integers) == right.contiguous().view(integers)
-    return ~(same | (found.isnan() & right.isnan()))
+def _differs(found: Tensor, expected: Tensor) -> Tensor:
+    integers = torch.int32 if expected.element_size() == 4 else torch.int16
+    same = found.contiguous().view(integers) == expected.contiguous().view(integers)
+    return ~(same | (found.isnan() & expected.isnan()))
 
 
 def canaries(request: Mapping[str, Any]) -> list[Finding] | Again:
-    """Watch; where memory changed, another process looks once more without the user's allocator settings.
+    """Watch unused memory while other memory is allocated and freed.
+
+    If it changes, another process repeats the check without the user's allocator settings.
 
     Args:
-        request: ``cycles`` at most; ``seconds`` after which no cycle begins; ``share`` of the free memory that
-            comes and goes; ``first``: of the process that found a change.
+        request: ``cycles``: at most; ``seconds`` after which no cycle begins; ``share`` of the free memory that is
+            allocated and freed; ``first``: the findings of the process that found a change.
     """
     device = device_of(request)
     settings = CanarySettings.for_device(device, cycles=request["cycles"], share=request["share"])
-    harm, run = (request.get("fault") or {}).get("kind"), 0
+    fault_kind, run = (request.get("fault") or {}).get("kind"), 0
 
     def on_cycle(cycle: int, canaries: Canaries) -> None:
         nonlocal run
         run = cycle
         step(f"allocating and freeing memory beside canaries on {device}, cycle {cycle}")
         victim = canaries.blocks[-1].view(torch.uint8)
-        if harm == "zeros" and cycle == _HARMED_CYCLE:
+        if fault_kind == "zeros" and cycle == _FAULTY_CYCLE:
             victim[8192 : 8192 + 4096] = 0
-        elif harm == "flip" and cycle == _HARMED_CYCLE:
+        elif fault_kind == "flip" and cycle == _FAULTY_CYCLE:
             victim[12_345] ^= 16
 
     fault = watch(device, settings, on_cycle=on_cycle, seconds=request["seconds"])
     if request["first"]:
-        held = f"held for {run} cycles" if fault is None else f"changed in cycle {fault.cycle} too"
-        return with_evidence(request["first"], f"without allocator settings: {held}")
+        result = f"stable for {run} cycles" if fault is None else f"changed in cycle {fault.cycle} too"
+        return with_evidence(request["first"], f"without allocator settings: {result}")
     sizes = (
         f"{settings.canaries} canaries of {size_words(settings.canary_bytes)} beside up to "
-        f"{size_words(settings.churn_bytes)} that came and went, {run} cycles"
+        f"{size_words(settings.churn_bytes)} that were allocated and freed, {run} cycles"
     )
     if fault is None:
         row = "canaries_held" if request["cycles"] > _REPORTED_CYCLE else "canaries_held_for_now"

@@ -183,7 +183,7 @@ def test_a_check_that_does_not_exist_is_refused_by_hand() -> None:
         ("zero_range", "65,536 bytes of uint8, page-locked, non_blocking to", "memory"),
         ("unstable", "bfloat16, pageable to", "memory"),
         ("flip", "strided to", "memory"),
-        ("flip", "bytes off to", "memory"),
+        ("flip", "bytes to", "memory"),
         ("drop", "reused to", "not_written"),
         ("zeros", "cold: 65,536 bytes of uint8, pageable to", "memory"),
         ("flip", "1 bytes of uint8, pageable to", "memory"),
@@ -405,15 +405,15 @@ def test_a_product_that_varies_within_rounding_is_no_fault(monkeypatch: pytest.M
 
 def test_sums_and_factors_of_less_precision_are_found() -> None:
     """float32 sums are the promise: a library that adds in bfloat16, or cuts float32 to TensorFloat, breaks it."""
-    with arithmetic.Bench(CPU) as bench:
-        left, right = (arithmetic.spread(size, torch.bfloat16, bench.generator) for size in ((8, 512), (512, 8)))
+    with arithmetic.Comparison(CPU) as compare:
+        left, right = (arithmetic.spread(size, torch.bfloat16, compare.generator) for size in ((8, 512), (512, 8)))
         total = torch.zeros(8, 8, dtype=torch.bfloat16)
         for k in range(512):
             total += left[:, k : k + 1] * right[k : k + 1]
-        assert not bench.close("narrow sums", total, *arithmetic.product(left, right, torch.bfloat16))
-        left, right = (arithmetic.spread(size, torch.float32, bench.generator) for size in ((16, 64), (64, 16)))
+        assert not compare.close("narrow sums", total, *arithmetic.product(left, right, torch.bfloat16))
+        left, right = (arithmetic.spread(size, torch.float32, compare.generator) for size in ((16, 64), (64, 16)))
         cut = [(tensor.view(torch.int32) & ~0x1FFF).view(torch.float32) for tensor in (left, right)]
-        assert not bench.close("TF32", cut[0] @ cut[1], *arithmetic.product(left, right, torch.float32))
+        assert not compare.close("TF32", cut[0] @ cut[1], *arithmetic.product(left, right, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", arithmetic.DTYPES)
@@ -551,17 +551,17 @@ class _Unsteady(Tensor):
 
 
 def test_a_result_that_reads_back_otherwise_is_the_transfers_fault_and_not_arithmetics() -> None:
-    with arithmetic.Bench(CPU) as bench:
-        assert not bench.exact("sum", torch.zeros(4).as_subclass(_Unsteady), torch.zeros(4))
-        finding = bench.verdict("gemm_right", "gemm_wrong")
+    with arithmetic.Comparison(CPU) as compare:
+        assert not compare.exact("sum", torch.zeros(4).as_subclass(_Unsteady), torch.zeros(4))
+        finding = compare.verdict("gemm_right", "gemm_wrong")
     assert finding.row == "arithmetic_read_back" and "it was different" in finding.evidence[0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_no_bound_lets_nan_or_infinity_pass(value: float) -> None:
-    with arithmetic.Bench(CPU) as bench:
+    with arithmetic.Comparison(CPU) as compare:
         bound = torch.full((3,), 1e30).double()
-        assert not bench.close("sum", torch.tensor([0.0, value, 0.0]), torch.zeros(3).double(), bound)
+        assert not compare.close("sum", torch.tensor([0.0, value, 0.0]), torch.zeros(3).double(), bound)
 
 
 @pytest.mark.usefixtures("small")
@@ -600,8 +600,8 @@ def backends(default: str, **refused: str) -> dict[str, Any]:
 
 def test_the_flag_is_advised_where_it_helps() -> None:
     slow = backends("math", flash="still experimental", efficient="no kernel")
-    assert layers.what_runs("cuda:0", backends("flash")).row == "attention_fused"
-    runs = layers.what_runs("cuda:0", slow)
+    assert layers.default_backends("cuda:0", backends("flash")).row == "attention_fused"
+    runs = layers.default_backends("cuda:0", slow)
     assert (runs.row, runs.status) == ("attention_unfused", "warn") and "bfloat16 and float16" in runs.text
     assert any("still experimental" in line for line in runs.evidence), "why flash refused"
     with_it = layers.with_flag([runs], backends("flash"), ["bfloat16", "float16"])[0]
@@ -610,7 +610,7 @@ def test_the_flag_is_advised_where_it_helps() -> None:
     assert without.row == "attention_unfused" and without.evidence[-1].endswith("the same")
     none = backends("flash")
     none["float16"]["default"] = {"refused": "HIP error"}
-    assert layers.what_runs("cuda:0", none).status == "unknown", "what no backend runs is not said to be fused"
+    assert layers.default_backends("cuda:0", none).status == "unknown", "what no backend runs is not said to be fused"
 
 
 @pytest.mark.usefixtures("small")
