@@ -1,11 +1,11 @@
 """``hf-rocm-tune sft --cards_way auto``: the fastest way to use two cards by the plan, as flags of launcher and job.
 
-The launcher runs this as a process of its own (``python -m hf_rocm_tune.job.cards FLAGS``): it reads the memory of a
-card, and the launcher must hold none while the job trains. The last line of standard output is a JSON object with
-``flags`` and ``why``. The plan takes the effective batch that the flags give two processes.
+The launcher runs this as a separate process (``python -m hf_rocm_tune.job.cards FLAGS``), because it reads the memory
+of a card, and the launcher must not use a card while the job trains. The last line of standard output is a JSON object
+with ``flags`` and ``why``. The plan uses the effective batch of two processes with these flags.
 
-Averages through the host are not chosen here: the job's preflight tries RCCL on these cards and changes over if its
-averages are wrong or do not return. For the other ways a failed preflight ends the job with exit code 4.
+Averages through the host are not chosen here: the job's preflight tries RCCL and falls back to them if its averages are
+wrong or do not return. With the other ways a failed preflight ends the job with exit code 4.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from hf_rocm_tune.settings import names
 
 CARDS = 2
 _DECIDED = ("auto_fit", "recompute_layers", "split_layers", "pipeline", "tensor_parallel", "grad_sync")
-"""Flags that choose what the plan chooses here."""
+"""Flags for what the plan decides here."""
 
 
 def choose(argv: Sequence[str]) -> dict[str, Any]:
-    """The way to use two cards for a job.
+    """Choose the way to use two cards for a job.
 
     Args:
         argv: the job's flags.
 
     Returns:
-        ``flags``: for the launcher and the job, behind those that are given; ``why``: one sentence.
+        ``flags``: for launcher and job, to append to the given ones; ``why``: one sentence.
 
     Raises:
-        UsageError: fewer than two cards are visible, a flag has chosen already, or this job cannot be planned.
+        UsageError: fewer than two cards are visible, a flag of `_DECIDED` is given, or the job cannot be planned.
         OutOfMemoryError: no way fits.
     """
     import torch
@@ -51,7 +51,7 @@ def choose(argv: Sequence[str]) -> dict[str, Any]:
     arguments = parse(argv)
     training, tune = arguments.training, arguments.tune
     if chosen := sorted(arguments.given.intersection(_DECIDED)):
-        raise UsageError(f"{names.CARDS_WAY} auto chooses --{chosen[0]} itself: leave one of them out")
+        raise UsageError(f"{names.CARDS_WAY} auto chooses --{chosen[0]}: leave out one of the two")
     if (visible := torch.cuda.device_count()) < CARDS:
         raise UsageError(f"{names.CARDS_WAY} auto needs two visible cards, and there are {visible}: leave it out")
     wanted = demand(

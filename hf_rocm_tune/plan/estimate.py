@@ -1,15 +1,15 @@
-"""What a training step takes of a card: arithmetic on recorded shapes. Imports no torch.
+"""Memory and time of a training step on a card: arithmetic on recorded shapes. Imports no torch.
 
 A recording (`Tape`, made by `recorder`) lists when each storage of one step is allocated and freed, for a model with a
-few of its layers. A model of L layers is the recorded stretches in order, each layer's as often as the model has layers
+few of its layers. A model of L layers is the recorded segments in order, each layer's as often as the model has layers
 of that kind. The peak is the highest of several moments (backward of the loss, of a layer, the optimizer's step,
-loading), never the sum of everything that a step allocates.
+loading), never the sum of all allocations of a step.
 
-    held during the whole step    weights, quantisation constants, adapters, optimizer state, gradient buckets
-    at the peak                   gradients, activations kept for backward, working memory of the stretch that peaks
-    around it                     allocator slack, the driver's context, what a desktop holds: assumed or read
+    during the whole step    weights, quantisation constants, adapters, optimizer state, gradient buckets
+    at the peak              gradients, activations kept for backward, working memory of the segment with the peak
+    other                    allocator slack, the driver's context, the memory of a desktop: assumed or read
 
-Speed is an estimate that ranks choices. It is no measurement and no figure of a card.
+Speed is an estimate to compare choices with, not a measurement.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ Floats: TypeAlias = "npt.NDArray[np.float64]"
 Counts: TypeAlias = "tuple[int, ...]"
 
 GIB = 1 << 30
-#: Assumed, not measured on a 7900 XT: what the runtime holds before the first tensor, kernels and workspaces included.
+#: Assumed, not measured on a 7900 XT: memory of the runtime before the first tensor, kernels and workspaces included.
 CONTEXT_BYTES = GIB // 2
-#: Assumed: share of what comes and goes that the caching allocator cannot reuse, and a floor.
+#: Assumed: share of temporary memory that the caching allocator cannot reuse, and a minimum.
 SLACK_SHARE, SLACK_FLOOR = 0.05, GIB // 10
-#: A case that leaves less is called tight. Reserved minus allocated, with the context, was 0.5 to 1.8 GiB on T4s
-#: (fitcheck), the context alone 612 MiB on a B200 (unsloth#8669): up to that much more than is assumed here.
+#: A case that leaves less is called tight. Reserved minus allocated memory plus the context was 0.5 to 1.8 GiB on T4s
+#: (fitcheck), the context alone 612 MiB on a B200 (unsloth#8669), more than is assumed here.
 TIGHT = 7 * GIB // 10
-#: Assumed where it cannot be read: a desktop session that draws on the card.
+#: Assumed if it cannot be read: a desktop session on the card.
 DESKTOP_BYTES = GIB
 #: An operation reads about twice what it writes.
 MOVED_PER_WRITTEN = 3.0
-#: Assumed: seconds a launch costs, Python's share included.
+#: Assumed: seconds per kernel launch, Python's share included.
 LAUNCH = 10e-6
-#: Share of the data sheet's bandwidth that a kernel reaches, where it was not measured: assumed.
+#: Assumed unless it was measured: share of the data sheet's bandwidth that a kernel reaches.
 BANDWIDTH_SHARE = 0.8
-#: Estimates of speed that differ by less are taken as equal.
+#: Estimates of speed that differ by less count as equal.
 NEAR = 0.02
 #: Lengths are searched in steps of this many tokens.
 LENGTH_STEP = 128
@@ -57,39 +57,39 @@ _OF_LAYERS = ("forward", "backward")
 
 @dataclass(kw_only=True)
 class Segment:
-    """A stretch of a step."""
+    """A part of a step."""
 
     # ``start`` (embeddings, masks), ``forward``, ``head`` (last norm, head, loss), ``loss`` (their backward),
     # ``backward``, ``end`` (backward of the embeddings), in this order
     role: str
-    layer: int = -1  # position among the recorded layers; -1 for a stretch that belongs to none
-    flops: int = 0  # floating point operations of its matrix multiplications
-    # bytes of the tensors that came into being in it, but for those of matrix products and of unpacking, which have
-    # rates of their own, and of casts, which are read at once
+    layer: int = -1  # position among the recorded layers; -1: none
+    flops: int = 0  # floating point operations of its matrix products
+    # bytes of its new tensors, except those of matrix products and dequantisation, which have rates of their own, and
+    # of casts, which are read at once
     written: int = 0
-    launches: int = 0  # operations that wrote a tensor
+    launches: int = 0  # operations with a new tensor
     products: int = 0  # of those, matrix products and attention
-    unpacked: int = 0  # elements of 4-bit weights that were made whole
+    unpacked: int = 0  # elements of 4-bit weights that were dequantised
 
 
 @dataclass(kw_only=True)
 class Tape:
-    """What was recorded of one step."""
+    """The recording of one step."""
 
-    segments: list[Segment] = field(default_factory=list)  # in order of time; each pair of role and layer is there once
-    # (segment, storage, +1 or -1) in order of time; 0 where a storage has become a parameter's gradient
+    segments: list[Segment] = field(default_factory=list)  # in order of time, one for each pair of role and layer
+    # (segment, storage, +1 allocated, -1 freed or 0 became a parameter's gradient) in order of time
     events: list[tuple[int, int, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes of each storage
-    owners: list[int] = field(default_factory=list)  # segment in which each storage came into being
+    owners: list[int] = field(default_factory=list)  # segment in which each storage was allocated
 
 
 class StepRecording:
-    """A recorded step of a model with few layers: what each of its stretches holds and computes."""
+    """A recorded step of a model with few layers: memory and work of each segment."""
 
     def __init__(self, tape: Tape) -> None:
         keys = [(segment.role, segment.layer) for segment in tape.segments]
         self.layers = 1 + max(layer for _, layer in keys)
-        #: stretches that belong to no layer
+        #: segments outside the layers
         self.outside = [key for key in keys if key[1] < 0]
         self._sizes = np.array(tape.sizes, dtype=np.float64)
         owners = np.array([keys[owner][1] for owner in tape.owners], dtype=np.int64)
@@ -118,10 +118,10 @@ class StepRecording:
         return self._levels[asked]
 
     def level(self, key: tuple[str, int], accumulating: bool, times: Floats) -> Floats:
-        """The change, the highest level and the gradients of a stretch, in bytes.
+        """The change, the highest level and the new gradients of a segment, in bytes.
 
-        ``times`` is how often what each recorded layer made counts, and last what belongs to no layer: a cache of casts
-        that layers fill and a stretch outside them frees is freed once for every layer of the real model.
+        ``times`` has the multiplicity of storages by the recorded layer that allocated them, and at the end that of all
+        others: a cache of casts that the layers fill is freed by one segment, for every layer of the real model.
         """
         if key not in self._stretches:  # a layer of which nothing needs a gradient
             return np.zeros(3)
@@ -135,34 +135,35 @@ class StepRecording:
         return self._levels[asked]
 
     def work(self, times: Floats) -> Floats:
-        """What the step computes with its layers, and what belongs to none, as often as ``times``; see `Step.work`."""
+        """The work of the step, each layer and the segments outside them multiplied by ``times``; see `Step.work`."""
         found: Floats = self._work @ times[self._places]
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The highest level of a step, in bytes above what is there before it."""
+    """The highest level of a step, in bytes above the level before it."""
 
     total: float  # the level
-    role: str  # the stretch in which it is reached
+    role: str  # the segment in which it is reached
     layer: int  # of the real model, from 0; -1: none
-    kept: float  # activations kept for backward when that stretch begins
-    gradients: float  # gradients of parameters that exist when that stretch begins
-    by_role: dict[str, float]  # the highest level in each kind of stretch
-    all_gradients: float  # bytes of the gradients when the step is done
+    kept: float  # activations kept for backward at the start of that segment
+    gradients: float  # gradients of parameters at the start of that segment
+    by_role: dict[str, float]  # the highest level in each kind of segment
+    all_gradients: float  # bytes of the gradients at the end of the step
 
 
 @dataclass(frozen=True)
 class Step:
     """A step of the real model at one batch size and length.
 
-    Its layers are runs, each from a recording of one recomputation. What belongs to no layer comes from the first.
+    Its layers are runs, each from a recording with one kind of recomputation. The segments outside the layers are
+    those of the first recording.
     """
 
-    #: of each run its recording, and for each of its real layers the stand-in among the recorded ones
+    #: the recording of each run, and for each of its real layers the index of the recorded one
     runs: tuple[tuple[StepRecording, Counts], ...]
-    #: as a card sees it that has layers of a split model and nothing else, beside copies of what they are given
+    #: of a card that has layers of a split model and copies of their inputs only
     layers_only: bool = False
 
     @property
@@ -171,7 +172,7 @@ class Step:
         return sum(len(layer_of) for _, layer_of in self.runs)
 
     def part(self, start: int, stop: int) -> Step:
-        """The step on a card of a split model: its layers and, if it is the first, all that is no layer."""
+        """The step on a card of a split model: its layers and, if it is the first, all other segments."""
         found, before = [], 0
         for recording, layer_of in self.runs:
             found.append((recording, layer_of[max(start - before, 0) : max(stop - before, 0)]))
@@ -180,7 +181,7 @@ class Step:
 
     @cached_property
     def _times(self) -> list[Floats]:
-        """Of each run how often each recorded layer is there, and behind them whether what is no layer is."""
+        """For each run the number of each recorded layer, and at the end 1 or 0 for the segments outside the layers."""
         found = []
         for run, (recording, layer_of) in enumerate(self.runs):
             counts = [layer_of.count(layer) for layer in range(recording.layers)]
@@ -188,16 +189,14 @@ class Step:
         return found
 
     def peak(self, *, accumulating: bool = False) -> Peak:
-        """The peak of the step; ``accumulating``: the gradients of earlier micro-batches are held, and new ones are
-        added to them.
-        """
+        """The peak of the step; ``accumulating``: new gradients are added to those of earlier micro-batches."""
         first = self.runs[0][0]
         outside = {key: first.level(key, accumulating, self._times[0]) for key in first.outside}
-        # a card with layers only holds copies of what the embeddings and masks leave behind
+        # a card with layers only has copies of the results of embeddings and masks
         start = max(0.0, outside["start", -1][0]) if self.layers_only else 0.0
         for run, (recording, _) in enumerate(self.runs[1:], 1):
             for key in recording.outside:
-                if key in outside:  # what layers of this run made and it ends
+                if key in outside:  # storages of this run's layers that it frees
                     outside[key] = outside[key] + recording.level(key, accumulating, self._times[run]) * (1, 0, 1)
         blocks: list[tuple[str, Floats]] = []
         for role in ("start", "forward", "head", "loss", "backward", "end"):
@@ -232,11 +231,11 @@ class Step:
         )
 
     def work(self) -> tuple[float, ...]:
-        """What one step computes, over all layers, recomputation included.
+        """The work of one step, over all layers, recomputation included.
 
         Returns:
-            Floating point operations of matrix products and attention, bytes that other operations write,
-            operations that write one, how many are such products, and elements of 4-bit weights that are unpacked.
+            Floating point operations of matrix products and attention, bytes that other operations write, number of
+            operations that write a tensor, number of such products, and elements of 4-bit weights that are dequantised.
         """
         rows = []
         for (recording, _), times in zip(self.runs, self._times, strict=True):
@@ -253,7 +252,7 @@ _BLOCK_8_BIT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedTensor:
-    """Tensors of one size that are trained."""
+    """Trained tensors of one size."""
 
     elements: int  # of one tensor
     itemsize: int  # bytes of an element, and of an element of its gradient
@@ -267,25 +266,25 @@ class TrainedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What an optimizer keeps and takes.
+    """Memory of an optimizer: its state, and temporary memory of its step.
 
-    Sources: torch 2.13 ``optim/adam.py`` (states in the parameter's dtype; the foreach form, which a GPU gets, takes
-    one more copy of the parameters while it steps; the loop of the CPU three of one parameter; the fused form none);
-    bitsandbytes 0.50.2 ``optim/optimizer.py`` (8-bit states with a float32 constant for 256 elements; tensors below
-    4096 elements keep float32; 32-bit states are float32 whatever the parameter; paged states live in managed memory)
-    and ``backends/cpu/ops.py`` (there an 8-bit step works on float32 copies of one parameter, its gradient and its
-    states, and two of what it writes). How paged states behave on RDNA3 was not tried; they are counted as host memory.
+    Sources: torch 2.13 ``optim/adam.py`` (states in the parameter's dtype; a step takes one copy of the parameters in
+    the foreach form, which is the default on a GPU, three of one parameter in the loop on a CPU, and none in the fused
+    form); bitsandbytes 0.50.2 ``optim/optimizer.py`` (8-bit states with a float32 constant per 256 elements; float32
+    for tensors below 4096 elements; 32-bit states are float32 whatever the parameter; paged states are in managed
+    memory) and ``backends/cpu/ops.py`` (on a CPU an 8-bit step has float32 copies of one parameter, its gradient and
+    its states, and of two results). Paged states were not tried on RDNA3; they are counted as host memory.
     """
 
-    states: int  # values kept for each parameter
-    bits: int = 0  # of a value; 0 for the parameter's own dtype
-    paged: bool = False  # kept in managed memory
-    copies: float = 0.0  # of all trained parameters that a step takes while it runs
-    copies_of_one: float = 0.0  # of the largest of them instead, where they are stepped one by one
+    states: int  # values per parameter
+    bits: int = 0  # of a value; 0: the parameter's dtype
+    paged: bool = False  # in managed memory
+    copies: float = 0.0  # of all trained parameters during a step
+    copies_of_one: float = 0.0  # or of the largest one, if they are stepped one by one
     floats_of_one: int = 0  # the same in float32, whatever the parameter
 
     def kept(self, trained: Iterable[TrainedTensor]) -> int:
-        """Bytes of state, wherever it lives."""
+        """Bytes of state, on the card or the host."""
 
         def one(tensor: TrainedTensor) -> int:
             if self.bits == 8 and tensor.elements >= _SMALLEST_8_BIT:
@@ -295,7 +294,7 @@ class Optimizer:
         return self.states * sum(one(tensor) * tensor.count for tensor in trained)
 
     def taken(self, trained: Sequence[TrainedTensor]) -> float:
-        """Bytes that a step takes on the card while it runs."""
+        """Bytes of temporary memory of a step on the card."""
         largest = max((tensor.elements * tensor.itemsize for tensor in trained), default=0)
         floats = max((4 * tensor.elements for tensor in trained), default=0)
         of_one = self.copies_of_one * largest + self.floats_of_one * floats
@@ -316,7 +315,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def optimizer(name: str, *, on_cpu: bool = False) -> Optimizer:
-    """The optimizer of a name, as ``--optim`` has it. On a CPU torch and bitsandbytes step one parameter at a time.
+    """The optimizer of a name of ``--optim``. On a CPU torch and bitsandbytes step one parameter at a time.
 
     Raises:
         UsageError: its memory is not known here.
@@ -330,17 +329,17 @@ def optimizer(name: str, *, on_cpu: bool = False) -> Optimizer:
     return replace(found, copies=0.0, copies_of_one=3 * found.copies, floats_of_one=floats)
 
 
-# ---- what is planned --------------------------------------------------------------------------------------------
+# ---- estimates --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A tensor that is there during the whole step."""
+    """A tensor that exists during the whole step."""
 
-    part: str  # ``weights`` (buffers too), ``quantisation constants`` or ``adapters``
-    layer: int  # position among the recorded layers, or -1 where it belongs to none
-    nbytes: int  # what it takes
-    elements: int = 0  # of a parameter: what it stands for, where it is packed
+    part: str  # ``weights`` (buffers, too), ``quantisation constants`` or ``adapters``
+    layer: int  # position among the recorded layers; -1: none
+    nbytes: int  # as it is stored
+    elements: int = 0  # of a parameter, before it is quantised
     itemsize: int = 0  # bytes of an element of its gradient
     trained: bool = False  # whether it has a gradient and optimizer state
 
@@ -351,12 +350,12 @@ class Weights:
 
     parts: Mapping[str, int]  # bytes by part
     trained: tuple[TrainedTensor, ...]  # the tensors that have gradients
-    parameters: int  # of the model, adapters not counted, packed ones as what they stand for
-    largest: int  # bytes that the largest tensor has before it is quantised; 0 where nothing is
+    parameters: int  # of the model without adapters, before quantisation
+    largest: int  # bytes of the largest quantised tensor before it is quantised; 0 without any
 
     @classmethod
     def total(cls, tensors: Iterable[Weight], layer_of: Sequence[int]) -> Weights:
-        """Adds up the tensors of the recorded layers, each as often as the real model has such a layer."""
+        """The sums over the tensors of the recorded layers, each as often as the real model has such a layer."""
         parts = {"weights": 0, "quantisation constants": 0, "adapters": 0}
         trained: Counter[tuple[int, int]] = Counter()
         parameters, largest = 0, 0
@@ -367,7 +366,7 @@ class Weights:
                 trained[tensor.elements, tensor.itemsize] += count
             if tensor.part == "weights":
                 parameters += tensor.elements * count
-                if tensor.elements * tensor.itemsize > tensor.nbytes:  # packed
+                if tensor.elements * tensor.itemsize > tensor.nbytes:  # quantised
                     largest = max(largest, 2 * tensor.elements)
         groups = tuple(TrainedTensor(elements=each, itemsize=size, count=n) for (each, size), n in trained.items())
         return cls(parts=parts, trained=groups, parameters=parameters, largest=largest)
@@ -375,28 +374,28 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast a card computes.
+    """The speed of a card.
 
-    A matrix product of n operations takes ``n / products + each`` seconds, which is its rate by size. The defaults are
-    those of an RX 7900 XT, of others' measurements (shared facts): 77 TFLOPS in bfloat16 at best and 14 at 1024 cubed
+    A matrix product of n operations takes ``n / products + each`` seconds, so its rate depends on its size. The
+    defaults are for an RX 7900 XT, from measurements by others: 77 TFLOPS in bfloat16 at best and 14 at 1024 cubed
     (zzc0721/torch-performance-test-data, through ZLUDA). 4-bit weights: torchtune's Llama-3.1-8B on a 4090, 3,083
-    tokens a second with LoRA and 2,413 with QLoRA, taken as 4096 tokens a step and scaled by bandwidth.
+    tokens a second with LoRA and 2,413 with QLoRA, read as 4096 tokens a step and scaled by bandwidth.
     """
 
     products: float = 77e12  # floating point operations a second of a large product in bfloat16
-    each: float = 125e-6  # seconds that every product takes besides
-    unpacked: float = 45e9  # elements of 4-bit weights a second that are made bfloat16
+    each: float = 125e-6  # additional seconds per product
+    unpacked: float = 45e9  # elements of 4-bit weights dequantised to bfloat16 a second
     bandwidth: float | None = None  # bytes a second; None: `BANDWIDTH_SHARE` of the data sheet's
     source: str = "assumed, not measured on this card"
-    # The true speed is taken to lie between these shares of the estimate: our own bounds. With the rates of an XTX, the
-    # two published steps of Qwen2.5-3B on one were 1.27 and 1.32 times as fast (`benchmarks/plan_published.py`).
+    # Bounds of the true speed as shares of the estimate, chosen by us. With the rates of an XTX, the two published
+    # steps of Qwen2.5-3B on one were 1.27 and 1.32 times as fast (`benchmarks/plan_published.py`).
     least: float = 0.5
     most: float = 1.4
 
 
 def cpu_rates(threads: int) -> Rates:
-    """Rates of a CPU with that many threads, by those of one core of an AMD EPYC: 106 GFLOPS in float32 at 256 and 1024
-    cubed. The others are assumed."""
+    """Rates of a CPU with that many threads, from one core of an AMD EPYC: 106 GFLOPS in float32 at 256 and 1024 cubed.
+    The other rates are assumed."""
     return Rates(products=1e11 * threads, each=2e-5, unpacked=5e8 * threads, bandwidth=1e10 * threads)
 
 
@@ -404,23 +403,23 @@ def cpu_rates(threads: int) -> Rates:
 class CardMemory:
     """The memory of one card, in bytes."""
 
-    name: str  # as it is shown
-    usable: int  # what torch can see of it
-    desktop: int = DESKTOP_BYTES  # held by others
-    desktop_source: str = "assumed"  # how that is known
-    context: int = CONTEXT_BYTES  # held by the runtime
-    context_source: str = "assumed"  # how that is known
+    name: str  # for output
+    usable: int  # visible to torch
+    desktop: int = DESKTOP_BYTES  # used by other programs
+    desktop_source: str = "assumed"
+    context: int = CONTEXT_BYTES  # used by the runtime
+    context_source: str = "assumed"
     bandwidth: float = 800e9  # bytes a second, by the data sheet
-    rates: Rates = Rates()  # how fast it computes
+    rates: Rates = Rates()
 
     @property
     def free(self) -> int:
-        """What is left for torch's allocator."""
+        """Bytes for torch's allocator."""
         return self.usable - self.desktop - self.context
 
     @property
     def margin(self) -> float:
-        """What a choice that could as well take less leaves free: `TIGHT`; of a limit that is no card's, a share."""
+        """Bytes that a choice should leave free: `TIGHT`, or a share of a limit that is smaller than any card."""
         return TIGHT if self.usable >= 4 * GIB else self.usable / 64
 
 
@@ -431,13 +430,13 @@ class Case:
     micro_batch: int  # sequences on one card at a time
     length: int  # tokens of a sequence
     checkpointing: bool  # activations are recomputed
-    packing: bool = False  # a row holds several sequences, and all rows become one (TRL's ``bfd``)
-    accumulation: int = 1  # micro-batches to one optimizer step
-    cards: int = 1  # that hold the whole model each and average gradients
-    # of the layers from the first on, how many are recomputed whole and how many but for products and attention; None:
-    # all whole, or none, as ``checkpointing`` says
+    packing: bool = False  # a row has several sequences, and all rows become one (TRL's ``bfd``)
+    accumulation: int = 1  # micro-batches per optimizer step
+    cards: int = 1  # that each have the whole model and average gradients
+    # from the first layer on, the number of layers that recompute everything, and then of those that keep products and
+    # attention; None: all or no layers, as ``checkpointing`` says
     recompute: tuple[int, int] | None = None
-    flights: int = 1  # micro-batches under way at once, each of which keeps its activations
+    flights: int = 1  # micro-batches in flight, each of which keeps its activations
 
     @property
     def content(self) -> str:
@@ -462,17 +461,17 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a case takes, and how fast it is estimated to be."""
+    """Estimated memory and speed of a case."""
 
     variant: str  # name of the method
-    case: Case  # the case
-    parts: Mapping[str, float]  # bytes at the peak, by part, in the order in which they are shown
-    moment: str  # where the peak is
+    case: Case
+    parts: Mapping[str, float]  # bytes at the peak, by part, in the order of output
+    moment: str  # of the peak
     moments: Mapping[str, float]  # highest level at each kind of moment, in bytes of torch's allocator
     total: float  # bytes of the card, everything included
     spare: float  # bytes left over; negative: missing
     tokens_per_second: float  # on all cards, padding counted as tokens
-    shares: Mapping[str, float]  # of the time, by what takes it
+    shares: Mapping[str, float]  # of the time, by cause
 
     @property
     def fits(self) -> bool:
@@ -481,12 +480,12 @@ class Estimate:
 
     @property
     def tight(self) -> bool:
-        """Whether it fits with so little left over that what is assumed decides."""
+        """Whether it fits with so little left over that it depends on the assumptions."""
         return 0 <= self.spare < TIGHT
 
     @property
     def allocated(self) -> float:
-        """The allocator's peak: without slack, context and desktop. What a measurement is compared with."""
+        """The allocator's peak, without slack, context and desktop, to compare with measurements."""
         return max(self.moments.values())
 
 
@@ -495,7 +494,7 @@ _MOMENTS |= {"end": "backward of the embeddings"}
 
 
 def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
-    """What one case takes of a card."""
+    """The estimate of one case on a card."""
     weights, step = variant.weights, variant.trace(case)
     peak = step.peak(accumulating=case.accumulation > 1)
     state = 0 if variant.optimizer.paged else variant.optimizer.kept(weights.trained)
@@ -503,7 +502,7 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     if case.cards > 1:
         parts["gradient buckets"] = float(sum(tensor.nbytes for tensor in weights.trained))
     held = sum(parts.values())
-    others = (case.flights - 1) * peak.kept  # the most that they can keep: as much as the one that peaks
+    others = (case.flights - 1) * peak.kept  # an upper bound: as much as the one at its peak
     moments = {f"{role} pass" if role in _OF_LAYERS else role: held + others + at for role, at in peak.by_role.items()}
     moments["optimizer step"] = held + peak.all_gradients + variant.optimizer.taken(weights.trained)
     moments["loading"] = weights.parts["weights"] + weights.parts["quantisation constants"] + weights.largest
@@ -539,9 +538,9 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
 
 
 def _seconds(case: Case, step: Step, weights: float, card: CardMemory) -> dict[str, float]:
-    """Matrix products, unpacking of 4-bit weights and memory traffic, each by its rate; or launches if longer.
+    """Seconds of matrix products, dequantisation and memory traffic, by their rates; or of launches if longer.
 
-    Frozen weights are read once in each direction and once more where a layer is recomputed whole.
+    Frozen weights are read once in each direction, and once more if a layer is recomputed completely.
     """
     flops, written, launches, products, unpacked = step.work()
     rates = card.rates
@@ -559,12 +558,12 @@ def _seconds(case: Case, step: Step, weights: float, card: CardMemory) -> dict[s
 
 
 def micro_batches(each: int) -> tuple[int, ...]:
-    """Micro-batches with which ``each`` sequences of one optimizer step can be reached exactly, from 1 up."""
+    """The divisors of ``each``, the sequences of one optimizer step on a card, from 1 up."""
     return tuple(size for size in range(1, each + 1) if each % size == 0)
 
 
 def fastest(options: Iterable[Estimate]) -> Estimate | None:
-    """The one with the most tokens a second of those that fit; of near equals the one that leaves most memory."""
+    """The fastest option that fits; of nearly equal ones, that which leaves most memory."""
     fitting = [each for each in options if each.fits]
     best = max((each.tokens_per_second for each in fitting), default=0.0)
     equals = [each for each in fitting if each.tokens_per_second >= best * (1 - NEAR)]
@@ -572,26 +571,26 @@ def fastest(options: Iterable[Estimate]) -> Estimate | None:
 
 
 def longest(fits: Callable[[int], bool], *, limit: int) -> int | None:
-    """The greatest length up to ``limit`` that fits, a multiple of ``LENGTH_STEP``; None where the shortest does not.
+    """The greatest length up to ``limit`` that fits, a multiple of ``LENGTH_STEP``; None if the shortest does not.
 
-    What a length takes grows with it.
+    Memory must grow with the length.
     """
     steps = range(LENGTH_STEP, max(LENGTH_STEP, limit) + 1, LENGTH_STEP)
     return LENGTH_STEP * bisect_left(steps, True, key=lambda length: not fits(length)) or None
 
 
-#: Assumed: the system and a desktop session; Python, torch, the ROCm runtime and its kernels in one training process;
-#: a data loader's worker.
+#: Assumed: system and desktop session; Python, torch, ROCm runtime and kernels of one training process; one data loader
+#: worker.
 SYSTEM_BYTES, PROCESS_BYTES, WORKER_BYTES = 5 * GIB // 2, 3 * GIB, GIB // 2
 #: The page-locked ring of the verified transfer: 4 slots of 32 MiB (``transfer/copies.py``).
 RING_BYTES = 4 * 32 * (1 << 20)
 
 
 def host(variant: Variant, case: Case, *, workers: int = 0) -> dict[str, float]:
-    """What the training processes of one choice take of the host's memory: bytes by part, all processes together.
+    """Host memory of a choice: bytes by part, of all training processes.
 
-    Weight files are mapped and read through the ring: their pages are cache, which the system takes back. What a
-    checkpoint gathers on the host is a copy of adapter and optimizer state.
+    Weight files are mapped and read through the ring: their pages are page cache, which the system frees. A checkpoint
+    gathers a copy of adapter and optimizer state on the host.
     """
     state = variant.optimizer.kept(variant.weights.trained)
     parts = {

@@ -468,10 +468,10 @@ def split_plan(
         counts: layers on each card, the last of which may be left out; by default the cut that leaves most memory on
             the fullest card.
         config, within_limit: as for `plan_for`.
-        flights: micro-batches under way at once, if a step has as many.
+        flights: micro-batches in flight, if a step has as many.
 
     Returns:
-        The fastest case by estimate that fits on every card; if none fits, the one that misses least.
+        The fastest case by estimate that fits on every card; if none fits, the one with the least memory missing.
 
     Raises:
         UsageError: the model cannot be planned, the counts do not fit it, or it has too few layers.
@@ -496,7 +496,7 @@ def over_cards(
         counts = counts_for(counts, whole.layers)
         cards = cards[: len(counts)]
     if whole.layers < len(cards):
-        raise UsageError(f"{whole.layers} layers cannot be shared out over {len(cards)} cards")
+        raise UsageError(f"{whole.layers} layers cannot be distributed over {len(cards)} cards")
 
     @cache
     def part(method: str, start: int, stop: int) -> Variant:

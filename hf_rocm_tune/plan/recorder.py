@@ -1,13 +1,13 @@
-"""Recording one training step on the meta device: which storage comes into being when, and when it goes.
+"""Recording of one training step on the meta device: when each storage is allocated, and when it is freed.
 
-Nothing is downloaded or allocated. The step is the one that TRL makes: the backbone, the fused head and its loss, the
-backward pass with or without checkpointing of each layer. Saved tensors, gradients and recomputation are counted
-because they are there, not because a formula says so. A storage counts once, whatever views it has; parameters and
-buffers, which exist before the step, do not count.
+Nothing is downloaded or allocated. The step is that of TRL: the backbone, the fused head and its loss, and the backward
+pass with or without checkpointing of each layer. Saved tensors, gradients and recomputation are recorded, not computed
+by a formula. A storage counts once, however many views it has; parameters and buffers, which exist before the step, do
+not count.
 
 Covered: every architecture of transformers with a causal language model whose forward pass runs on the meta device.
-Not covered, and refused with one line: models that choose their way by the content of tensors (experts picked by
-Python loops), and models whose layers cannot be told.
+Not covered, and refused with one line: models with control flow that depends on the content of tensors (experts
+selected by Python loops), and models whose decoder layers cannot be found.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from hf_rocm_tune.plan.sample import Sample
 
 aten = torch.ops.aten
 
-#: torch decides in Python of each operation of a layer whether its result is kept, and once more when the layer is
-#: recomputed: with 10 microseconds a launch (measured: 20 an operation on a CPU) as if each were launched three times.
+#: For each operation of a layer, torch decides in Python whether its result is kept, and again in recomputation. That
+#: takes the time of two more launches (10 microseconds each; 20 per operation were measured on a CPU).
 _SELECTIVE_LAUNCHES = 3
 
 # ---- recording a step -------------------------------------------------------------------------------------------
@@ -48,15 +48,15 @@ def record(
 
     Args:
         sample: the model.
-        case: says what its rows are (plain, padded or packed) and whether activations are recomputed: of all layers
-            whole, or where it has ``recompute``, of all layers but for products and attention.
+        case: its rows are plain, padded or packed; with checkpointing, all activations of the layers are recomputed, or
+            if it has ``recompute``, those of all operations except products and attention.
         batch, length: rows, and tokens of each.
-        platform: ``hip``, ``cuda`` or ``cpu``: the device whose kernels count.
+        platform: ``hip``, ``cuda`` or ``cpu``: the device whose kernels are recorded.
         autocast: mixed precision in bfloat16.
 
     Raises:
-        TooManyOperations: it takes too long.
-        UsageError: this model does not run without data, so it cannot be planned.
+        TooManyOperations: recording takes too long.
+        UsageError: the model does not run on the meta device.
     """
     name = type(sample.base).__name__
     parameters = list(sample.model.parameters())
@@ -74,7 +74,7 @@ def record(
             mode.forget_casts()
             recorder.segment("loss")
             loss.backward()
-            del loss  # with it goes what only the graph still held
+            del loss  # frees what only the graph still referenced
         for segment in tape.segments:
             if case.recompute is not None and segment.role == "forward":
                 segment.launches *= _SELECTIVE_LAUNCHES
@@ -112,7 +112,7 @@ def _forward(sample: Sample, shape: tuple[int, int], packed: bool, *, cpu: bool)
 
 
 def _of_all_layers(sample: Sample, logits: tuple[Tensor, ...]) -> list[Tensor]:
-    """The router logits of the real model: each of its sparse layers gives those of the layer that stands for it."""
+    """The router logits of the real model: those of the recorded layer for each of its sparse layers."""
     sparse = [i for i, layer in enumerate(sample.layers) if any("expert" in name for name, _ in layer.named_modules())]
     if len(sparse) != len(logits):
         return list(logits)
@@ -121,7 +121,7 @@ def _of_all_layers(sample: Sample, logits: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _watch(sample: Sample, trained: list[nn.Parameter], recorder: Recorder) -> list[Any]:
-    """Begins a segment at each layer's boundary, in both directions."""
+    """Start a segment at each layer's boundary, forward and backward."""
     last = len(sample.layers) - 1
     hooks = []
 
@@ -155,9 +155,9 @@ def _watch(sample: Sample, trained: list[nn.Parameter], recorder: Recorder) -> l
 
 
 def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -> None:
-    """As ``transformers.Trainer`` does, which makes the embeddings' output need a gradient.
+    """Enable checkpointing as ``transformers.Trainer`` does, which makes the embeddings' output require a gradient.
 
-    What is recomputed runs in the mode too.
+    Recomputation runs in the mode, too.
     """
     if base.is_activation_checkpointing:
         base.activation_checkpointing_disable()
@@ -180,20 +180,20 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -
 # ---- storages --------------------------------------------------------------------------------------------------------
 
 
-#: A step of more operations is not recorded: it would take many seconds.
+#: Steps of more operations are not recorded, as that would take many seconds.
 MOST_OPERATIONS = 20_000
 
 
 class Recorder(TorchDispatchMode):
-    """Records what happens inside its ``with`` block, after autograd.
+    """Records the operations inside its ``with`` block, below autograd.
 
-    Raises :class:`TooManyOperations` in there when it goes on for too long.
+    The block raises :class:`TooManyOperations` after `MOST_OPERATIONS`.
 
     Args:
-        tape: what is recorded goes there.
-        existing: tensors that are there before the step, and do not count.
-        workspaces: bytes that a kernel takes for itself while it runs, by operator; called with its arguments.
-        kernels: what operators gave before; see `remembered`.
+        tape: receives the recording.
+        existing: tensors that exist before the step and do not count.
+        workspaces: by operator, a function of its arguments that returns the bytes of its workspace.
+        kernels: cached results of operators; see `cached`.
     """
 
     def __init__(
@@ -213,11 +213,11 @@ class Recorder(TorchDispatchMode):
         self.segment("start")
 
     def segment(self, role: str, layer: int = -1) -> None:
-        """Begins a stretch with the next operation: what goes before that still belongs to the stretch before."""
+        """Start a segment with the next operation: what is freed before it belongs to the segment before."""
         self._next = Segment(role=role, layer=layer)
 
     def landed(self, gradient: Tensor) -> None:
-        """Says that this tensor has become a parameter's gradient; where it is added to an earlier one, it goes now."""
+        """Record that this tensor is a parameter's gradient; one that is added to an earlier gradient is freed now."""
         index = self._index.get(id(gradient.untyped_storage()))
         if index is not None and index not in self._landed:
             self._landed.add(index)
@@ -225,7 +225,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch's own switch: nothing is compiled here, and its guard around each operator costs a twentieth."""
+        """An option of torch: nothing is compiled here, and its guard around each operator costs a twentieth."""
         return False
 
     def __torch_dispatch__(
@@ -243,7 +243,7 @@ class Recorder(TorchDispatchMode):
             raise TooManyOperations(f"its step takes more than {MOST_OPERATIONS} operations, as loops over tokens do")
         own = self._workspaces.get(func)
         workspace = self._new(own(*args, **kwargs)) if own is not None else None
-        out, flops = remembered(self._kernels, func, args, kwargs)
+        out, flops = cached(self._kernels, func, args, kwargs)
         if self._enter(out) if isinstance(out, Tensor) else sum([self._enter(tensor) for tensor in _tensors_in(out)]):
             segment.launches += 1
             segment.flops += flops
@@ -284,16 +284,16 @@ class Recorder(TorchDispatchMode):
         self._event(index, -1)
 
 
-def remembered(known: dict[Any, Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """What an operator gives on the meta device, and the operations of its matrix product.
+def cached(known: dict[Any, Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """The result of an operator on the meta device, and the floating point operations of its matrix product.
 
-    torch works out an output's shape in Python, which takes longer than all the rest of a recording, and layers repeat
-    the same operators on the same shapes. What an operator gave for the same arguments once, it gives again: new
-    tensors of the same shapes, strides and dtypes. Operators that return or change what they were given, or whose
-    output is not on the meta device, are run each time.
+    torch computes an output's shape in Python, which takes longer than the rest of a recording, and layers repeat the
+    same operators on the same shapes. For arguments that occurred before, the result is new tensors of the same shapes,
+    strides and dtypes. Operators that return or change their arguments, or whose output is not on the meta device, are
+    called each time.
 
     Args:
-        known: what was given before; changed. One serves all recordings of a model.
+        known: the cache, which is updated; all recordings of a model share one.
     """
     operator = known.get(func)
     if operator is None:
@@ -318,7 +318,7 @@ def remembered(known: dict[Any, Any], func: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _key(value: Any) -> Any:
-    """A value as far as an operator on the meta device can tell; 1, 1.0 and True are three."""
+    """The properties of a value that an operator on the meta device depends on; 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.is_meta
     kind = type(value)
@@ -326,10 +326,10 @@ def _key(value: Any) -> Any:
 
 
 def _outputs(out: Any, given: object) -> tuple[Any, ...] | None:
-    """Shape, strides and dtype of each tensor that an operator gave, whatever else as it is; None where it is not new,
-    contiguous in memory and on the meta device.
+    """The values of an operator's result, tensors as shape, strides and dtype; None if it cannot be cached: a tensor is
+    not new, not contiguous in memory or not on the meta device.
 
-    Some operators return a view although their schema does not say so. A number alone tells of a tensor's content.
+    Some operators return a view although their schema does not say so. A result without tensors depends on content.
     """
     outputs = out if isinstance(out, tuple) else (out,)
     if not _tensors_in(outputs):
@@ -364,7 +364,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     return 2 * int(args[0].numel()) * int(out.shape[-1])  # rows times both sides of the weight
 
 
-#: Products that are not in torch's table.
+#: Products that torch's table lacks.
 _PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::int8_scaled_mm", "aten::_grouped_mm"})
 
 
@@ -377,7 +377,7 @@ _LOWER = frozenset(
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
     }
 )
-# Only names that models use between their matrix products. The CPU's list has none of them.
+# Only names that models use between their matrix products. The CPU's autocast list has none of them.
 _UPPER = frozenset(
     {
         *("layer_norm", "group_norm", "rms_norm", "norm", "linalg_norm", "linalg_vector_norm", "cosine_similarity"),
@@ -389,9 +389,9 @@ _UPPER_BY_DTYPE = frozenset({"softmax", "log_softmax", "sum", "cumsum", "prod"})
 
 
 class DeviceMode(TorchFunctionMode):
-    """Makes operations on meta tensors take the card's path.
+    """Runs operations on meta tensors as on the device.
 
-    ``content_is_plain`` answers questions of content: nothing is padded or packed.
+    ``content_is_plain`` is the result of conditions on a tensor's content: nothing is padded or packed.
     """
 
     def __init__(self, *, platform: str, autocast: bool, content_is_plain: bool) -> None:
@@ -404,13 +404,13 @@ class DeviceMode(TorchFunctionMode):
         self._caching = True
 
     def forget_casts(self) -> None:
-        """The end of the forward pass: the cached casts of parameters go; backward keeps none between layers."""
+        """Free the cached casts of parameters at the end of the forward pass; backward caches none between layers."""
         self._casts.clear()
         self._caching = False
 
     @contextmanager
     def again(self, beside: Any) -> Iterator[None]:
-        """A layer is recomputed, in an autocast of its own: it casts each parameter once more."""
+        """Recompute a layer, in an autocast context of its own: each parameter is cast again."""
         self._caching = True
         try:
             with self, beside:
@@ -481,11 +481,11 @@ class DeviceMode(TorchFunctionMode):
             )[0]
         if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]:
             return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        if key.shape[1] != query.shape[1]:  # the memory-efficient kernel wants as many heads
+        if key.shape[1] != query.shape[1]:  # the memory-efficient kernel needs equal numbers of heads
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if attn_mask is not None:
-            # it wants rows at multiples of 8 elements, too; torch pads a mask that has others
+            # it needs rows at multiples of 8 elements, too: torch pads other masks
             short = -attn_mask.shape[-1] % 8
             if short:
                 attn_mask = torch.nn.functional.pad(attn_mask, (0, short))[..., : attn_mask.shape[-1]]
@@ -498,9 +498,9 @@ class DeviceMode(TorchFunctionMode):
 
 @contextmanager
 def autocast_flags(platform: str, enabled: bool) -> Iterator[None]:
-    """Within the block PEFT and transformers hear that autocast is on; meta tensors are not touched by that.
+    """Within the block PEFT and transformers see autocast enabled, which has no effect on meta tensors.
 
-    ``torch.autocast("meta", enabled=False)``, which PEFT says on the meta device and torch refuses, does nothing.
+    ``torch.autocast("meta", enabled=False)``, which PEFT calls and torch refuses, does nothing.
     """
     name, stock = autocast_device(platform), torch.autocast
     before = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
@@ -520,31 +520,31 @@ def autocast_flags(platform: str, enabled: bool) -> Iterator[None]:
 
 
 def autocast_device(platform: str) -> str:
-    """The device type under which torch keeps the platform's autocast; HIP answers to CUDA's name."""
+    """The device type of a platform's autocast in torch; that of HIP is ``cuda``."""
     return "cpu" if platform == "cpu" else "cuda"
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Rows (S, K), grouped by expert, with the experts' weights (E, K, N), by what it keeps and gives."""
+    """Product of rows (S, K), grouped by expert, with the experts' weights (E, K, N)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
-        """(S, N): each row meets one expert, so this product has the same operations and is kept by the same rule."""
+        """(S, N): each row has one expert, so a product with one has the same number of operations."""
         ctx.shapes = rows.shape, weights.shape
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights)
         return rows @ weights[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Gradients of those that want one."""
+        """Gradients of the arguments that require one."""
         wanted = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
         return tuple(grad.new_empty(shape) if need else None for shape, need in wanted)
 
 
 def _workspaces(platform: str) -> dict[Any, Callable[..., int]]:
-    """Bytes that kernels take while they run and that no operator shows, by operator."""
+    """Bytes of workspaces that kernels allocate themselves, by operator."""
     found: dict[Any, Callable[..., int]] = {}
-    if platform == "cuda":  # flash attention 2 collects the gradient of the queries in float32
+    if platform == "cuda":  # flash attention 2 accumulates the gradient of the queries in float32
         found[aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward_cuda
     if hasattr(torch.ops, "bitsandbytes") and hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         found[torch.ops.bitsandbytes.gemm_4bit.default] = _unpacked
@@ -585,7 +585,7 @@ TILE_TOKENS = 4096
 TILE_WIDTH = 32768
 IGNORED = -100
 _STATISTICS = 7  # float32 values a token: running maximum, sums, the target's logit
-# How many float32 copies of a tile live at once where Triton is missing, beside one of booleans (TRL's `_forward_tile`,
+# Number of float32 copies of a tile at a time without Triton, besides one of booleans (TRL's `_forward_tile`,
 # `_backward_tile`).
 _FORWARD_TILES = 3
 _BACKWARD_TILES = 7
@@ -609,7 +609,7 @@ class FusedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Gradients are collected in float32, then cast."""
+        """Gradients are accumulated in float32, then cast."""
         hidden, weight, bias = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         sums = [
@@ -638,13 +638,13 @@ def _project(hidden: Tensor, weight: Tensor, cpu: bool, copies: int) -> None:
 
 
 def _loss_of(hidden: Tensor, labels: Tensor, head: nn.Module, *, cpu: bool) -> Tensor:
-    """The loss of a batch from the last hidden states (B, S, H) and int64 labels (B, S), as TRL's fused forward has it.
+    """The loss of a batch from the last hidden states (B, S, H) and int64 labels (B, S), as in TRL's fused forward.
 
-    Without Triton every position is projected, with it only those that have a label: here all have.
+    Without Triton every position is projected, with it only those that have a label, here all.
     """
     states, targets = hidden[:, :-1], labels[:, 1:]
     mask = targets != IGNORED
-    # not `states[mask]`: how many are selected is not known on the meta device
+    # not `states[mask]`: the number of selected ones is unknown on the meta device
     flat = states.reshape(-1, states.shape[-1]) if cpu else _Selected.apply(states)
     per_token = FusedHead.apply(flat, head.weight, getattr(head, "bias", None), cpu)
     log_probs = per_token.view(mask.shape) * mask
@@ -664,5 +664,5 @@ class _Selected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Zeros, into which the rows are put."""
+        """Zeros, into which the rows are written."""
         return grad.new_zeros(ctx.shape)

@@ -37,7 +37,7 @@ class Sample:
     config: Any  # the text configuration
     notes: tuple[str, ...]  # for the reader of the plan
     keep: str  # one of ``KEEPS``: how its layers were kept
-    # earlier results of operators, for all its recordings; see `recorder.remembered`
+    # cached results of operators, shared by its recordings; see `recorder.cached`
     kernels: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

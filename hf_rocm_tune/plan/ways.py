@@ -1,13 +1,13 @@
-"""Ways to use several cards, side by side: what fits, how fast it may be, and what crosses between the cards.
+"""Ways to use several cards, compared: what fits, the speed, and the traffic between the cards.
 
     ddp       each card has the whole model and its share of the batch; gradients are averaged by RCCL
     host      the same, averaged through host memory
-    fsdp2     each card has its share of the weights; a layer is gathered where it computes, forward and backward
-    split     each card has some of the layers; one computes after the other
+    fsdp2     each card has its share of the weights; a layer is gathered when it computes, forward and backward
+    split     each card has some of the layers; they compute one after the other
     pipeline  a split whose cards work on different micro-batches
-    tensor    the cards compute each layer together; outputs and gradients are added up in each
+    tensor    the cards compute each layer together; outputs and gradients are summed in each layer
 
-Every figure is an estimate from counted bytes and assumed rates. Nothing of it was measured on two cards.
+Every figure is an estimate from counted bytes and assumed rates. None was measured on two cards.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hf_rocm_tune.plan.estimate import GIB, NEAR, Case, Estimate, Step, Variant,
 from hf_rocm_tune.plan.fit import Plan, SplitPlan, grid_of, over_cards
 from hf_rocm_tune.plan.request import PlanRequest
 
-#: Assumed: bytes a second and direction of PCIe 4.0 x8, as two cards have it on most boards; of x16 28 to 29e9 were
-#: measured (ROCm/ROCm#2253).
+#: Assumed: bytes a second in one direction of PCIe 4.0 x8, the link of two cards on most AM5 boards; on x16, 28 to 29e9
+#: were measured (ROCm/ROCm#2253).
 LINK = 13e9
 #: Assumed: the same through host memory, with digests, and with gloo for averages.
 THROUGH_HOST = 3e9
-#: Micro-batches under way at once for each card of a pipeline, if a step has as many; see `training.pipeline`.
+#: Micro-batches in flight for each card of a pipeline, if a step has as many; see `training.pipeline`.
 IN_FLIGHT = 2
 
 
@@ -36,16 +36,16 @@ class CardsWay:
     """One way to use the cards."""
 
     name: str  # ``ddp``, ``host``, ``fsdp2``, ``split``, ``pipeline`` or ``tensor``
-    option: Estimate  # the fastest case that fits, else the one that misses least; its speed is that of all cards
+    option: Estimate  # the fastest case that fits, else the one with the least memory; the speed is that of all cards
     total: float  # bytes on the fullest card
     fits: bool
-    longest: int | None  # tokens, with micro-batch 1 and checkpointing; None: none fits, or not known
-    crossing: float  # bytes between the cards, or between them and the host, in one optimizer step; all cards together
-    flags: str  # that choose it
+    longest: int | None  # tokens, with micro-batch 1 and checkpointing; None: none fits, or unknown
+    crossing: float  # bytes between the cards, or between them and the host, in one optimizer step; sum of all cards
+    flags: str  # of ``hf-rocm-tune sft`` that select it
 
 
 def ways(plan: Plan) -> list[CardsWay]:
-    """What `plan`, of a job on several cards, gives in each way; ways that this model does not allow are left out."""
+    """Estimates of all ways for a plan on several cards, without those that the model does not support."""
     wanted = [each for each in plan.grid if each.case.length == plan.request.length]
     launched = "--accelerate_config dual_rx7900xt"
     found = [
@@ -54,42 +54,43 @@ def ways(plan: Plan) -> list[CardsWay]:
         _sharded(plan, wanted),
     ]
     for way in (_layered, _together):
-        with suppress(UsageError):  # fewer layers than cards; weights that cannot be cut
+        with suppress(UsageError):  # fewer layers than cards; weights that cannot be sharded
             found += way(plan)
     return found
 
 
 def best_of(found: list[CardsWay]) -> CardsWay | None:
-    """The fastest of the ways that fit; of near equals the first. None: none fits."""
+    """The fastest way that fits, the first of nearly equal ones; None: none fits."""
     offered = [each for each in found if each.fits]
     top = max((each.option.tokens_per_second for each in offered), default=0.0)
     return next((each for each in offered if each.option.tokens_per_second >= top * (1 - NEAR)), None)
 
 
 def sentence(plan: Plan, found: list[CardsWay]) -> str:
-    """Which of the ways to take, and why."""
+    """The recommended way, and the reason."""
     best = best_of(found)
     if best is None:
-        return "none of these fits: see what a shorter --seq or --method qlora takes, or a smaller model"
+        return "none of these fits: try a shorter --seq, --method qlora or a smaller model"
     method, cards = best.option.variant, plan.request.cards
     gib = best.crossing / GIB
     why = {
-        "ddp": f"{method} fits each card whole, so {cards} cards take {cards} batches at once and only {gib:.2f} GiB "
-        "cross in a step",
-        "host": f"{method} fits each card whole, and {gib:.2f} GiB of gradients cross in a step",
-        "fsdp2": f"{method} fits no card whole, and to gather {gib:.1f} GiB of weights in a step takes less time than "
-        "cards that wait for each other",
-        "split": f"{method} fits no card whole; a second card makes room, no speed, and {gib:.2f} GiB cross in a step",
-        "pipeline": f"{method} fits no card whole, the micro-batches of a step keep both cards at work, and {gib:.2f} "
-        "GiB cross in a step",
-        "tensor": f"{method} fits no card whole, and to add up {gib:.1f} GiB in a step takes less time than cards that "
-        "wait for each other",
+        "ddp": f"{method} fits on each card, so {cards} cards compute {cards} batches at once, and only {gib:.2f} GiB "
+        "are transferred per step",
+        "host": f"{method} fits on each card, and {gib:.2f} GiB of gradients are transferred per step",
+        "fsdp2": f"{method} does not fit on one card, and gathering {gib:.1f} GiB of weights per step takes less time "
+        "than cards that wait for each other",
+        "split": f"{method} does not fit on one card; a second card adds memory, not speed, and {gib:.2f} GiB are "
+        "transferred per step",
+        "pipeline": f"{method} does not fit on one card, the micro-batches of a step keep both cards busy, and "
+        f"{gib:.2f} GiB are transferred per step",
+        "tensor": f"{method} does not fit on one card, and summing {gib:.1f} GiB per step takes less time than cards "
+        "that wait for each other",
     }
     return f"{best.name}: {why[best.name]}; start it with {best.flags}"
 
 
 def _at(plan: Plan, option: Estimate, *, times: float = 1.0, plus: float = 0.0, least: float = 0.0) -> Estimate:
-    """The option at the speed that it has if the seconds that a step computes change so; ``least``: not below that."""
+    """The option with ``times`` the seconds of its step ``plus`` others, at ``least`` that many."""
     tokens = plan.request.effective_batch * option.case.length
     seconds = max(times * tokens / option.tokens_per_second + plus, least)
     return replace(option, tokens_per_second=tokens / seconds)
@@ -104,9 +105,9 @@ def _gradients(variant: Variant) -> float:
 
 
 def _replicated(plan: Plan, wanted: list[Estimate], name: str, rate: float, flags: str) -> CardsWay:
-    """In a ring each card sends what it has but for its own share, twice; through the host all of it goes and comes.
+    """In a ring each card sends the shares of the other cards, twice; through the host it sends and receives all.
 
-    None of it is taken to overlap with computing.
+    No overlap with computation is assumed.
     """
     cards = plan.request.cards
     times = 2.0 if name == "host" else 2 * (cards - 1) / cards
@@ -120,13 +121,13 @@ def _replicated(plan: Plan, wanted: list[Estimate], name: str, rate: float, flag
 
 
 def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
-    """FSDP2 gathers each layer and the embeddings twice for each micro-batch, while others compute, and the rest once.
+    """FSDP2 gathers layers and embeddings twice per micro-batch, during computation, and the other weights once.
 
-    For the memory what is no layer is counted whole all along.
-    Where all weights are trained their gradients are counted whole, which is more than it takes.
+    The memory includes weights outside the layers unsharded. If all weights are trained, their gradients are counted
+    unsharded, which overestimates.
     """
     cards = plan.request.cards
-    wanted = [each for each in wanted if each.case.recompute is None]  # mixes of recomputation do not go with it
+    wanted = [each for each in wanted if each.case.recompute is None]  # it does not support mixes of recomputation
     variants, gathered = {}, {}
     for method, recordings in plan.recordings.items():
         whole, layer_of = recordings.variant, recordings.sample.layer_of
@@ -136,15 +137,15 @@ def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
                 by_layer[weight.layer] += weight.nbytes
         layers = sum(by_layer[layer] for layer in layer_of)
         embeddings = recordings.sample.base.get_input_embeddings().weight.nbytes
-        saved = max(0, int(layers * (cards - 1) / cards) - 2 * max(by_layer))  # two layers are whole at a time
+        saved = max(0, int(layers * (cards - 1) / cards) - 2 * max(by_layer))  # two layers are gathered at a time
         parts = dict(whole.weights.parts)
         parts |= {"weights": parts["weights"] - saved, "adapters": parts["adapters"] // cards}
         trained = tuple(replace(each, elements=-(-each.elements // cards)) for each in whole.weights.trained)
-        # 4-bit weights are made on each card before they are cut
+        # 4-bit weights are quantised on each card before they are sharded
         largest = whole.weights.largest + saved if whole.weights.largest else 0
         weights = replace(whole.weights, parts=parts, trained=trained, largest=largest)
         variants[method] = replace(whole, weights=weights)
-        # all that is no layer once, the embeddings again
+        # all weights outside the layers once, the embeddings again
         every = whole.weights.parts["weights"] + layers + embeddings + 2 * whole.weights.parts["adapters"]
         gathered[method] = every * (cards - 1) / cards
 
@@ -175,10 +176,10 @@ def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
 
 
 def _layered(plan: Plan) -> list[CardsWay]:
-    """A split whose cards take turns, and one with micro-batches side by side.
+    """A split whose cards compute one after the other, and a pipeline.
 
-    The cards of the second idle for (p - 1) / (m + p - 1) of a step; as many micro-batches as `training.pipeline` lets
-    under way are counted with all that each keeps for backward, which is the most that they can keep at once.
+    The cards of a pipeline idle for (p - 1) / (m + p - 1) of a step. For each micro-batch that `training.pipeline` has
+    in flight, all activations kept for backward are counted, an upper bound.
     """
     cards = plan.request.cards
     request, grid = _one_batch_for_all(plan)
@@ -187,7 +188,7 @@ def _layered(plan: Plan) -> list[CardsWay]:
     parts = [(stop - count, stop) for count, stop in zip(found.counts, stops, strict=True)]
 
     def takes(case: Case, method: str, trace: Callable[[Case], Step], flights: int) -> float:
-        """Bytes on the fullest card with that many micro-batches under way."""
+        """Bytes on the fullest card with that many micro-batches in flight."""
         step, case = trace(case), replace(case, flights=flights)
         each = (replace(plan.recordings[method].part(*at), trace=partial(_part_of, step, *at)) for at in parts)
         return max(estimate(part, case, plan.card).total for part in each)
@@ -196,7 +197,7 @@ def _layered(plan: Plan) -> list[CardsWay]:
         case, method = option.case, option.variant
         wide = 4 if request.dtype_of(method) == "float32" else 2
         hidden = case.micro_batch * case.length * plan.recordings[method].sample.config.hidden_size * wide
-        crossing = 2.0 * cards * case.accumulation * hidden  # over each boundary and home again, and the gradients back
+        crossing = 2.0 * cards * case.accumulation * hidden  # each boundary, and back to the first card; both ways
         times = 1.0 if turns else (case.accumulation + cards - 1) / case.accumulation / cards
         total = takes(case, method, plan.variants[method].trace, flights)
         return CardsWay(
@@ -219,19 +220,19 @@ def _layered(plan: Plan) -> list[CardsWay]:
 
 
 def _one_batch_for_all(plan: Plan) -> tuple[PlanRequest, list[Estimate]]:
-    """What is asked of cards that work on the same micro-batches, and the cases, as one card would compute them."""
+    """The request of cards that work on the same micro-batches, and its cases as one card would compute them."""
     request = replace(plan.request, cards=1, mixes=False)
     grids = (grid_of(each, plan.card, request, (request.length,)) for each in plan.recordings.values())
     return request, [one for grid in grids for one in grid]
 
 
 def _together(plan: Plan) -> list[CardsWay]:
-    """Tensor parallelism: activations are counted whole, which is more than a card has of them.
+    """Tensor parallelism: activations are counted unsharded, an upper bound.
 
-    The layers' products take a card its share of the time, the output head's all of it; no sum overlaps with computing.
+    A card computes its share of the layers' products and all of the output head; no overlap of sums is assumed.
 
     Raises:
-        UsageError: transformers has no plan for this model, or the method is none of those that can be cut.
+        UsageError: transformers has no tensor parallel plan for this model, or the method is not LoRA.
     """
     from hf_rocm_tune.ranks.tensor_parallel import RANKS, dims_of, summed  # imports torch
 
@@ -258,7 +259,7 @@ def _together(plan: Plan) -> list[CardsWay]:
             sums = summed(sample.model, cards, recomputed=recomputed)
             sent[method, recomputed] = sum(counts[id(module)] * elements for module, elements in sums)
     if not variants:
-        raise UsageError("only LoRA can be cut")
+        raise UsageError("tensor parallelism supports LoRA only")
 
     def crosses(option: Estimate) -> float:
         """Bytes that each card sends in a step."""

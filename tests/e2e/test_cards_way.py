@@ -81,7 +81,7 @@ def test_the_launcher_starts_the_job_in_that_way(job: list[str], tmp_path: Path)
     out = flags(output_dir=tmp_path / "out", preflight="off")
     done = command("hf_rocm_tune", "sft", *job, *out, "--cards_way", "auto")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "# hf-rocm-tune: --cards_way ddp: lora fits each card whole" in done.stdout
+    assert "# hf-rocm-tune: --cards_way ddp: lora fits on each card" in done.stdout
     assert "1 x 2 accumulated x 2 = 4 effective" in done.stdout
     report = report_of(tmp_path / "out")
     assert report["coverage"]["verified_bytes"] == report["coverage"]["device_bytes"] > 0
@@ -92,7 +92,7 @@ def test_the_launcher_starts_the_job_in_that_way(job: list[str], tmp_path: Path)
     ("argv", "devices", "said"),
     [
         (["--cards_way", "auto"], "1", "needs two visible cards, and there are 1"),
-        (["--cards_way", "auto", "--split_layers", "4,4"], "2", "chooses --split_layers itself"),
+        (["--cards_way", "auto", "--split_layers", "4,4"], "2", "chooses --split_layers: leave out"),
         (["--cards_way", "auto", "--num_processes", "2"], "2", "and so does --num_processes; keep one"),
         (["--cards_way", "split"], "2", "there is only `auto`"),
     ],

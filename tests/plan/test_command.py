@@ -458,7 +458,7 @@ def test_ways_to_use_two_cards_are_what_their_own_plans_say(small: Path, run: An
     assert way["tensor"]["crossing"] == 2 * 8 * 512 * a_token
     assert way["tensor"]["longest"] > way["ddp"]["longest"]
     assert speed["tensor"] < speed["ddp"] and way["tensor"]["method"] == "lora"
-    assert found["advice"].startswith("ddp: lora fits each card whole, so 2 cards take 2 batches at once")
+    assert found["advice"].startswith("ddp: lora fits on each card, so 2 cards compute 2 batches at once")
     out = run(*words, "--cards", "2")[1]
     assert found["advice"] in out and "pipeline" in out
 
@@ -473,7 +473,7 @@ def test_where_no_card_holds_the_model_the_ways_that_share_it_are_named(changed:
     assert "--split" in err and err.count("\n") == 1
     fitting = [name for name in ("fsdp2", "split") if way[name]["fits"]]
     best = max(fitting, key=lambda name: way[name]["estimated_tokens_per_second"])
-    assert found["advice"].startswith(f"{best}: full fits no card whole")
+    assert found["advice"].startswith(f"{best}: full does not fit on one card")
     assert way["ddp"]["longest"] is None and way["split"]["longest"] >= 512
 
 
@@ -482,7 +482,7 @@ def test_where_no_card_holds_the_model_the_ways_that_share_it_are_named(changed:
     [
         (["--split", "half"], "give auto, or layers of each card"),
         (["--split", "2"], "does not fit a model of 2 layers"),
-        (["--split", "--cards", "3"], "2 layers cannot be shared out over 3 cards"),
+        (["--split", "--cards", "3"], "2 layers cannot be distributed over 3 cards"),
         (["--split", "1", "--cards", "3"], "is for 2 cards, --cards says 3"),
     ],
 )

@@ -17,7 +17,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.plan import recorder as shapes_device
 from hf_rocm_tune.plan.estimate import Case, Step, StepRecording, Tape, Weights
-from hf_rocm_tune.plan.recorder import DeviceMode, Recorder, autocast_flags, record, remembered
+from hf_rocm_tune.plan.recorder import DeviceMode, Recorder, autocast_flags, cached, record
 from hf_rocm_tune.plan.request import PlanRequest, config_of
 from hf_rocm_tune.plan.sample import Sample, build
 
@@ -340,7 +340,7 @@ def test_a_tensor_moved_by_mistake_is_not_a_plan() -> None:
     assert {tensor.device.type for _, tensor in tensors_of(sample.model)} == {"meta"}
 
 
-# ---- remembered operators --------------------------------------------------------------------------------------
+# ---- cached operators ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arch", sorted(MODELS))
@@ -367,17 +367,17 @@ def test_what_shares_the_memory_that_was_given_still_does(func: Any, args: tuple
     kernels: dict[Any, Any] = {}
     for _ in range(3):
         tensor = meta(8)
-        out, _ = remembered(kernels, func, (tensor, *args), {})
+        out, _ = cached(kernels, func, (tensor, *args), {})
         assert out.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
 
-def test_numbers_of_other_types_are_other_arguments_and_content_is_never_remembered() -> None:
+def test_numbers_of_other_types_are_other_arguments_and_content_is_never_cached() -> None:
     kernels: dict[Any, Any] = {}
     tensor = meta(4, dtype=torch.int64)
-    dtypes = [remembered(kernels, aten.mul.Tensor, (tensor, other), {})[0].dtype for other in (2, 2.0, True, 2, 2.0)]
+    dtypes = [cached(kernels, aten.mul.Tensor, (tensor, other), {})[0].dtype for other in (2, 2.0, True, 2, 2.0)]
     assert dtypes == [torch.int64, torch.float32, torch.int64, torch.int64, torch.float32]
     for content in (True, True, False, True):
         given = torch.tensor([content])
-        assert remembered(kernels, aten._is_all_true.default, (given,), {})[0].item() is content
-        assert remembered(kernels, aten.equal.default, (given, torch.tensor([True])), {})[0] is content
-        assert remembered(kernels, aten.logical_not.default, (given,), {})[0].tolist() == [not content]
+        assert cached(kernels, aten._is_all_true.default, (given,), {})[0].item() is content
+        assert cached(kernels, aten.equal.default, (given, torch.tensor([True])), {})[0] is content
+        assert cached(kernels, aten.logical_not.default, (given,), {})[0].tolist() == [not content]

@@ -145,7 +145,7 @@ def test_the_fastest_that_fits_every_card_is_chosen(planned: Planned) -> None:
 
 
 def test_more_cards_than_layers_are_refused(planned: Planned) -> None:
-    with pytest.raises(UsageError, match="10 layers cannot be shared out over 11 cards"):
+    with pytest.raises(UsageError, match="10 layers cannot be distributed over 11 cards"):
         planned(*[9000] * 11)
     with pytest.raises(UsageError, match="does not fit a model of 10 layers"):
         planned(9000, 9000, counts=(10,))
