@@ -194,7 +194,7 @@ def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     from hf_rocm_tune.publish.generate import LoadSettings, Sampling, loaded_model, render
 
     sampling = chosen(Sampling, wanted)
-    with reader_may_leave(), loaded_model(chosen(LoadSettings, wanted), say, compare=wanted.compare) as loaded:
+    with closed_stdout_is_no_error(), loaded_model(chosen(LoadSettings, wanted), say, compare=wanted.compare) as loaded:
         if not loaded.tokenizer.chat_template and not wanted.raw:
             say(f"the tokenizer of {loaded.name} has no chat template: prompts are taken as plain text")
         for number, prompt in enumerate(prompts, start=1):
@@ -208,14 +208,14 @@ def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
             if wanted.compare:
                 print(f"--- base {loaded.base}", flush=True)
                 with loaded.without_adapter():
-                    _speak(loaded, ids, sampling, _show, say)
+                    _print_answer(loaded, ids, sampling, _show, say)
                 print(f"--- adapter {loaded.name}", flush=True)
-            _speak(loaded, ids, sampling, _show, say)
+            _print_answer(loaded, ids, sampling, _show, say)
     return 0
 
 
 @contextmanager
-def reader_may_leave() -> Iterator[None]:
+def closed_stdout_is_no_error() -> Iterator[None]:
     """A closed standard output (``| head``) ends the command without an error."""
     try:
         yield
@@ -227,7 +227,7 @@ def _show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _speak(
+def _print_answer(
     loaded: Loaded, ids: list[int], sampling: Sampling, show: Callable[[str], None], tell: Callable[[str], None]
 ) -> str:
     from hf_rocm_tune.publish.generate import answer
@@ -332,7 +332,7 @@ def chat(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     from hf_rocm_tune.publish.generate import LoadSettings, Sampling, loaded_model
 
     sampling = chosen(Sampling, wanted)
-    with reader_may_leave(), loaded_model(chosen(LoadSettings, wanted), say, compare=wanted.compare) as loaded:
+    with closed_stdout_is_no_error(), loaded_model(chosen(LoadSettings, wanted), say, compare=wanted.compare) as loaded:
         if not loaded.tokenizer.chat_template:
             raise UsageError(
                 f"the tokenizer of {loaded.name} has no chat template, which chat needs: "
@@ -417,7 +417,7 @@ class Chat:
             self.show(text)
 
         try:
-            return _speak(self.loaded, ids, self.sampling, write, self.tell)
+            return _print_answer(self.loaded, ids, self.sampling, write, self.tell)
         except KeyboardInterrupt:
             self.show("\n")
             self.tell("stopped")

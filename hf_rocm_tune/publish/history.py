@@ -247,7 +247,7 @@ _TRACES = (LOG_NAME, REPORT_NAME, _STATE, "run.json", manifest.MANIFEST_NAME, "a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Left:
+class RunFiles:
     """The files of a run; empty or None if missing."""
 
     directory: Path
@@ -276,7 +276,7 @@ class Left:
         return [str(one) for one in self.inspection.problems if not one.file.endswith(".md")]
 
 
-def collect(directory: Path) -> Left:
+def collect(directory: Path) -> RunFiles:
     """Read the files of a run.
 
     Raises:
@@ -303,7 +303,7 @@ def collect(directory: Path) -> Left:
         why = inspection.problems[0]
         missing.append(f"{manifest.MANIFEST_NAME}: the run has not finished" if why.kind == "missing" else str(why))
     step = number(log, "step")
-    return Left(
+    return RunFiles(
         directory=directory,
         run_id=run_id,
         rows=[row for row in items(log, "log") if isinstance(row, dict)],

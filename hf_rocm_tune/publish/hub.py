@@ -149,7 +149,7 @@ class Repository:
                 )
             self._say(f"{self.repo_id} exists and is public: everyone can read what is pushed to it")
 
-    def bring(self, staged: Sequence[Staged], *, message: str) -> Pushed:
+    def upload(self, staged: Sequence[Staged], *, message: str) -> Pushed:
         """Upload the staged directories, whose folders do not overlap, in one commit, and check it.
 
         Raises:

@@ -266,11 +266,11 @@ class Site:
 
     shape: torch.Size  # of its new value
     merge: Callable[[Tensor, torch.dtype], Tensor]  # from the old value on the host to a new tensor of that dtype
-    brought: Tensor | None = None  # the old value, where the adapter's file brings it in place of the base's
+    base_value: Tensor | None = None  # the old value, if the adapter's file has it and not the base's
 
     def apply(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The new value, of the base's value on the host."""
-        return self.merge(weight if self.brought is None else self.brought, dtype)
+        return self.merge(weight if self.base_value is None else self.base_value, dtype)
 
 
 def find_sites(model: PeftModel) -> dict[str, Site]:
@@ -284,7 +284,7 @@ def find_sites(model: PeftModel) -> dict[str, Site]:
             inside.append(f"{path}.")
             sites.update(_sites_of(path, module))
         else:
-            sites.update(_brought_parameters(path, module))
+            sites.update(_replaced_parameters(path, module))
     if not sites:
         raise UsageError("the adapter changes no weight of this model: there is nothing to merge")
     return sites
@@ -293,7 +293,7 @@ def find_sites(model: PeftModel) -> dict[str, Site]:
 def _sites_of(path: str, module: nn.Module) -> Iterator[tuple[str, Site]]:
     if isinstance(module, ModulesToSaveWrapper):
         for name, parameter in module.modules_to_save[NAME].named_parameters():
-            yield f"{path}.{name}", _brought(parameter)
+            yield f"{path}.{name}", _replaced_by(parameter)
     elif isinstance(module, TrainableTokensWrapper):
         yield f"{path}.weight", _trained_rows(module.token_adapter)
     elif isinstance(module, TrainableTokensLayer):
@@ -307,7 +307,7 @@ def _sites_of(path: str, module: nn.Module) -> Iterator[tuple[str, Site]]:
             )
         if isinstance(module, lora.LoraLayer):
             has_bias = module.lora_bias.get(NAME)
-            yield from _brought_parameters(path, owner, but="weight")
+            yield from _replaced_parameters(path, owner, but="weight")
             names = ["weight", "bias"] if has_bias and "bias" in names else ["weight"]
         for name in names:
             yield f"{path}.{name}", _by_peft(path, module, name)
@@ -315,16 +315,16 @@ def _sites_of(path: str, module: nn.Module) -> Iterator[tuple[str, Site]]:
         raise UsageError(f"{path}: a {type(module).__name__} of PEFT cannot be merged")
 
 
-def _brought_parameters(path: str, module: nn.Module, *, but: str = "") -> Iterator[tuple[str, Site]]:
+def _replaced_parameters(path: str, module: nn.Module, *, but: str = "") -> Iterator[tuple[str, Site]]:
     """Parameters of the base whose values come from the adapter's file: biases, saved embeddings."""
     for name, parameter in module.named_parameters(recurse=False):
         if not parameter.is_meta and name != but:
-            yield f"{path}.{name}" if path else name, _brought(parameter)
+            yield f"{path}.{name}" if path else name, _replaced_by(parameter)
 
 
-def _brought(parameter: Tensor) -> Site:
+def _replaced_by(parameter: Tensor) -> Site:
     value = parameter.detach()
-    return Site(shape=value.shape, merge=lambda base, dtype: base.to(dtype), brought=value)
+    return Site(shape=value.shape, merge=lambda base, dtype: base.to(dtype), base_value=value)
 
 
 def _trained_rows(layer: Any) -> Site:
@@ -336,7 +336,7 @@ def _trained_rows(layer: Any) -> Site:
     def merge(base: Tensor, dtype: torch.dtype) -> Tensor:
         return base.to(dtype).index_copy(0, rows, values.to(dtype))
 
-    return Site(shape=weight.shape, merge=merge, brought=None if weight.is_meta else weight.detach())
+    return Site(shape=weight.shape, merge=merge, base_value=None if weight.is_meta else weight.detach())
 
 
 def _by_peft(path: str, layer: Any, name: str) -> Site:
@@ -366,7 +366,7 @@ def _by_peft(path: str, layer: Any, name: str) -> Site:
         return merged
 
     parameter = before[name]
-    return Site(shape=parameter.shape, merge=merge, brought=None if parameter.is_meta else parameter.detach())
+    return Site(shape=parameter.shape, merge=merge, base_value=None if parameter.is_meta else parameter.detach())
 
 
 # ---- names ------------------------------------------------------------------------------------------------------

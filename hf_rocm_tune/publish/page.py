@@ -30,7 +30,7 @@ from markupsafe import Markup
 from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.integrity.atomic import create_staging, write_text_atomic
 from hf_rocm_tune.publish import history, say
-from hf_rocm_tune.publish.history import Left, Row, count, figure, figures, items, number, plain, series, text
+from hf_rocm_tune.publish.history import Row, RunFiles, count, figure, figures, items, number, plain, series, text
 from hf_rocm_tune.redaction import Private, scrub_json, scrub_text
 from hf_rocm_tune.version import __version__
 
@@ -50,18 +50,16 @@ _WORST_FIRST = ("fail", "warn", "unknown", "info", "ok", "skipped")
 def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -> int:
     """Run the command; ``link_of`` gives the address of a finding's source."""
     wanted = _parser().parse_args(list(argv))
-    left = history.collect(wanted.directory)
+    run = history.collect(wanted.directory)
     target: Path = wanted.out or wanted.directory / "report.html"
     if os.path.isdir(target) or not target.name:  # unlike Path.is_dir, never raises
         raise UsageError(f"--out {target} is a directory; name the file of the page")
     if not os.path.isdir(target.parent):
         raise UsageError(f"--out {target}: there is no directory {target.parent}; create it, or name another file")
-    shown = panels(left.rows, left.report)
-    private = Private.of_this_machine(
-        os.environ, paths=dict.fromkeys([str(left.directory), *_paths(left.settings)], "")
-    )
+    shown = panels(run.rows, run.report)
+    private = Private.of_this_machine(os.environ, paths=dict.fromkeys([str(run.directory), *_paths(run.settings)], ""))
     title = scrub_text(wanted.directory.absolute().name, private) or "run"
-    content = build(_clean(left, private), shown, title=title, link_of=link_of)
+    content = build(_clean(run, private), shown, title=title, link_of=link_of)
     folder = target.with_name(f"{target.stem}_plots")
     pictures = [folder / f"{panel.name}.png" for panel in shown]
     try:
@@ -74,8 +72,8 @@ def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -
         raise UsageError(
             f"{target} cannot be written: {error.strerror or error}; name another file with --out"
         ) from error
-    verdict = history.judge(left.report, finished=left.finished, damaged=left.damaged)
-    missing = (f"missing: {line}" for line in left.missing)
+    verdict = history.judge(run.report, finished=run.finished, damaged=run.damaged)
+    missing = (f"missing: {line}" for line in run.missing)
     for line in (f"{verdict.level}: {verdict.headline}", *verdict.notes, *missing):
         say(line)
     print(*[target, *pictures], sep="\n")
@@ -90,14 +88,14 @@ def _paths(value: Any) -> list[str]:
     return [path for one in inner for path in _paths(one)]
 
 
-def _clean(left: Left, private: Private) -> Left:
+def _clean(run: RunFiles, private: Private) -> RunFiles:
     return replace(
-        left,
-        trained=scrub_json(left.trained, private),
-        report=scrub_json(left.report, private),
-        settings=scrub_json(left.settings, private),
-        journal=scrub_json(left.journal, private),
-        missing=[scrub_text(line, private) for line in left.missing],
+        run,
+        trained=scrub_json(run.trained, private),
+        report=scrub_json(run.report, private),
+        settings=scrub_json(run.settings, private),
+        journal=scrub_json(run.journal, private),
+        missing=[scrub_text(line, private) for line in run.missing],
     )
 
 
@@ -120,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-def build(left: Left, shown: Sequence[Panel], *, title: str, link_of: Callable[[str], str] = lambda _: "") -> str:
+def build(run: RunFiles, shown: Sequence[Panel], *, title: str, link_of: Callable[[str], str] = lambda _: "") -> str:
     """The page."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_rocm_tune.publish", ""),
@@ -130,27 +128,27 @@ def build(left: Left, shown: Sequence[Panel], *, title: str, link_of: Callable[[
         trim_blocks=True,
     )
     environment.filters["plain"] = plain
-    verdict = history.judge(left.report, finished=left.finished, damaged=left.damaged)
-    incidents = [history.incident(row) for row in items(left.report, "incidents")]
+    verdict = history.judge(run.report, finished=run.finished, damaged=run.damaged)
+    incidents = [history.incident(row) for row in items(run.report, "incidents")]
     names = [name for name in (incidents[0] if incidents else ()) if any(row[name] for row in incidents)]
     return environment.get_template("page.html.j2").render(
         title=title,
         most=_MOST_ROWS,
         version=__version__,
-        left=left,
-        report=left.report,
+        run=run,
+        report=run.report,
         history=history,
-        about=_about(left),
+        about=_about(run),
         verdict=verdict,
         level=_LEVELS[verdict.level],
-        tiles=_tiles(left),
+        tiles=_tiles(run),
         drawn=[(panel, base64.b64encode(png(panel)).decode()) for panel in shown],
         incident_names=names,
         incidents=[[row[name] for name in names] for row in incidents],
-        journal=[(text(entry, "time"), text(entry, "event"), _details(entry)) for entry in left.journal],
-        findings=_findings(left.report, link_of),
-        sensors=[_sensors(seen) for seen in items(left.report, "telemetry") if isinstance(seen, dict)],
-        versions=[(name, value) for name, value in history.table(left.report, "versions").items() if value],
+        journal=[(text(entry, "time"), text(entry, "event"), _details(entry)) for entry in run.journal],
+        findings=_findings(run.report, link_of),
+        sensors=[_sensors(seen) for seen in items(run.report, "telemetry") if isinstance(seen, dict)],
+        versions=[(name, value) for name, value in history.table(run.report, "versions").items() if value],
     )
 
 
@@ -161,27 +159,27 @@ def _printable(value: Any) -> Any:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(value))
 
 
-def _about(left: Left) -> str:
-    found = left.inspection.manifest
+def _about(run: RunFiles) -> str:
+    found = run.inspection.manifest
     when = "" if found is None else found.created  # ISO 8601
     when = f"{when[:16].replace('T', ' ')} UTC" if when.endswith("+00:00") else when
     said = [
-        f"run {left.run_id}" if left.run_id else "",
+        f"run {run.run_id}" if run.run_id else "",
         f"{'finished' if found.status == 'final' else 'checkpoint of'} {when}" if found is not None else "",
-        text(left.report, "device", "name"),
-        text(left.trained, "method"),
+        text(run.report, "device", "name"),
+        text(run.trained, "method"),
     ]
     return ", ".join(filter(None, said))
 
 
-def _tiles(left: Left) -> list[tuple[str, str]]:
+def _tiles(run: RunFiles) -> list[tuple[str, str]]:
     """The key figures."""
-    report, share = left.report, history.coverage(left.report)
-    wanted = f" of {left.max_steps:,}" if left.max_steps and left.max_steps != left.step else ""
+    report, share = run.report, history.coverage(run.report)
+    wanted = f" of {run.max_steps:,}" if run.max_steps and run.max_steps != run.step else ""
     peaks = [number(seen, "torch_peak_allocated_gib") for seen in items(report, "telemetry")]
     tiles = [
-        ("steps", "" if left.step is None else f"{left.step:,}{wanted}"),
-        *figures(left.rows),
+        ("steps", "" if run.step is None else f"{run.step:,}{wanted}"),
+        *figures(run.rows),
         ("peak memory, GiB", figure(max((peak for peak in peaks if peak is not None), default=None))),
         ("bytes verified", f"{share:g} %" if share is not None else ""),
         ("mismatches", f"{sum(row.mismatches for row in history.counted(report)):,}" if report else ""),

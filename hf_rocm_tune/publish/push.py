@@ -103,7 +103,7 @@ def push(
             for line in each.described():
                 say(line)
         repository.open(private=settings.private)
-        done = repository.bring(staged, message=settings.message)
+        done = repository.upload(staged, message=settings.message)
     for tag in settings.tags:
         repository.tag(tag, done.commit)
     return done
@@ -392,7 +392,7 @@ class Publisher:
         self._opened = False
         self._thread: threading.Thread | None = None
         self._missing = False  # the newest checkpoint is not on the Hub
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
 
     @property
     def repo_id(self) -> str:
@@ -461,7 +461,7 @@ class Publisher:
                 settings = replace(settings, checkpoints=_WHOLE.get(self._strategy, "none"))
             root = create_staging(self._output_dir / "push")
             staged = _stage_all(directory, root, settings, self._private)
-            done = self._bring(staged, settings.message)
+            done = self._send(staged, settings.message)
         except KeyboardInterrupt as stop:
             raise Interrupted(f"the push was stopped. {self._how_to_finish(directory)}") from stop
         except (UsageError, HubError, CorruptionError) as error:
@@ -494,7 +494,7 @@ class Publisher:
 
     def _upload(self, staged: list[Staged], root: Path, step: int) -> None:
         try:
-            self._bring(staged, f"Training in progress, step {step}")
+            self._send(staged, f"Training in progress, step {step}")
             self._missing = False
             self._say(f"step {step} is on the Hub: {self._repository.url}")
         except TuneError as error:
@@ -502,15 +502,15 @@ class Publisher:
         finally:
             shutil.rmtree(root, ignore_errors=True)
 
-    def _bring(self, staged: list[Staged], message: str) -> Pushed:
+    def _send(self, staged: list[Staged], message: str) -> Pushed:
         for line in (line for each in staged for line in replace(each, prefix="").described()):
-            if line not in self._told:
-                self._told.add(line)
+            if line not in self._printed:
+                self._printed.add(line)
                 self._say(line)
         if not self._opened:
             self._repository.open(private=self._settings.private)
             self._opened = True
-        return self._repository.bring(staged, message=message)
+        return self._repository.upload(staged, message=message)
 
     def _how_to_finish(self, directory: Path) -> str:
         settings = self._settings

@@ -25,7 +25,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.machine.variables import link_of
 from hf_rocm_tune.publish import page
-from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, Left, collect, last, series, training_seconds
+from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, RunFiles, collect, last, series, training_seconds
 from hf_rocm_tune.publish.page import Curve, loss_panel, panels, png, write_png
 from tests.publish.card_runs import RUN_ID, incident, report, rows, stage, write_run
 
@@ -141,19 +141,19 @@ def spoiled(value: Any) -> Any:
 
 def test_hostile_strings_everywhere_stay_text(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", incidents=[incident()], findings=[{"title": "x", "evidence": ["x"]}])
-    left = collect(directory)
-    worst = Left(
+    files = collect(directory)
+    worst = RunFiles(
         directory=directory,
         run_id=HOSTILE,
         rows=[*rows(), {HOSTILE: 1.0, "step": 1, f"eval_{HOSTILE}_loss": 2.0}],
         step=1,
-        trained=spoiled(left.trained),
+        trained=spoiled(files.trained),
         report=spoiled(
             report(incidents=[incident(), "x"], findings=[{"sources": ["x"], "cure": "x", "status": "fail"}])
         ),
-        settings=spoiled(left.settings),
+        settings=spoiled(files.settings),
         journal=[spoiled({"time": "x", "event": "y"})],
-        inspection=left.inspection,
+        inspection=files.inspection,
         missing=[HOSTILE],
     )
     for link in (link_of, lambda _: "javascript:alert(1)", lambda _: 'https://x.example/"><script>'):
@@ -177,7 +177,7 @@ def test_a_report_of_any_form_gives_a_page(data: st.DataObject) -> None:
             whole[key] = {**whole[key], data.draw(st.sampled_from(sorted(whole[key]))): data.draw(JSON)}
         else:
             whole[key] = data.draw(JSON)
-    left = Left(
+    files = RunFiles(
         directory=Path("run"),
         rows=[{"step": 1, "loss": 1.0}, data.draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3))],
         report=whole,
@@ -185,7 +185,7 @@ def test_a_report_of_any_form_gives_a_page(data: st.DataObject) -> None:
         trained=data.draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3)),
         inspection=manifest.Inspection(problems=[], unlisted=[], manifest=None),
     )
-    check_harmless(page.build(left, [], title="a run"))
+    check_harmless(page.build(files, [], title="a run"))
 
 
 # ---- nonsense -----------------------------------------------------------------------------------------------
@@ -283,9 +283,9 @@ def test_a_harmed_file_is_told_and_never_good(
 ) -> None:
     directory = write_run(tmp_path / "run")
     harm(directory / name)
-    left = collect(directory)
-    assert [line for line in left.missing if name in line] or harm is Path.unlink
-    seen = check_harmless(page_of(left))
+    files = collect(directory)
+    assert [line for line in files.missing if name in line] or harm is Path.unlink
+    seen = check_harmless(page_of(files))
     harmed = name if name != "run.json" else ""
     assert ("Verified" in seen.text) == (not harmed)
 
@@ -299,8 +299,8 @@ def test_a_killed_run_shows_its_newest_checkpoint(tmp_path: Path, capsys: pytest
         checkpoint.mkdir()
         state = {"global_step": step, "max_steps": 20, "log_history": [{"step": step, "loss": float(step)}]}
         (checkpoint / "trainer_state.json").write_text(json.dumps(state))
-    left = collect(directory)
-    assert (left.step, left.max_steps) == (10, 20)
+    files = collect(directory)
+    assert (files.step, files.max_steps) == (10, 20)
     assert run(capsys, "report", directory)[0] == 0
     words = check_harmless((directory / "report.html").read_text()).words
     assert "10 of 20 steps" in words and "not finished" in words
@@ -312,18 +312,18 @@ def test_a_log_that_was_left_by_a_failure_and_a_checkpoint_after_it(tmp_path: Pa
         checkpoint = directory / f"checkpoint-{step}"
         checkpoint.mkdir()
         (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": []}))
-        left = collect(directory)
-        assert left.step == newest
-        assert left.trained["method"] == "LORA, r=16, alpha=32"  # known from the log in either case
+        files = collect(directory)
+        assert files.step == newest
+        assert files.trained["method"] == "LORA, r=16, alpha=32"  # known from the log in either case
 
 
 def test_what_another_run_left_in_the_directory_is_not_taken_for_this_ones(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", finished=False)
     record = json.loads((directory / "run.json").read_text())
     (directory / "run.json").write_text(json.dumps({**record, "run_id": "a-newer-run"}))
-    left = collect(directory)
-    assert (left.run_id, left.rows, left.report) == ("a-newer-run", [], {})
-    assert len([line for line in left.missing if f"belongs to another run, {RUN_ID}" in line]) == 2
+    files = collect(directory)
+    assert (files.run_id, files.rows, files.report) == ("a-newer-run", [], {})
+    assert len([line for line in files.missing if f"belongs to another run, {RUN_ID}" in line]) == 2
 
 
 def test_a_run_of_plain_trl_has_curves_and_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -401,9 +401,9 @@ def check_harmless(content: str) -> Seen:
     return seen
 
 
-def page_of(left: Left, *, link: Callable[[str], str] = link_of) -> str:
+def page_of(files: RunFiles, *, link: Callable[[str], str] = link_of) -> str:
     """The page without the command around it."""
-    return page.build(left, panels(left.rows, left.report), title="a run", link_of=link)
+    return page.build(files, panels(files.rows, files.report), title="a run", link_of=link)
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
