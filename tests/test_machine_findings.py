@@ -18,7 +18,7 @@ def looked(built: Built, software: dict[str, Any], monkeypatch: pytest.MonkeyPat
     lines: list[str] = []
     monkeypatch.setattr(machine_findings, "survey", lambda: survey(built.tree()))
     monkeypatch.setattr(machine_findings, "read_software", lambda **_: Software.from_dict(software))
-    found = machine_findings.look(doctor=True, say=lines.append)
+    found = machine_findings.check_machine(doctor=True, say=lines.append)
     return lines, {one["row"]: one["status"] for one in found if one["row"]}
 
 

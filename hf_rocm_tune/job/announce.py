@@ -116,7 +116,9 @@ _ON_THE_PROCESSOR = ("no_gpu", "no_card")
 """Findings that training would run on the processor, which the run has already printed."""
 
 
-def look(*, doctor: bool, say: Callable[[str], None], deadline_s: float = DEADLINE_S) -> tuple[dict[str, Any], ...]:
+def check_machine(
+    *, doctor: bool, say: Callable[[str], None], deadline_s: float = DEADLINE_S
+) -> tuple[dict[str, Any], ...]:
     """Check this machine, on its first rank. Nothing runs on the card, and a failure does not stop the run.
 
     Args:
@@ -194,7 +196,7 @@ class Cards:
     data: str
     trainer: VerifiedTransferMixin
     facts: report.RunFacts
-    _told: set[str] = field(default_factory=set)
+    _reported: set[str] = field(default_factory=set)
 
     def write_card(self, directory: Path) -> None:
         """Write the current card into a directory that is being saved.
@@ -202,7 +204,7 @@ class Cards:
         Raises:
             OSError: the disk is full.
         """
-        with self._told_if_wrong("the model card"):
+        with self._failures_reported("the model card"):
             own = card.kept(self._output_dir / card.CARD_NAME)
             if own is None:
                 so_far = report.build(self.trainer, self.facts, gather=False)
@@ -215,7 +217,7 @@ class Cards:
         if not self.trainer.is_world_process_zero() or not self.trainer.state.log_history:
             return
         try:
-            with self._told_if_wrong(LOG_NAME):
+            with self._failures_reported(LOG_NAME):
                 self._write_log()
         except OSError as also:
             error.add_note(f"{LOG_NAME} could not be written either: {also}")
@@ -235,13 +237,13 @@ class Cards:
         if not self.trainer.is_world_process_zero():
             return []
         written = []
-        with self._told_if_wrong(LOG_NAME):
+        with self._failures_reported(LOG_NAME):
             written.append(self._write_log().name)
         self.trainer.beat("save")  # the first picture takes seconds on a busy machine
-        with self._told_if_wrong("the picture of the loss"):
+        with self._failures_reported("the picture of the loss"):
             written += self._draw(content)
         self.trainer.beat("save")
-        with self._told_if_wrong("the model card"):
+        with self._failures_reported("the model card"):
             file = self._output_dir / card.CARD_NAME
             if card.kept(file) is not None:
                 say(f"{file} was written or edited by hand and is kept")
@@ -320,7 +322,7 @@ class Cards:
         )
 
     @contextmanager
-    def _told_if_wrong(self, what: str) -> Iterator[None]:
+    def _failures_reported(self, what: str) -> Iterator[None]:
         """Reports a failure of the block in one line; a full disk is raised."""
         try:
             yield
@@ -339,8 +341,8 @@ class Cards:
             )
 
     def _say_once(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._reported:
+            self._reported.add(line)
             say(line)
 
 

@@ -63,7 +63,7 @@ class Fit:
 
     choice: Choice
     candidates: tuple[Candidate, ...] = ()  # all of them, for the probe; empty when the choice is settled
-    settled: bool = True  # no probe follows: it is the plan's, or from ``run.json``
+    settled: bool = True  # no probe follows: the choice is the plan's, or from ``run.json``
 
 
 def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, libraries: int, say: Say) -> Fit | None:
@@ -201,7 +201,7 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int) -> Fit:
         OutOfMemoryError: nothing fits, and no probe follows.
     """
     mode = arguments.tune.auto_fit
-    # the budget is free memory: what others hold and the context are not part of it
+    # the budget is free memory, without that of other programs and the context
     card = replace(card_memory(), name="this card", usable=budget, desktop=0, desktop_source="read", context=0)
     if arguments.training.device.type == "cpu":
         card = replace(card, rates=cpu_rates(torch.get_num_threads()))
@@ -245,11 +245,11 @@ def _why(found: Fit, wanted: Demand, arguments: Arguments) -> list[str]:
     if wanted.checkpointing is not None:
         on = "on" if wanted.checkpointing else "off"
         kept.append(f"activation checkpointing {arguments.tune.recompute_layers or on}")
-    reason = "the fastest by estimate that fits" if fits else "none fits by estimate, and this one needs least"
+    reason = "the fastest by estimate that fits" if fits else "none fits by estimate, this one needs the least memory"
     lines = [
         f"auto-fit: {choice.describe()} for {wanted.effective_batch} sequences a step: {reason}, "
         f"{len(found.candidates)} considered",
-        f"auto-fit: predicted peak {_gib(choice.predicted_bytes)} GiB, {_gib(choice.budget_bytes)} GiB to fit into",
+        f"auto-fit: predicted peak {_gib(choice.predicted_bytes)} GiB of {_gib(choice.budget_bytes)} GiB available",
     ]
     flags = ("torch_compile", "use_liger_kernel", "activation_offloading")
     if uncounted := [f"--{name}" for name in flags if getattr(arguments.training, name, False)]:
@@ -345,7 +345,7 @@ def _devices(first: torch.device, wanted: int | None, layers: int) -> list[torch
             "HIP_VISIBLE_DEVICES where you have set it"
         )
     if cards > layers:
-        raise UsageError(f"{FLAG}: {layers} layers cannot be shared out over {cards} cards")
+        raise UsageError(f"{FLAG}: {layers} layers cannot be distributed over {cards} cards")
     return [first] * cards if first.type != "cuda" else [torch.device("cuda", index) for index in range(cards)]
 
 
@@ -357,7 +357,7 @@ def _planned_counts(
     layers: int,
     say: Say,
 ) -> tuple[int, ...]:
-    """The number of layers on each card; what each is planned to take is said."""
+    """The number of layers on each card; prints the planned memory of each."""
     cards = [memory_of(device) for device in devices]
     logical = devices[0].type != "cuda"
     try:
@@ -373,15 +373,15 @@ def _planned_counts(
         say(f"split: {_shared(counts)}; the memory of each card could not be planned ({error})")
         return counts
     counts = plan.counts
-    how = "as given" if wanted else "so that the fullest card has most left"
+    how = "as given" if wanted else "balanced by memory"
     where = f"{len(devices)} logical cards on the CPU" if logical else f"{len(devices)} cards"
-    say(f"split: {_shared(counts)} on {where}, {how}; what crosses between them is staged through the host, verified")
-    if (under_way := plan.estimates[0].case.flights) > 1:
-        say(f"split: planned with the activations of {under_way} micro-batches under way at once")
+    say(f"split: {_shared(counts)} on {where}, {how}; transfers between them are staged through the host, verified")
+    if (flights := plan.estimates[0].case.flights) > 1:
+        say(f"split: planned with the activations of {flights} micro-batches in flight")
     for line in memory_lines(plan):
         say(f"split: planned {line}")
     if not logical and not plan.fits:
-        say("split: by this plan it does not fit; `hf-rocm-tune plan --split` looks for a way that does")
+        say("split: by this plan it does not fit; `hf-rocm-tune plan --split` searches for settings that do")
     return counts
 
 

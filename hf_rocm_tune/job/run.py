@@ -159,7 +159,7 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
             return 0
         job = _prepare(arguments, asked, plan, publisher, guard)
         announce.say(*announce.settings(arguments, job.data.description, job.mover))
-        job.findings = announce.look(doctor=arguments.tune.doctor == "quick", say=announce.say_of_this_rank)
+        job.findings = announce.check_machine(doctor=arguments.tune.doctor == "quick", say=announce.say_of_this_rank)
         try:
             with job.mover, closing(publisher) if publisher else nullcontext():
                 _complete(job)

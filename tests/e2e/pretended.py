@@ -34,16 +34,16 @@ def pretend(file: str) -> None:
 
     wanted: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
     tree: Tree = (_Hanging if wanted["hangs"] else RecordedTree)(wanted["recording"])
-    survey, read_software, look = (
+    survey, read_software, check_machine = (
         machine_findings.survey,
         machine_findings.read_software,
-        machine_findings.look,
+        machine_findings.check_machine,
     )
     machine_findings.survey = lambda: survey(tree)
     if wanted["software"]:
         machine_findings.read_software = lambda **options: _as_on(wanted["software"], read_software(**options))
     if wanted["deadline_s"]:
-        machine_findings.look = lambda **options: look(**options, deadline_s=wanted["deadline_s"])
+        machine_findings.check_machine = lambda **options: check_machine(**options, deadline_s=wanted["deadline_s"])
     if wanted["address"]:
         telemetry.card_of = lambda device: (wanted["address"], "")
         telemetry.LiveTree = lambda: tree

@@ -138,7 +138,7 @@ def test_faults_on_hops_are_healed_and_a_run_goes_on_where_it_was_stopped(
     assert_done(command("one", **both))
     fault = "kind=zero,stage=activations,tensor=forward.layers.1.0.*,rate=0.5,seed=4"
     assert_done(done := command("two", **both, split_layers="1", pipeline="auto", fault=fault))
-    assert "split: planned with the activations of 2 micro-batches under way at once" in done.stdout
+    assert "split: planned with the activations of 2 micro-batches in flight" in done.stdout
     assert_equal_adapters(tmp_path / "one", tmp_path / "two")
     first = report_of(tmp_path / "two")
     assert first["activations"]["mismatches"] == first["activations"]["recovered"] > 2

@@ -168,7 +168,7 @@ def test_as_many_cards_as_are_seen_unless_said(monkeypatch: pytest.MonkeyPatch) 
     assert [device.index for device in _devices(first, None, 40)] == [0, 1, 2]
     assert [device.index for device in _devices(first, 2, 40)] == [0, 1]
     assert _devices(CPU, None, 40) == [CPU, CPU]
-    with pytest.raises(UsageError, match="2 layers cannot be shared out over 3 cards"):
+    with pytest.raises(UsageError, match="2 layers cannot be distributed over 3 cards"):
         _devices(first, None, 2)
 
 
