@@ -98,15 +98,14 @@ def plain_lora(trained: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> di
 
     Args:
         trained, start: the adapter's tensors by their names in its file, now and before the first step: A of shape
-            (rank, in), B of shape (out, rank). They may be on different devices.
+            (rank, in), B of shape (out, rank), all on the host.
 
     Checks what `write_plain_lora` wrote through PEFT's `LoraModel.subtract_mutated_init`, the source of the formula.
     """
     found = {}
     for name, tensor in trained.items():
         begun, of_a = start[name], ".lora_A." in name
-        pair = [tensor.detach().cpu(), begun if of_a else -begun]
-        found[name] = torch.cat(pair, dim=0 if of_a else 1)
+        found[name] = torch.cat([tensor, begun if of_a else -begun], dim=0 if of_a else 1)
     return found
 
 

@@ -34,7 +34,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_
 from hf_rocm_tune.errors import CorruptionError, SeamError, TuneError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import create_staging, move_files, replace_directory
-from hf_rocm_tune.models.adapter import write_plain_lora
+from hf_rocm_tune.models.adapter import plain_lora, write_plain_lora
 from hf_rocm_tune.models.shards import placer
 from hf_rocm_tune.training import saved_state
 from hf_rocm_tune.training.run import claim, make_room, rotate
@@ -386,8 +386,15 @@ class Checkpoints:
         if self.start is not None and self._trainer.is_world_process_zero():
             write_plain_lora(cast("PeftModel", self._bare_model()), directory, self.start, self._trainer.mover)
 
+    def _plain_lora(self) -> dict[str, Tensor] | None:
+        """What the result has to hold where it is plain LoRA; on rank 0."""
+        if self.start is None or self._is_in_parts or not self._trainer.is_world_process_zero():
+            return None
+        now = saved_state.adapter_on_host(self._bare_model(), self._trainer.mover, self._whole_model())
+        return plain_lora(now, self.start)
+
     def _publish_result(self, root: Path, destination: Path, only: Collection[str] | None) -> None:
-        found = self._verified(root, {}, start=self.start)
+        found = self._verified(root, {}, plain=self._plain_lora())
         entries = {}
         for name in manifest.list_files(root):
             if only is None or name in only:
@@ -406,7 +413,7 @@ class Checkpoints:
         if self._trainer.is_world_process_zero() and not self._is_in_parts:
             found = manifest.inspect(destination)
             sealed = found.manifest is not None and found.manifest.status == "final" and not found.problems
-            compared = saved_state.compare_model(destination, self._bare_model(), live, self.start)
+            compared = saved_state.compare_model(destination, self._bare_model(), live, self._plain_lora())
             sealed = sealed and not _differing(compared)
         self._forget_whole()
         return bool(broadcast_object_list([sealed])[0])
@@ -549,14 +556,14 @@ class Checkpoints:
     # ---- reading back ---------------------------------------------------------------------------------------
 
     def _verified(
-        self, directory: Path, states: Mapping[str, Any], *, start: Mapping[str, Tensor] | None = None
+        self, directory: Path, states: Mapping[str, Any], *, plain: Mapping[str, Tensor] | None = None
     ) -> dict[str, Readback]:
         """Every file of this rank in ``directory`` as it is found equal to what is live, written again where it is not.
 
         Each time all is written to another directory, so that a bad place on the disk stays taken meanwhile; from the
         third time on from copies that were compared with the device on their way to the host.
         """
-        found = self._compare(directory, states, start)
+        found = self._compare(directory, states, plain)
         for again in range(1, _WRITES):
             bad = [name for name, one in found.items() if one.differing]
             if not bad:
@@ -565,9 +572,9 @@ class Checkpoints:
             scratch = create_staging(directory)
             try:
                 self._write_again(scratch, states, fetched=again > 1)
-                if start is not None:
+                if plain is not None:
                     self._convert(scratch)
-                for name, one in self._compare(scratch, states, start).items():
+                for name, one in self._compare(scratch, states, plain).items():
                     if name in bad and not one.differing:
                         (directory / name).parent.mkdir(exist_ok=True)
                         os.replace(scratch / name, directory / name)
@@ -598,11 +605,11 @@ class Checkpoints:
                 torch.save(map_tensors(state, saved_state.host_copy) if fetched else state, directory / name)
 
     def _compare(
-        self, directory: Path, states: Mapping[str, Any], start: Mapping[str, Tensor] | None
+        self, directory: Path, states: Mapping[str, Any], plain: Mapping[str, Tensor] | None
     ) -> dict[str, Readback]:
         found: dict[str, Readback] = {}
         if self._trainer.is_world_process_zero() and not self._is_in_parts:
-            found |= saved_state.compare_model(directory, self._bare_model(), self._whole_model(), start)
+            found |= saved_state.compare_model(directory, self._bare_model(), self._whole_model(), plain)
         for name, state in states.items():
             compare = saved_state.compare_trainer_state if name == TRAINER_STATE_NAME else saved_state.compare_state
             found[name] = compare(directory / name, state)

@@ -34,7 +34,6 @@ from transformers.trainer_pt_utils import safe_globals
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.integrity.manifest import FileEntry, read_once
-from hf_rocm_tune.models.adapter import plain_lora
 from hf_rocm_tune.models.quantised import is_written_buffer, set_buffer
 from hf_rocm_tune.models.shards import local, own_part
 from hf_rocm_tune.transfer.digest import digest
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, nn
     from transformers import TrainingArguments
+
+    from hf_rocm_tune.transfer import Mover
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def compare_model(
     directory: Path,
     model: nn.Module,
     trained: Mapping[str, Tensor] | None = None,
-    start: Mapping[str, Tensor] | None = None,
+    plain: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Readback]:
     """Compare the safetensors files in ``directory`` with a PEFT model's live adapters, or a whole model.
 
@@ -82,7 +83,7 @@ def compare_model(
         directory: holds the files.
         model: whose they are.
         trained: of a PEFT model that is sharded, the trained weights by name, whole; else they are the model's own.
-        start: where the files are to hold plain LoRA, what the adapter began with; see `models.adapter.plain_lora`.
+        plain: what the adapter's file is to hold if that is not what is live; see `models.adapter.plain_lora`.
 
     Returns:
         One `Readback` a file, by its name relative to ``directory``.
@@ -90,7 +91,7 @@ def compare_model(
     stored = {file.name: _names(file) for file in sorted(directory.glob("*.safetensors"))}
     found = {
         file: _compare_tensors(directory, file, live, required)
-        for file, live, required in _expected(model, stored, trained, start)
+        for file, live, required in _expected(model, stored, trained, plain)
     }
     return found or {"model.safetensors": Readback(differing=["no .safetensors file was written"])}
 
@@ -99,7 +100,6 @@ def compare_recorded(
     recorded: Mapping[str, str],
     model: nn.Module,
     trained: Mapping[str, Tensor] | None = None,
-    start: Mapping[str, Tensor] | None = None,
 ) -> list[str] | None:
     """Names of what is live in a model and is not what a manifest says was saved; None where it says nothing of it."""
     stored: dict[str, set[str]] = {}
@@ -110,7 +110,7 @@ def compare_recorded(
     if not stored:
         return None
     differing = []
-    for file, live, required in _expected(model, stored, trained, start):
+    for file, live, required in _expected(model, stored, trained):
         names = stored.get(file, set())
         differing += [f"{file}:{name}" for name in sorted(required - names)]
         for name in sorted(names):
@@ -123,14 +123,12 @@ def _expected(
     model: nn.Module,
     stored: Mapping[str, set[str]],
     trained: Mapping[str, Tensor] | None,
-    start: Mapping[str, Tensor] | None,
+    plain: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Mapping[str, Tensor], set[str]]]:
     """(file, live tensors by their names in that file, names that must be in it)."""
     if hasattr(model, "peft_config"):
         for adapter in cast("PeftModel", model).peft_config:
-            live, required = _live_adapter(model, adapter, trained)
-            if start is not None:
-                live = plain_lora({name: live[name] for name in required}, start)
+            live, required = _live_adapter(model, adapter, trained) if plain is None else (plain, set(plain))
             yield adapter_file(adapter), live, required
         return
     live, required = _live_model(model, set().union(*stored.values()))
@@ -141,7 +139,7 @@ def _expected(
 
 def _live_adapter(
     model: nn.Module, adapter: str, state: Mapping[str, Tensor] | None
-) -> tuple[dict[str, Tensor], set[str]]:
+) -> tuple[Mapping[str, Tensor], set[str]]:
     from peft import get_peft_model_state_dict
 
     # Whether embeddings belong in the file was decided when it was written (it may ask the Hub): when they are there,
@@ -152,12 +150,26 @@ def _live_adapter(
     return {**(model.state_dict() if state is None else state), **adapter_state}, set(adapter_state)
 
 
-def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """Host copies of a model's only adapter by the names of its file, compared with the device on their way."""
+def adapter_on_host(model: nn.Module, mover: Mover, trained: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Host copies of a model's only adapter by the names of its file, fetched and verified by ``mover``.
+
+    Args:
+        model: a PEFT model.
+        mover: of its device.
+        trained: of a sharded model, the trained weights by name, whole and on the host.
+
+    Raises:
+        CorruptionError: a tensor could not be fetched right.
+    """
     from peft import get_peft_model_state_dict
 
-    found = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return {name: host_copy(tensor).clone() for name, tensor in found.items()}  # on the CPU it is the live tensor
+    found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
+    if trained is not None:
+        return found
+    for name, tensor in found.items():
+        with mover.fetched(tensor.detach(), name=name, stage="adapter") as fetched:
+            found[name] = fetched.host.clone()
+    return found
 
 
 def _live_model(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], set[str]]:

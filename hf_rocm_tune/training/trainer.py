@@ -68,7 +68,7 @@ from hf_rocm_tune.training.offload import ActivationOffload
 from hf_rocm_tune.training.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.training.pipeline import Pipeline, flies
 from hf_rocm_tune.training.refusals import OptimizerTablesCallback, with_offloads
-from hf_rocm_tune.training.saved_state import adapter_state
+from hf_rocm_tune.training.saved_state import adapter_on_host
 from hf_rocm_tune.training.sentinels import SentinelCallback, is_foreign
 from hf_rocm_tune.training.supervised import Heartbeat, Phase, PulseListener
 from hf_rocm_tune.training.telemetry import MetricsCallback, Telemetry
@@ -232,7 +232,7 @@ class VerifiedTransferMixin(_Base):
         share_inputs(self.model)
         self._place(self.model)
         if before and plain_lora:
-            self._checkpoints.start = adapter_state(self.model)
+            self._checkpoints.start = adapter_on_host(self.model, self.mover, None)
         self._sentinel = SentinelCallback(
             self.model,
             self.mover,
