@@ -20,7 +20,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 RUNTIME_OUT_OF_MEMORY = 2
 """``cudaErrorMemoryAllocation`` and ``hipErrorOutOfMemory``."""
@@ -58,6 +59,21 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
         raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def checked(kind: Callable[[str], Any], holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
+    """An argparse type: a value of ``kind`` for which ``holds`` is true; an error says what was ``expected``."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not holds(value):
+            raise argparse.ArgumentTypeError(f"it must be {expected}, got {text}")
+        return value
+
+    return parse
 
 
 class CorruptionError(TuneError):

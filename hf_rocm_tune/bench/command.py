@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune.errors import CommandParser, UsageError
+from hf_rocm_tune.errors import CommandParser, UsageError, checked
 
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _PROGRAM = "hf-rocm-tune bench"
@@ -61,25 +62,12 @@ def byte_size(text: str, *, least: int = 0) -> int:
 
 
 def _number(least: int, multiple: int = 1) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least or int(text) % multiple:
-            what = "whole number" if multiple == 1 else f"multiple of {multiple}"
-            raise argparse.ArgumentTypeError(f"it is {text}; give a {what}, at least {least}")
-        return int(text)
-
-    return parse
+    what = "whole number" if multiple == 1 else f"multiple of {multiple}"
+    return checked(int, lambda value: value >= least and value % multiple == 0, f"a {what}, at least {least}")
 
 
-def _gib(text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) <= 0:
-        raise argparse.ArgumentTypeError(f"it is {text}; give a number of GiB above 0")
-    return float(text)
-
-
-def _folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is not a directory; give one with room for the checkpoint")
-    return Path(text)
+_gib = checked(float, lambda value: 0 < value < math.inf, "a number of GiB above 0")
+_folder = checked(Path, Path.is_dir, "a directory with room for the checkpoint")
 
 
 def _parser() -> argparse.ArgumentParser:

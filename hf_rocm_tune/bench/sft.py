@@ -167,8 +167,10 @@ def _train(name: str, module: str, flags: list[str], scratch: Path, device: torc
                 logged.append((time.perf_counter(), spent.user + spent.system, loss))
         code = process.wait()
     if code or len(logged) < 2:
-        said = errors.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
-        raise UsageError(f"{name} failed: {said[-1]}; to see all of it: {sys.executable} -m {module} {' '.join(flags)}")
+        lines = errors.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
+        raise UsageError(
+            f"{name} failed: {lines[-1]}; to see all of it: {sys.executable} -m {module} {' '.join(flags)}"
+        )
     (first, first_cpu, _), (last, last_cpu, loss) = logged[0], logged[-1]
     tokens, cpu_seconds = (len(logged) - 1) * step_tokens, max(last_cpu - first_cpu, _CLOCK_TICK)
     host_peak, *device_peak = json.loads(peaks.read_text())
@@ -197,19 +199,19 @@ def _loss_in(line: str) -> float | None:
 
 
 def _row(name: str, samples: dict[str, list[Figures]]) -> Figures:
-    mine, other = samples[name], samples[REFERENCE]
+    own, other = samples[name], samples[REFERENCE]
     spreads = ("seconds_to_first_step", "seconds", "cpu_seconds", "tokens_per_second", "tokens_per_cpu_second")
-    row: Figures = {key: Spread.of([one[key] for one in mine]) for key in spreads}
+    row: Figures = {key: Spread.of([one[key] for one in own]) for key in spreads}
     for key in ("tokens_per_second", "tokens_per_cpu_second"):
-        row[f"{key}_to_trl"] = ratios([one[key] for one in mine], [one[key] for one in other])
-    row |= {"host_peak": max(one["host_peak"] for one in mine)}
-    row |= {"device_peak": max((one["device_peak"] for one in mine if one["device_peak"]), default=None)}
+        row[f"{key}_to_trl"] = ratios([one[key] for one in own], [one[key] for one in other])
+    row |= {"host_peak": max(one["host_peak"] for one in own)}
+    row |= {"device_peak": max((one["device_peak"] for one in own if one["device_peak"]), default=None)}
     if name == VERIFIED and UNVERIFIED in samples:
         key, off = "tokens_per_cpu_second", samples[UNVERIFIED]
-        row[f"{key}_to_unverified"] = ratios([one[key] for one in mine], [one[key] for one in off])
-    apart = (abs(one - two) for one, two in zip(mine[-1]["losses"], other[-1]["losses"], strict=True))
+        row[f"{key}_to_unverified"] = ratios([one[key] for one in own], [one[key] for one in off])
+    apart = (abs(one - two) for one, two in zip(own[-1]["losses"], other[-1]["losses"], strict=True))
     row["largest_difference_of_losses"] = max(apart)
-    return {"side": name, **row, **{key: mine[-1][key] for key in ("steps", "loss", "chosen")}}
+    return {"side": name, **row, **{key: own[-1][key] for key in ("steps", "loss", "chosen")}}
 
 
 def _table(rows: list[Figures]) -> str:

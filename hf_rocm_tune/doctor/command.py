@@ -467,8 +467,8 @@ def pack(evidence: Evidence, recording: Mapping[str, Any], owner: PrivateNames) 
         for path, text in recording["binary"].items()
     }
     if evidence.environ is not None:
-        mine = of_policy(evidence.environ)
-        packed["environ"] = {name: owner.out_of_variable(value) for name, value in mine.items()}
+        known = of_policy(evidence.environ)
+        packed["environ"] = {name: owner.out_of_variable(value) for name, value in known.items()}
     return packed
 
 

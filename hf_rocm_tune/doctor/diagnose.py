@@ -254,9 +254,9 @@ def run_measured(
             findings.append(replace(finding, check=check.name, subject=subject))
     if fault is None:
         return findings
-    said = f"an injected fault: {VARIABLE}=check={fault.check},kind={fault.kind}"
-    said += f",where={fault.where}" if fault.where else ""
-    marked = [replace(finding, evidence=(said, *finding.evidence)) for finding in findings]
+    note = f"an injected fault: {VARIABLE}=check={fault.check},kind={fault.kind}"
+    note += f",where={fault.where}" if fault.where else ""
+    marked = [replace(finding, evidence=(note, *finding.evidence)) for finding in findings]
     return [from_row("fault_on_purpose", check=fault.check, kind=fault.kind, name=fault.check), *marked]
 
 

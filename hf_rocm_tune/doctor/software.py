@@ -85,8 +85,8 @@ def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterato
     if not devices.value:
         reason = devices.reason or "its list is empty"
         if evidence.candidates:
-            told: dict[str, Any] = {"version": version, "count": len(evidence.candidates), "reason": reason}
-            yield from_row("torch_sees_nothing", evidence=filters, **told)
+            values: dict[str, Any] = {"version": version, "count": len(evidence.candidates), "reason": reason}
+            yield from_row("torch_sees_nothing", evidence=filters, **values)
         else:
             yield unknown(f"torch {version} is a ROCm build, and there is no card: {reason}")
         return
@@ -112,8 +112,8 @@ def _architectures(evidence: Evidence, software: Software) -> Iterator[Finding]:
         return
     for one in evidence.joined:
         if one.spoofed and one.gpu is not None:
-            told: dict[str, Any] = {"true": one.gpu.arch, "seen": one.device.arch}
-            yield from_row("arch_spoofed", subject=one.gpu.address, evidence=[one.reason], **told)
+            values: dict[str, Any] = {"true": one.gpu.arch, "seen": one.device.arch}
+            yield from_row("arch_spoofed", subject=one.gpu.address, evidence=[one.reason], **values)
     built = software.arch_list
     if not built.value:
         yield unknown(built.reason or "torch lists no architectures")

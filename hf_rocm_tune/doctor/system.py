@@ -50,12 +50,12 @@ def _driver(evidence: Evidence) -> Iterator[Finding]:
         yield from_row("topology_unread", reason="; ".join(topology.reasons))
     if not machine.amd:
         yield from_row("pci_unread", count=len(topology.nodes), evidence=machine.unlisted)
-    troubles = [one for gpu in evidence.candidates for one in _of_gpu(gpu, machine)]
-    yield from troubles
+    problems = [one for gpu in evidence.candidates for one in _of_gpu(gpu, machine)]
+    yield from problems
     for gpu in machine.amd:
         if gpu.driver.value == GIVEN_AWAY and gpu not in evidence.candidates:
             yield from_row("card_given_away", subject=gpu.address)
-    if machine.amd and topology.nodes and not troubles:
+    if machine.amd and topology.nodes and not problems:
         listed = " and ".join(gpu.address for gpu in machine.amd if gpu.driver.value == "amdgpu")
         yield from_row("driver_ok", listed=listed, count=len(topology.nodes))
 
@@ -98,10 +98,10 @@ def _permissions(evidence: Evidence) -> Iterator[Finding]:
         yield from_row(row, nodes=" and ".join(missing), count=count, **where)
     refused = [node for node in there if node.usable is False]
     # Only groups that own a node are read.
-    mine = "unknown" if host.groups.value is None else ", ".join(host.groups.value) or "none"
+    own = "unknown" if host.groups.value is None else ", ".join(host.groups.value) or "none"
     for group in dict.fromkeys(node.group for node in refused):
         names = " and ".join(node.path for node in refused if node.group == group)
-        yield from_row("node_not_usable", nodes=names, group=group or "unknown", groups=mine)
+        yield from_row("node_not_usable", nodes=names, group=group or "unknown", groups=own)
     for node in there:
         if node.usable is None:
             yield unknown(f"the permissions of {node.path} could not be read")
@@ -138,8 +138,11 @@ def _card(gpu: Gpu) -> Finding:
         f"{card.matrix} with bf16" if card.bf16 else f"{card.matrix}": card.matrix,
         "no FP8": card.fp8 is False,
     }
-    told = ", ".join(text for text, there in known.items() if there)
-    seen = [f"told by: {gpu.identity.reason}", *([f"known of this model: {told} ({card.source})"] if told else [])]
+    facts = ", ".join(text for text, there in known.items() if there)
+    seen = [
+        f"identified by: {gpu.identity.reason}",
+        *([f"data of this model: {facts} ({card.source})"] if facts else []),
+    ]
     vram = gpu.node.vram_bytes if gpu.node else None
     memory = "memory unknown" if vram is None else f"{vram / _GIB:.1f} GiB"
     return from_row("card_known", subject=gpu.address, evidence=seen, name=card.name, arch=arch, memory=memory)
@@ -215,9 +218,9 @@ def _variables(evidence: Evidence) -> Iterator[Finding]:
         yield unknown(NO_VARIABLES)
         return
     decisions = evaluate(evidence.environ, evidence.facts())
-    spoken = [decision for decision in decisions if decision.action in _STATUS]
-    yield from map(of_decision, spoken)
-    if not spoken:
+    reported = [decision for decision in decisions if decision.action in _STATUS]
+    yield from map(of_decision, reported)
+    if not reported:
         kept = [f"{decision.variable}={decision.value}: {decision.reason}" for decision in decisions]
         yield from_row("variables_ok", evidence=kept)
 
@@ -369,13 +372,13 @@ def _vram(evidence: Evidence) -> Iterator[Finding]:
             yield unknown(reason, subject=gpu.address)
             continue
         seen = [f"mem_info_vram_used: {used.value:,} bytes of {total.value:,}"]
-        told: dict[str, Any] = {"subject": gpu.address, "evidence": seen, "total_gib": total.value / _GIB}
+        values: dict[str, Any] = {"subject": gpu.address, "evidence": seen, "total_gib": total.value / _GIB}
         share = used.value / total.value
         if share < bounds["info"]:
-            yield from_row("vram_free", used_mib=used.value / _MIB, **told)
+            yield from_row("vram_free", used_mib=used.value / _MIB, **values)
         else:
             row = "vram_scarce" if share >= bounds["warn"] else "vram_taken"
-            yield from_row(row, used_gib=used.value / _GIB, **told)
+            yield from_row(row, used_gib=used.value / _GIB, **values)
 
 
 def _temperature(evidence: Evidence) -> Iterator[Finding]:

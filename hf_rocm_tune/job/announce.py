@@ -140,9 +140,9 @@ def check_machine(
         for finding in grave:
             if finding.check != _VARIABLES:
                 say(_line(finding))
-    told = {finding.subject for finding in found if finding.check == _VARIABLES}
+    printed = {finding.subject for finding in found if finding.check == _VARIABLES}
     # Only this process knows of variables that were set too late, and of cards that could not be chosen.
-    late = [one for one in variables.DECISIONS if one.action in ("warn", "error") and one.variable not in told]
+    late = [one for one in variables.DECISIONS if one.action in ("warn", "error") and one.variable not in printed]
     return tuple(finding.to_dict() for finding in [*found, *(of_decision(one) for one in late)])
 
 

@@ -67,11 +67,11 @@ def demand(
         kept = micro_batch if keeps_micro else max(1, each // accumulation) if keeps_steps else None
         steps = accumulation if keeps_steps else max(1, each // kept) if kept else each
         if kept is not None and kept * steps != each:
-            said = [f"--per_device_train_batch_size {micro_batch}"] if keeps_micro else []
-            said += [f"--gradient_accumulation_steps {accumulation}"] if keeps_steps else []
+            set_flags = [f"--per_device_train_batch_size {micro_batch}"] if keeps_micro else []
+            set_flags += [f"--gradient_accumulation_steps {accumulation}"] if keeps_steps else []
             raise UsageError(
                 f"--effective_batch {effective_batch} over {ranks} process{'es' if ranks > 1 else ''} cannot be made "
-                f"with {' and '.join(said)}; drop {'one of them' if len(said) > 1 else 'it'}"
+                f"with {' and '.join(set_flags)}; drop {'one of them' if len(set_flags) > 1 else 'it'}"
             )
     flags = {f"{name}_checkpointing{more}" for name in ("activation", "gradient") for more in ("", "_kwargs")}
     return Demand(each=each, ranks=ranks, micro_batch=kept, checkpointing=checkpointing if flags & names else None)

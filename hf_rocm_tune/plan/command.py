@@ -158,15 +158,15 @@ def as_text(plan: Plan, command: str) -> str:
     adapters = f"rank {request.rank}, alpha {request.alpha}, dropout {request.dropout:g}, targets "
     adapters += request.targets if isinstance(request.targets, str) else ", ".join(request.targets)
     adapters += f", trained whole: {', '.join(request.modules_to_save)}" if request.modules_to_save else ""
-    told = [*([adapters] if method != "full" else []), f"weights {request.dtype_of(method)}", request.optim]
-    told += [f"{request.attention} attention"]
+    parts = [*([adapters] if method != "full" else []), f"weights {request.dtype_of(method)}", request.optim]
+    parts += [f"{request.attention} attention"]
     lines = [
         _model(plan),
         f"{card.name}: {card.usable / GIB:.1f} GiB, of which other processes hold {card.desktop / GIB:.1f} "
         f"({card.desktop_source}) and the driver's context {card.context / GIB:.1f} ({card.context_source})",
         "",
         _choice(plan, found, plan.choice is not None, f", {found.case.cards} cards" if found.case.cards > 1 else ""),
-        f"  with {'; '.join(told)}",
+        f"  with {'; '.join(parts)}",
     ]
     if plan.choice:
         lines += _speed_lines(plan)

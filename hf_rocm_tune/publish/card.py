@@ -280,9 +280,9 @@ def clean_card(text: str, private: Private, *, base_model_id: str | None = None)
         result = front + cleaned_body if changes else text
         ModelCard(result)  # huggingface_hub's own reading; the Hub's is asked for when the card is uploaded
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise UsageError(
-            f"the metadata of README.md cannot be read ({said}): correct the lines between the --- marks"
+            f"the metadata of README.md cannot be read ({message}): correct the lines between the --- marks"
         ) from error
     return result, changes
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from hf_rocm_tune.errors import TuneError, UsageError
+from hf_rocm_tune.errors import TuneError, UsageError, checked
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.publish import export, say
 
@@ -33,21 +33,6 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 # ---- flags ----------------------------------------------------------------------------------------------------------
-
-
-def checked(kind: type, holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """An argparse type: a number for which something holds, which the error message says in words."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not holds(value):
-            raise argparse.ArgumentTypeError(f"it must be {expected}, got {text}")
-        return value
-
-    return parse
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -401,13 +386,13 @@ class Chat:
                 with self.loaded.without_adapter():
                     self._answer(ids)
                 self.show("[adapter] ")
-            said = self._answer(ids)
+            reply = self._answer(ids)
         except (
             UsageError
         ) as refused:  # no room in the context, or roles that the template refuses: the session continues
             self.tell(f"{refused}; /reset starts over")
             return
-        self.messages = [*asked, {"role": "assistant", "content": said}]
+        self.messages = [*asked, {"role": "assistant", "content": reply}]
 
     def _answer(self, ids: list[int]) -> str:
         pieces: list[str] = []

@@ -180,13 +180,13 @@ def perplexity(
     if not kept:
         raise UsageError("no row has a token to count: rows need at least two tokens, and something that is predicted")
     begun = time.perf_counter()
-    mine, base = 0.0, 0.0
+    own, base = 0.0, 0.0
     # Rows of similar length together, the longest first: running out of memory shows at once.
     ordered = sorted(kept, key=lambda row: -len(row[0]))
     for start in range(0, len(ordered), batch_size):
         placed = loaded.place(_padded(ordered[start : start + batch_size], loaded.tokenizer.pad_token_id or 0))
         labels = placed.pop("labels")
-        mine += _nll(loaded, placed, labels)
+        own += _nll(loaded, placed, labels)
         if compare:
             with loaded.without_adapter():
                 base += _nll(loaded, placed, labels)
@@ -202,7 +202,7 @@ def perplexity(
         "rows_without_counted_tokens": len(rows) - len(kept),
         "rows_cut": sum(len(ids) > max_length for ids, _ in counting),
         "tokens": tokens,
-        **_score(mine, tokens),
+        **_score(own, tokens),
         "without_adapter": _score(base, tokens) if compare else None,
         "seconds": round(time.perf_counter() - begun, 3),
         "batches": {name: sent[name] for name in ("tensors", "bytes", "mismatches", "recovered")},
@@ -232,9 +232,9 @@ def _nll(loaded: Loaded, inputs: dict[str, Tensor], labels: Tensor) -> float:
             ]
             return float(torch.stack(sums).sum())
     except RuntimeError as error:
-        if (said := device_shortage(error)) is None:
+        if (shortage := device_shortage(error)) is None:
             raise
-        raise OutOfMemoryError(f"{said}: lower --batch_size or --max_length, or add --load_in_4bit") from error
+        raise OutOfMemoryError(f"{shortage}: lower --batch_size or --max_length, or add --load_in_4bit") from error
 
 
 def _padded(batch: Sequence[tuple[list[int], list[bool]]], padding: int) -> dict[str, Tensor]:
@@ -268,8 +268,8 @@ def _source(
             split=split,
         )
     except UsageError as error:  # the flags of this command
-        said = str(error).replace("--dataset_train_split", "--split")
-        raise UsageError(said.partition(": name a template file")[0]) from error
+        message = str(error).replace("--dataset_train_split", "--split")
+        raise UsageError(message.partition(": name a template file")[0]) from error
     return as_trl(rows, found)
 
 

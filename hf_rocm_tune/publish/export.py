@@ -126,8 +126,8 @@ def _call(command: list[str]) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        said = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-        what = next((one for one in reversed(said) if "error" in one.lower()), said[-1] if said else "no output")
+        lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+        what = next((one for one in reversed(lines) if "error" in one.lower()), lines[-1] if lines else "no output")
         raise UsageError(f"{Path(command[1] if command[0] == sys.executable else command[0]).name} failed: {what}")
 
 
@@ -281,30 +281,30 @@ def _go_template(tokenizer: Any, *, adds_bos: bool) -> str:
     """A template of ``.System`` and ``.Messages``; empty where the chat template is not of this form."""
     from jinja2 import TemplateError
 
-    said = {"system": "\x01s\x01", "user": "\x01u\x01", "assistant": "\x01a\x01"}
+    contents = {"system": "\x01s\x01", "user": "\x01u\x01", "assistant": "\x01a\x01"}
 
     def render(*roles: str) -> str:
-        messages = [{"role": role, "content": said[role]} for role in roles]
+        messages = [{"role": role, "content": contents[role]} for role in roles]
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text.removeprefix(tokenizer.bos_token or "") if adds_bos else text
 
     try:
-        before, _, to_answer = render("user").partition(said["user"])
+        before, _, to_answer = render("user").partition(contents["user"])
         whole = render("user", "assistant", "user")
     except (TemplateError, ValueError, TypeError):
         return ""
-    between = whole.partition(said["assistant"])[2].partition(said["user"])[0]
+    between = whole.partition(contents["assistant"])[2].partition(contents["user"])[0]
     user = next(before[at:] for at in range(len(before) + 1) if between.endswith(before[at:]))
     head, after = before.removesuffix(user), between.removesuffix(user)  # head: a system message by default
-    turn = user + said["user"] + to_answer
-    turns = turn + said["assistant"] + after + turn
+    turn = user + contents["user"] + to_answer
+    turns = turn + contents["assistant"] + after + turn
     if whole != head + turns or any(mark in whole for mark in ("{{", "}}", '"""')):
         return ""
     first = head
     with suppress(TemplateError, ValueError, TypeError):  # some take no system message
         full = render("system", "user", "assistant", "user")
-        if full.endswith(turns) and full.count(said["system"]) == 1 and "{{" not in full:
-            first = full.removesuffix(turns).replace(said["system"], "{{ .System }}")
+        if full.endswith(turns) and full.count(contents["system"]) == 1 and "{{" not in full:
+            first = full.removesuffix(turns).replace(contents["system"], "{{ .System }}")
             first = f"{{{{ if .System }}}}{first}{f'{{{{ else }}}}{head}' if head else ''}{{{{ end }}}}"
     return (
         first + '{{ range .Messages }}{{ if eq .Role "user" }}' + user + "{{ .Content }}" + to_answer

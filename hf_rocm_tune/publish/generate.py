@@ -309,9 +309,11 @@ def answer(
         with torch.inference_mode():
             made = loaded.model.generate(**inputs, generation_config=config, streamer=stream)
     except RuntimeError as error:
-        if (said := device_shortage(error)) is None:
+        if (shortage := device_shortage(error)) is None:
             raise
-        raise OutOfMemoryError(f"{said}: shorten the prompt, lower --max_new_tokens, or add --load_in_4bit") from error
+        raise OutOfMemoryError(
+            f"{shortage}: shorten the prompt, lower --max_new_tokens, or add --load_in_4bit"
+        ) from error
     new = made[0, len(ids) :].tolist()
     return Answer(
         text="".join(stream.pieces),

@@ -561,7 +561,7 @@ def events(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     restarts, cut = count(report, "survival", "starts") - 1, count(report, "memory", "micro_batch_divisor")
     shortages, overcome = count(report, "memory", "shortages"), count(report, "memory", "recovered")
     unused, warnings = count(report, "guard", "skipped_steps"), count(report, "guard", "warnings")
-    told = [
+    rows = [
         ("restarts by the supervisor", f"{restarts:,}" if restarts > 0 else ""),
         ("steps skipped, because the run died in them", plain(items(report, "survival", "skipped_steps"))),
         ("out of memory", f"{shortages:,}, recovered {overcome:,}" if shortages else ""),
@@ -569,7 +569,7 @@ def events(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("updates skipped, because they were not finite", f"{unused:,}" if unused else ""),
         ("warnings about loss and gradients", f"{warnings:,}" if warnings else ""),
     ]
-    return [(name, value) for name, value in told if value]
+    return [(name, value) for name, value in rows if value]
 
 
 def device(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -587,10 +587,10 @@ def explained(report: Mapping[str, Any]) -> str:
     begin = what.get(text(report, "verify"))
     if begin is None:
         return ""
-    said = f"{begin} digested on the host and again on the device, and both digests are compared before it is used."
+    sentence = f"{begin} digested on the host and again on the device, and both digests are compared before it is used."
     if count(report, "frozen", "passes"):
-        said += " Frozen weights are digested again during training and before each save."
-    return f"{said} Files are read back and compared with the live tensors."
+        sentence += " Frozen weights are digested again during training and before each save."
+    return f"{sentence} Files are read back and compared with the live tensors."
 
 
 def _notes(report: Mapping[str, Any], *, finished: bool) -> tuple[str, ...]:

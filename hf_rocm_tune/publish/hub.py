@@ -249,11 +249,11 @@ class Repository:
                 raise
             except Exception as error:
                 explained = _explained(error, self.repo_id)
-                said = scrub_text(str(explained), self._private, names=False)
+                message = scrub_text(str(explained), self._private, names=False)
                 if not isinstance(explained, HubError) or tries >= attempts:
-                    raise type(explained)(said) from error
+                    raise type(explained)(message) from error
                 wait = _FIRST_WAIT_S * 2 ** (tries - 1)
-                reason = said.rpartition(": ")[0]
+                reason = message.rpartition(": ")[0]
                 self._say(f"{what} of {self.repo_id}: {reason}; try {tries + 1} of {attempts} in {wait:.0f} s")
                 time.sleep(wait)
 
@@ -298,8 +298,8 @@ def _explained(error: BaseException, repo_id: str) -> UsageError | HubError:
     in_words = _STATUS_OF_XET.search(text)  # hf_xet has the status in words only
     status = answer.response.status_code if answer is not None else int(in_words[1]) if in_words else None
     if "nvalid metadata in README.md" in text:  # found before the upload, or by the commit itself
-        said = text.partition("README.md")[2].strip(" .:\n")
-        return UsageError(f"the Hub refuses the model card: {said}; correct the metadata of README.md")
+        message = text.partition("README.md")[2].strip(" .:\n")
+        return UsageError(f"the Hub refuses the model card: {message}; correct the metadata of README.md")
     if status == 404 and answer is None:
         return UsageError("this Hub has no Xet storage (404): set HF_HUB_DISABLE_XET=1 to push by Git LFS")
     if isinstance(answer, RevisionNotFoundError):
@@ -316,8 +316,8 @@ def _explained(error: BaseException, repo_id: str) -> UsageError | HubError:
         if isinstance(one, HFValidationError):
             return UsageError(f"{repo_id!r} is not a valid repository name ({one}): write USER/NAME")
     if "LFS batch API" in text:
-        said = " ".join(text.split("\n")[1:]) or text
-        return UsageError(f"the Hub refuses a file: {said}; leave it out, or make it smaller")
+        message = " ".join(text.split("\n")[1:]) or text
+        return UsageError(f"the Hub refuses a file: {message}; leave it out, or make it smaller")
     what = " ".join(f"{type(causes[-1]).__name__}: {causes[-1]}".split()).rstrip(": ")
     # The page of a proxy or load balancer is not JSON; hf_xet's failures are RuntimeErrors.
     network = httpx2.TransportError | json.JSONDecodeError | RuntimeError | ConnectionError | TimeoutError
@@ -328,17 +328,17 @@ def _explained(error: BaseException, repo_id: str) -> UsageError | HubError:
 
 def _of_status(status: int, message: str | None, repo_id: str) -> UsageError | HubError:
     """The line for an answer of the Hub or of its storage."""
-    said = f"({status}: {message})" if message else f"({status})"
+    info = f"({status}: {message})" if message else f"({status})"
     if status == 429:
-        return HubError(f"the Hub asks for fewer requests {said}: try again in some minutes")
+        return HubError(f"the Hub asks for fewer requests {info}: try again in some minutes")
     if status >= 500 or status in _PASSING:
-        return HubError(f"the Hub answers {said[1:-1]}: try again later")
+        return HubError(f"the Hub answers {info[1:-1]}: try again later")
     lines = {
-        401: f"the Hub does not accept the token {said}: it is wrong, expired or revoked, or none was sent; make one "
+        401: f"the Hub does not accept the token {info}: it is wrong, expired or revoked, or none was sent; make one "
         f"with write access at {_TOKENS_PAGE}, then `hf auth login` or set HF_TOKEN",
-        403: f"the token may not write to {repo_id} {said}: give it write permission there at {_TOKENS_PAGE}, or name "
+        403: f"the token may not write to {repo_id} {info}: give it write permission there at {_TOKENS_PAGE}, or name "
         "a repository of your own",
-        404: f"{repo_id} does not exist, or the token has no access to it {said}: check the name, and that you are a "
+        404: f"{repo_id} does not exist, or the token has no access to it {info}: check the name, and that you are a "
         "member of the organisation",
     }
-    return UsageError(lines.get(status, f"the Hub refuses it {said}"))
+    return UsageError(lines.get(status, f"the Hub refuses it {info}"))

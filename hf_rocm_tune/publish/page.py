@@ -163,13 +163,13 @@ def _about(run: RunFiles) -> str:
     found = run.inspection.manifest
     when = "" if found is None else found.created  # ISO 8601
     when = f"{when[:16].replace('T', ' ')} UTC" if when.endswith("+00:00") else when
-    said = [
+    parts = [
         f"run {run.run_id}" if run.run_id else "",
         f"{'finished' if found.status == 'final' else 'checkpoint of'} {when}" if found is not None else "",
         text(run.report, "device", "name"),
         text(run.trained, "method"),
     ]
-    return ", ".join(filter(None, said))
+    return ", ".join(filter(None, parts))
 
 
 def _tiles(run: RunFiles) -> list[tuple[str, str]]:
