@@ -20,7 +20,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 RUNTIME_OUT_OF_MEMORY = 2
@@ -141,3 +142,14 @@ def device_shortage(error: BaseException) -> str | None:
     if not (coded or isinstance(error, torch.OutOfMemoryError) or _SHORTAGE.search(text)):
         return None
     return re.split(r"\. |\n", text.strip(), maxsplit=1)[0].rstrip(".") or "out of device memory"
+
+
+@contextmanager
+def shortage_advice(advice: str) -> Iterator[None]:
+    """Within the block, an error that reports a device out of memory becomes an `OutOfMemoryError` with this advice."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (shortage := device_shortage(error)) is None:
+            raise
+        raise OutOfMemoryError(f"{shortage}: {advice}") from error

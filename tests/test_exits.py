@@ -84,6 +84,16 @@ def test_device_out_of_memory_is_known_by_type_and_advised(capsys: pytest.Captur
     assert exits.run_guarded(raising(RuntimeError("out of memory")), environ={}) == 1
 
 
+def test_a_shortage_of_the_device_gets_its_advice_and_other_errors_stay() -> None:
+    import torch
+
+    wanted = pytest.raises(errors.OutOfMemoryError, match=r"^HIP out of memory: give less$")
+    with wanted, errors.shortage_advice("give less"):
+        raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 20.00 GiB.")
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"), errors.shortage_advice("give less"):
+        raise RuntimeError("shapes differ")
+
+
 def test_the_launcher_finds_code_and_message(tmp_path: Path) -> None:
     file = tmp_path / "exit.json"
     exits.run_guarded(raising(errors.UsageError("no model")), environ={exits.EXIT_FILE_VARIABLE: str(file)})

@@ -37,7 +37,7 @@ from hf_rocm_tune.errors import (
     SeamError,
     StallError,
     UsageError,
-    device_shortage,
+    shortage_advice,
 )
 from hf_rocm_tune.machine import child
 from hf_rocm_tune.models.factory import ModelSource, load_model
@@ -328,12 +328,8 @@ def _peak_memory() -> int:
 
 def _measure_in_child(spec: Mapping[str, Any]) -> dict[str, Any]:
     transformers_logging.disable_progress_bar()
-    try:
+    with shortage_advice("give a smaller --scale"):
         return measure(spec)
-    except RuntimeError as error:
-        if (shortage := device_shortage(error)) is None:
-            raise
-        raise OutOfMemoryError(f"{shortage}; give a smaller --scale") from error
 
 
 if __name__ == "__main__":

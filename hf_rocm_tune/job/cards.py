@@ -15,7 +15,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
@@ -42,33 +41,18 @@ def choose(argv: Sequence[str]) -> dict[str, Any]:
     """
     import torch
 
-    from hf_rocm_tune.job.fit import memory_of
-    from hf_rocm_tune.plan import from_training, plan_for
-    from hf_rocm_tune.plan.candidates import demand
+    from hf_rocm_tune.job.fit import demand_of, memory_of, request_of
+    from hf_rocm_tune.plan import plan_for
     from hf_rocm_tune.plan.ways import best_of, sentence, ways
     from hf_rocm_tune.settings.arguments import parse
 
     arguments = parse(argv)
-    training, tune = arguments.training, arguments.tune
     if chosen := sorted(arguments.given.intersection(_DECIDED)):
         raise UsageError(f"{names.CARDS_WAY} auto chooses --{chosen[0]}: leave out one of the two")
     if (visible := torch.cuda.device_count()) < CARDS:
         raise UsageError(f"{names.CARDS_WAY} auto needs two visible cards, and there are {visible}: leave it out")
-    wanted = demand(
-        ranks=CARDS,
-        effective_batch=tune.effective_batch,
-        micro_batch=training.per_device_train_batch_size,
-        accumulation=training.gradient_accumulation_steps,
-        checkpointing=bool(training.activation_checkpointing),
-        given=arguments.given,
-    )
-    asked = from_training(arguments.resolved(), cards=CARDS, platform="hip" if torch.version.hip else "cuda")
-    request = replace(
-        asked,
-        effective_batch=wanted.effective_batch,
-        micro_batch=wanted.micro_batch,
-        checkpointing=wanted.checkpointing,
-    )
+    wanted = demand_of(arguments, ranks=CARDS)
+    request = request_of(arguments, wanted, "hip" if torch.version.hip else "cuda")
     plan = plan_for(request, card=memory_of(torch.device("cuda", 0)), grid=False)
     found = [each for each in ways(plan) if each.name != "host"]
     best = best_of(found)

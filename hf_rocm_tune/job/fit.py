@@ -92,14 +92,7 @@ def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, 
         raise UsageError("--auto_fit plans for cards that each hold the whole model, not for FSDP or DeepSpeed")
     if training.auto_find_batch_size:
         raise UsageError("--auto_fit and --auto_find_batch_size both choose the micro-batch; keep one")
-    wanted = demand(
-        ranks=training.world_size,
-        effective_batch=tune.effective_batch,
-        micro_batch=training.per_device_train_batch_size,
-        accumulation=training.gradient_accumulation_steps,
-        checkpointing=bool(training.activation_checkpointing),
-        given=arguments.given,
-    )
+    wanted = demand_of(arguments, ranks=training.world_size)
     if tune.recompute is not None:
         wanted = replace(wanted, checkpointing=True)
     if recorded is not None:
@@ -205,7 +198,11 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int) -> Fit:
     card = replace(card_memory(), name="this card", usable=budget, desktop=0, desktop_source="read", context=0)
     if arguments.training.device.type == "cpu":
         card = replace(card, rates=cpu_rates(torch.get_num_threads()))
-    plan = plan_for(_request(arguments, wanted), card=card, grid=False)
+    try:
+        request = request_of(arguments, wanted, _platform(arguments.training.device))
+    except UsageError as error:
+        raise UsageError(f"--auto_fit: {error}") from error
+    plan = plan_for(request, card=card, grid=False)
     least = plan.nearest
     if plan.choice is None and mode == "plan":
         raise OutOfMemoryError(
@@ -220,17 +217,35 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int) -> Fit:
     )
 
 
-def _request(arguments: Arguments, wanted: Demand) -> PlanRequest:
-    try:
-        asked = from_training(arguments.resolved(), cards=wanted.ranks, platform=_platform(arguments.training.device))
-        return replace(
-            asked,
-            effective_batch=wanted.effective_batch,
-            micro_batch=wanted.micro_batch,
-            checkpointing=wanted.checkpointing,
-        )
-    except UsageError as error:
-        raise UsageError(f"--auto_fit: {error}") from error
+def demand_of(arguments: Arguments, *, ranks: int) -> Demand:
+    """What the job's flags require of a choice for that many ranks.
+
+    Raises:
+        UsageError: they cannot make the effective batch.
+    """
+    training = arguments.training
+    return demand(
+        ranks=ranks,
+        effective_batch=arguments.tune.effective_batch,
+        micro_batch=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        checkpointing=bool(training.activation_checkpointing),
+        given=arguments.given,
+    )
+
+
+def request_of(arguments: Arguments, wanted: Demand, platform: str) -> PlanRequest:
+    """The request to plan the job.
+
+    Raises:
+        UsageError: this job cannot be planned.
+    """
+    return replace(
+        from_training(arguments.resolved(), cards=wanted.ranks, platform=platform),
+        effective_batch=wanted.effective_batch,
+        micro_batch=wanted.micro_batch,
+        checkpointing=wanted.checkpointing,
+    )
 
 
 def _platform(device: torch.device) -> str:

@@ -100,6 +100,21 @@ def _best(options: list[Estimate]) -> Estimate:
     return fastest(options) or min(options, key=lambda each: each.total)
 
 
+def _way(
+    plan: Plan,
+    name: str,
+    best: Estimate,
+    crossing: float,
+    flags: str,
+    fits: Callable[[Case, Callable[[Case], Step]], bool] | None = None,
+) -> CardsWay:
+    """The way of a case whose estimate is that of the fullest card; ``fits`` as for `Plan.longest`."""
+    longest = plan.longest(best.variant, fits)
+    return CardsWay(
+        name=name, option=best, total=best.total, fits=best.fits, longest=longest, crossing=crossing, flags=flags
+    )
+
+
 def _gradients(variant: Variant) -> float:
     return float(sum(each.nbytes for each in variant.weights.trained))
 
@@ -113,11 +128,7 @@ def _replicated(plan: Plan, wanted: list[Estimate], name: str, rate: float, flag
     times = 2.0 if name == "host" else 2 * (cards - 1) / cards
     each_sends = {method: times * _gradients(variant) for method, variant in plan.variants.items()}
     best = _best([_at(plan, one, plus=each_sends[one.variant] / rate) for one in wanted])
-    crossing = cards * each_sends[best.variant]
-    longest = plan.longest(best.variant)
-    return CardsWay(
-        name=name, option=best, total=best.total, fits=best.fits, longest=longest, crossing=crossing, flags=flags
-    )
+    return _way(plan, name, best, cards * each_sends[best.variant], flags)
 
 
 def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
@@ -164,15 +175,7 @@ def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
     def fits(case: Case, trace: Callable[[Case], Step]) -> bool:
         return alone(case, replace(variants[best.variant], trace=trace)).fits
 
-    return CardsWay(
-        name="fsdp2",
-        option=best,
-        total=best.total,
-        fits=best.fits,
-        longest=plan.longest(best.variant, fits),
-        crossing=crossing,
-        flags="--accelerate_config dual_rx7900xt_fsdp2",
-    )
+    return _way(plan, "fsdp2", best, crossing, "--accelerate_config dual_rx7900xt_fsdp2", fits)
 
 
 def _layered(plan: Plan) -> list[CardsWay]:
@@ -282,17 +285,8 @@ def _together(plan: Plan) -> list[CardsWay]:
     def fits(case: Case, trace: Callable[[Case], Step]) -> bool:
         return estimate(replace(variants[best.variant], trace=trace), replace(case, cards=1), plan.card).fits
 
-    return [
-        CardsWay(
-            name="tensor",
-            option=best,
-            total=best.total,
-            fits=best.fits,
-            longest=plan.longest(best.variant, fits),
-            crossing=cards * crosses(best),
-            flags="--accelerate_config dual_rx7900xt --tensor_parallel true",
-        )
-    ]
+    flags = "--accelerate_config dual_rx7900xt --tensor_parallel true"
+    return [_way(plan, "tensor", best, cards * crosses(best), flags, fits)]
 
 
 def _part_of(step: Step, start: int, stop: int, case: Case) -> Step:

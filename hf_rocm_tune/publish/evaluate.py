@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_rocm_tune.errors import OutOfMemoryError, UsageError, device_shortage
+from hf_rocm_tune.errors import UsageError, shortage_advice
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.commands import add_model_flags, at_least, chosen
 
@@ -220,21 +220,16 @@ def _nll(loaded: Loaded, inputs: dict[str, Tensor], labels: Tensor) -> float:
     import torch
     from torch.nn.functional import cross_entropy
 
-    try:
-        with torch.inference_mode():
-            logits = loaded.model(**inputs, use_cache=False).logits
-            # Row by row: a float32 copy of all logits would be the largest tensor of the whole evaluation.
-            sums = [
-                cross_entropy(row[:-1].float(), wanted[1:], ignore_index=_IGNORED, reduction="none").sum(
-                    dtype=torch.float64
-                )
-                for row, wanted in zip(logits, labels, strict=True)
-            ]
-            return float(torch.stack(sums).sum())
-    except RuntimeError as error:
-        if (shortage := device_shortage(error)) is None:
-            raise
-        raise OutOfMemoryError(f"{shortage}: lower --batch_size or --max_length, or add --load_in_4bit") from error
+    with shortage_advice("lower --batch_size or --max_length, or add --load_in_4bit"), torch.inference_mode():
+        logits = loaded.model(**inputs, use_cache=False).logits
+        # Row by row: a float32 copy of all logits would be the largest tensor of the whole evaluation.
+        sums = [
+            cross_entropy(row[:-1].float(), wanted[1:], ignore_index=_IGNORED, reduction="none").sum(
+                dtype=torch.float64
+            )
+            for row, wanted in zip(logits, labels, strict=True)
+        ]
+        return float(torch.stack(sums).sum())
 
 
 def _padded(batch: Sequence[tuple[list[int], list[bool]]], padding: int) -> dict[str, Tensor]:

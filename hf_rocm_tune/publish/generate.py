@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TextStreamer, set_seed
 
-from hf_rocm_tune.errors import OutOfMemoryError, UsageError, device_shortage
+from hf_rocm_tune.errors import UsageError, shortage_advice
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.loading import cast_verified
 from hf_rocm_tune.models.placement import coverage, place
@@ -305,15 +305,8 @@ def answer(
     stream = _Stream(loaded.tokenizer, write)
     set_seed(sampling.seed)
     begun = time.perf_counter()
-    try:
-        with torch.inference_mode():
-            made = loaded.model.generate(**inputs, generation_config=config, streamer=stream)
-    except RuntimeError as error:
-        if (shortage := device_shortage(error)) is None:
-            raise
-        raise OutOfMemoryError(
-            f"{shortage}: shorten the prompt, lower --max_new_tokens, or add --load_in_4bit"
-        ) from error
+    with shortage_advice("shorten the prompt, lower --max_new_tokens, or add --load_in_4bit"), torch.inference_mode():
+        made = loaded.model.generate(**inputs, generation_config=config, streamer=stream)
     new = made[0, len(ids) :].tolist()
     return Answer(
         text="".join(stream.pieces),
