@@ -1,13 +1,13 @@
 """The model card, ``README.md``: base model, data, settings, code that loads the result, and how it was verified.
 
-Its text is the template ``card.md.j2``. Values that this program did not choose (names of files, settings, texts of
-incidents) are redacted and written as text, never as Markdown. The card is valid for the Hub: ``base_model`` and
-``datasets`` are ids of the Hub or left out. Its code loads what was trained with the arguments that give the logits of
-the training: TRL trains the adapters of quantised models in bfloat16, while PEFT loads every adapter as float32 unless
-told otherwise; and ``device_map="auto"`` would split the base over two cards by copies between them.
+Its text is the template ``card.md.j2``. Foreign values (names of files, settings, texts of incidents) are redacted and
+escaped for Markdown. The card is valid for the Hub: ``base_model`` and ``datasets`` are ids of the Hub or omitted. Its
+code loads the result with the arguments that give the logits of training: TRL trains adapters of quantised models in
+bfloat16, while PEFT loads every adapter as float32 by default; and ``device_map="auto"`` would split the base over two
+cards, with copies between them.
 
-A card ends with the hash of its own text. One whose hash is still right is ours and is replaced by the next; any other
-``README.md`` has been written or edited by a person and is kept.
+A card ends with the hash of its text. A card with a correct hash is ours and is replaced by the next one; any other
+``README.md`` was written or edited by a person and is kept.
 """
 
 from __future__ import annotations

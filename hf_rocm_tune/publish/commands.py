@@ -1,9 +1,8 @@
 """``hf-rocm-tune merge``, ``generate`` and ``chat``: their flags, prompts and the conversation.
 
-No torch is imported before the flags have been read: a wrong one is refused at once. The merged directory and answers
-go to standard output, everything else to standard error. In ``chat`` Ctrl-C stops the current answer, whose text so far
-stays in the conversation; with ``--compare`` the base answers each turn too, to the same
-conversation, and only the adapter's answer becomes part of it.
+Flags are checked before torch is imported. The merged directory and answers go to standard output, everything else to
+standard error. In ``chat`` Ctrl-C stops the current answer, whose text so far stays in the conversation; with
+``--compare`` the base answers each turn, too, and only the adapter's answer becomes part of the conversation.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """What to load, and how."""
+    """Flags of the model."""
     parser.add_argument("model", help="directory of an adapter or a model, or a Hub id of either")
     parser.add_argument("--base", help="base of an adapter, where it is not the one that the adapter names")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
@@ -53,7 +52,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_chat_flags(parser: argparse.ArgumentParser) -> None:
-    """What to load, and how tokens are chosen."""
+    """Flags of the model and of sampling."""
     add_model_flags(parser)
     add = parser.add_argument
     positive = checked(float, lambda value: 0 < value < float("inf"), "more than 0")

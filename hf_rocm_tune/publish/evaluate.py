@@ -1,13 +1,12 @@
 """``hf-rocm-tune eval``: perplexity on a split, and tasks of lm-evaluation-harness; a table, and one line of JSON.
 
-Perplexity is exp of the mean negative log-likelihood of the counted tokens, each of which counts once, independent of
-the length of its row (``eval_loss`` of trainers is a mean of batch means, which weighs tokens in short rows more).
-Logits come in the model's dtype; the log-softmax is taken in float32 and the sum in float64. Base and adapter see the
-same batches. Rows become token ids as TRL's SFT trainer prepares them (read in TRL 1.16,
-``SFTTrainer._prepare_dataset``).
+Perplexity is exp of the mean negative log-likelihood of the counted tokens, each of which has the same weight
+(``eval_loss`` of trainers is a mean of batch means, which gives tokens in short rows more weight). Logits have the
+model's dtype; the log-softmax is computed in float32 and the sum in float64. Base and adapter get the same batches.
+Rows are tokenised as by TRL's SFT trainer (TRL 1.16, ``SFTTrainer._prepare_dataset``).
 
-The harness is a separate package (the extra ``eval``, tried with lm-eval 0.4.13). It gets the loaded model and moves
-its inputs to the device itself; those transfers are not verified, and the result says so.
+The harness is a separate package (the extra ``eval``, tested with lm-eval 0.4.13). It gets the loaded model and moves
+its inputs to the device itself; those transfers are not verified, which the result reports.
 """
 
 from __future__ import annotations

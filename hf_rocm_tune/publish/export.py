@@ -1,13 +1,13 @@
 """``hf-rocm-tune merge --gguf``: a merged model as GGUF, by llama.cpp's own converter, with a ``Modelfile`` for Ollama.
 
-The converter writes the merged weights without loss, or as one of the floating types; `llama-quantize` makes every
-other type of that. What was written is read back. The converter renames tensors and may reorder rows, so a tensor is
-known by a sum over its values that does not depend on their order, and adds up over experts that are stacked: each
-matrix of the merged model must be found with exactly its values (as that floating type, where one is asked for).
-Quantised tensors are compared with the lossless ones by name: their relative error must be what their bits allow.
+The converter writes the merged weights without loss, or as a floating type; `llama-quantize` converts that to every
+other type. The file is read back. The converter renames tensors and may reorder rows, so a tensor is identified by a
+sum over its values that does not depend on their order and is additive over stacked experts: each matrix of the merged
+model must be found with exactly its values (cast to the requested floating type). Quantised tensors are compared with
+the lossless ones by name, with a bound on their relative error by the number of bits.
 
-Not covered: architectures of which the converter changes matrices beyond their order, which are refused; vectors that
-it changes (Gemma's norms, to which it adds 1) are named as not compared; what llama.cpp computes with the file.
+Not covered: architectures whose matrices the converter changes beyond their order are refused; vectors that it changes
+(Gemma's norms, to which it adds 1) are reported as not compared; what llama.cpp computes with the file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MISSING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """What of llama.cpp makes a file of a type."""
+    """The tools of llama.cpp for a type of file."""
 
     kind: str  # such as "q4_k_m"
     converter: Path
@@ -52,7 +52,7 @@ class Tools:
 
 
 def find_tools(kind: str, folder: Path | None) -> Tools:
-    """Look for what is needed, before anything takes time.
+    """Find the tools, before any work is done.
 
     Args:
         kind: of the file, such as "q4_k_m", "q8_0" or "f16".
@@ -131,11 +131,11 @@ def _call(command: list[str]) -> None:
         raise UsageError(f"{Path(command[1] if command[0] == sys.executable else command[0]).name} failed: {what}")
 
 
-# ---- what was written is read back -----------------------------------------------------------------------------------
+# ---- the file is read back -------------------------------------------------------------------------------------------
 
 
 def _stored(model: Path) -> Iterator[tuple[str, Any]]:
-    """Name and tensor of everything in a model's files."""
+    """Name and tensor of all tensors in a model's files."""
     from safetensors.torch import load_file
 
     for file in sorted(model.glob("*.safetensors")):

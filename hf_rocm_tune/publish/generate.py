@@ -1,9 +1,9 @@
-"""A model for generation and evaluation: loaded and verified; one prompt in, one answer out.
+"""Loading a model, verified, for generation and evaluation; and the answer to one prompt.
 
-A base with its adapter, a merged model, or one from the Hub. Weights, adapter and prompts pass the mover, as in
-training. Sampling is upstream's (`GenerationConfig`); what the user does not set is as the model's own generation
-settings say. The same seed gives the same answer on the same machine, and base and adapter draw the same random
-numbers when they are compared.
+The model is a base with its adapter, a merged model, or one from the Hub. Weights, adapter and prompts are transferred
+by the mover, as in training. Sampling is upstream's (`GenerationConfig`), by default with the model's generation
+settings. The same seed gives the same answer on the same machine; in a comparison, base and adapter use the same random
+numbers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LoadSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen; the fields are named like the flags. None is what the model's generation settings say."""
+    """Sampling; the fields are named like the flags. None: by the model's generation settings."""
 
     max_new_tokens: int = 256
     temperature: float | None = None
@@ -90,7 +90,7 @@ class Loaded:
 
 @contextmanager
 def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare: bool = False) -> Iterator[Loaded]:
-    """Load, say what was verified, and close the mover at the end.
+    """Load, report what was verified, and close the mover at the end.
 
     Raises:
         UsageError: a file is missing or damaged, or adapter and base do not fit.
@@ -239,7 +239,7 @@ def _line(name: str, verified: dict[str, Any], seconds: float) -> str:
     )
 
 
-# ---- text from it ---------------------------------------------------------------------------------------------------
+# ---- answers --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +247,8 @@ class Answer:
     """The answer of a model."""
 
     text: str  # without special tokens
-    tokens: int  # how many were made, the end token included
-    complete: bool  # the model ended it itself; False when it ran into a limit
+    tokens: int  # generated, the end token included
+    complete: bool  # the model ended it; False: it reached a limit
     seconds: float  # from the prompt to the last token
 
 
@@ -276,7 +276,7 @@ def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bo
 
 
 def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
-    """Token ids of a conversation, up to where the assistant begins to speak.
+    """Token ids of a conversation, with the generation prompt of the assistant.
 
     Raises:
         UsageError: the chat template refuses it (for example an unknown order of roles).
@@ -344,7 +344,7 @@ def _config(loaded: Loaded, sampling: Sampling, prompt_tokens: int) -> Generatio
 
 
 class _Stream(TextStreamer):
-    """Upstream's streamer of whole words, which passes the text on and keeps it."""
+    """Upstream's streamer of whole words, which passes on and collects the text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,7 +1,7 @@
 """The files of a run, finished or not, and the verdict on its transfer report.
 
-A file that is missing, truncated or of another form is reported, and the rest is still read. Missing entries of a
-report are unknown, never good.
+A file that is missing, truncated or invalid is reported, and the others are still read. Missing entries of a report
+count as unknown, never as good.
 """
 
 from __future__ import annotations
@@ -449,13 +449,13 @@ def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] =
 
     if damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        return verdict("bad", f"The result is not what was written: {damaged[0]}{more}.")
+        return verdict("bad", f"The result differs from what was written: {damaged[0]}{more}.")
     if not report:
         return verdict("unknown", "It is unknown what was verified: there is no transfer report.")
     try:
         wrong = unrecovered(report)
     except (KeyError, TypeError, AttributeError):
-        return verdict("unknown", "The transfer report does not have the expected form, so it proves nothing.")
+        return verdict("unknown", "The transfer report does not have the expected form, so it is no evidence.")
     if wrong:
         return verdict("bad", f"Wrong bytes were found that could not be recovered: {'; '.join(wrong[:3])}.")
     share, mismatches = coverage(report), sum(row.mismatches for row in counted(report))
@@ -563,7 +563,7 @@ def events(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     unused, warnings = count(report, "guard", "skipped_steps"), count(report, "guard", "warnings")
     rows = [
         ("restarts by the supervisor", f"{restarts:,}" if restarts > 0 else ""),
-        ("steps skipped, because the run died in them", plain(items(report, "survival", "skipped_steps"))),
+        ("steps skipped, because the run crashed in them", plain(items(report, "survival", "skipped_steps"))),
         ("out of memory", f"{shortages:,}, recovered {overcome:,}" if shortages else ""),
         ("micro-batches split into", f"up to {cut} parts" if cut > 1 else ""),
         ("updates skipped, because they were not finite", f"{unused:,}" if unused else ""),

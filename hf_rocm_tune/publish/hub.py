@@ -1,8 +1,8 @@
-"""One repository of the Hugging Face Hub: one commit for a push, and a check of the hashes that the Hub then states.
+"""A repository of the Hugging Face Hub: a push is one commit, whose hashes are compared with those of the files.
 
-A file that exists there with the same hash is not sent again. When the Hub, the network or another commit interferes,
-the whole step is repeated from the new state of the repository; a commit names its parent (``parent_commit``), so one
-whose answer was lost is not made twice.
+Files that the Hub has with the same hash are not sent again. After an error of the Hub or the network, or another
+commit, the whole step is repeated from the new state of the repository; a commit names its parent (``parent_commit``),
+so a commit whose response was lost is not made twice.
 
 After the commit the hash of each file in it is compared (SHA-256 for files in large file storage, Git's SHA-1 for
 others). Not covered: what the storage serves later.
@@ -41,7 +41,7 @@ from hf_rocm_tune.version import __version__
 T = TypeVar("T")
 Say = Callable[[str], None]
 
-# Tries of one step, beside those that huggingface_hub makes of a single request; the wait doubles.
+# Attempts of one step, in addition to those of huggingface_hub for a single request; the wait doubles.
 _ATTEMPTS, _FIRST_WAIT_S = 5, 2.0
 
 
@@ -90,7 +90,7 @@ class Staged:
         """Lines for the user."""
         where = f" in {self.prefix}" if self.prefix else ""
         lines = [f"to be uploaded{where}: {', '.join((*self.manifest.files, MANIFEST_NAME))}"]
-        lines += [f"{name}{where} is published without what is local: {what}" for name, what in self.changed.items()]
+        lines += [f"{name}{where} is published without local names: {what}" for name, what in self.changed.items()]
         if self.not_listed:
             lines.append(f"not uploaded, no manifest lists them: {', '.join(self.not_listed)}")
         return lines
@@ -163,10 +163,10 @@ class Repository:
         deleted: set[str] = set()
 
         def commit() -> str:
-            """The commit with all files; an earlier try may have made it although its answer was lost."""
+            """The commit with all files; an earlier attempt may have made it although its response was lost."""
             head, there = self._head()
             lacking = [path for path in wanted if not _same(*wanted[path], there.get(path))]
-            # Files of an earlier push that this one does not have would be loaded together with the new ones.
+            # Remaining files of an earlier push would be loaded together with the new ones.
             earlier = self._of_earlier_push(staged, head, there)
             old = {path for path in there if path in earlier or (folders and path.startswith(folders))}
             stale = sorted(old - wanted.keys())
@@ -293,7 +293,7 @@ def _answer(error: BaseException) -> HfHubHTTPError | None:
 
 
 def _explained(error: BaseException, repo_id: str) -> UsageError | HubError:
-    """A ``UsageError`` for what the user can change, a ``HubError`` where the same may succeed later."""
+    """A ``UsageError`` if the user can fix it, a ``HubError`` if the same may succeed later."""
     answer, causes, text = _answer(error), tuple(_causes(error)), str(error)
     in_words = _STATUS_OF_XET.search(text)  # hf_xet has the status in words only
     status = answer.response.status_code if answer is not None else int(in_words[1]) if in_words else None

@@ -1,24 +1,23 @@
-"""``hf-rocm-tune merge``: an adapter into the weights of its base, in bounded memory, verified on disk.
+"""``hf-rocm-tune merge``: merges an adapter into its base, in bounded memory, verified on disk.
 
-It is computed on the host. The model with its adapter is on the meta device; only the adapter's tensors are real. The
-base is read from its mapped files, parameter by parameter: PEFT's layer is given one weight in float32 and its
-``merge`` is called. The result is written in the base's own dtype (or another) under the names of the base's
-checkpoint. Memory is bounded by one file of the result (``--max_shard_size``) and a few float32 copies of the largest
-parameter.
+The merge runs on the host. The model is on the meta device; only the adapter's tensors have memory. The base is read
+from its mapped files, parameter by parameter: PEFT's layer gets one weight in float32, and its ``merge`` is called. The
+result has the base's dtype (or another) and the names of the base's checkpoint. Memory is bounded by one file of the
+result (``--max_shard_size``) and a few float32 copies of the largest parameter.
 
-The tables that ``from_pretrained`` itself uses (``transformers.core_model_loading``, checked with transformers 5.23.0)
-say which stored tensor is which parameter.
+The tables that ``from_pretrained`` uses (``transformers.core_model_loading``, checked with transformers 5.23.0) map
+stored tensors to parameters.
 
-The result is prepared under a private name beside its destination and renamed when every tensor has been read back
-from disk and equals what was in memory, and the manifest is written: a merge that is interrupted or killed leaves
-nothing that looks finished.
+The result is written to a temporary directory beside its destination and renamed when every tensor has been read back
+from disk and compared with memory, and the manifest is written: an interrupted or killed merge leaves nothing that
+looks finished.
 
-A 4-bit run is merged into the original weights of its base, not into the quantised ones it was trained on. Tied
-embeddings: an adapter that changes the two sides of a tie differently leaves two weights; both are stored then, and the
-configuration says that they are not tied.
+An adapter of a 4-bit run is merged into the original weights of its base, not into the quantised ones. If an adapter
+changes the two sides of tied embeddings differently, both are stored, and the configuration says that they are not
+tied.
 
-Not covered: adapters of parameters that are stored in several tensors (experts), and what PEFT itself does not merge
-(Arrow, activated LoRA and others that choose by token).
+Not covered: adapters of parameters that are stored in several tensors (experts), and methods that PEFT does not merge
+(Arrow, activated LoRA and others that depend on the token).
 """
 
 from __future__ import annotations
@@ -124,12 +123,12 @@ def merge(
     if adapter.trained_in_bits:
         say(
             f"it was trained on {adapter.trained_in_bits}-bit weights and is merged into the original ones: the result "
-            "is the original base plus the adapter, and differs from the model in training by what quantising changed"
+            "differs from the model in training by the quantisation error"
         )
     wanted = getattr(torch, dtype) if dtype else None
     change = _Change(base, adapter, wanted, trust_remote_code=trust_remote_code)
     if change.untied:
-        say(f"{', '.join(change.untied)} was tied and is stored separately now: the adapter changed both")
+        say(f"{', '.join(change.untied)} is no longer tied: the adapter changed the two sides differently")
     _check_room(out, base.nbytes(wanted) + change.more_bytes(wanted))
     sealed = adapter.written
     origin = {
@@ -328,7 +327,7 @@ def _replaced_by(parameter: Tensor) -> Site:
 
 
 def _trained_rows(layer: Any) -> Site:
-    """Some rows of an embedding are trained whole (PEFT's trainable tokens)."""
+    """An embedding of which some rows were trained (PEFT's trainable tokens)."""
     weight = layer.get_base_layer().weight
     rows = torch.tensor(layer.token_indices[NAME])
     values = layer.trainable_tokens_delta[NAME].detach()
@@ -340,7 +339,7 @@ def _trained_rows(layer: Any) -> Site:
 
 
 def _by_peft(path: str, layer: Any, name: str) -> Site:
-    """A parameter as PEFT's merge leaves it."""
+    """A parameter that PEFT's ``merge`` changes."""
     owner = layer.get_base_layer()
     before = dict(owner.named_parameters(recurse=False))
     others = {n: p for n, p in before.items() if n != name}
@@ -414,7 +413,7 @@ class Names:
         return name, pattern
 
     def stored_name(self, parameter: str) -> str:
-        """A name under which a parameter that is not stored can be stored.
+        """A name to store a parameter that the base does not store.
 
         Raises:
             UsageError: transformers would not find it under the name under which it saves it.
@@ -452,16 +451,16 @@ def meta_model(directory: Path, *, trust_remote_code: bool) -> PreTrainedModel:
             ) from error
 
 
-# ---- what the merge makes of them ---------------------------------------------------------------------------------
+# ---- the changed parameters ---------------------------------------------------------------------------------------
 
 
 class _Change:
-    """What an adapter changes of its base, decided from names and shapes; `tensors` computes it.
+    """The changes of a base by an adapter, from names and shapes; `tensors` computes them.
 
     Attributes:
         sites: every parameter that changes, by name.
         untied: parameters whose tie is undone.
-        vocabulary: rows of the input embedding, where the adapter changes it.
+        vocabulary: rows of the input embedding, if the adapter changes it.
 
     Raises:
         UsageError: the adapter does not fit, or the base lacks a tensor that it changes.
@@ -491,7 +490,7 @@ class _Change:
                 )
 
     def more_bytes(self, dtype: torch.dtype | None) -> int:
-        """What the result has beyond the base: weights whose tie is undone, and rows of a larger vocabulary."""
+        """Bytes of the result beyond the base: untied weights, and rows of a larger vocabulary."""
         size = dtype.itemsize if dtype else 4
         return size * sum(self.sites[name].shape.numel() for name in self._beside.values() if name in self.sites)
 
@@ -526,7 +525,7 @@ class _Change:
         stored_as, sites = self._names.stored_as, self.sites
         for target, source in self._names.ties.items():
             here, there = (source, target) if source in stored_as else (target, source)
-            # One that is not stored is refused as missing, one that is stored in several tensors for that.
+            # Parameters that are not stored, or in several tensors, are refused later.
             if not {target, source} & sites.keys() or not (stored := stored_as.get(here)):
                 continue
             both = target in sites and source in sites

@@ -1,11 +1,11 @@
 """``hf-rocm-tune report DIR``: plots of a run as PNG files, and its report as one HTML page; and the picture on a card.
 
-The page is the template ``page.html.j2``: no script, no outside request, light and dark, readable on a phone. Foreign
-text is escaped, and the page's own policy forbids scripts and requests. Local paths, names of users and hosts and
-secrets are removed, so the page may be shown to others.
+The page is the template ``page.html.j2``, without scripts and outside requests, which its content security policy
+forbids, too. Foreign text is escaped. Local paths, names of users and hosts, and secrets are removed, so the page may
+be published.
 
-Curves are drawn with matplotlib, which is imported by the first picture. No text of the user's goes into a picture.
-Values that are not finite are gaps. Long logs are drawn thin, with their running mean.
+Curves are drawn with matplotlib, which is imported for the first picture. Pictures contain no text of the user. Values
+that are not finite are gaps. Long logs are drawn as thin lines with their running mean.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """``hf-rocm-tune push DIR REPO``, and the pushes of a run while it trains.
 
 A directory whose files differ from its manifest, or whose run ended with corruption, is refused before anything is
-sent. A copy is prepared: files that only this machine can use, and files that the manifest does not list, are left out;
-JSON and the model card are rewritten where they name local paths. The copy's own manifest (``extra.published``) lists
-the differences. Other files are links to the originals. The local directory is only read.
+sent. A staged copy omits files that only this machine can use and files that the manifest does not list; local paths in
+JSON and the model card are rewritten. Its manifest (``extra.published``) lists the differences. Other files are links
+to the originals. The local directory is only read.
 
-While a run trains, a checkpoint is linked (or copied) beside the output directory and uploaded by a thread, so a
-rotation may delete it meanwhile. As in transformers, a checkpoint that is written while another one is uploaded is not
-pushed by itself. A failed push is reported and does not end the training; the push of the result must succeed.
+During training, a checkpoint is linked (or copied) beside the output directory and uploaded by a thread, so that it can
+be rotated out during the upload. As in transformers, a checkpoint that is written during another upload is not pushed.
+A failed push is reported and does not end the training; the push of the result must succeed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAST_CHECKPOINT = "last-checkpoint/"
 _LEFT_OUT = {"training_args.bin": "a pickle of this machine's settings", "run.json": "this machine's settings"}
 _RESUME_ONLY = ("optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json", "rng_state")  # names begin so
 _BASE_KEYS = ("base_model_name_or_path", "_name_or_path", "name_or_path")
-# They may contain any text and are never rewritten.
+# May contain any text; never rewritten.
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"})
 
 
@@ -217,15 +217,15 @@ def stage(
         private: what must not be in it.
         prefix: folder on the Hub, see `Staged`; files that only a resume needs go into a folder only.
         base_model_id: see `PushSettings`.
-        durable: the copy must outlive the originals, which a rotation may delete meanwhile.
+        durable: the originals may be deleted before the copy (by rotation of checkpoints).
 
     Raises:
-        UsageError: a file cannot be read or is not what the manifest says, the card is not valid, or a file that cannot
-            be rewritten holds something private.
+        UsageError: a file cannot be read or differs from the manifest, the card is not valid, or a file that cannot be
+            rewritten contains private names.
     """
     left_out = {name: why for name, why in _LEFT_OUT.items() if (directory / name).exists()}
     left_out |= {} if prefix else {n: "for resuming only" for n in written.files if n.startswith(_RESUME_ONLY)}
-    # A card that was deleted since is not missed.
+    # The card may have been deleted since.
     there = {name for name in written.files if name != CARD_NAME or (directory / name).exists()}
     names = sorted(there - {*_LEFT_OUT, *left_out, MANIFEST_NAME})
     changed: dict[str, str] = {}
@@ -413,7 +413,7 @@ class Publisher:
             self._say(f"{error}. Training starts nevertheless, and the push is tried at each save and at the end")
 
     def checkpoint(self, directory: Path) -> None:
-        """Push a checkpoint that is in place, as the strategy says. Failures are reported."""
+        """Push a complete checkpoint, by the strategy. Failures are reported."""
         if self._strategy == "end" or self._uploading():
             self._missing = self._strategy != "end"
             return
@@ -448,7 +448,7 @@ class Publisher:
             self.wait()
 
     def result(self, directory: Path) -> Pushed:
-        """Push the finished run and the checkpoints that the strategy asks for; returns when all of it was checked.
+        """Push the finished run and the checkpoints of the strategy; returns when everything was checked.
 
         Raises:
             TuneError: the push failed; the message says where the result is and how to finish.
@@ -474,7 +474,7 @@ class Publisher:
         return done
 
     def wait(self) -> None:
-        """Until nothing is uploaded any more."""
+        """Wait for the current upload."""
         while self._uploading():
             assert self._thread is not None
             self._thread.join(_HEARTBEAT_S)
@@ -482,7 +482,7 @@ class Publisher:
                 self.alive()
 
     def close(self) -> None:
-        """End, and say what was not pushed. An upload in progress gets some seconds more. May be called twice."""
+        """Stop, and report a checkpoint that was not pushed. Waits some seconds for an upload. May be called twice."""
         if self._thread is not None:
             self._thread.join(_LAST_SECONDS)
         if self._missing:

@@ -140,7 +140,7 @@ def test_faults_and_incidents_are_said_plainly() -> None:
         "Not verified: `a.b` (why).",
         "2 more are in the report.",
         "restarts by the supervisor: 2",
-        "died in them: 7",
+        "crashed in them: 7",
         "up to 4 parts",
         "not finite: 2",
     ):

@@ -342,7 +342,7 @@ def test_a_result_that_was_changed_is_called_so(tmp_path: Path) -> None:
     assert "Verified" in check_harmless(page_of(collect(directory))).text
     (directory / "adapter_config.json").write_text('{"r": 1}')
     seen = check_harmless(page_of(collect(directory)))
-    assert "Wrong bytes" in seen.text and "The result is not what was written: adapter_config.json" in seen.words
+    assert "Wrong bytes" in seen.text and "The result differs from what was written: adapter_config.json" in seen.words
 
 
 # ---- What tests of the report read of a page ----
