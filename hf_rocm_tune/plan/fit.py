@@ -122,10 +122,10 @@ class Recordings:
 
     @cached_property
     def ways(self) -> tuple[str, ...]:
-        """How single layers can be recomputed: ``whole``, ``selective``; empty if only all together can.
+        """The ways to recompute single layers: ``whole``, ``selective``; empty if only all layers together can be.
 
-        Empty too if a layer needs no gradient without checkpointing: it then keeps nothing, but everything as soon as a
-        layer before it is recomputed, which is not recorded.
+        Also empty if a layer needs no gradient without checkpointing: it keeps nothing then, but everything if a layer
+        before it is recomputed, which is not recorded.
         """
         from hf_rocm_tune.models.recompute import layers_of
 
@@ -351,9 +351,9 @@ def _case(request: PlanRequest, size: int, length: int) -> Case:
 
 
 def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, lengths: tuple[int, ...]) -> list[Estimate]:
-    """Every length and micro-batch with and without checkpointing; where only checkpointing fits, the best mix too.
+    """Every length and micro-batch with and without checkpointing; if only checkpointing fits, the best mix, too.
 
-    Mixes are looked for at the wanted length. A longer one whose step takes too long to record is left out.
+    Mixes are searched at the wanted length. Longer lengths whose step takes too long to record are omitted.
     """
     grid = []
     for length in lengths:

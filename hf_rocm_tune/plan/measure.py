@@ -1,8 +1,8 @@
-"""Measures the speed of this machine's card and the memory of a process on it: ``hf-rocm-tune plan --measure``.
+"""``hf-rocm-tune plan --measure``: the speed of this machine's card, and the memory of the runtime on it.
 
-A child process times matrix products in bfloat16 by size, the unpacking of 4-bit weights, and a copy within the card's
-memory; a process of its own shows what the runtime holds. The result is kept by card, kernel and versions in
-``hf_rocm_tune/rates.json`` below ``XDG_CACHE_HOME``. A CPU is not measured; a simulated card is not kept.
+A child process times matrix products in bfloat16 by size, dequantisation of 4-bit weights, and a copy within the card's
+memory; the runtime's memory is that of another process. The result is saved by card, kernel and versions in
+``hf_rocm_tune/rates.json`` below ``XDG_CACHE_HOME``. A CPU is not measured; results of a simulated card are not saved.
 Not covered: clocks that fall in a long run, and float16.
 """
 
@@ -24,7 +24,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import child
 from hf_rocm_tune.plan.estimate import Rates
 
-_SMALL, _LARGE = 1024, 8192  # of cubed matrix products: from them follow what every product takes and the rate
+_SMALL, _LARGE = 1024, 8192  # of cubed matrix products: from both follow the fixed time of a product and the rate
 _WEIGHT = 4096, 4096  # of the 4-bit weight
 _COPY_BYTES = 256 << 20
 _WARM, _TIMED = 3, 10
@@ -108,7 +108,7 @@ def _key(card: str) -> str:
 
 # ---- in the child ----------------------------------------------------------------------------------------------------
 
-#: A process that takes what a training process takes outside torch's allocator, and waits.
+#: A process that allocates the runtime's memory, like a training process, and waits.
 _HOLDER = """
 import sys, torch
 a = torch.ones(1024, 1024, dtype=torch.bfloat16, device="cuda")
@@ -160,7 +160,7 @@ def _unpacking_seconds() -> float | None:
 
 
 def _context_bytes() -> int | None:
-    """Memory of the card that a second process takes outside its allocator; None if nothing is seen."""
+    """Memory of the card that a second process uses outside its allocator; None if it cannot be determined."""
     import torch
 
     before = torch.cuda.mem_get_info(0)[0]
