@@ -1,1 +1,1 @@
-"""The embedded demo: the main job on data and a model that are made on the spot, without a network."""
+"""The demo: the main job on data and a model that are created locally, without a network."""

@@ -1,7 +1,7 @@
 """``python -m hf_rocm_tune.demo`` (``make demo``): the main job from nothing to an adapter, with no network.
 
-Makes the data and a small base model (`assets`), lets the base model answer two questions, runs the real command
-``hf-rocm-tune sft`` in a process of its own, and shows what changed. It runs on the GPU where torch sees one.
+Creates the data and a small base model (`assets`), lets the base model answer two questions, runs the real command
+``hf-rocm-tune sft`` in a child process, and shows what changed. The job runs on the GPU if torch sees one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PREFIX = "demo:"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo. Returns the exit code of the job, or 2 for wrong arguments."""
+    """Run the demo. Returns the exit code of the job, or 2 if the assets cannot be created there."""
     options = _parse(argv)
     started = time.perf_counter()
     try:
@@ -42,7 +42,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hf_rocm_tune.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output_dir", type=Path, default=Path("demo-output"), help="default: demo-output")
     parser.add_argument("--steps", type=int, default=250, help="optimizer steps of the fine-tuning (default: 250)")
-    parser.add_argument("--fresh", action="store_true", help="make data and base model anew even if they are there")
+    parser.add_argument("--fresh", action="store_true", help="create data and base model again even if they exist")
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: at least one step is needed")
@@ -72,7 +72,7 @@ def job_command(made: assets.Assets, adapter: Path, *, steps: int) -> list[str]:
         "dataset_name": made.data,
         "output_dir": adapter,
         "max_steps": steps,
-        "learning_rate": 2e-3,  # ten times the default: a model this small takes it
+        "learning_rate": 2e-3,  # ten times the default, right for a model this small
         "lr_scheduler_type": "cosine",
         "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 16,
@@ -105,7 +105,7 @@ def _sample_pairs(test_file: Path) -> list[tuple[str, str]]:
 
 
 def _answers(model_folder: Path, adapter: Path | None, questions: list[str]) -> list[str]:
-    """Greedy answers of the base model on the CPU, with the adapter where one is given."""
+    """Greedy answers of the base model on the CPU, with or without the adapter."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -140,7 +140,7 @@ def _report(adapter: Path, pairs: list[tuple[str, str]], before: list[str], afte
     _say(f"adapter in {adapter}: {', '.join(sorted(file.name for file in adapter.iterdir() if file.is_file()))}")
     report = adapter / FILE_NAME
     _say(closing_line(json.loads(report.read_text(encoding="utf-8"))))
-    _say(f"the whole account is in {report}")
+    _say(f"the full report is in {report}")
 
 
 def _say(line: str) -> None:

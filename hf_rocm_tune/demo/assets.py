@@ -1,8 +1,8 @@
-"""A small base model, its tokenizer and its data, made on this machine with no network.
+"""A small base model, its tokenizer and its data, created on this machine without a network.
 
-The model is a Llama from the real config class. Its weights start random and are trained on the plain answers for
-a moment, without questions and without the chat template, so that it stands where a real base model stands: it knows
-the words, and fine-tuning teaches it to answer. None of the held-back pairs is seen.
+The model is a Llama from the real config class. Its random weights are trained briefly on the plain answers, without
+questions and without the chat template, so that it resembles a real base model: it knows the words, and fine-tuning
+teaches it to answer. Pairs that are held back for evaluation are not used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRecipe:
-    """How the base model is made. Written beside it: another recipe makes the assets anew."""
+    """How the base model is created. Saved beside it: with another recipe the assets are created again."""
 
     hidden: int = 192
     layers: int = 3
@@ -52,7 +52,7 @@ class BaseRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Assets:
-    """Folders of the finished assets: ``model`` for from_pretrained, ``data`` with train.jsonl and test.jsonl."""
+    """Directories of the assets: ``model`` for from_pretrained, ``data`` with train.jsonl and test.jsonl."""
 
     model: Path
     data: Path
@@ -61,17 +61,17 @@ class Assets:
 def prepare(
     folder: Path, *, recipe: BaseRecipe | None = None, fresh: bool = False, say: Callable[[str], None] = print
 ) -> Assets:
-    """Make the assets, or find them complete. The folder appears only when all is in it.
+    """Create the assets unless they exist. The folder is renamed into place when it is complete.
 
     Raises:
-        UsageError: the folder exists and is not one of ours.
+        UsageError: the folder exists and was not created by the demo.
     """
     recipe = recipe or BaseRecipe()
     assets = Assets(model=folder / "model", data=folder / "data")
     stamp = folder / "recipe.json"
     wanted = json.dumps(vars(recipe))
     if folder.exists() and not stamp.exists():
-        raise UsageError(f"{folder} exists and was not made by the demo: choose another --output_dir")
+        raise UsageError(f"{folder} exists and was not created by the demo: choose another --output_dir")
     if not fresh and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         say(f"assets: found in {folder}")
         return assets
@@ -99,7 +99,7 @@ def _make(folder: Path, recipe: BaseRecipe, say: Callable[[str], None]) -> None:
     model = _new_model(tokenizer, recipe)
     say(
         f"base model: Llama, {model.num_parameters() / 1e6:.1f} million parameters with random weights, "
-        f"{len(tokenizer)} tokens; now {recipe.steps} steps on the plain answers, to give it words before it is tuned"
+        f"{len(tokenizer)} tokens; now {recipe.steps} steps of pretraining on the plain answers"
     )
     started = time.perf_counter()
     loss = _pretrain(model, _blocks(tokenizer, [pair.answer for pair in training]), recipe)
@@ -150,7 +150,7 @@ def _new_model(tokenizer: PreTrainedTokenizerFast, recipe: BaseRecipe) -> LlamaF
 
 
 def _blocks(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
-    """All texts in a row, each ended, cut into blocks: int64 of shape (blocks, `BLOCK`)."""
+    """All texts, each with an end token, concatenated and split into blocks: int64[blocks, `BLOCK`]."""
     import torch
 
     stream = [token for ids in tokenizer(texts)["input_ids"] for token in (*ids, tokenizer.eos_token_id)]
@@ -159,10 +159,10 @@ def _blocks(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tenso
 
 
 def _pretrain(model: LlamaForCausalLM, blocks: torch.Tensor, recipe: BaseRecipe) -> float:
-    """Plain next-token training on the CPU; gives the mean loss of the last tenth of the steps.
+    """Plain next-token training on the CPU; returns the mean loss of the last tenth of the steps.
 
-    On one thread: the weights then do not depend on the number of cores, and on a machine that is busy otherwise
-    several threads would spend the time waiting for each other (measured: two cores, load 3, half the speed of one).
+    On one thread, so that the weights do not depend on the number of cores; on a busy machine several threads would
+    also be slower (measured: two cores, load 3, half the speed of one).
     """
     import torch
 
@@ -190,10 +190,10 @@ def _pretrain(model: LlamaForCausalLM, blocks: torch.Tensor, recipe: BaseRecipe)
     return sum(last) / len(last) if last else float("nan")
 
 
-# ---- real text that is on every machine: questions and answers from the docstrings of Python's standard library ------
+# ---- text that is on every machine: questions and answers from the docstrings of Python's standard library ----------
 #
-# The sources are parsed, not imported, so nothing of theirs runs. The pairs depend only on the Python version: modules,
-# names and splits come in a fixed order. Private names and test packages are left out.
+# The sources are parsed, not imported, so none of their code runs. The pairs depend only on the Python version: modules
+# and names have a fixed order. Private names and test packages are left out.
 
 _SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
 _SHORTEST, _LONGEST = 20, 400
@@ -221,12 +221,12 @@ class Pair:
 
     @property
     def held_back(self) -> bool:
-        """Whether it is for evaluation: decided by its answer, so that equal answers are never on both sides."""
+        """Whether it is for evaluation: decided by its answer, so that equal answers are never in both splits."""
         return int(hashlib.sha256(self.answer.encode()).hexdigest(), 16) % _TEST_SHARE == 0
 
 
 def read_pairs(root: Path | None = None) -> list[Pair]:
-    """All pairs, in the order of the module names; each question once."""
+    """All pairs, ordered by module name, without repeated questions."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     pairs: dict[str, Pair] = {}
     for path in sorted(root.rglob("*.py")):
@@ -248,7 +248,7 @@ def write_splits(folder: Path, pairs: list[Pair]) -> None:
 def _pairs_of_module(path: Path, module: str) -> Iterator[Pair]:
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # templates and samples that are no valid Python
+    except (SyntaxError, ValueError):  # templates and samples that are not valid Python
         return
     if answer := _first_paragraph(tree):
         yield Pair(question=f"What is the module {module} for?", answer=answer)

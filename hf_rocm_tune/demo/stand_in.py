@@ -1,8 +1,8 @@
-"""The model and the data of a notebook: the real ones, or small ones that stand in where those cannot be had.
+"""The model and the data of a notebook: the real ones, or small substitutes if those cannot be used.
 
-They stand in where torch sees no GPU (a billion parameters would take hours there) or where the model is neither on
-this disk nor on the Hub. All of it happens in a process of its own: a notebook that is to start training processes must
-not have touched a GPU, and is better off without the threads of a training run.
+The substitutes are used if torch sees no GPU (a billion parameters would take hours) or if the model is neither on this
+disk nor on the Hub. This is decided in a child process: a notebook that starts training processes must not have
+touched a GPU.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import NamedTuple
 from hf_rocm_tune.demo import assets
 from hf_rocm_tune.errors import UsageError
 
-#: Names a model in place of the notebook's, GPU or not; ``demo`` asks for the small one.
+#: Environment variable with a model to use instead of the notebook's, with or without a GPU; ``demo``: the small one.
 VARIABLE = "HF_ROCM_TUNE_NOTEBOOK_MODEL"
 DEMO = "demo"
 RECIPE = assets.BaseRecipe(steps=120)
 
 
 class NotebookModel(NamedTuple):
-    """What a notebook trains: Hub ids or directories, and whether the small ones stand in."""
+    """What a notebook trains: Hub ids or directories, and whether they are the small substitutes."""
 
     model: str
     data: str
@@ -32,10 +32,10 @@ class NotebookModel(NamedTuple):
 
 
 def choose(model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-runs") -> NotebookModel:
-    """Choose, and make the small model where it is needed.
+    """Choose the model and the data, and create the small ones if they are needed.
 
     Raises:
-        UsageError: the small model could not be made.
+        UsageError: the small model could not be created.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted and wanted != DEMO:
@@ -44,7 +44,7 @@ def choose(model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-
     command = [sys.executable, "-m", __name__, DEMO if wanted else model, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UsageError(f"the small model could not be made: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+        raise UsageError(f"the small model could not be created: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
     *told, found = done.stdout.splitlines()
     print(*told, sep="\n")
     where = json.loads(found)
@@ -52,7 +52,7 @@ def choose(model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-
 
 
 def _why_not(model: str) -> str | None:
-    """Why a model cannot be trained here, or None where it can."""
+    """Why a model cannot be trained here; None if it can."""
     import torch
 
     from hf_rocm_tune.plan import load_config
@@ -69,14 +69,14 @@ def _why_not(model: str) -> str | None:
 
 
 def main() -> int:
-    """Decide, and print the reason and, as the last line, the paths of the small model and its data, or null."""
+    """Decide; print the reason and, as the last line, the paths of the small model and its data as JSON, or null."""
     model, folder = sys.argv[1:]
     reason = _why_not(model)
     if reason is None:
         print(f"model: {model}")
         print(json.dumps(None))
         return 0
-    print(f"{reason}: a small model and its data stand in, made on this machine")
+    print(f"{reason}: a small model and its data, created on this machine, are used instead")
     try:
         made = assets.prepare(Path(folder) / "assets", recipe=RECIPE, say=print)
     except UsageError as error:

@@ -104,7 +104,7 @@ def test_finished_assets_are_used_again_and_another_recipe_replaces_them(tmp_pat
 def test_a_folder_of_someone_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "assets").mkdir()
     (tmp_path / "assets" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UsageError, match="was not made by the demo"):
+    with pytest.raises(UsageError, match="was not created by the demo"):
         assets.prepare(tmp_path / "assets", recipe=RECIPE, fresh=True)
     assert (tmp_path / "assets" / "thesis.txt").read_text() == "years of work"
 
