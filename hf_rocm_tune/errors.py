@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -126,6 +126,11 @@ class Interrupted(TuneError):
 
 class SeamError(TuneError):
     """A private place of an upstream library, on which verification depends, has moved."""
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first names and the number of others: ``a, b, c and 2 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def device_shortage(error: BaseException) -> str | None:

@@ -181,7 +181,7 @@ def test_newer_libraries_are_tried_in_a_tiny_training(
     refused = pytest.raises(SeamError, match="upstream no longer calls _load_rng_state; install torch")
     with refused if harm else nullcontext():
         seam_probe.require(upstream.untested(), said.append)
-    assert len(said) == 1 and said[0].startswith("transformers 99.1.0: newer than what was tested (torch ")
+    assert len(said) == 1 and said[0].startswith("transformers 99.1.0: newer than the tested versions (torch ")
 
 
 # ---- what is replaced ---------------------------------------------------------------------------------------

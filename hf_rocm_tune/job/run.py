@@ -424,7 +424,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             publisher=job.publisher,
             card_writer=job.write_card,
             telemetry=job.telemetry,
-            listener=job.guard.hear,
+            listener=job.guard.beat,
             plain_lora=tune.rewrites_base,
             rates=LearningRates(lora_b=tune.loraplus_lr_ratio, embeddings=tune.embedding_learning_rate),
             **extra,

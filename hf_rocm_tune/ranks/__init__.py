@@ -1,1 +1,1 @@
-"""Several processes that train one model: preflight, judged averages of gradients, FSDP2's traffic, watchdog."""
+"""Training with several processes: preflight, checked gradient averages, FSDP2, tensor parallelism, watchdog."""

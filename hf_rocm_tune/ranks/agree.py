@@ -1,4 +1,4 @@
-"""One rank decides, all ranks hear it, and a refusal is heard too; or each has a say and the highest counts."""
+"""Small exchanges between ranks: a decision of rank 0 or its error, maxima, and values of all ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 def on_main_process(decide: Callable[[], T]) -> T:
-    """Calls ``decide`` on rank 0 and gives its result to every rank. Collective.
+    """Call ``decide`` on rank 0 and return its result on every rank. Collective.
 
     Args:
-        decide: its result must be picklable when there are several ranks.
+        decide: with several ranks its result must be picklable.
 
     Raises:
-        TuneError: on every rank what it raised on rank 0, so that none waits for a rank that has left.
+        TuneError: on every rank, the error raised on rank 0, so that no rank waits for one that has ended.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -43,7 +43,7 @@ def on_main_process(decide: Callable[[], T]) -> T:
 
 
 def highest(values: Sequence[int]) -> list[int]:
-    """The highest of each of these numbers over all ranks, on every rank. Collective, over gloo: a few host bytes."""
+    """The maximum of each number over all ranks. Collective, over gloo."""
     if PartialState().num_processes == 1:
         return list(values)
     mine = torch.tensor(list(values), dtype=torch.int64)
@@ -53,7 +53,7 @@ def highest(values: Sequence[int]) -> list[int]:
 
 
 def everyone(values: Sequence[float]) -> list[list[float]]:
-    """What each rank says, in the order of the ranks, as float64. Collective, over gloo: a few host bytes."""
+    """The values of each rank, in the order of the ranks, as float64. Collective, over gloo."""
     if PartialState().num_processes == 1:
         return [list(values)]
     mine = torch.tensor(list(values), dtype=torch.float64)

@@ -1,17 +1,16 @@
-"""How the ranks average one bucket of gradients: by the process group, or staged through the host over gloo.
+"""Averages of one bucket of gradients over the ranks: by the process group, or staged through the host over gloo.
 
-Through the host nothing runs over the path between cards. Each bucket is brought to the host in pieces as large as a
-page-locked slot (verified), averaged over gloo, and brought back through the mover (verified). Two
-threads do it while backward goes on: one checks what has arrived and begins the collectives, in the order of the
-buckets, which is the same on all ranks; the other waits for them and brings the averages back. As many pieces as there
-are slots are under way at once.
+The path through the host does not use the link between cards. Each bucket is copied to the host in pieces of at most a
+page-locked slot (verified), averaged over gloo, and copied back by the mover (verified). Two threads do this during
+backward: one verifies what has arrived and starts the collectives, in the order of the buckets, which is the same on
+all ranks; the other waits for them and copies the averages back. At most as many pieces as slots are in progress.
 
-A rank on which something goes wrong takes part in every collective all the same, gives its own gradients in place of
-the average, and says so (`failure`, `check`): `gradients.GradientCheck` asks before anything is used.
+A rank with an error still takes part in every collective, returns its own gradients instead of the average, and records
+the error (`failure`, `check`), which `gradients.GradientCheck` reads before anything is used.
 
-Two ranks get bit for bit what DistributedDataParallel gives over gloo: the same division and the same sum, in the same
-dtype. From three ranks on the order of a sum may differ where a bucket is larger than a slot. Cost: page-locked memory
-of the slots, host memory in the size of what is cast, nothing on the device but the averages.
+Two ranks get bit-identical results to DistributedDataParallel over gloo: the same division and the same sum, in the
+same dtype. With more ranks the order of a sum may differ if a bucket is larger than a slot. Cost: page-locked memory of
+the slots, host memory for casts, and device memory for the averages only.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from hf_rocm_tune.transfer.host_group import averages_group
 Way = Literal["ddp", "host"]
 Compression = Literal["none", "fp16", "bf16", "powersgd"]
 GradBucket = Any
-"""``torch.distributed.GradBucket``: it is there; torch's annotations do not say so."""
+"""``torch.distributed.GradBucket``, which torch's annotations do not declare."""
 
 STAGE = "buckets"
 _WAYS = ("ddp", "host")
@@ -54,14 +53,14 @@ class SyncSettings:
     """How gradients are averaged.
 
     Attributes:
-        way: ``ddp``: by the process group, as DistributedDataParallel does; ``host``: each bucket is brought to the
-            host, averaged there over gloo, and brought back, verified both ways.
-        compression: what travels between the ranks. ``fp16`` and ``bf16`` are casts of wider gradients, 16-bit ones are
-            left as they are; ``powersgd`` is an approximation of rank 1 with error feedback, for ``ddp`` only.
-        powersgd_after: steps with plain averages before PowerSGD begins, 2 or more.
+        way: ``ddp``: by the process group, as DistributedDataParallel does; ``host``: each bucket is copied to the
+            host, averaged there over gloo, and copied back, verified in both directions.
+        compression: what is sent between the ranks: ``fp16`` and ``bf16`` cast wider gradients (16-bit ones stay as
+            they are); ``powersgd`` is an approximation of rank 1 with error feedback, for ``ddp`` only.
+        powersgd_after: steps with plain averages before PowerSGD begins, at least 2.
 
     Raises:
-        UsageError: a value that is not valid, or PowerSGD on the host.
+        UsageError: a value is not valid, or PowerSGD is combined with ``host``.
     """
 
     way: Way = "ddp"
@@ -78,20 +77,20 @@ class SyncSettings:
                 "--grad_compression powersgd does not go with --grad_sync host: choose fp16 or bf16, or --grad_sync ddp"
             )
         if self.powersgd_after < 2:
-            raise UsageError(f"powersgd_after is {self.powersgd_after}; give a whole number from 2 on")
+            raise UsageError(f"powersgd_after is {self.powersgd_after}; give a whole number of at least 2")
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In what dtype gradients of ``dtype`` travel and are added up."""
+        """The dtype in which gradients of ``dtype`` are sent and summed."""
         chosen = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.compression, dtype)
         return chosen if chosen.itemsize < dtype.itemsize else dtype
 
 
 class GroupAveraging:
-    """The process group averages: RCCL, NCCL or gloo, by torch's own communication hooks.
+    """Averages by the process group (RCCL, NCCL or gloo) with torch's own communication hooks.
 
     Args:
-        model: wrapped; its process group averages.
-        settings: the compression counts.
+        model: wrapped; its process group is used.
+        settings: for the compression.
 
     Attributes:
         keeps_buckets: whether the memory of a bucket still holds the local gradients after backward.
@@ -106,20 +105,20 @@ class GroupAveraging:
             if settings.compression == "powersgd"
             else None
         )
-        # PowerSGD waits for further collectives in what gloo's threads call back: with several buckets under way, all
+        # PowerSGD waits for further collectives in callbacks of gloo's threads: with several buckets in progress, all
         # of gloo's threads would wait for one another.
         self._one_by_one = self._powersgd is not None and dist.get_backend(self._group) != "nccl"
         self._bytes = 0
 
     def wire(self, dtype: torch.dtype) -> torch.dtype | None:
-        """In what dtype gradients are added up; None where the result is not their average but near it."""
+        """The dtype in which gradients are summed; None if the result only approximates their average."""
         return None if self._powersgd is not None else self._settings.wire_dtype(dtype)
 
     def step_begins(self) -> None:
-        """The first bucket of a backward is about to come."""
+        """Called before the first bucket of a backward pass."""
 
     def start(self, bucket: GradBucket, *, number: int) -> torch.futures.Future[Tensor]:
-        """Begin to average a bucket; ``number`` counts the buckets of the run. The future gives its average."""
+        """Begin to average a bucket; ``number`` counts the buckets of the run. Returns a future of the average."""
         if self._powersgd is not None:
             average = powerSGD_hook(self._powersgd, bucket)
             if self._one_by_one:
@@ -134,26 +133,26 @@ class GroupAveraging:
         return hooks[wire](self._group, bucket)
 
     def failure(self, number: int) -> str | None:
-        """What went wrong with a bucket on this rank: the process group raises by itself."""
+        """None: the process group raises its errors itself."""
         return None
 
     def check(self) -> None:
-        """Asked after backward: the hooks themselves raise."""
+        """Nothing to check: the hooks raise their errors themselves."""
 
     def forget(self, index: int) -> None:
-        """A bucket was averaged again in another way: what PowerSGD has left out of it is not owed any more."""
+        """Drop PowerSGD's error feedback of a bucket that was averaged again in another way."""
         if self._powersgd is not None:
             self._powersgd.error_dict.pop(index, None)
 
     def facts(self) -> dict[str, Any]:
-        """As `HostAveraging.facts`; None for what is not known."""
+        """As `HostAveraging.facts`; None for unknown values."""
         unknown = self._powersgd is not None
         return {"bytes_between_ranks": None if unknown else self._bytes, "bytes_crossed": 0, "wait_seconds": None}
 
 
 @dataclass(kw_only=True, eq=False)
 class _Average:
-    """One bucket on its way: its gradients on the device, the dtype in which it is added up, what has come back."""
+    """One bucket in progress: its gradients on the device, the dtype of the sum, the result so far."""
 
     local: Tensor
     name: str
@@ -180,18 +179,18 @@ class _Piece:
 
 
 class HostAveraging:
-    """Averages on the host; see the module's description. Made on every rank at the same time.
+    """Averages on the host; see the module's description. The constructor is collective.
 
     Args:
-        mover: brings averages to the device; its device, settings, report and injected faults count.
-        settings: the compression counts.
+        mover: copies averages to the device; its settings, report and injected faults apply.
+        settings: for the compression.
     """
 
     keeps_buckets = True
 
     def __init__(self, mover: Mover, settings: SyncSettings) -> None:
         self._mover, self._settings = mover, settings
-        averages_group()  # made here, on every rank: not in the middle of a step
+        averages_group()  # created here, on every rank, not in the middle of a step
         self._fetcher: Fetcher | None = None
         self._lanes: tuple[_Lane, ...] | None = None
         self._stream: Any = None
@@ -201,28 +200,28 @@ class HostAveraging:
         self._wait_seconds = 0.0
 
     def wire(self, dtype: torch.dtype) -> torch.dtype | None:
-        """In what dtype gradients are added up."""
+        """The dtype in which gradients are summed."""
         return self._settings.wire_dtype(dtype)
 
     def step_begins(self) -> None:
-        """The first bucket of a backward is about to come."""
+        """Called before the first bucket of a backward pass."""
         self._failures.clear()
         self._error = None
 
     def start(self, bucket: GradBucket, *, number: int) -> torch.futures.Future[Tensor]:
-        """Begin to average a bucket, see `begin`."""
+        """Begin to average a bucket; see `begin`."""
         return self.begin(bucket.buffer(), name=f"bucket {bucket.index()}", number=number, is_last=bucket.is_last())
 
     def failure(self, number: int) -> str | None:
-        """What went wrong with a bucket of this step on this rank; None for nothing. Asked after backward."""
+        """The error of a bucket of this step on this rank, after backward; None without one."""
         return self._failures.get(number)
 
     def check(self) -> None:
-        """Asked after backward, before averages are used.
+        """Called after backward, before averages are used.
 
         Raises:
-            torch.OutOfMemoryError: this rank found no memory for an average of this step.
-            BaseException: what else went wrong beside the training loop, a lost connection for one.
+            torch.OutOfMemoryError: this rank had no memory for an average of this step.
+            BaseException: another error of the threads, such as a lost connection.
         """
         if self._error is not None:
             raise self._error
@@ -231,9 +230,8 @@ class HostAveraging:
         """Nothing is kept from one step to the next."""
 
     def facts(self) -> dict[str, Any]:
-        """For the report, of this rank: ``bytes_between_ranks``, what it gave to collectives; ``bytes_crossed``, what
-        came to the host and went back; ``wait_seconds``, from the last bucket's coming until the last average was on
-        the device.
+        """For the report, on this rank: ``bytes_between_ranks``: given to collectives; ``bytes_crossed``: copied to the
+        host and back; ``wait_seconds``: from the start of the last bucket until the last average was on the device.
         """
         return {
             "bytes_between_ranks": self._bytes,
@@ -242,17 +240,17 @@ class HostAveraging:
         }
 
     def begin(self, local: Tensor, *, name: str, number: int, is_last: bool) -> torch.futures.Future[Tensor]:
-        """Begin to average gradients. Collective; all ranks begin the same in the same order.
+        """Begin to average gradients. Collective; all ranks call this for the same buckets in the same order.
 
         Args:
-            local: 1-dimensional and contiguous, on the mover's device; must not change until the average is there.
-            name: for incidents and for the patterns of injected faults.
-            number: counts the buckets of the run, alike on all ranks.
-            is_last: whether no other follows in this backward.
+            local: 1-dimensional and contiguous, on the mover's device; must not change until the average is done.
+            name: for incidents and the patterns of injected faults.
+            number: counts the buckets of the run, the same on all ranks.
+            is_last: whether it is the last one of this backward pass.
 
         Returns:
-            Future of the average, of the dtype of ``local`` and on its device. It gives anything where `failure` or
-            `check` says so; the other ranks are not kept waiting.
+            Future of the average, of the dtype of ``local`` and on its device. After an error (see `failure` and
+            `check`) its value is undefined, but the other ranks are not kept waiting.
         """
         if self._lanes is None or self._fetcher is None:
             self._fetcher = self._mover.another_fetcher()
@@ -279,7 +277,7 @@ class HostAveraging:
         return average.landed
 
     def _average_piece(self, piece: _Piece) -> None:
-        """In the first lane: verify what has arrived, and begin its average."""
+        """In the first thread: verify what has arrived, and start its average."""
         average = piece.average
         try:
             try:
@@ -292,22 +290,22 @@ class HostAveraging:
             self._bytes += piece.summed.nbytes
             self._bytes_crossed += host.nbytes + piece.summed.nbytes
             piece.work = dist.all_reduce(piece.summed, group=group, async_op=True)
-        except BaseException as error:  # `check` raises it where it can end the run: this thread must go on
+        except BaseException as error:  # `check` raises it where it can end the run: this thread must continue
             self._error = self._error or error
         assert self._lanes is not None
         self._lanes[1].put(partial(self._return_piece, piece))
 
     def _return_piece(self, piece: _Piece) -> None:
-        """In the second lane: wait for the average, and bring it to the device."""
+        """In the second thread: wait for the average, and copy it to the device."""
         average = piece.average
         try:
             if piece.work is not None:
                 piece.work.wait()
             if self._error is None:
                 with self._own_stream():
-                    self._bring_back(piece)
-        except CorruptionError:  # the mover has made an incident of it, with all that it found
-            text = f"the average could not be brought back to {self._mover.device}"
+                    self._copy_back(piece)
+        except CorruptionError:  # the mover has reported the incident
+            text = f"the average could not be copied back to {self._mover.device}"
             self._failures.setdefault(average.number, text)
         except BaseException as error:  # as above
             self._error = self._error or error
@@ -320,7 +318,7 @@ class HostAveraging:
             with self._own_stream():
                 average.landed.set_result(average.local if average.result is None or failed else average.result)
 
-    def _bring_back(self, piece: _Piece) -> None:
+    def _copy_back(self, piece: _Piece) -> None:
         average = piece.average
         assert piece.summed is not None
         moved = self._mover.move(piece.summed, name=f"{piece.name} to device", stage=STAGE).to(average.local.dtype)
@@ -336,7 +334,7 @@ class HostAveraging:
 
 
 class _Lane:
-    """A thread that does one thing after the other. It ends with the object, and does not keep the interpreter."""
+    """A thread that runs tasks in order. It ends with this object, and does not keep the interpreter alive."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -345,19 +343,19 @@ class _Lane:
         weakref.finalize(self, _end, self._tasks, thread)
 
     def put(self, task: Callable[[], None]) -> None:
-        """Have it done after all others."""
+        """Queue a task."""
         self._tasks.put(task)
 
 
 def _end(tasks: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
     tasks.put(None)
     if thread is not threading.current_thread():
-        thread.join(1.0)  # one that runs while the interpreter goes can abort the process; one that hangs is left
+        thread.join(1.0)  # a thread that runs during shutdown can abort the process; one that hangs is abandoned
 
 
 def _work(tasks: SimpleQueue[Callable[[], None] | None], device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # a new thread is on card 0, and would make a context there
+        torch.cuda.set_device(device)  # a new thread's device is card 0, where it would create a context
     while (task := tasks.get()) is not None:
         task()
-        del task  # it holds gradients
+        del task  # it refers to gradients

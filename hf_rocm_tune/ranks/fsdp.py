@@ -1,18 +1,18 @@
-"""What FSDP2 sends between the cards in every step, judged before the optimizer uses any of it.
+"""Checks of what FSDP2 sends between the cards in every step, before the optimizer uses any of it.
 
-FSDP2 gathers each unit's weights before its forward and its backward, and averages gradients so that each rank gets its
-part. Both are done by the stock collectives; this stands around them, through FSDP2's own extension points
+FSDP2 gathers each unit's weights before its forward and its backward, and reduces gradients so that each rank gets its
+part of the average. The stock collectives run inside wrappers, set through FSDP2's own extension points
 (``set_custom_all_gather``, ``set_custom_reduce_scatter``):
 
-* of weights, each rank takes the digest of what it sends, before the collective, and of each rank's part as it arrived;
-* of gradients, it takes two projections of what it sends to each rank, and of the part that it gets.
+* for weights, each rank digests what it sends, before the collective, and each rank's part as it arrived;
+* for gradients, it computes two projections of what it sends to each rank, and of the part that it gets.
 
-They are queued on the stream that FSDP2 communicates on, so they wait for nothing on the host. Every rank runs the same
-collectives in the same order, so the n-th record of one is the n-th of all. At the end of the micro-step one exchange
-over gloo lets every rank judge every collective, alike. A wrong average is made again through the host from the copy
-that was kept. Weights that arrived wrong have been computed with: every rank stops before the optimizer.
+These are queued on FSDP2's communication stream, so the host does not wait. Every rank runs the same collectives in the
+same order, so the n-th records of all ranks belong together. At the end of the micro-step one exchange over gloo lets
+every rank check every collective, with the same result. A wrong average is computed again through the host from a kept
+copy of the gradients. Wrong weights have already been used in computation: every rank stops before the optimizer.
 
-Cost: reading once what is gathered, memory of one copy of the gradients, one exchange per micro-step of 16 bytes per
+Cost: one read of what is gathered, memory of one copy of the gradients, one exchange per micro-step of 16 bytes per
 rank and unit, and one wait for the device. Covered: weights in training and evaluation, gradients. Not covered: the
 copies that FSDP2 makes on the card before and after its collectives; averages that are wrong within the rounding bound.
 """
@@ -59,12 +59,12 @@ _ADVICE = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gather:
-    """What all ranks sent to all: weights of one unit, or summands that each rank adds up (`tensor_parallel`)."""
+    """One all-gather: weights of a unit, or partial sums that each rank adds up (`tensor_parallel`)."""
 
     name: str
     sent: Tensor  # int64[2], the digest of what this rank sent
-    arrived: Tensor  # int64[ranks, 2], digests of what came from each rank, its own part too
-    nbytes: int  # that came from the other ranks
+    arrived: Tensor  # int64[ranks, 2], digests of what arrived from each rank, including its own part
+    nbytes: int  # from the other ranks
 
     def words(self) -> Tensor:
         return torch.cat([self.sent, self.arrived.flatten()])
@@ -72,21 +72,21 @@ class Gather:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Reduction:
-    """Gradients of one unit that were averaged, each rank getting its part."""
+    """One reduce-scatter of a unit's gradients."""
 
     name: str
-    number: int  # counts those of the whole run, alike on all ranks; for injected faults
-    sent: Tensor  # copy of this rank's gradients, 1-dimensional: the parts of all ranks, one after the other
-    projected: Tensor  # float64[ranks, blocks, 3], `project` of each part, from the gradients and not from the copy
+    number: int  # counts the collectives of the run, the same on all ranks; for injected faults
+    sent: Tensor  # copy of this rank's gradients, 1-dimensional: the concatenated parts for all ranks
+    projected: Tensor  # float64[ranks, blocks, 3], `project` of each part, from the gradients, not from the copy
     average: Tensor  # this rank's part of the average, 1-dimensional, in the memory that FSDP2 reads
 
     @property
     def nbytes(self) -> int:
-        """That went to the other ranks."""
+        """Bytes sent to the other ranks."""
         return self.sent.nbytes - self.average.numel() * self.sent.element_size()
 
     def words(self, *, failed: bool = False) -> Tensor:
-        """int64 words, as many on all ranks; ``failed``: this rank could not make the average again."""
+        """int64 words, the same number on all ranks; ``failed``: this rank could not compute the average again."""
         flag = torch.full((1,), int(failed), dtype=torch.int64, device=self.average.device)
         got = project(self.average)[:, :MAGNITUDE]
         return torch.cat([flag, *(each.flatten().view(torch.int64) for each in (self.projected, got.contiguous()))])
@@ -99,7 +99,7 @@ class _Gathers(DefaultAllGather):
         self._name, self._records, self._mover, self._numbers = name, records, mover, numbers
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        """Upstream's; ``input_tensor`` is this rank's part within ``output_tensor``."""
+        """As upstream; ``input_tensor`` is this rank's part within ``output_tensor``."""
         sent = digest_words(input_tensor)
         work = super().__call__(output_tensor, input_tensor, group, async_op)
         if work is not None:
@@ -118,7 +118,7 @@ class _Reduces(DefaultReduceScatter):
         self._name, self._records, self._mover, self._numbers = name, records, mover, numbers
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Upstream's; ``input_tensor`` holds the parts of all ranks, one after the other."""
+        """As upstream; ``input_tensor`` holds the concatenated parts for all ranks."""
         if op != dist.ReduceOp.AVG:
             raise SeamError(
                 f"cannot verify: FSDP2 reduces gradients by {op} instead of averaging them; train with --bf16"
@@ -137,12 +137,12 @@ class _Reduces(DefaultReduceScatter):
 
 
 class Traffic(AverageJudge[_Reduction]):
-    """Watches one sharded model. Made on every rank at the same time.
+    """Checks the collectives of one sharded model. The constructor is collective.
 
     Args:
         model: sharded by FSDP2, before its first forward.
         units: its FSDP2 modules with their names.
-        mover: brings averages back to the device, holds the settings, the report and injected faults.
+        mover: copies averages back to the device; its settings, report and injected faults apply.
     """
 
     _rung = "reduce_scatter"
@@ -155,42 +155,39 @@ class Traffic(AverageJudge[_Reduction]):
         self._gathers: list[Gather] = []
         self._reductions: list[_Reduction] = []
         self._averaged = self._reductions_made = self._steps = self._bytes = 0
-        host_group()  # made here, on every rank: not in the middle of a step
-        numbers = itertools.count()  # counts the collectives of the whole run, alike on all ranks
+        host_group()  # created here, on every rank, not in the middle of a step
+        numbers = itertools.count()  # counts the collectives of the run, the same on all ranks
         for name, module in units:
             module.set_custom_all_gather(_Gathers(name or "root", self._gathers, mover, numbers))
             module.set_custom_reduce_scatter(_Reduces(name or "root", self._reductions, mover, numbers))
 
     @property
     def pending(self) -> bool:
-        """Whether anything waits for its verdict."""
+        """Whether any collective has not been checked yet."""
         return bool(self._gathers or self._reductions)
-
-    def collect(self) -> None:
-        """As of `GradientCheck`: there is nothing to take beforehand."""
 
     def require_averages(self) -> None:
         """Called before gradients are clipped.
 
         Raises:
-            SeamError: none were averaged since the last time.
+            SeamError: no gradients were averaged since the last call.
         """
         self._steps += 1
         averaged, self._averaged = self._averaged, 0
         if averaged == 0:
             raise SeamError(
-                "cannot verify: FSDP2 averaged no gradients in a step that ends with the optimizer; train with the "
-                "versions that this package was checked with, or report the trainer that does this"
+                "cannot verify: FSDP2 averaged no gradients in a step that ends with the optimizer; use the library "
+                "versions that this package was tested with, or report the trainer that does this"
             )
 
     def settle(self, *, step: int) -> None:
-        """Judge all that was sent since the last time, and make wrong averages again. Collective.
+        """Check all collectives since the last call, and compute wrong averages again. Collective.
 
         Args:
             step: number of the step, for incidents.
 
         Raises:
-            CorruptionError: on every rank, when weights arrived wrong, or an average cannot be made right.
+            CorruptionError: on every rank: weights arrived wrong, or an average cannot be corrected.
         """
         gathers, reductions = list(self._gathers), list(self._reductions)
         self._gathers.clear()
@@ -201,12 +198,12 @@ class Traffic(AverageJudge[_Reduction]):
         self._averaged += len(reductions)
         self._reductions_made += len(reductions)
         self._bytes += sum(record.nbytes for record in records)
-        told = f"weights of %s that FSDP2 gathered from the other cards arrived wrong at step {step} on ranks %s. "
-        words = require_right(gathers, words, self._mover, step=step, told=told + _ADVICE)
+        wrong = f"weights of %s that FSDP2 gathered from the other cards arrived wrong at step {step} on ranks %s. "
+        words = require_right(gathers, words, self._mover, step=step, message=wrong + _ADVICE)
         self._conclude(_judge_reductions(reductions, words), step)
 
     def describe(self) -> dict[str, Any]:
-        """For the report: how gradients were averaged, and what travelled between the ranks for it and for weights."""
+        """For the report: how gradients were averaged, and the bytes between the ranks for them and for weights."""
         return {
             "way": "fsdp2",
             "compression": "none",
@@ -238,23 +235,23 @@ class Traffic(AverageJudge[_Reduction]):
             if digest(host) == right:
                 break
             host = record.sent.cpu()
-        failure = None if digest(host) == right else f"its local gradients came to the host wrong {_READS} times"
+        failure = None if digest(host) == right else f"its local gradients arrived wrong on the host {_READS} times"
         host = host.clone() if host is record.sent else host
         host.div_(group.size())
         dist.all_reduce(host, group=group)
         part = host.view(group.size(), -1)[group.rank()]
         try:
             average = self._mover.move(part, name=record.name, stage="adapter")
-        except CorruptionError:  # the mover has made an incident of it, with all that it found
-            return failure or f"the one made again could not be brought back to {self._mover.device}"
+        except CorruptionError:  # the mover has reported the incident
+            return failure or f"the one computed again could not be copied back to {self._mover.device}"
         if not self._is_read_by_the_optimizer(record.average):
-            return failure or "its gradients were converted since, so that it cannot be put in their place"
+            return failure or "its gradients were converted since, so it cannot replace them"
         record.average.copy_(average)  # device: from this device's memory to itself
         self._mover.inject(record.average, name=record.name, stage=STAGE, number=record.number, attempt=1)
         return failure
 
     def _is_read_by_the_optimizer(self, average: Tensor) -> bool:
-        """FSDP2's gradients are views of the average, unless it had to convert it."""
+        """Whether gradients are views of the average: not if FSDP2 had to convert it."""
         place = average.untyped_storage().data_ptr()
         gradients = (each.grad for each in self._model.parameters())
         return any(
@@ -267,19 +264,19 @@ def joined(words: Sequence[Tensor]) -> Tensor:
 
 
 def require_right(
-    gathers: Sequence[Gather], words: Sequence[Tensor], mover: Mover, *, step: int, told: str
+    gathers: Sequence[Gather], words: Sequence[Tensor], mover: Mover, *, step: int, message: str
 ) -> list[Tensor]:
-    """Judges what was gathered, alike on all ranks, and counts it.
+    """Check what was gathered, with the same result on all ranks, and count it.
 
     Args:
         gathers: of this rank.
-        words: by rank, those of all its records, `gathers` first.
-        mover: has the report.
+        words: by rank, the words of all its records, `gathers` first.
+        mover: holds the report.
         step: for incidents.
-        told: the message, with ``%s`` for the name of the first that arrived wrong and for the ranks where it did.
+        message: with ``%s`` for the name of the first wrong gather and for the ranks where it is wrong.
 
     Returns:
-        The words that are left, by rank.
+        The remaining words, by rank.
 
     Raises:
         CorruptionError: something arrived wrong.
@@ -297,15 +294,15 @@ def require_right(
     if bad:
         mover.report.count(GATHERED, mismatches=len(bad))
         (name, at), *others = bad
-        raise CorruptionError(told % (name, f"{at}{_more(others)}"))
+        raise CorruptionError(message % (name, f"{at}{_more(others)}"))
     return [mine[end:] for mine in words]
 
 
 def _judge_reductions(reductions: Sequence[_Reduction], words: Sequence[Tensor]) -> list[WrongAverage[_Reduction]]:
-    """Those whose average is wrong somewhere, or could not be judged.
+    """The averages that are wrong on some rank, or could not be checked.
 
-    An average is wrong when a projection on some rank is further from the mean of the sent ones than rounding may bring
-    it, or when a rank says that it failed.
+    An average is wrong if a projection on some rank differs from the mean of the sent ones by more than rounding, or if
+    a rank reports a failure.
     """
     ranks, start = len(words), 0
     found: list[WrongAverage[_Reduction]] = []

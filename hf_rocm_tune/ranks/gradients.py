@@ -1,24 +1,22 @@
-"""Every average of gradients is compared before the optimizer uses it, and made again through the host if it is wrong.
+"""Checks of gradient averages before the optimizer uses them; a wrong average is computed again through the host.
 
 A communication hook of DistributedDataParallel (its official extension point: buckets, overlap and ``no_sync`` stay)
-records each bucket and has it averaged (`averaging`). After backward, before gradients are clipped, each rank packs
-what it knows of all buckets of the step (projections of what it sent and of what it got, see `project`, and a
-digest of the average) into one int64 tensor; one gather over gloo makes all of it known to all. The verdict is
-arithmetic on these very numbers, so every rank comes to the same one and no rank waits in a collective that another
-does not enter. A wrong average is made again through the host from the gradients that were kept, and judged again;
-when that is wrong too, every rank stops.
+records each bucket and starts its average (`averaging`). After backward, before gradients are clipped, each rank packs
+its evidence on all buckets of the step (projections of what it sent and of what it got, see `project`, and a digest of
+the average) into one int64 tensor, and one gather over gloo sends it to all. Every rank computes the verdict from these
+same numbers, so all agree and none waits in a collective that another does not enter. A wrong average is computed again
+through the host from kept gradients, and checked again; if it is still wrong, every rank stops.
 
-Cost: memory of one copy of the trainable gradients from backward to the verdict (of a LoRA's: tens of megabytes),
-unless they are averaged through the host and DistributedDataParallel keeps gradients beside its buckets (its default);
-over gloo, each rank tells the others 2.4 bytes per 1,000 bytes of float32 gradients, 78 per 1,000 bytes of those that
-travel in 16 bits; one wait for the device a step. ``hf-rocm-tune bench comm`` measures the time.
+Cost: memory of one copy of the trainable gradients from backward to the verdict (LoRA: tens of megabytes), except when
+they are averaged through the host and DistributedDataParallel keeps gradients beside its buckets (its default); over
+gloo, each rank sends the others 2.4 bytes per 1,000 bytes of float32 gradients, 78 per 1,000 bytes of those sent in 16
+bits; one wait for the device per step. ``hf-rocm-tune bench comm`` measures the time.
 
-Covered: the all-reduce on any back end, and the way of its result into ``parameter.grad``. With a cast to 16 bits,
-what travels is judged, in the rounding of those 16 bits; the cast, which each rank computes by itself, is not.
-PowerSGD's result is not the average, so it is only compared between the ranks. Not covered: a wrong average, equal on
-all ranks, within the rounding bound; averages of buckets with NaN or infinities, which are named and passed on;
-backward itself; of several synchronising backward passes in one step, all but the last. Nothing is judged with
-``verify="off"``.
+Covered: the all-reduce on any backend, and the copy of its result into ``parameter.grad``. With a cast to 16 bits, what
+is sent is checked, within 16-bit rounding; the cast itself, which each rank computes, is not. PowerSGD's result is not
+the average, so it is only compared between the ranks. Not covered: a wrong average, equal on all ranks, within the
+rounding bound; averages of buckets with NaN or infinities, which are reported and used; backward itself; all but the
+last of several synchronising backward passes in one step. Nothing is checked with ``verify="off"``.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _HEADER, _SENT, _AVERAGED = 3, 3, 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """A parameter in a bucket: its elements lie there from `start` on, the dimensions in memory order."""
+    """A parameter in a bucket: the index of its first element, and its dimensions in memory order."""
 
     parameter: nn.Parameter
     start: int
@@ -59,14 +57,14 @@ class Bucket:
     """The gradients of one bucket of DistributedDataParallel.
 
     Attributes:
-        sent: the local gradients as they went into the average, 1-dimensional, kept until the verdict.
-        wire: dtype in which the ranks' gradients are added up; None where the result is not to be their average, but
-            near it, and nothing is projected.
-        projected: `project` of what travels, taken from the bucket itself, not from a copy; float64[blocks, 3].
+        sent: the local gradients that went into the average, 1-dimensional, kept until the verdict.
+        wire: dtype in which the ranks' gradients are summed; None if the result only approximates their average, and
+            nothing is projected.
+        projected: `project` of what is sent, computed from the bucket itself, not from a copy; float64[blocks, 3].
     """
 
-    index: int  # DistributedDataParallel's number of it
-    number: int  # counts the buckets of the whole run, alike on all ranks; for injected faults
+    index: int  # DistributedDataParallel's number of the bucket
+    number: int  # counts the buckets of the run, the same on all ranks; for injected faults
     sent: Tensor
     wire: torch.dtype | None
     projected: Tensor
@@ -81,7 +79,7 @@ class Bucket:
         wire: torch.dtype | None,
         copied: bool,
     ) -> Bucket:
-        """Record a bucket as the communication hook gets it; ``copied``: the average will be written over it."""
+        """Record a bucket given to the communication hook; ``copied``: keep a copy, because it will be overwritten."""
         buffer = bucket.buffer()
         places, start = [], 0
         for parameter in bucket.parameters():
@@ -98,13 +96,13 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """For incidents and for the patterns of injected faults."""
+        """Name in incidents and for the patterns of injected faults."""
         return f"bucket {self.index}"
 
     def averaged(self) -> Tensor:
-        """What the optimizer will read: the parameters' gradients as they are now, laid out like `sent`.
+        """The parameters' current gradients, which the optimizer will read, in the layout of `sent`.
 
-        A parameter that no rank used has no gradient; its place in the bucket is zero.
+        A parameter that no rank used has no gradient; its elements are zero.
         """
         flat = []
         for place in self.places:
@@ -116,7 +114,7 @@ class Bucket:
         return torch.cat(flat)
 
     def write(self, average: Tensor) -> None:
-        """Put `average`, laid out like `sent` and on the same device, into the parameters' gradients."""
+        """Write `average`, in the layout and on the device of `sent`, into the parameters' gradients."""
         for place in self.places:
             gradient = place.parameter.grad
             if gradient is not None:
@@ -138,14 +136,14 @@ class Bucket:
         )
 
     def changed_since(self) -> str | None:
-        """What is wrong with the local gradients that were kept; None for nothing."""
+        """An error if the kept local gradients have changed; else None."""
         if self.wire is None:
             return None
         before, now = self.projected.cpu(), _project_sent(self.sent, self.wire).cpu()
-        # In one rank's average nothing is rounded but the projections themselves.
+        # With one rank only the projections themselves are rounded.
         bound = rounding_bound(before[:, MAGNITUDE], dtype=torch.float64, ranks=1)
         if ((now - before).abs() > bound[:, None]).any():
-            return "what was kept of its local gradients changed in memory"
+            return "the kept copy of its local gradients changed in memory"
         return None
 
 
@@ -154,13 +152,13 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True, kw_only=True)
 class WrongAverage(Generic[Record]):
-    """An average that is wrong, or, not ``finite``, could not be judged because gradients held NaN or an infinity.
+    """An average that is wrong, or (not ``finite``) could not be checked because gradients held NaN or infinity.
 
     Attributes:
-        record: what this rank knows of it.
-        ranks: whose average is wrong, or whose gradients were not finite.
+        record: this rank's record of it.
+        ranks: the ranks with a wrong average, or with gradients that were not finite.
         kind: ``zeros``, ``wrong average``, ``differs between ranks``, ``not made``, ``not finite``.
-        first, last: element of the wrong blocks, or of all when the place is unknown.
+        first, last: first and last element of the wrong blocks, or of the bucket if the position is unknown.
     """
 
     record: Record
@@ -172,77 +170,77 @@ class WrongAverage(Generic[Record]):
 
 
 class AverageJudge(ABC, Generic[Record]):
-    """What follows a verdict, for the averages of DistributedDataParallel and of FSDP2 alike."""
+    """Handles verdicts on averages, for DistributedDataParallel and FSDP2."""
 
-    _rung: str  # how averages are made at first
+    _rung: str  # the collective that computes averages first
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._named_not_finite = False
 
     def _conclude(self, judged: Sequence[WrongAverage[Record]], step: int) -> None:
-        """Make wrong averages again through the host. Collective: the verdicts are the same on all ranks."""
+        """Compute wrong averages again through the host. Collective: the verdicts are the same on all ranks."""
         bad = [each for each in judged if not each.finite]
-        if not self._named_not_finite:  # once for each stretch of steps: NaN of backward's are no fault of a transfer
-            self._tell(bad, step, "none", "passed on")
+        if not self._named_not_finite:  # once per series of steps: NaN from backward is not a transfer fault
+            self._report(bad, step, "none", "passed on")
         self._named_not_finite = bool(bad)
         wrong = [each for each in judged if each.finite]
         if not wrong:
             return
         self._mover.report.count(STAGE, mismatches=len(wrong))
         if self._mover.settings.on_corruption == "stop":
-            self._tell(wrong, step, self._rung, "stopped")
-            raise self._refusal(wrong, step, "--on_corruption stop was asked for")
+            self._report(wrong, step, self._rung, "stopped")
+            raise self._refusal(wrong, step, "--on_corruption stop is set")
         records = [each.record for each in wrong]
         failures = [self._average_again(record) for record in records]
         again = self._judge_again(records, [failure is not None for failure in failures])
         bad_again = {id(each.record) for each in again if each.finite}
         still = [each for each in wrong if id(each.record) in bad_again]
         right = [each for each in wrong if id(each.record) not in bad_again]
-        self._tell(right, step, "host_staged", "recovered")
-        self._tell(still, step, "host_staged", "failed")
+        self._report(right, step, "host_staged", "recovered")
+        self._report(still, step, "host_staged", "failed")
         self._mover.report.count(STAGE, recovered=len(right))
         if still:
-            own = next((failure for failure in failures if failure), "averaging it again through the host did not help")
+            own = next((failure for failure in failures if failure), "averaging it again through the host failed too")
             raise self._refusal(still, step, own)
 
     @abstractmethod
     def _average_again(self, record: Record) -> str | None:
-        """Average through the host. Collective, so a rank that cannot go on takes part all the same.
+        """Average through the host. Collective: a rank with an error takes part as well.
 
         Returns:
-            None, or what went wrong on this rank.
+            None, or the error of this rank.
         """
 
     @abstractmethod
     def _judge_again(self, records: Sequence[Record], failed: Sequence[bool]) -> Sequence[WrongAverage[Record]]:
-        """Judge averages that were made again; ``failed``: those that this rank could not. Collective."""
+        """Check averages that were computed again; ``failed``: those that failed on this rank. Collective."""
 
     @abstractmethod
     def _refusal(self, wrong: Sequence[WrongAverage[Record]], step: int, why: str) -> CorruptionError:
-        """The error for averages that stay wrong, and why they do."""
+        """The error for averages that stay wrong."""
 
-    def _tell(self, found: Sequence[WrongAverage[Record]], step: int, rung: str, outcome: str) -> None:
+    def _report(self, found: Sequence[WrongAverage[Record]], step: int, rung: str, outcome: str) -> None:
         for each in found:
             common = {"step": step, "stage": STAGE, "ranks": list(each.ranks), "kind": each.kind}
             self._mover.report.incident({**common, **self._place(each), "rung": rung, "outcome": outcome})
 
     @abstractmethod
     def _place(self, wrong: WrongAverage[Record]) -> dict[str, Any]:
-        """Where it is, for an incident."""
+        """The position of a wrong average, for an incident."""
 
 
 class GradientCheck(AverageJudge[Bucket]):
-    """Has the gradients of one wrapped model averaged, and watches the averages. Made on every rank at the same time.
+    """Averages the gradients of one wrapped model and checks the averages. The constructor is collective.
 
     Args:
         model: wrapped, before its first backward.
-        mover: brings averages back to the device, holds the settings, the report and injected faults.
+        mover: copies averages back to the device; its settings, report and injected faults apply.
         settings: how gradients are averaged.
 
     Attributes:
         model, settings: see above.
-        judging: whether averages are judged; not with ``verify="off"``.
+        judging: whether averages are checked; not with ``verify="off"``.
 
     Raises:
         UsageError: the model has a communication hook already.
@@ -253,7 +251,7 @@ class GradientCheck(AverageJudge[Bucket]):
     def __init__(self, model: DistributedDataParallel, mover: Mover, settings: SyncSettings | None = None) -> None:
         if model._comm_hooks:
             raise UsageError(
-                "the DDP communication hook of this model is taken, so averages of gradients cannot be checked: remove "
+                "the DDP communication hook of this model is in use, so gradient averages cannot be checked: remove "
                 "comm_hook from the DistributedDataParallelKwargs, or train with --verify off, --grad_sync ddp and "
                 "--grad_compression none"
             )
@@ -265,7 +263,7 @@ class GradientCheck(AverageJudge[Bucket]):
         self._averaging = self._through_host if self.settings.way == "host" else GroupAveraging(model, self.settings)
         self._copies = not self._averaging.keeps_buckets or model.gradient_as_bucket_view
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        host_group()  # made here, on every rank: not in the middle of a step
+        host_group()  # created here, on every rank, not in the middle of a step
         self._pending: list[Bucket] = []
         self._packed: Tensor | None = None
         self._short_of_memory = False
@@ -274,11 +272,11 @@ class GradientCheck(AverageJudge[Bucket]):
 
     @property
     def pending(self) -> bool:
-        """Whether averages wait for their verdict."""
+        """Whether any average has not been checked yet."""
         return bool(self._pending)
 
     def describe(self) -> dict[str, Any]:
-        """For the report: how gradients were averaged, what it moved and how long it was waited for, on this rank."""
+        """For the report: how gradients were averaged, bytes moved and seconds waited, on this rank."""
         steps = max(self._backwards, 1)
         facts = self._averaging.facts()
         between, waited = facts["bytes_between_ranks"], facts["wait_seconds"]
@@ -296,9 +294,9 @@ class GradientCheck(AverageJudge[Bucket]):
         }
 
     def before_averaging(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """The hook: record the bucket, then have it averaged."""
+        """The hook: record the bucket and start its average."""
         if bucket.index() == 0:
-            self._pending.clear()  # another backward of the same step: this average includes the earlier one
+            self._pending.clear()  # another backward of the same step: its average includes the earlier one
             self._packed, self._short_of_memory = None, False
             self._averaging.step_begins()
             self._backwards += 1
@@ -307,9 +305,9 @@ class GradientCheck(AverageJudge[Bucket]):
         average = self._averaging.start(bucket, number=number)
         if record is None or self._mover.fault_injection() is None:
             return average
-        harmed = average.then(lambda done: self._harmed(done.value(), record, attempt=0))
-        harmed.wait()  # one bucket after the other, so that a specification means the same buckets on every rank
-        return harmed
+        injected = average.then(lambda done: self._injected(done.value(), record, attempt=0))
+        injected.wait()  # one bucket at a time, so that a specification selects the same buckets on every rank
+        return injected
 
     def _record(self, bucket: GradBucket, number: int) -> Bucket | None:
         wire = self._averaging.wire(bucket.buffer().dtype)
@@ -318,37 +316,37 @@ class GradientCheck(AverageJudge[Bucket]):
         except RuntimeError as error:
             if device_shortage(error) is None:
                 raise
-            self._short_of_memory = True  # the other ranks wait for this average: it is made, and `collect` refuses it
+            self._short_of_memory = True  # the other ranks wait for this average; `collect` raises afterwards
             return None
         self._pending.append(record)
         return record
 
     def collect(self) -> None:
-        """Take this rank's evidence on the averages of this step. Not collective.
+        """Collect this rank's evidence on the averages of this step. Not collective.
 
-        `settle` then needs no memory on the device, except to make a wrong average again.
+        `settle` then needs device memory only to compute a wrong average again.
 
         Raises:
-            torch.OutOfMemoryError: there was no memory for an average, a copy or the evidence: do not use the averages.
+            torch.OutOfMemoryError: no memory for an average, a copy or the evidence: the averages must not be used.
             BaseException: see `averaging.HostAveraging.check`.
         """
         self._averaging.check()
         if self._short_of_memory:
-            raise torch.OutOfMemoryError("no memory for a copy of the gradients that are averaged")
+            raise torch.OutOfMemoryError("no memory for a copy of the gradients to be averaged")
         if self._pending:
             failed = [self._averaging.failure(bucket.number) is not None for bucket in self._pending]
             self._packed = _pack(self._pending, failed)
 
     def settle(self, *, step: int) -> None:
-        """Judge the averages of this step and make wrong ones again. Collective; afterwards they may be used.
+        """Check the averages of this step and compute wrong ones again. Collective; afterwards they may be used.
 
         Args:
             step: number of the step, for incidents.
 
         Raises:
-            CorruptionError: on every rank, when an average is wrong and cannot be made right.
-            SeamError: nothing was averaged since the last time, though gradients are to be synchronised.
-            torch.OutOfMemoryError: see `collect`, which is called when it was not called before.
+            CorruptionError: on every rank: an average is wrong and cannot be corrected.
+            SeamError: no gradients were averaged since the last call, although they must be synchronised.
+            torch.OutOfMemoryError: see `collect`, which is called here if it was not called before.
         """
         if not self.judging:
             self.collect()
@@ -356,7 +354,7 @@ class GradientCheck(AverageJudge[Bucket]):
         if not (self._pending or self._short_of_memory):
             raise SeamError(
                 "cannot verify: DistributedDataParallel averaged no gradients in a step that ends with the optimizer; "
-                "train with the versions that this package was checked with, or report the trainer that does this"
+                "use the library versions that this package was tested with, or report the trainer that does this"
             )
         if self._packed is None:
             self.collect()
@@ -370,7 +368,7 @@ class GradientCheck(AverageJudge[Bucket]):
         return _verdicts(records, _pack(records, failed))
 
     def _average_again(self, record: Bucket) -> str | None:
-        # The same operations as the stock average over gloo, in the same dtype: bit for bit its result. Only PowerSGD's
+        # The same operations as the stock average over gloo, in the same dtype: bit-identical. Only PowerSGD's result
         # is replaced by the average itself.
         bucket = record
         changed = bucket.changed_since()
@@ -382,13 +380,13 @@ class GradientCheck(AverageJudge[Bucket]):
         except RuntimeError as error:
             if device_shortage(error) is None:
                 raise
-            failure = "there was no memory for the one made again"
+            failure = "there was no memory to compute it again"
         if failure is None:
-            bucket.write(self._harmed(average, bucket, attempt=1))
+            bucket.write(self._injected(average, bucket, attempt=1))
         self._averaging.forget(bucket.index)
         return changed or failure
 
-    def _harmed(self, average: Tensor, bucket: Bucket, *, attempt: int) -> Tensor:
+    def _injected(self, average: Tensor, bucket: Bucket, *, attempt: int) -> Tensor:
         self._mover.inject(average, name=bucket.name, stage=STAGE, number=bucket.number, attempt=attempt)
         return average
 
@@ -403,12 +401,12 @@ class GradientCheck(AverageJudge[Bucket]):
         )
 
     def _place(self, wrong: WrongAverage[Bucket]) -> dict[str, Any]:
-        size, bytes_from = wrong.record.sent.element_size(), wrong.first
-        place = {"first_offset": bytes_from * size, "length": (wrong.last + 1 - bytes_from) * size}
+        size, first = wrong.record.sent.element_size(), wrong.first
+        place = {"first_offset": first * size, "length": (wrong.last + 1 - first) * size}
         return {"tensor": self._where(wrong), "bucket": wrong.record.index, **place}
 
     def _where(self, wrong: WrongAverage[Bucket]) -> str:
-        """The parameter whose gradient is wrong, or the first and the last of them."""
+        """The parameter whose gradient is wrong, or the first and the last of several."""
         names = [
             self._names[id(place.parameter)]
             for place in wrong.record.places
@@ -420,24 +418,24 @@ class GradientCheck(AverageJudge[Bucket]):
 def watch(
     model: nn.Module, mover: Mover, earlier: GradientCheck | None, settings: SyncSettings | None = None
 ) -> GradientCheck | None:
-    """The check of a model's averages, which has them made as the settings say.
+    """The check of a model's averages, which also computes them as the settings say.
 
     Args:
-        model: as it is trained.
+        model: the wrapped model.
         mover: see `GradientCheck`.
-        earlier: the check of an earlier training, kept when it watches the same model.
-        settings: see `GradientCheck`; those of an earlier check stay.
+        earlier: the check of an earlier training, kept if it is for the same model, with its settings.
+        settings: see `GradientCheck`.
 
     Returns:
-        None when nothing is verified and all is as DistributedDataParallel does it, or when something else averages.
+        None if nothing is verified and the settings are DistributedDataParallel's defaults, or if the model is not
+        wrapped by DistributedDataParallel.
 
     Raises:
-        UsageError: see `GradientCheck`; or something else averages, and the settings ask for what only
-            DistributedDataParallel has.
+        UsageError: see `GradientCheck`; or the settings need DistributedDataParallel, and the model is not wrapped.
     """
     settings = settings or SyncSettings()
     stock = settings.way == "ddp" and settings.compression == "none"
-    wrapped = getattr(model, "_orig_mod", model)  # torch.compile stands around DistributedDataParallel
+    wrapped = getattr(model, "_orig_mod", model)  # torch.compile wraps DistributedDataParallel
     if not isinstance(wrapped, DistributedDataParallel):
         if stock:
             return None
@@ -455,7 +453,7 @@ def _pack(buckets: Sequence[Bucket], failed: Sequence[bool]) -> Tensor:
 
 
 def exchange(mine: Tensor) -> list[Tensor]:
-    """The int64 words of all ranks, of which each has as many. One collective, over gloo."""
+    """The int64 words of all ranks, the same number on each. One collective, over gloo."""
     group = host_group()
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
@@ -463,7 +461,7 @@ def exchange(mine: Tensor) -> list[Tensor]:
 
 
 def _verdicts(buckets: Sequence[Bucket], mine: Tensor) -> list[WrongAverage[Bucket]]:
-    """Exchange what each rank packed, and judge. Collective. Those that are wrong, or could not be judged."""
+    """Exchange the packed evidence. Returns averages that are wrong or could not be checked. Collective."""
     everyone, start = exchange(mine), 0
     found: list[WrongAverage[Bucket]] = []
     for bucket in buckets:
@@ -475,11 +473,11 @@ def _verdicts(buckets: Sequence[Bucket], mine: Tensor) -> list[WrongAverage[Buck
 
 
 def _judge(bucket: Bucket, words: Sequence[Tensor]) -> WrongAverage[Bucket] | None:
-    """The verdict on a bucket from every rank's words, on the host; None when its average is right.
+    """The verdict on a bucket from all ranks' words, on the host; None if its average is right.
 
-    An average is wrong when a projection on some rank is further from the mean of the sent ones than rounding may
-    bring it, when the ranks hold other bits than each other, or when a rank says that it failed. Of a bucket without
-    projections, which is not to hold the average but something near it, only the last two are known.
+    An average is wrong if a projection on some rank differs from the mean of the sent ones by more than rounding, if
+    the ranks' bits differ, or if a rank reports a failure. For a bucket without projections (PowerSGD) only the last
+    two are checked.
     """
     blocks = bucket.projected.shape[0]
     header = torch.stack([each[:_HEADER] for each in words])
@@ -507,18 +505,18 @@ def _judge(bucket: Bucket, words: Sequence[Tensor]) -> WrongAverage[Bucket] | No
 
 
 def kind_of(wrong: Tensor) -> str:
-    """What wrong projections of an average say of it."""
+    """The kind of a wrong average, from its wrong projections."""
     return "zeros" if bool((wrong == 0).all()) else "wrong average"
 
 
 def beyond_rounding(averaged: Tensor, expected: Tensor, *, dtype: torch.dtype, ranks: int) -> Tensor:
-    """Which blocks of an average no rounding explains; also where the average alone is NaN.
+    """The blocks of an average that differ by more than rounding, or in which only the average is NaN.
 
     Args:
         averaged: float64[ranks, blocks, 2], the projections of the average on each rank.
-        expected: float64[..., blocks, 3], the mean over the ranks of what `project` gave of what they sent.
-        dtype: in which gradients were added up.
-        ranks: over how many.
+        expected: float64[..., blocks, 3], the mean over the ranks of `project` of what they sent.
+        dtype: in which gradients were summed.
+        ranks: number of ranks.
 
     Returns:
         bool[ranks, blocks].
@@ -529,12 +527,12 @@ def beyond_rounding(averaged: Tensor, expected: Tensor, *, dtype: torch.dtype, r
 
 
 def marked(mask: Tensor) -> tuple[int, ...]:
-    """The places that a mask of one dimension marks."""
+    """The indices of the true elements of a 1-dimensional mask."""
     return tuple(mask.nonzero().flatten().tolist())
 
 
 def _span(blocks: Tensor, bucket: Bucket) -> tuple[int, int]:
-    """First and last element of the blocks that a bool mask marks."""
+    """First and last element of the blocks that are true in a mask."""
     places, size = marked(blocks), block_elements(bucket.wire or bucket.sent.dtype)
     return places[0] * size, min((places[-1] + 1) * size, bucket.sent.numel()) - 1
 
@@ -546,8 +544,8 @@ def _project_sent(flat: Tensor, wire: torch.dtype | None) -> Tensor:
 
 
 def _order_in_bucket(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The dimensions as torch's reducer lays the gradient out (``initialize_bucket_views``): as the parameter is laid
-    out, where that is dense. `GradBucket.gradients` does not heed that: its views are right for contiguous ones only.
+    """The dimensions in the order in which torch's reducer lays the gradient out (``initialize_bucket_views``): the
+    parameter's memory order if that is dense. `GradBucket.gradients` is right only for contiguous parameters.
     """
     order = tuple(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
     return order if parameter.permute(order).is_contiguous() else tuple(range(parameter.dim()))
@@ -560,44 +558,44 @@ def _record_and_average(
     return check.before_averaging(bucket)
 
 
-# DistributedDataParallel compares the annotations themselves, and here they are text.
+# DistributedDataParallel compares annotations by identity, and here they are strings.
 _record_and_average.__annotations__ = get_type_hints(_record_and_average)
 
 
 # ---- projections --------------------------------------------------------------------------------------------
 #
-# A bucket of gradients `g` is cut into blocks. Of each block are taken, in float64,
+# A bucket of gradients `g` is divided into blocks. For each block are computed, in float64,
 #
 #     P1 = sum(g[i])        P2 = sum(w[i] * g[i])        A = sum(|g[i]|)
 #
-# with fixed weights `-1 <= w[i] < 1`, all different within a block and neighbours far apart. Both projections are
-# linear, so those of an average over R ranks equal the average of the ranks' projections, but for rounding. P1 sees
-# what is lost, zeroed or added; P2 sees what changed places. Blocks are short (`block_elements`), because the bound
-# below grows with the block and a fault does not.
+# with fixed weights `-1 <= w[i] < 1`, all different within a block, and those of neighbours far apart. Both projections
+# are linear, so those of an average over R ranks equal the average of the ranks' projections, except for rounding. P1
+# detects lost, zeroed or added values; P2 detects swapped values. Blocks are short (`block_elements`), because the
+# bound below grows with the block and a fault does not.
 #
-# Gradients that are cast for the way between the ranks are projected as they are after the cast, which each rank makes
-# by itself: what is compared is what travels, and the rounding of the cast needs no allowance.
+# Gradients that are cast before they are sent are projected after the cast, which each rank computes itself: what is
+# sent is compared, and the rounding of the cast needs no allowance.
 #
-# **The bound.** `e` is the spacing at 1 (torch.finfo.eps) of the dtype in which the ranks' gradients are added up,
-# twice what rounding to nearest may do, so it holds for any faithful rounding. An element of the average comes from R
-# divisions by R and R-1 additions, in any order. A division by a power of two is exact, so each summand passes through
-# `k = R-1` (R a power of two) or `k = R` roundings, and the element is off by at most
+# **The bound.** `e` is the spacing at 1 (torch.finfo.eps) of the dtype in which the ranks' gradients are summed, twice
+# the error of rounding to nearest, so it holds for any faithful rounding. An element of the average comes from R
+# divisions by R and R-1 additions, in any order. A division by a power of two is exact, so each term passes through
+# `k = R-1` (R a power of two) or `k = R` roundings, and the element's error is at most
 # `((1+e)^k - 1) * mean_r |g_r[i]|` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). With
-# `|w| <= 1` both projections of a block are off by at most `((1+e)^k - 1) * mean_r A_r`. To that come
+# `|w| <= 1` the errors of both projections of a block are at most `((1+e)^k - 1) * mean_r A_r`. Added to that are
 #
-# * `3 R t` an element for underflow: each input, quotient and partial sum may lose up to `t`, the smallest normal
-#   number where an accelerator may flush denormals (float32, bfloat16), else the smallest denormal (float16);
-# * the rounding of the projections themselves: with n elements a block and `u = 2^-53`, taking them costs at most
+# * `3 R t` per element for underflow: each input, quotient and partial sum may lose up to `t`, the smallest normal
+#   number if an accelerator may flush denormals (float32, bfloat16), else the smallest denormal (float16);
+# * the rounding of the projections themselves: with n elements per block and `u = 2^-53`, computing them costs at most
 #   `(n+1) u A` on each side, averaging them and the magnitudes `(n+2R) u A` more; `(4n + 4R + 16) u A` covers it
 #   as long as the first term is below A.
 #
-# A block that holds NaN or an infinity has no bound: it is not compared.
+# A block that holds NaN or infinity has no bound: it is not compared.
 #
-# Not seen: a wrong average within the bound. For float32 that is a change below `5e-4` of the mean magnitude of an
+# Not detected: a wrong average within the bound. For float32 that is a change below `5e-4` of the mean magnitude of an
 # element, for bfloat16 (two ranks) below 2 of them, in a block of 4,096 and of 256 elements.
 
 MAGNITUDE = 2
-"""Column of `project` that holds the sum of magnitudes; the projections stand before it."""
+"""Column of `project` with the sum of magnitudes, after the projections."""
 
 _SLAB = 1 << 18
 """Elements converted to float64 at a time: 2 MiB, which stays in a processor's cache."""
@@ -605,19 +603,17 @@ _DEVICE_SLAB = 1 << 22
 
 
 def block_elements(dtype: torch.dtype) -> int:
-    """Elements of a block of gradients of this dtype: few for 16 bits, more for wider ones."""
+    """Elements per block of gradients of this dtype: 256 for 16 bits, 4,096 for wider ones."""
     return 256 if dtype.itemsize < 4 else 4096
 
 
 def project(flat: Tensor, *, wire: torch.dtype | None = None) -> Tensor:
-    """Block sums of a bucket of gradients that an average must keep.
-
-    What they are, and the bound, stands above.
+    """The projections of a bucket of gradients, as defined above.
 
     Args:
         flat: floating point, 1-dimensional and contiguous, on any device.
-        wire: dtype in which the ranks' gradients are added up, which decides the size of the blocks; that of `flat`
-            unless given. `flat` is not cast to it.
+        wire: dtype in which the ranks' gradients are summed, which determines the size of the blocks; by default that
+            of `flat`. `flat` is not cast to it.
 
     Returns:
         float64[blocks, 3] on the same device: sum, weighted sum, sum of magnitudes. The last block may be short.
@@ -640,12 +636,12 @@ def project(flat: Tensor, *, wire: torch.dtype | None = None) -> Tensor:
 
 
 def rounding_bound(magnitude: Tensor, *, dtype: torch.dtype, ranks: int) -> Tensor:
-    """How far a projection of an average may be from the average of the projections; see `project`.
+    """The largest difference between a projection of an average and the average of the projections; see above.
 
     Args:
         magnitude: float64[blocks], mean over the ranks of each block's sum of magnitudes.
         dtype: in which the gradients were averaged.
-        ranks: over how many ranks.
+        ranks: number of ranks.
 
     Returns:
         float64[blocks], in the unit of the gradients.
@@ -660,7 +656,7 @@ def rounding_bound(magnitude: Tensor, *, dtype: torch.dtype, ranks: int) -> Tens
 
 
 def digest_words(flat: Tensor) -> Tensor:
-    """int64[2]: the digest's sums, on the device of ``flat``. Nothing is waited for on an accelerator."""
+    """int64[2]: the digest's sums, on the device of ``flat``, without a wait on an accelerator."""
     if flat.device.type != "cpu":
         return digest_on_device(flat)
     found = digest(flat)
@@ -671,5 +667,5 @@ def digest_words(flat: Tensor) -> Tensor:
 def _weights(size: int, device: torch.device) -> Tensor:
     """float64[2, size]: ones, and multiples of the golden ratio modulo 1, stretched to [-1, 1). Exact everywhere."""
     index = torch.arange(1, size + 1, device=device)
-    golden = (index * 40503 % 65536).to(torch.float64) / 32768 - 1  # 40503 = 2^16 / 1.618, odd: no value comes twice
+    golden = (index * 40503 % 65536).to(torch.float64) / 32768 - 1  # 40503 = 2^16 / 1.618, odd: all values differ
     return torch.stack([torch.ones_like(golden), golden])

@@ -1,19 +1,19 @@
-"""The preflight of a job of several ranks: one rank of each machine tries its cards, and the others hear the decision.
+"""The preflight of a job with several ranks: one rank of each machine tries its cards and chooses how to average.
 
-It comes before any process group, since RCCL that hangs is what it looks for, and takes under 30 seconds once the ranks
-have met: the trials run in children that are killed at deadlines which together stay within that (`LIMIT_S`). A rank
-that never comes, and one that is killed or stopped while it tries, end the run with exit code 4 and one line.
+It runs before any process group is created, since a hanging RCCL is what it looks for, and takes under 30 seconds once
+all ranks have joined: the trials run in child processes that are killed at deadlines within that time (`LIMIT_S`). A
+rank that never joins, or that is killed or stopped during the trials, ends the run with exit code 4 and one line.
 
-From the fastest way to the safest: RCCL (NCCL) as the environment has it; RCCL without copies from card to card
-(``NCCL_P2P_DISABLE=1``); through host memory over gloo; one card. A way is taken when its sums were right. RCCL as it
-is needs right copies between all pairs of cards as well, because that is what it does; and every way needs gloo, over
-which averages are judged while the run goes on (`gradients`). What could not be tried in time counts for nothing.
+From the fastest way to the safest: RCCL (NCCL) as the environment has it; RCCL without peer copies
+(``NCCL_P2P_DISABLE=1``); through host memory over gloo; one card. A way is chosen if its sums were right. RCCL as it is
+also needs right copies between all pairs of cards, because it uses them; and every way needs gloo, over which averages
+are checked during the run (`gradients`). Trials that could not run in time are ignored.
 
-The ranks meet in a directory, so each machine decides for its own cards. Not covered: RCCL between machines; peer
-copies of a model that is split over cards. Imports no torch.
+The ranks communicate through a directory, so each machine decides for its own cards. Not covered: RCCL between
+machines; peer copies of a model that is split over cards. Imports no torch.
 
-Each trial is made in child processes, ``python -m hf_rocm_tune.ranks.preflight pair|rank`` with the request on stdin,
-which are killed at a deadline; what they measure is `trial_measures`. The doctor uses them too.
+Each trial runs in child processes, ``python -m hf_rocm_tune.ranks.preflight pair|rank`` with the request on stdin,
+which run `trial_measures` and are killed at a deadline. The doctor uses them too.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from hf_rocm_tune.ranks.stall_report import born, is_alive, make_place, read_not
 # ---- trials --------------------------------------------------------------------------------------------------
 
 Verdict = Literal["right", "wrong", "hung", "died", "untried"]
-"""``untried``: a child was still importing torch at the deadline, or ended with an exception that is no device's (a
-broken installation, no memory): that says nothing about the cards."""
+"""``untried``: a child was still importing torch at the deadline, or ended with an exception that does not come from a
+device (a broken installation, no memory): no statement about the cards."""
 FAILED: frozenset[Verdict] = frozenset({"wrong", "hung", "died"})
 Way = Literal["rccl", "rccl_without_p2p", "gloo"]
-"""How ranks average: over RCCL (or NCCL) as the environment has it, with NCCL_P2P_DISABLE=1, or through the host."""
+"""How ranks sum: over RCCL (or NCCL) as the environment has it, with NCCL_P2P_DISABLE=1, or over gloo."""
 
 DEVICE_ERRORS = ("RuntimeError", "AcceleratorError", "CorruptionError", "Dist")
-"""How the names of those exceptions begin that a device, its driver or RCCL is the reason of."""
+"""Prefixes of the names of exceptions that a device, its driver or RCCL causes."""
 IMPORTING = "importing torch"
-"""The step of a child that has not begun to measure yet."""
+"""The step of a child that has not begun to measure."""
 
 _MODULE = "hf_rocm_tune.ranks.preflight"
 _Environ = Mapping[str, str | None]
 
 
 class _Trial(ABC):
-    """What pairs and sums have in common: the outcomes of their children; ``telling`` is the one that says most."""
+    """Common parts of trials of pairs and sums; ``telling``: the most informative of the children's outcomes."""
 
     outcomes: tuple[Outcome, ...]
 
@@ -79,7 +79,7 @@ class _Trial(ABC):
 
     @property
     def seconds(self) -> float:
-        """That the slowest child took, the imports included."""
+        """Time of the slowest child, including imports."""
         return max(outcome.seconds for outcome in self.outcomes)
 
     @property
@@ -91,10 +91,10 @@ class _Trial(ABC):
     @property
     @abstractmethod
     def reason(self) -> str:
-        """What came out, in one line."""
+        """The outcome in one line."""
 
     def told(self) -> str:
-        """The reason, what stood there instead, and how long it took."""
+        """The outcome, the wrong bytes if any, and the time."""
         damage = (self.problem or {}).get("damage")
         instead = ""
         if damage:
@@ -107,7 +107,7 @@ class _Trial(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PairTrial(_Trial):
-    """Copies from one card to another: ``source`` and ``destination`` as asked for, ``cuda:0``; the child's outcome."""
+    """Copies from one card to another: ``source`` and ``destination``, such as ``cuda:0``; the child's outcome."""
 
     source: str
     destination: str
@@ -129,7 +129,7 @@ class PairTrial(_Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceTrial(_Trial):
-    """An all-reduce over all ranks: how it was made, and the outcomes of the ranks in their order."""
+    """An all-reduce over all ranks: its way, and the outcomes of the ranks in order."""
 
     way: Way
     outcomes: tuple[Outcome, ...]
@@ -140,7 +140,7 @@ class ReduceTrial(_Trial):
 
     @property
     def reason(self) -> str:
-        """Where a rank died, it is that one, and not those that waited for it."""
+        """If a rank died, the outcome of that rank, not of those that waited for it."""
         said = f"all-reduce over {self.way}:"
         if "timeout" in {outcome.status for outcome in self.outcomes} and self.verdict != "died":
             return f"{said} {'; '.join(f'rank {rank} {outcome.how}' for rank, outcome in enumerate(self.outcomes))}"
@@ -154,7 +154,7 @@ class ReduceTrial(_Trial):
 
     @property
     def telling_rank(self) -> int:
-        """The rank whose outcome says most: the first to die, by a signal rather than of a broken connection."""
+        """The rank with the most informative outcome: the first to die, by a signal rather than a lost connection."""
         ranks = range(len(self.outcomes))
         dead = [rank for rank in ranks if self.outcomes[rank].status in ("died", "garbage")]
         if dead:
@@ -173,14 +173,14 @@ def try_pairs(
     environ: _Environ | None = None,
     fault: Mapping[str, str] | None = None,
 ) -> list[PairTrial]:
-    """Copy between every ordered pair, each in a fresh process, one after the other.
+    """Copy between every ordered pair, each in a new process, one after another.
 
     Args:
         devices: ``device`` (``cuda:0``; ``cpu`` in tests) and ``address`` (PCI, or None) of each.
-        deadline_s: seconds for each pair, the imports included.
+        deadline_s: seconds for each pair, including imports.
         largest: bytes of the largest copy.
-        repeats: of the copy of 1 MiB.
-        environ: variables of the children.
+        repeats: number of copies of 1 MiB.
+        environ: additional environment variables of the children.
         fault: see `trial_measures.measure_pair`.
     """
     trials = []
@@ -203,28 +203,28 @@ def try_at_once(
 ) -> tuple[list[PairTrial], dict[str, ReduceTrial]]:
     """Copy between every ordered pair and sum over all ranks, all at the same time.
 
-    Trials do not disturb each other where they are right. What hangs on a card may hold up the others on it, so what
-    fails beside a failed pair is to be tried again alone.
+    Successful trials do not disturb each other. A hanging trial may block others on its card, so a trial that fails
+    beside a failed pair should be repeated alone.
 
     Args:
         devices: see `try_pairs`.
-        pairs: whether copies are tried.
-        sums: ways to sum, by a name each.
-        deadline_s: seconds for all of it, the imports included.
+        pairs: whether to try copies.
+        sums: ways to sum, by name.
+        deadline_s: seconds for all trials, including imports.
         largest: bytes of the largest copy and sum.
-        repeats: of the copy of 1 MiB and of the sum of 25 MiB.
+        repeats: number of copies of 1 MiB and of sums of 25 MiB.
         faults: by the name of a sum, or ``pairs``; see `trial_measures`.
 
     Returns:
-        The trials of the pairs, and those of the sums by their names.
+        The trials of the pairs, and those of the sums by name.
     """
-    harmed = faults or {}
+    injected = faults or {}
     couples = list(itertools.permutations(devices, 2)) if pairs else []
     common = {"largest": largest, "repeats": repeats}
-    groups = [[_pair_task(*couple, common, _threads(), harmed.get("pairs"))] for couple in couples]
+    groups = [[_pair_task(*couple, common, _threads(), injected.get("pairs"))] for couple in couples]
     with contextlib.ExitStack() as stack:
         for name, way in sums.items():
-            groups.append(stack.enter_context(_rank_tasks(devices, way, deadline_s, common, None, harmed.get(name))))
+            groups.append(stack.enter_context(_rank_tasks(devices, way, deadline_s, common, None, injected.get(name))))
         outcomes = run_groups(groups, deadline_s=deadline_s)
     copied, summed = outcomes[: len(couples)], outcomes[len(couples) :]
     trials = [
@@ -245,16 +245,16 @@ def try_all_reduce(
     environ: _Environ | None = None,
     fault: Mapping[str, Any] | None = None,
 ) -> ReduceTrial:
-    """Sum over one rank for each device, each rank in a fresh process.
+    """Sum over one rank per device, each rank in a new process.
 
     Args:
         devices: see `try_pairs`. On the CPU the only way is gloo.
         way: see `Way`.
-        deadline_s: seconds for all of it, the imports included.
+        deadline_s: seconds for the trial, including imports.
         largest: bytes of the largest sum.
-        repeats: of the sum of 25 MiB.
-        environ: variables of the children.
-        fault: see `trial_measures.measure_sums`; ``rank`` says which rank is harmed, the last unless given.
+        repeats: number of sums of 25 MiB.
+        environ: additional environment variables of the children.
+        fault: see `trial_measures.measure_sums`; ``rank``: the rank that gets it, by default the last.
     """
     common = {"largest": largest, "repeats": repeats}
     with _rank_tasks(devices, way, deadline_s, common, environ, fault) as tasks:
@@ -281,10 +281,10 @@ def _rank_tasks(
     environ: _Environ | None,
     fault: Mapping[str, Any] | None,
 ) -> Iterator[list[Task]]:
-    """The tasks of all ranks, as long as the folder in which they meet is there."""
+    """The tasks of all ranks; the directory of their store exists within the block."""
     variables = _threads()
     if "NCCL_DEBUG" not in os.environ:
-        variables["NCCL_DEBUG"] = "WARN"  # RCCL's own warnings, on the IOMMU for one, are evidence
+        variables["NCCL_DEBUG"] = "WARN"  # RCCL's own warnings, such as those on the IOMMU, are evidence
     if way == "rccl_without_p2p":
         variables["NCCL_P2P_DISABLE"] = "1"
     victim = int((fault or {}).get("rank", len(devices) - 1))
@@ -293,7 +293,7 @@ def _rank_tasks(
             "world": len(devices),
             "backend": "gloo" if way == "gloo" else "nccl",
             "store": str(Path(folder) / "store"),
-            # Longer than the deadline: the children are ended from here, and say where they stood.
+            # Longer than the deadline: the children are killed by the parent, which then knows their last step.
             "timeout_s": 2 * deadline_s,
             **common,
         }
@@ -309,12 +309,12 @@ def _rank_tasks(
 
 
 def _threads() -> dict[str, str | None]:
-    """One thread for each of several processes, as torchrun sets it, where nobody has said otherwise."""
+    """One thread per process, as torchrun sets it, unless the user has set OMP_NUM_THREADS."""
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
 
 
 def _measure(request: dict[str, Any]) -> dict[str, Any]:
-    """The child's part."""
+    """Runs in the child."""
     if sys.argv[1:] not in (["pair"], ["rank"]):
         raise UsageError(f"got {' '.join(sys.argv[1:]) or 'nothing'} to measure: give pair or rank")
     step(IMPORTING)
@@ -326,17 +326,17 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
 # ---- the preflight -------------------------------------------------------------------------------------------
 
 LIMIT_S = 30.0
-"""Seconds for all trials of a machine, killing included."""
+"""Seconds for all trials of a machine, including killing the children."""
 MEET_S = 90.0
-"""Seconds for the ranks to meet: they start together, but import from cold disks."""
+"""Seconds for all ranks to join: they start together, but import from cold disks."""
 P2P_VARIABLE = "NCCL_P2P_DISABLE"
 VARIABLE = "HF_ROCM_TUNE_PREFLIGHT_FAULT"
 
-_SPARE_S = 5.0  # beyond LIMIT_S, for the decision to come through, and for children that the kernel holds
-_KILLING_S = 1.5  # of each trial that is ended at its deadline
-_SHORTEST_S = 7.0  # that a trial is worth having: the imports of a ROCm build, RCCL's start, the sums
+_SPARE_S = 5.0  # beyond LIMIT_S, for passing on the decision, and for children that the kernel holds
+_KILLING_S = 1.5  # for killing a trial at its deadline
+_SHORTEST_S = 7.0  # least useful time of a trial: imports of a ROCm build, RCCL's start, the sums
 _LARGEST = 25 << 20  # bytes of the largest copy and sum: a bucket of DistributedDataParallel
-_LARGEST_ON_CPU = (1 << 20) + 4  # bytes; there it is the patterns that take the time
+_LARGEST_ON_CPU = (1 << 20) + 4  # bytes; there the patterns take most of the time
 _REPEATS = 3
 _POLL_S = 0.05
 
@@ -351,7 +351,7 @@ _NAMES: Mapping[SyncWay, str] = {
     "one_card": "not at all: only one card can train",
 }
 
-# The kinds of transfer.raw_copies and of trial_measures, which import torch.
+# The kinds of transfer.damage and of trial_measures, which import torch.
 _COPY_FAULTS = ("zeros", "zero_range", "flip", "stale", "drop", "unstable", *ENDINGS)
 _SUM_FAULTS = ("wrong", "zeros", "own", "absent", *ENDINGS)
 _KINDS: Mapping[str, tuple[str, ...]] = {
@@ -365,9 +365,9 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightFault:
-    """A fault on purpose in the preflight of a real run, so that a user can see what it would decide.
+    """An injected fault in the preflight of a real run, to see what it would decide.
 
-    ``HF_ROCM_TUNE_PREFLIGHT_FAULT="trial=ddp,kind=hang"`` harms one kind of trial:
+    ``HF_ROCM_TUNE_PREFLIGHT_FAULT="trial=ddp,kind=hang"`` lets one kind of trial fail:
 
     ==================== =========================================================================================
     trial                kinds
@@ -377,16 +377,16 @@ class PreflightFault:
     ``ddp_without_p2p``  the same with ``NCCL_P2P_DISABLE=1``
     ``host``             the same over gloo
     ``ranks``            the ranks of the run themselves: ``absent``: one never joins; ``kill``, ``stop``: the one that
-                         makes the trials of its machine is killed, or stopped
+                         runs the trials of its machine is killed, or stopped
     ==================== =========================================================================================
 
     Endings of the trial's child: ``hang stop kill crash garbage silent`` (see ``machine.child``). Without cards
-    there are no pairs: ``trial=pairs`` then copies from memory to memory through the same code.
+    there are no pairs: ``trial=pairs`` then copies within host memory through the same code.
 
     Attributes:
         trial, kind: see above.
-        where: only what has these words in it: ``cuda:0 to cuda:1``, ``cold``, ``repeat 1``.
-        rank: whom it hits; None: the last rank.
+        where: only cases whose description contains this text: ``cuda:0 to cuda:1``, ``cold``, ``repeat 1``.
+        rank: the rank that gets the fault; None: the last.
     """
 
     trial: str
@@ -396,19 +396,19 @@ class PreflightFault:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> PreflightFault | None:
-        """The fault that the variable asks for; None where it is unset or empty.
+        """The fault in the variable; None if it is unset or empty.
 
         Raises:
-            UsageError: names what is unknown, missing, given twice or not valid, and what is valid.
+            UsageError: names the key that is unknown, given twice, missing or has a wrong value, and what is valid.
         """
         example = "trial=ddp,kind=hang"
         return read_fault(cls, VARIABLE, environ, by="trial", kinds=_KINDS, example=example, least={"rank": 0})
 
     def of(self, trial: str) -> dict[str, Any] | None:
-        """The fault as the child of a trial takes it; None where it is for another trial."""
+        """The fault in the form that the child of a trial expects; None if it is for another trial."""
         if trial != self.trial:
             return None
-        # An ending without words would come before anything was tried.
+        # Without ``where`` an ending would come before anything was tried.
         first = "copying" if trial == "pairs" else "summing"
         where = self.where or (first if self.kind in ENDINGS else "")
         return {"kind": self.kind, "where": where} | ({} if self.rank is None else {"rank": self.rank})
@@ -420,12 +420,12 @@ class GradSyncChoice:
 
     way: SyncWay
     reason: str  # one line
-    evidence: tuple[str, ...] = ()  # one line for each trial: what was tried, what came out, how long it took
+    evidence: tuple[str, ...] = ()  # one line per trial: what was tried, its outcome, its time
     shown: bool = True  # a trial showed that this way gives right sums
 
     @property
     def name(self) -> str:
-        """The way in words, to go on after "gradients are averaged"."""
+        """The way in words, to follow "gradients are averaged"."""
         return _NAMES[self.way]
 
     def to_dict(self) -> dict[str, Any]:
@@ -435,12 +435,12 @@ class GradSyncChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What came out, the same on every rank of a machine."""
+    """The outcome, the same on every rank of a machine."""
 
-    asked: Asked  # how the user wants gradients to be averaged
-    choice: GradSyncChoice  # how they are
-    seconds: float  # from the meeting of the ranks to the decision
-    fault: str = ""  # what was harmed on purpose
+    asked: Asked  # ``--grad_sync``
+    choice: GradSyncChoice
+    seconds: float  # from when all ranks have joined to the decision
+    fault: str = ""  # the injected fault
 
     def to_dict(self) -> dict[str, Any]:
         """For the report, as plain JSON values."""
@@ -452,10 +452,10 @@ class Preflight:
         }
 
     def lines(self) -> list[str]:
-        """For the terminal: the decision, and all evidence where anything failed."""
+        """For the terminal: the decision, and all evidence if anything failed."""
         asked = "" if self.asked == "auto" else f" (--grad_sync {self.asked})"
         first = f"preflight: gradients are averaged {self.choice.name}{asked}: {self.choice.reason}"
-        fault = [f"the preflight is harmed on request: {self.fault}"] if self.fault else []
+        fault = [f"a fault is injected into the preflight on request: {self.fault}"] if self.fault else []
         clean = self.choice.way == "ddp" and self.choice.shown
         return [*fault, f"{first} ({self.seconds:.0f} s)", *([] if clean else self.choice.evidence)]
 
@@ -469,40 +469,40 @@ def run(
     meet_s: float = MEET_S,
     limit_s: float = LIMIT_S,
 ) -> Preflight:
-    """Meet, try, decide. Every rank of the job calls it before it joins a process group.
+    """Run the preflight. Every rank of the job calls it before it joins a process group.
 
     Args:
         asked: ``--grad_sync``.
         device: of this rank: ``device`` (``cuda:1``, ``cpu``) and ``address`` (PCI, or None).
-        environ: of this rank, as its launcher has filled it.
-        place: directory that the ranks of this machine have in common, and no other job; it is made.
+        environ: of this rank, as set by its launcher.
+        place: directory shared by the ranks of this machine, and used by no other job; it is created.
         meet_s, limit_s: see `MEET_S` and `LIMIT_S`.
 
     Raises:
-        UsageError: the fault that is asked for does not exist.
-        StallError: a rank did not come, or gave no decision; see `insist` for what follows from the decision itself.
+        UsageError: the requested fault is not valid.
+        StallError: a rank did not join, or made no decision; see `insist` for the consequences of the decision.
     """
     fault = PreflightFault.from_environment(environ)
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     here = int(environ.get("LOCAL_WORLD_SIZE", world))
-    harmed = fault if fault is not None and fault.trial == "ranks" else None
-    while harmed and harmed.kind == "absent" and rank == (world - 1 if harmed.rank is None else harmed.rank):
+    injected = fault if fault is not None and fault.trial == "ranks" else None
+    while injected and injected.kind == "absent" and rank == (world - 1 if injected.rank is None else injected.rank):
         time.sleep(0.2)
     make_place(place)
-    (place / f"left-{rank}").unlink(missing_ok=True)  # of a job that was killed here
+    (place / f"left-{rank}").unlink(missing_ok=True)  # of an earlier job that was killed
     mine = {"rank": rank, "pid": os.getpid(), "born": born(os.getpid()), "device": dict(device)}
     write_note(place / f"rank-{rank}", mine)
     ranks = range(rank // here * here, rank // here * here + here)
     try:
-        members = _meet(place, ranks, world, meet_s)
+        members = _join(place, ranks, world, meet_s)
         began = time.monotonic()
         if rank != ranks[0]:
-            said = _hear(place, members[0], limit_s + _SPARE_S)
+            said = _await_choice(place, members[0], limit_s + _SPARE_S)
         else:
-            if harmed is not None:
-                os.kill(os.getpid(), signal.SIGKILL if harmed.kind == "kill" else signal.SIGSTOP)
+            if injected is not None:
+                os.kill(os.getpid(), signal.SIGKILL if injected.kind == "kill" else signal.SIGSTOP)
             devices = [member["device"] for member in members]
-            said = _try_and_tell(place, devices, asked=asked, environ=environ, fault=fault, limit_s=limit_s)
+            said = _try_and_publish(place, devices, asked=asked, environ=environ, fault=fault, limit_s=limit_s)
     finally:
         _leave(place, rank, ranks)
     if "error" in said:
@@ -512,8 +512,8 @@ def run(
     return Preflight(asked=asked, choice=choice, seconds=seconds, fault=environ.get(VARIABLE, "").strip())
 
 
-def _try_and_tell(place: Path, devices: Sequence[Mapping[str, Any]], **wanted: Any) -> dict[str, Any]:
-    """The choice for all ranks of this machine, or the error that kept this one from making it."""
+def _try_and_publish(place: Path, devices: Sequence[Mapping[str, Any]], **wanted: Any) -> dict[str, Any]:
+    """Make the choice for all ranks of this machine and write it, or the error, for the others."""
     try:
         said = try_machine(devices, **wanted).to_dict()
     except TuneError as error:
@@ -523,7 +523,7 @@ def _try_and_tell(place: Path, devices: Sequence[Mapping[str, Any]], **wanted: A
 
 
 def _leave(place: Path, rank: int, ranks: range) -> None:
-    """This rank has heard all; the last one takes the directory away."""
+    """Mark this rank as done; the last one deletes the directory."""
     with contextlib.suppress(OSError):
         (place / f"left-{rank}").touch()
     files = {other: read_note(place / f"rank-{other}") for other in ranks if not (place / f"left-{other}").exists()}
@@ -531,8 +531,8 @@ def _leave(place: Path, rank: int, ranks: range) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _meet(place: Path, ranks: range, world: int, limit_s: float) -> list[dict[str, Any]]:
-    """What every rank of this machine says of itself; a file of a process that has ended does not count."""
+def _join(place: Path, ranks: range, world: int, limit_s: float) -> list[dict[str, Any]]:
+    """Wait for the notes of all ranks of this machine; those of processes that have ended do not count."""
     ends_at = time.monotonic() + limit_s
     found: dict[int, dict[str, Any]] = {}
     while missing := [rank for rank in ranks if rank not in found]:
@@ -542,58 +542,58 @@ def _meet(place: Path, ranks: range, world: int, limit_s: float) -> list[dict[st
                 found[rank] = said
         if time.monotonic() > ends_at:
             raise StallError(
-                f"rank {', '.join(map(str, missing))} of {world} did not come to the preflight within {limit_s:.0f} s: "
-                "see what it printed, and whether it sees a card as the others do (a rank that computes on the "
-                "processor does not come); --preflight off starts without it"
+                f"rank {', '.join(map(str, missing))} of {world} did not join the preflight within {limit_s:.0f} s: "
+                "see what it printed, and whether it sees a card as the others do (a rank on the CPU does not join); "
+                "--preflight off starts without the preflight"
             )
         time.sleep(_POLL_S)
     return [found[rank] for rank in ranks]
 
 
-def _hear(place: Path, first: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """The decision of the rank that tries the cards."""
+def _await_choice(place: Path, first: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """Wait for the decision of the rank that tries the cards."""
     who, ends_at = f"rank {first['rank']} (process {first['pid']})", time.monotonic() + limit_s
     try:
         while True:
-            alive = is_alive(first["pid"], first["born"])  # before its file is looked for
+            alive = is_alive(first["pid"], first["born"])  # checked before its file is read
             told = read_note(place / "choice")
             if told is not None and told["pid"] == first["pid"]:
                 return dict(told["choice"])
             if not alive:
                 raise StallError(
-                    f"{who} ended while it tried the cards for the preflight, and said nothing: it was killed, or the "
-                    "system was short of memory (see `dmesg`); start the job again"
+                    f"{who} ended while it tried the cards for the preflight, without a message: it was killed, or the "
+                    "system was out of memory (see `dmesg`); start the job again"
                 )
             if time.monotonic() > ends_at:
                 raise StallError(
-                    f"{who} was to try the cards here and gave no decision within {limit_s:.0f} s: it is stopped or "
-                    f"stuck in the driver (`cat /proc/{first['pid']}/status`); train on one card, or start again after "
-                    "a reboot"
+                    f"{who} tries the cards of this machine and made no decision within {limit_s:.0f} s: it is stopped "
+                    f"or stuck in the driver (`cat /proc/{first['pid']}/status`); train on one card, or start again "
+                    "after a reboot"
                 )
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
-        # A launcher whose rank has died asks the others to end: what they waited for says why.
+        # A launcher whose rank has died ends the others: the reason is that rank.
         if is_alive(first["pid"], first["born"]):
             raise
         raise StallError(f"{who} ended while it tried the cards for the preflight; start the job again") from None
 
 
 def insist(done: Preflight, *, one_card: str) -> None:
-    """End the run where it cannot go on as it was asked to.
+    """End the run if it cannot average as requested.
 
     Args:
         done: the decision.
         one_card: the command that trains on one card.
 
     Raises:
-        StallError: no way works, or not the one that the user has asked for.
+        StallError: no way works, or not the one that the user has requested.
     """
     way, reason = done.choice.way, done.choice.reason
     if way == "one_card":
         raise StallError(
             f"the preflight found no way to average gradients over these cards ({reason}): train on one card with "
-            f"{one_card}; gloo needs this machine's own name to resolve (`getent hosts $(hostname)`), and "
-            "`hf-rocm-tune doctor` says more"
+            f"{one_card}; gloo needs this machine's own name to resolve (`getent hosts $(hostname)`); "
+            "`hf-rocm-tune doctor` has more details"
         )
     if done.asked == "ddp" and way != "ddp":
         fix = (
@@ -614,18 +614,18 @@ def try_machine(
     fault: PreflightFault | None = None,
     limit_s: float = LIMIT_S,
 ) -> GradSyncChoice:
-    """Try the cards of this machine, in the order in which trials decide, and choose. Imports no torch.
+    """Try the cards of this machine and choose how to average. Imports no torch.
 
     Args:
-        devices: ``device`` and ``address`` of each rank's, in the order of the ranks.
-        asked: of ``host`` no more is tried than it needs.
+        devices: ``device`` and ``address`` of each rank, in the order of the ranks.
+        asked: for ``host`` only gloo is tried.
         environ: for the user's own ``NCCL_P2P_DISABLE``, which is kept.
-        fault: harms a trial on purpose.
-        limit_s: seconds for all of it.
+        fault: injected into a trial.
+        limit_s: seconds for all trials.
     """
     if len(devices) < 2:
         way: SyncWay = "host" if asked == "host" else "ddp"
-        return GradSyncChoice(way=way, reason="one rank on this machine: there is no pair to try", shown=False)
+        return GradSyncChoice(way=way, reason="one rank on this machine: no pair to try", shown=False)
     on_cards = any(device["device"] != "cpu" for device in devices)
     limits: dict[str, Any] = {"largest": _LARGEST if on_cards else _LARGEST_ON_CPU, "repeats": _REPEATS}
     said = environ.get(P2P_VARIABLE, "").strip()
@@ -633,35 +633,35 @@ def try_machine(
     ends_at = time.monotonic() + limit_s
     sums: dict[SyncWay, ReduceTrial] = {}
 
-    def harm(trial: str) -> dict[str, Any] | None:
+    def fault_of(trial: str) -> dict[str, Any] | None:
         return None if fault is None else fault.of(trial)
 
     def left(later: int) -> float:
-        """Seconds for a trial, with enough kept for those that may have to follow it."""
+        """Seconds for a trial, if ``later`` more trials may have to follow it."""
         return ends_at - time.monotonic() - _KILLING_S - later * (_SHORTEST_S + _KILLING_S)
 
     def sum_over(way: SyncWay, later: int = 0) -> None:
         over: dict[str, Way] = {"ddp": "rccl" if on_cards else "gloo", "ddp_without_p2p": "rccl_without_p2p"}
         if (deadline_s := left(later)) >= _SHORTEST_S / 2:
             over_way = over.get(way, "gloo")
-            sums[way] = try_all_reduce(devices, over_way, deadline_s=deadline_s, fault=harm(way), **limits)
+            sums[way] = try_all_reduce(devices, over_way, deadline_s=deadline_s, fault=fault_of(way), **limits)
 
     if asked == "host":
         sum_over("host")
         return choose((), sums, otherwise="host")
-    # At once on cards all but RCCL, which may hold them up when it hangs; without cards everything.
+    # At the same time: on cards everything but RCCL, which may block the others when it hangs; without cards all.
     ways: dict[str, Way] = {"host": "gloo"} if on_cards else {"ddp": "gloo", "host": "gloo"}
     pairs, found = try_at_once(
         devices,
         pairs=on_cards or (fault is not None and fault.trial == "pairs"),
         sums=ways,
         deadline_s=left(later=1 + may_disable if on_cards else 0),
-        faults={trial: harm(trial) for trial in ("pairs", *ways)},
+        faults={trial: fault_of(trial) for trial in ("pairs", *ways)},
         **limits,
     )
     sums.update({way: found[way] for way in WAYS if way in found})
     peers_fail = peers and any(trial.verdict in FAILED for trial in pairs)
-    # Beside a card that hangs, gloo may have failed for no fault of its own; alone it has a fair trial.
+    # Beside a card that hangs, gloo may have failed although it works: it is tried again alone.
     again = on_cards and sums["host"].verdict != "right"
     if "ddp" not in sums and not peers_fail:
         sum_over("ddp", later=may_disable + again)
@@ -679,24 +679,24 @@ def choose(
     peers: bool = True,
     otherwise: SyncWay = "ddp",
 ) -> GradSyncChoice:
-    """The strongest way that the trials have shown to work.
+    """The fastest way that the trials have shown to work.
 
     Args:
-        pairs: copies between cards; none on a machine without.
-        sums: all-reduces, by the way that each of them stands for; a way that is missing was not tried.
+        pairs: copies between cards; empty without cards.
+        sums: all-reduces, by way; a missing way was not tried.
         peers: RCCL as the environment has it may copy from card to card.
-        otherwise: the way, not shown, where nothing has failed and nothing could be tried in time either.
+        otherwise: the way to choose, as not shown, if nothing has failed and nothing could be tried in time.
     """
     trials: list[PairTrial | ReduceTrial] = [*pairs, *sums.values()]
     evidence = tuple(trial.told() for trial in trials)
     bad_pairs = [trial for trial in pairs if trial.verdict in FAILED] if peers else []
-    # What made way for a weaker one: a failed pair explains a failed all-reduce, so it comes first.
+    # Reasons against a way: a failed pair explains a failed all-reduce, so it comes first.
     against = [trial.reason for trial in [*bad_pairs, *(trial for trial in sums.values() if trial.verdict in FAILED)]]
     untried = [trial.reason for trial in trials if trial.verdict == "untried"]
     ruled_out: set[SyncWay] = {"ddp"} if bad_pairs else set()
     if "host" in sums and sums["host"].verdict in FAILED:
         ruled_out = {"ddp", "ddp_without_p2p", "host"}
-        against = [f"gloo, over which averages are judged, does not work: {sums['host'].reason}"]
+        against = [f"gloo, over which averages are checked, does not work: {sums['host'].reason}"]
     for way, trial in sorted(sums.items(), key=lambda one: WAYS.index(one[0])):
         if trial.verdict == "right" and way not in ruled_out:
             also = (against or untried)[:1]
@@ -709,7 +709,7 @@ def choose(
             return GradSyncChoice(way=way, reason="; ".join([trial.reason, *also]), evidence=evidence)
     if against:
         return GradSyncChoice(way="one_card", reason=against[0], evidence=evidence, shown=False)
-    reason = f"the trials say nothing about these cards: {[*untried, 'there was no time for any'][0]}"
+    reason = f"the trials gave no result for these cards: {[*untried, 'there was no time for any'][0]}"
     return GradSyncChoice(way=otherwise, reason=reason, evidence=evidence, shown=False)
 
 

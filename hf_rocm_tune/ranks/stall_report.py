@@ -1,12 +1,12 @@
-"""The ranks of one machine: where they meet beside any process group, and what is known of one that hangs.
+"""The diagnosis of a stall: the state of each rank of a machine, the likely cause, and the report.
 
-They meet in a private directory with small files of each rank; ranks on other machines, and in containers that do not
-share a process table, are not covered.
+The ranks exchange small files in a private directory, independent of any process group. Ranks on other machines, and in
+containers that do not share a process table, are not covered.
 
-A rank that can answer tells the Python stacks of its threads, and the collectives it waits in from torch's flight
-recorders (one for RCCL/NCCL, in builds that have it, and one for gloo: torch 2.13, ``FlightRecorder.hpp``; they are
-private names, and what is missing is left out). Of one that cannot, ``/proc`` tells the state, the function of the
-kernel in which it waits, and, to those who may read it, the kernel's stack. Linux; elsewhere nothing is known.
+A rank that can answer reports the Python stacks of its threads, and its open collectives from torch's flight recorders
+(one for RCCL/NCCL, in builds that have it, and one for gloo: torch 2.13, ``FlightRecorder.hpp``; private names, so what
+is missing is left out). For a rank that cannot, ``/proc`` has the state, the kernel function in which it waits, and, if
+permitted, the kernel stack. Linux only.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ import psutil
 from hf_rocm_tune.errors import StallError, UsageError
 
 _SAME_START_SECONDS = 2.0
-"""psutil reckons from the time of boot, which moves when the clock is set."""
+"""psutil computes start times from the time of boot, which changes when the clock is set."""
 
 
 def make_place(directory: Path) -> None:
-    """Make the directory, or see that it is this user's alone.
+    """Create the directory, or check that an existing one is private to this user.
 
     Raises:
-        UsageError: it is somebody else's, or open to others.
+        UsageError: it belongs to another user, or others can access it.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise UsageError(
-            f"{directory}, where the ranks of this job meet, is not a directory that only you can use: remove it, or "
-            "set TMPDIR to a directory of your own"
+            f"{directory}, which the ranks of this job share, is not a directory that only you can access: remove it, "
+            "or set TMPDIR to a directory of your own"
         )
 
 
 def write_note(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file so that a reader sees all of it or what was there before."""
+    """Write a file atomically: a reader sees the old or the new content."""
     temporary = file.with_name(f".{file.name}")
     temporary.write_text(json.dumps(content), encoding="utf-8")
     temporary.replace(file)
 
 
 def read_note(file: Path) -> dict[str, Any] | None:
-    """What a rank has written; None where there is nothing yet."""
+    """The content of a file of `write_note`; None if it does not exist."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -64,7 +64,7 @@ def read_note(file: Path) -> dict[str, Any] | None:
 
 
 def born(pid: int) -> float:
-    """When a process started, in seconds since the epoch; 0 when there is none. With it a number is not taken twice."""
+    """The start time of a process, in seconds since the epoch, which identifies it beside its pid; 0 without one."""
     try:
         return psutil.Process(pid).create_time()
     except psutil.Error:
@@ -72,7 +72,7 @@ def born(pid: int) -> float:
 
 
 def is_alive(pid: int, since: float) -> bool:
-    """Whether the very process that started at ``since`` still runs; one that waits to be reaped does not."""
+    """Whether the process that started at ``since`` is still running (a zombie is not)."""
     try:
         process = psutil.Process(pid)
         same = abs(process.create_time() - since) < _SAME_START_SECONDS
@@ -88,14 +88,14 @@ _KEPT = (
     "collective_seq_id", "profiling_name", "process_group", "input_sizes", "input_dtypes", "state", "time_created_ns",
 )  # fmt: skip
 _LAST = 10
-"""Collectives of the past that are told."""
+"""The number of past collectives that are reported."""
 
 _BACKWARD = ("torch/autograd/", "_engine_run_backward")
 _COLLECTIVES = "torch/distributed/"
 _OURS = "/hf_rocm_tune/"
 
-# Only the text tells gloo's failures from bugs: they are plain RuntimeError (torch 2.13), and the messages of its
-# transport begin with the source file. RCCL/NCCL and the store raise types of their own.
+# Only the text distinguishes gloo's failures from bugs: they are plain RuntimeError (torch 2.13), and the messages of
+# its transport begin with the source file. RCCL/NCCL and the store raise types of their own.
 _GLOO = re.compile(r"gloo/transport/|connection (closed|reset) by peer|timed out waiting \d+ms", re.IGNORECASE)
 _NCCL = re.compile(r"remote process exited|ncclRemoteError|ncclSystemError|communicator was aborted|timeout", re.I)
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -109,16 +109,16 @@ class ProcessState:
 
     pid: int
     state: str
-    waits_in: str = ""  # function of the kernel; "" where the main thread does not wait or it is not told
-    kernel_stack: tuple[str, ...] = ()  # innermost function first; empty where it may not be read
+    waits_in: str = ""  # function of the kernel; "" if the main thread does not wait or it is unknown
+    kernel_stack: tuple[str, ...] = ()  # innermost function first; empty if it cannot be read
     tracer: int = 0  # process id of its debugger; 0 for none
 
 
 def process_state(pid: int, root: Path = Path("/proc")) -> ProcessState | None:
-    """What the kernel, which tells it in ``root``, knows of a process; None when there is none of this number."""
+    """The state of a process from the kernel's files in ``root``; None if there is no such process."""
     folder = root / str(pid)
-    told = dict(line.split(":", 1) for line in _lines(folder / "status") if ":" in line)
-    if not (state := told.get("State", "").strip()[:1]):
+    status = dict(line.split(":", 1) for line in _lines(folder / "status") if ":" in line)
+    if not (state := status.get("State", "").strip()[:1]):
         return None
     waits_in = "".join(_lines(folder / "wchan"))
     return ProcessState(
@@ -126,19 +126,19 @@ def process_state(pid: int, root: Path = Path("/proc")) -> ProcessState | None:
         state=state,
         waits_in="" if waits_in == "0" else waits_in,
         kernel_stack=tuple(line.rpartition(" ")[2] for line in _lines(folder / "stack")),
-        tracer=int(told.get("TracerPid", "0")),
+        tracer=int(status.get("TracerPid", "0")),
     )
 
 
 def _lines(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    except OSError:  # it has ended, or may not be read
+    except OSError:  # the process has ended, or the file may not be read
         return []
 
 
 def stacks() -> list[dict[str, Any]]:
-    """The Python stack of every thread that has one, the main thread first.
+    """The Python stacks of all other threads, the main thread first.
 
     Returns:
         For each thread ``thread`` (its name), ``main``, and ``frames``, outermost first: ``file``, ``line``,
@@ -158,11 +158,11 @@ def stacks() -> list[dict[str, Any]]:
 
 
 def collectives() -> dict[str, Any]:
-    """Collectives that this process has begun, from the flight recorders. It may wait for the device.
+    """The collectives that this process has started, from the flight recorders. May wait for the device.
 
     Returns:
-        ``pending``: those that have not ended, oldest first; ``last``: those before; each with ``recorder``.
-        ``missing``: why a recorder said nothing.
+        ``pending``: those that have not ended, oldest first; ``last``: those that have; each with ``recorder``.
+        ``missing``: why a recorder has no data.
     """
     found: dict[str, Any] = {"pending": [], "last": [], "missing": []}
     c10d = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
@@ -172,14 +172,14 @@ def collectives() -> dict[str, Any]:
             found["missing"].append(f"{recorder}: this build of torch has no {name}")
             continue
         try:
-            entries = json.loads(dump()).get("entries", [])  # absent where nothing was recorded
-        except Exception as error:  # whatever a private function raises, the stacks are worth more than it
+            entries = json.loads(dump()).get("entries", [])  # absent if nothing was recorded
+        except Exception as error:  # a private function: its error must not cost the stacks
             found["missing"].append(f"{recorder}: {type(error).__name__}: {error}")
             continue
         for entry in entries:
-            told = {"recorder": recorder, **{key: entry[key] for key in _KEPT if key in entry}}
+            row = {"recorder": recorder, **{key: entry[key] for key in _KEPT if key in entry}}
             ended = entry.get("retired") or entry.get("state") == "completed"
-            found["last" if ended else "pending"].append(told)
+            found["last" if ended else "pending"].append(row)
     found["last"] = found["last"][-_LAST:]
     return found
 
@@ -190,23 +190,23 @@ class Rank:
 
     rank: int
     pid: int
-    where: str  # what it was at: "in step 12"
-    silent_s: float  # seconds without progress, by its own count
+    where: str  # its phase: "in step 12"
+    silent_s: float  # seconds without progress, by its own clock
     statement: Mapping[str, Any] | None  # ``stacks`` and ``collectives``; None for a rank that did not answer
-    process: ProcessState | None  # None when it is gone
+    process: ProcessState | None  # None if it has ended
     children: Sequence[ProcessState] = field(default=())
 
     @property
     def frames(self) -> Sequence[Frame]:
-        """The main thread's Python stack, outermost first; empty where it is not known."""
+        """The main thread's Python stack, outermost first; empty if unknown."""
         threads = self.statement["stacks"] if self.statement else ()
         return next((thread["frames"] for thread in threads if thread["main"]), ())
 
     @property
     def pending(self) -> Sequence[Mapping[str, Any]]:
-        """The collectives in which it is known to wait."""
-        told: Sequence[Mapping[str, Any]] = (self.statement or {}).get("collectives", {}).get("pending", ())
-        return told
+        """The collectives that are known not to have ended."""
+        pending: Sequence[Mapping[str, Any]] = (self.statement or {}).get("collectives", {}).get("pending", ())
+        return pending
 
     @property
     def name(self) -> str:
@@ -215,14 +215,14 @@ class Rank:
 
 
 def explain(ranks: Sequence[Rank], *, elsewhere: int) -> str:
-    """Why nothing goes on, in one line.
+    """The cause of a stall, in one line.
 
-    A rank that waits in a collective waits for the others, so the cause is sought in those that do not; where all wait,
-    they wait in different collectives, or their connection does not deliver.
+    A rank in a collective waits for the others, so the cause is looked for in ranks that are not in one; if all are,
+    they are in different collectives, or their connection does not deliver.
 
     Args:
         ranks: those of this machine.
-        elsewhere: how many ranks run on other machines; nothing is known of them.
+        elsewhere: number of ranks on other machines, whose state is unknown.
     """
     if len(ranks) == 1 and not elsewhere:
         return f"the process (pid {ranks[0].pid}) {_what(ranks[0])}"
@@ -240,14 +240,14 @@ def explain(ranks: Sequence[Rank], *, elsewhere: int) -> str:
         parts.append("these are different collectives, so each waits for ever")
     elif elsewhere:
         others = "the rank" if elsewhere == 1 else f"the {elsewhere} ranks"
-        parts.append(f"of {others} on other machines nothing is known here: their own line says it")
+        parts.append(f"the state of {others} on other machines is unknown here: see their own messages")
     elif not causes:
         parts.append("it is the same collective, so the connection between them does not deliver")
     return "; ".join(parts)
 
 
 def _waits_in(rank: Rank) -> str | None:
-    """The collective in which a rank waits, for people; None when it does not, or that is not known."""
+    """The collective in which a rank waits, for people; None if it does not wait in one, or that is unknown."""
     if not rank.frames or (rank.process is not None and rank.process.state in "DTt"):
         return None
     innermost = rank.frames[-1]
@@ -264,10 +264,10 @@ def _waits_in(rank: Rank) -> str | None:
 
 
 def _what(rank: Rank) -> str:
-    """What a rank that waits in no collective does instead."""
+    """The state of a rank that does not wait in a collective."""
     process = rank.process
     if process is None or process.state in "ZX":
-        return "is gone: it was killed, or it crashed"
+        return "has ended: it was killed, or it crashed"
     inside = f" in {process.waits_in}" if process.waits_in else ""
     if process.state == "T":
         return "is stopped (state T)"
@@ -295,7 +295,7 @@ def _place(frame: Frame) -> str:
 
 
 def _called_from(frames: Sequence[Frame]) -> str:
-    """The nearest place in our own code, where the innermost is not."""
+    """The innermost frame of our own code, if that is not the innermost of all."""
     if _OURS in frames[-1]["file"]:
         return ""
     ours = next((frame for frame in reversed(frames) if _OURS in frame["file"]), None)
@@ -303,7 +303,7 @@ def _called_from(frames: Sequence[Frame]) -> str:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """A stall's report as a page for people: what the kernel says of each rank, and its stacks as Python prints them.
+    """A stall's report as text: the kernel's view of each rank, and its stacks as Python prints them.
 
     Args:
         report: see `watchdog.Stall`.
@@ -312,12 +312,12 @@ def render(report: Mapping[str, Any]) -> str:
     for rank in report["ranks"]:
         lines += ["", f"==== rank {rank['rank']}, pid {rank['pid']}, {rank['where']}"]
         process, statement = rank["process"], rank["statement"]
-        lines.append(f"main thread: {_seen(process)}" if process else "there is no such process any more")
+        lines.append(f"main thread: {_seen(process)}" if process else "the process has ended")
         if process and process["kernel_stack"]:
             lines.append(f"kernel stack: {' < '.join(process['kernel_stack'])}")
         lines += [f"child process {child['pid']}: {_seen(child)}" for child in rank["children"]]
         if statement is None:
-            lines.append("it did not answer, so its Python stacks are not known")
+            lines.append("it did not answer, so its Python stacks are unknown")
             continue
         for each in statement.get("collectives", {}).get("pending", ()):
             lines.append(f"open collective: {', '.join(f'{key} {value}' for key, value in each.items())}")
@@ -327,7 +327,7 @@ def render(report: Mapping[str, Any]) -> str:
                 lines.append(f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}')
                 lines += [f"    {frame['code']}"] if frame["code"] else []
     if report["ranks_on_other_machines"]:
-        lines += ["", f"{report['ranks_on_other_machines']} ranks on other machines: nothing is known of them here"]
+        lines += ["", f"{report['ranks_on_other_machines']} ranks on other machines: their state is unknown here"]
     return "\n".join(lines) + "\n"
 
 
@@ -336,10 +336,10 @@ def _seen(task: Mapping[str, Any]) -> str:
 
 
 class PeerLostError(StallError):
-    """The connection to another rank broke, which ended for a reason of its own.
+    """The connection to another rank, which ended for another reason, broke.
 
     Attributes:
-        follows: whoever knows that reason says it instead of this.
+        follows: this error is reported only if that reason is unknown.
     """
 
     follows = True
@@ -368,24 +368,23 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def lost_peer(error: BaseException, ranks: Sequence[_Peer], *, where: str) -> PeerLostError:
-    """What to tell of a broken connection.
+    """The error for a broken connection.
 
     Args:
         error: see `is_lost_peer`.
-        ranks: the other ranks of this machine, alive until a moment ago.
-        where: what this rank is at: "in step 12".
+        ranks: the other ranks of this machine, alive until now.
+        where: this rank's phase: "in step 12".
     """
-    deadline = time.monotonic() + _WAIT_SECONDS  # a connection breaks before its process is gone
+    deadline = time.monotonic() + _WAIT_SECONDS  # a connection breaks before its process has ended
     while ranks and all(each.alive for each in ranks) and time.monotonic() < deadline:
         time.sleep(0.02)
     gone = [f"rank {each.rank} (pid {each.pid})" for each in ranks if not each.alive]
     if gone:
-        is_are = "is" if len(gone) == 1 else "are"
-        cause = f"{', '.join(gone)} {is_are} gone without a word: killed (see `dmesg` for want of memory), or crashed"
+        cause = f"{', '.join(gone)} ended without a message: killed (see `dmesg` for lack of memory), or crashed"
     elif _LATE.search(str(error)):
-        cause = "another rank did not come to a collective within --ddp_timeout"
+        cause = "another rank did not join a collective within --ddp_timeout"
     else:
-        cause = "a rank on another machine is gone or cannot be reached; its own line says why"
+        cause = "a rank on another machine has ended or cannot be reached; see its own message"
     return PeerLostError(
         f"the connection to another rank broke {where}: {cause}. The checkpoints already written are intact: start "
         "the same command again to continue from the newest one"

@@ -1,19 +1,19 @@
-"""Tensor parallelism for LoRA: the cards of a machine compute each layer together, and every sum is judged.
+"""Tensor parallelism for LoRA: the cards of a machine compute each layer together, and every sum is checked.
 
-Which weights are cut, and how, says transformers' own plan (``model.tp_plan``): ``colwise`` cuts rows of the weight, so
-that each rank computes some of the outputs, ``rowwise`` cuts columns, so that each rank computes a summand of all
-outputs. LoRA's B is cut with the rows of its layer and A with the columns; the other of the two each rank has whole,
-with the same gradient. Everything else (embeddings, output head, norms) each card has whole.
+transformers' own plan (``model.tp_plan``) says how weights are cut: ``colwise`` cuts rows of the weight, so that each
+rank computes some of the outputs; ``rowwise`` cuts columns, so that each rank computes a partial sum of all outputs.
+LoRA's B is cut with the rows of its layer and A with the columns; the other of the two is replicated, with the same
+gradient on all ranks. Embeddings, output head and norms are replicated.
 
-Two things are added up over the ranks: outputs of rowwise weights in forward, and gradients of the inputs of colwise
-weights in backward. Each rank sends its summand to all and adds up what arrived, in the order of the ranks. With two
-ranks that moves as many bytes as an all-reduce, gives the same bits on both, and can be judged exactly: by the digests
-of what was sent and of what arrived, which one exchange over gloo compares at the end of the micro-step. What was
-computed with a wrong summand cannot be put right: every rank stops before the optimizer.
+Two kinds of partial sums are added up over the ranks: outputs of rowwise weights in forward, and gradients of the
+inputs of colwise weights in backward. Each rank sends its partial sum to all and adds up what arrived, in the order of
+the ranks. With two ranks that moves as many bytes as an all-reduce, gives the same bits on both, and can be checked
+exactly: by digests of what was sent and of what arrived, which one exchange over gloo compares at the end of the
+micro-step. Results of a wrong partial sum cannot be corrected: every rank stops before the optimizer.
 
-Upstream's own way for this, ``from_pretrained(distributed_config=...)`` and then PEFT, is not used: its reductions go
-unchecked, and peft 0.21.2 builds A of a rowwise layer with the input size of one rank, so that its forward fails
-(tests/ranks/test_tensor_parallel.py shows it, and that 4-bit and 8-bit bases fail).
+Upstream's own ``from_pretrained(distributed_config=...)`` followed by PEFT is not used: its reductions are not checked,
+and peft 0.21.2 builds A of a rowwise layer with the input size of one rank, so that its forward fails
+(tests/ranks/test_upstream_tensor_parallel.py shows this, and that 4-bit and 8-bit bases fail).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 RANKS = 2
-"""So many cards at most: with more, sending every summand to all moves more than an all-reduce."""
+"""The number of cards: with more, sending every partial sum to all ranks moves more bytes than an all-reduce."""
 _LEFT_WHOLE = frozenset(
     {
         "embedding_rowwise",
@@ -48,27 +48,28 @@ _LEFT_WHOLE = frozenset(
         "rowwise_split_input",
         "replicated_with_grad_allreduce",
     }
-)  # styles of a plan whose module may as well compute with all of its weight: its inputs and outputs are whole
+)  # styles whose module may be replicated instead: its inputs and outputs are not cut
 
 
 class Reductions:
-    """Sums over the ranks in forward and backward. Made on every rank at the same time.
+    """Sums over the ranks in forward and backward. The constructor is collective.
 
     Args:
-        mover: holds the settings, the report and injected faults.
-        through_host: send summands through host memory over gloo, verified both ways; else over the process group.
+        mover: its settings, report and injected faults apply.
+        through_host: send partial sums through host memory over gloo, verified in both directions; else over the
+            process group.
     """
 
     def __init__(self, mover: Mover, *, through_host: bool) -> None:
         self._mover, self._through_host = mover, through_host
         self._judging = mover.settings.verify != "off"
         self._records: list[Gather] = []
-        self._numbers = itertools.count()  # of the sums of the whole run, alike on all ranks
+        self._numbers = itertools.count()  # counts the sums of the run, the same on all ranks
         self._made = self._made_before = self._steps = self._bytes = 0
-        host_group()  # made here, on every rank: not in the middle of a step
+        host_group()  # created here, on every rank, not in the middle of a step
 
     def total(self, summand: Tensor, name: str) -> Tensor:
-        """The sum of all ranks' summands, the same bits on each rank. Collective."""
+        """The sum of all ranks' partial sums, bit-identical on each rank. Collective."""
         mine = summand.detach().contiguous()
         sent = digest_words(mine) if self._judging else None
         parts = self._exchanged(mine, name)
@@ -85,7 +86,7 @@ class Reductions:
         return total
 
     def _exchanged(self, mine: Tensor, name: str) -> Tensor:
-        """All ranks' summands on this device: the first dimension counts the ranks."""
+        """The partial sums of all ranks on this device, [ranks, ...]."""
         group = dist.group.WORLD if not self._through_host else host_group()
         assert group is not None
         if not self._through_host:
@@ -101,43 +102,40 @@ class Reductions:
 
     @property
     def pending(self) -> bool:
-        """Whether anything waits for its verdict."""
+        """Whether any sum has not been checked yet."""
         return bool(self._records)
-
-    def collect(self) -> None:
-        """As of `GradientCheck`: there is nothing to take beforehand."""
 
     def require_averages(self) -> None:
         """Called before gradients are clipped.
 
         Raises:
-            SeamError: nothing was added up since the last time.
+            SeamError: nothing was summed since the last call.
         """
         self._steps += 1
         made, self._made_before = self._made - self._made_before, self._made
         if made == 0:
             raise SeamError(
-                "cannot verify: nothing was added up over the ranks in a step that ends with the optimizer; train "
-                "with the versions that this package was checked with, or without --tensor_parallel"
+                "cannot verify: nothing was summed over the ranks in a step that ends with the optimizer; use the "
+                "library versions that this package was tested with, or train without --tensor_parallel"
             )
 
     def settle(self, *, step: int) -> None:
-        """Judge all sums since the last time. Collective.
+        """Check all sums since the last call. Collective.
 
         Raises:
-            CorruptionError: on every rank, when a summand arrived wrong.
+            CorruptionError: on every rank: a partial sum arrived wrong.
         """
         records, self._records = self._records, []
         words = exchange(joined([record.words() for record in records]))
-        told = (
-            f"summands of %s from the other card arrived wrong at step {step} on ranks %s. The step was not used and "
-            "the checkpoints already written are intact: run the doctor, then start the same command again to "
+        message = (
+            f"partial sums of %s from the other card arrived wrong at step {step} on ranks %s. The step was not used "
+            "and the checkpoints already written are intact: run the doctor, then start the same command again to "
             "continue from the newest one, or train without --tensor_parallel"
         )
-        require_right(records, words, self._mover, step=step, told=told)
+        require_right(records, words, self._mover, step=step, message=message)
 
     def describe(self) -> dict[str, Any]:
-        """For the report: how the ranks added up, and the bytes that each sent for it."""
+        """For the report: how the ranks computed sums, and the bytes that each sent for them."""
         return {
             "way": "tensor_parallel",
             "compression": "none",
@@ -149,7 +147,7 @@ class Reductions:
 
 
 class _Total(torch.autograd.Function):
-    """Adds up over the ranks in forward; every rank has the whole gradient of the sum."""
+    """Sums over the ranks in forward; in backward every rank has the full gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor, reductions: Reductions, name: str) -> Tensor:
@@ -161,7 +159,7 @@ class _Total(torch.autograd.Function):
 
 
 class _TotalOfGradients(torch.autograd.Function):
-    """Every rank has the whole input, and the gradient of what it computes with it: they are added up in backward."""
+    """Identity in forward, on a replicated input; in backward its gradients are summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, reductions: Reductions, name: str) -> Tensor:
@@ -174,7 +172,7 @@ class _TotalOfGradients(torch.autograd.Function):
 
 
 class _Columns(ColwiseParallel):
-    """Upstream's ``colwise`` on plain tensors: the input is whole, the output this rank's."""
+    """Upstream's ``colwise`` on plain tensors: the input is replicated, the output is this rank's part."""
 
     def __init__(self, reductions: Reductions, name: str) -> None:
         super().__init__()
@@ -205,24 +203,25 @@ class _Rows(RowwiseParallel):
 
     def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: Any) -> Tensor:
         total: Tensor = _Total.apply(output, self._reductions, self._name)
-        bias = module._parameters.get("bias")  # upstream hides it from the forward: it is added once
+        bias = module._parameters.get("bias")  # upstream hides it from the forward, so it is added here, once
         return total if bias is None else total + bias
 
 
 def planned(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The layers that are cut: name, module (with LoRA or without), and whether by columns.
+    """The layers that are cut: name, module (with or without LoRA), and whether by columns.
 
     Args:
-        model: PEFT's, or the base alone.
+        model: a PEFT model or the base model.
+        ranks: number of ranks.
 
     Raises:
-        UsageError: transformers has no plan for this model, or one that is not followed here.
+        UsageError: transformers has no plan for this model, or one that is not supported.
     """
     base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
     plan, family = dict(base.tp_plan or {}), type(base).__name__
     text = base.config.get_text_config()
     if others := sorted(set(plan.values()) - _LEFT_WHOLE - {"colwise", "rowwise"}):
-        raise UsageError(f"--tensor_parallel: transformers' plan for {family} has {others[0]}, which is not tried here")
+        raise UsageError(f"--tensor_parallel: transformers' plan for {family} has {others[0]}, which is not supported")
     for heads in ("num_attention_heads", "num_key_value_heads"):
         if (getattr(text, heads, 0) or 0) % ranks:
             raise UsageError(f"--tensor_parallel: {getattr(text, heads)} {heads} cannot be shared by {ranks} cards")
@@ -237,10 +236,10 @@ def planned(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Module, bool
 
 
 def dims_of(model: nn.Module, ranks: int) -> dict[str, int | None]:
-    """How each parameter of the planned layers is cut, by its name: see `models.sharding.cut`.
+    """The dimension along which each parameter of the planned layers is cut, by name; see `models.sharding.cut`.
 
     Raises:
-        UsageError: see `planned`; or something is trained that is not LoRA of a planned layer.
+        UsageError: see `planned`; or a trained parameter is not a LoRA weight of a planned layer.
     """
     names = {id(module): name for name, module in model.named_modules()}
     dims: dict[str, int | None] = {}
@@ -258,20 +257,20 @@ def dims_of(model: nn.Module, ranks: int) -> dict[str, int | None]:
                 dims[f"{path}.{side}.{adapter}.weight"] = cut
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in dims:
-            raise UsageError(f"--tensor_parallel: {name} is trained, and is no LoRA weight of a layer that is cut")
+            raise UsageError(f"--tensor_parallel: {name} is trained but is not a LoRA weight of a layer that is cut")
     return dims
 
 
 def summed(model: nn.Module, ranks: int, *, recomputed: bool) -> Iterator[tuple[nn.Module, int]]:
-    """For each layer that is cut, how many elements a rank sends in a step for each token of its micro-batches.
+    """For each layer that is cut, the number of elements that a rank sends per token, forward and backward together.
 
-    What ``bytes_between_ranks_per_step`` counts, for the plan. Without checkpointing the first block's inputs have no
-    gradient, and are counted all the same.
+    For the planner; a run counts them as ``bytes_between_ranks_per_step``. Without checkpointing the first block's
+    inputs have no gradient, but are counted here.
 
     Args:
         model: as for `dims_of`.
-        ranks: how many.
-        recomputed: with checkpointing the sums of a forward pass are made again.
+        ranks: number of ranks.
+        recomputed: with checkpointing the sums of the forward pass are computed twice.
     """
     for _, module, by_columns in planned(model, ranks):
         layer: Any = getattr(module, "base_layer", module)
@@ -280,7 +279,7 @@ def summed(model: nn.Module, ranks: int, *, recomputed: bool) -> Iterator[tuple[
 
 
 def install(model: nn.Module, mesh: Any, reductions: Reductions) -> None:
-    """From now on the planned layers, which have been cut, compute with this rank's part and add up over the ranks."""
+    """Let the planned layers, which have been cut, compute with this rank's part and sum over the ranks."""
     for name, module, by_columns in planned(model, mesh.size()):
         layer = getattr(module, "base_layer", module)
         style = _Rows if by_columns else _Columns

@@ -1,10 +1,10 @@
-"""What a child of a trial measures: copies between two cards, or sums over all ranks, both by value.
+"""The measurements of a trial's child process: copies between two cards, or sums over all ranks, compared by value.
 
 Peer copies over PCIe can return zeros while every call reports success (exllamav3#333, accelerate#4036, pytorch#84803,
-llama.cpp#6208); some are right only after a first copy through the host (pytorch#87363), so the first copy of a fresh
-process counts on its own. Copies of one dtype between contiguous tensors are made by memcpy, others by a kernel that
-writes to the peer's memory (torch's Copy.cu); above 1 MiB HIP takes another engine (ROC_P2P_SDMA_SIZE). The pattern is
-made on the sending card and counted on the receiving one, so that the host has no part in either; then it is read back.
+llama.cpp#6208); some are right only after a first copy through the host (pytorch#87363), so the first copy of a new
+process is a case of its own. Copies of one dtype between contiguous tensors use memcpy, others a kernel that writes to
+the peer's memory (torch's Copy.cu); above 1 MiB HIP uses another engine (ROC_P2P_SDMA_SIZE). The pattern is computed on
+the sending card and compared on the receiving one, without the host; then it is read back.
 
 RCCL can spin for ever (rccl#1129, ROCm/vllm#390), and a collective can give wrong sums. Each rank contributes small
 whole numbers that depend on position and rank, so the sums are exact in every dtype and are compared as integers.
@@ -39,7 +39,7 @@ from hf_rocm_tune.transfer.damage import (
 from hf_rocm_tune.transfer.raw_bytes import as_bytes
 
 SIZES = (4 << 10, 512 << 10, (1 << 20) - 4, (1 << 20) + 4, 64 << 20, 1 << 30)
-"""Bytes: on both sides of the threshold, a page, and what weights have."""
+"""Bytes of copies: a page, both sides of the threshold, and sizes of weights."""
 
 _KERNEL_BYTES = (1 << 20) + 4
 _REPEATED_BYTES = (1 << 20) + 4
@@ -49,7 +49,7 @@ _KEPT_COPIES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """One copy: bytes of the source; ``contiguous``, ``strided source``, ``strided destination`` or ``cast``."""
+    """One copy; ``shape``: ``contiguous``, ``strided source``, ``strided destination`` or ``cast``."""
 
     nbytes: int
     shape: str = "contiguous"
@@ -61,16 +61,16 @@ class _Case:
 
 
 def measure_pair(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy from one device to another in all ways, and look at what arrived.
+    """Copy from one device to another in all ways, and check what arrived.
 
     Args:
         request: ``source`` and ``destination``: each with ``device`` and ``address`` (see ``device_of``); ``largest``:
-            bytes of the largest copy; ``repeats``; ``fault``: one of ``raw_copies.FAULTS``.
+            bytes of the largest copy; ``repeats``; ``fault``: see `transfer.damage.copies_for`.
 
     Returns:
-        ``peer_access``: what torch says of it, None on the CPU; ``cases`` and ``wrong``: how many copies, and how many
-        of them were wrong; ``problems``: the first of these, see `_Bench.try_case`; ``staged_wrong``: elements that
-        were wrong on the way through the host.
+        ``peer_access``: as torch reports it, None on the CPU; ``cases`` and ``wrong``: the number of copies, and of
+        wrong ones; ``problems``: the first of these, see `_Bench.try_case`; ``staged_wrong``: elements that were wrong
+        after a copy through the host.
     """
     step("waking both devices")
     destination, source = device_of(request["destination"]), device_of(request["source"])
@@ -111,18 +111,18 @@ def _copies_to_try(largest: int, repeats: int) -> Iterator[_Case]:
 
 
 class _Bench:
-    """Two devices, and what was sent before."""
+    """Copies between two devices; keeps what was sent before, to recognise stale bytes."""
 
     def __init__(self, source: torch.device, destination: torch.device, copies: Copies) -> None:
         self._source, self._destination, self._copies = source, destination, copies
         self._earlier: Tensor | None = None
 
     def try_case(self, case: _Case, number: int) -> dict[str, Any] | None:
-        """Copy once. None when the destination holds what it should.
+        """Copy once.
 
         Returns:
-            ``case`` in words; ``wrong_on_card``: elements that the receiving card found wrong; ``damage`` as it was
-            read back, None where that was right, so that the bytes came late.
+            None if the destination is right. Else ``case`` in words; ``wrong_on_card``: elements that the receiving
+            card found wrong; ``damage`` as read back, None if that was right, because the bytes came late.
         """
         sent = _words(case.nbytes, number, self._source)
         target = _poisoned(sent.numel(), torch.bfloat16 if case.shape == "cast" else torch.float32, self._destination)
@@ -143,7 +143,7 @@ class _Bench:
         return self._look(str(case), target, case.nbytes, number)
 
     def both_ways(self, nbytes: int) -> Iterator[dict[str, Any] | None]:
-        """A copy in each direction, neither waited for before the other begins. Each as in `try_case`."""
+        """Copy in both directions at the same time. Yields for each the same as `try_case`."""
         there, back = _words(nbytes, 1, self._source), _words(nbytes, 2, self._destination)
         at_destination = _poisoned(there.numel(), torch.float32, self._destination)
         at_source = _poisoned(back.numel(), torch.float32, self._source)
@@ -159,7 +159,7 @@ class _Bench:
             yield self._look(words, target, nbytes, number)
 
     def staged(self, nbytes: int) -> int:
-        """Elements that are wrong when the copy goes through memory of the host."""
+        """The number of elements that are wrong after a copy through host memory."""
         sent = _words(nbytes, 3, self._source)
         target = _poisoned(sent.numel(), torch.float32, self._destination)
         words = f"{self._source} to {self._destination}, through the host"
@@ -170,9 +170,9 @@ class _Bench:
         return _count(target, 3)
 
     def _look(self, words: str, target: Tensor, nbytes: int, number: int) -> dict[str, Any] | None:
-        """Count on the receiving card, and read back: where the count found something, and for all but huge copies.
+        """Compare on the receiving card; unless the copy is right and huge, read it back and compare on the host too.
 
-        What only the host reads wrong counts when it reads the same twice; otherwise the way to the host is at fault.
+        Bytes that only the host finds wrong count if two reads agree; otherwise the copy to the host is at fault.
         """
         wrong = _count(target, number)
         if not wrong and nbytes > _READ_BYTES:
@@ -189,7 +189,7 @@ class _Bench:
 
 @contextlib.contextmanager
 def _own_streams(*devices: torch.device) -> Iterator[None]:
-    """A copy between devices waits for the current streams of both, so two of them need streams of their own each."""
+    """New current streams: a copy between devices waits for the current streams of both, so each copy needs its own."""
     with contextlib.ExitStack() as stack:
         for device in devices:
             if device.type == "cuda":
@@ -198,7 +198,7 @@ def _own_streams(*devices: torch.device) -> Iterator[None]:
 
 
 def _words(nbytes: int, number: int, device: torch.device) -> Tensor:
-    """float32[nbytes / 4] of a pattern, made on the device."""
+    """float32[nbytes / 4] of a pattern, computed on the device."""
     whole = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return fill_with_pattern(whole, number).view(torch.float32)
 
@@ -210,7 +210,7 @@ def _poisoned(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _count(target: Tensor, number: int) -> int:
-    """Elements that differ from the pattern, compared as integers on the device that holds them."""
+    """The number of elements that differ from the pattern, compared as integers on their device."""
     integers = torch.int32 if target.dtype == torch.float32 else torch.int16
     wrong = torch.zeros((), dtype=torch.int64, device=target.device)
     for start in range(0, target.numel(), PIECE_WORDS):
@@ -227,13 +227,13 @@ def _peer_access(source: torch.device, destination: torch.device) -> bool | None
 
 
 SUM_FAULTS = ("wrong", "zeros", "own", "absent")
-"""What a rank can be given: one element of a sum is wrong, a sum is zeros, a sum is what the rank itself had, or it
+"""Faults of a rank: one element of a sum is wrong, a sum is zero, a sum is the rank's own contribution, or the rank
 never joins the process group."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEPT_SUMS = 6
 _EXACT = 256
-"""Whole numbers up to this are exact in bfloat16, which has 8 bits for them."""
+"""Whole numbers up to this are exact in bfloat16, which has 8 bits of precision."""
 
 
 def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,11 +242,11 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         request: ``rank``, ``world``, ``backend`` (nccl or gloo), ``store``: a file that all ranks see, ``device`` with
             ``address``; ``timeout_s`` of the process group; ``largest``: bytes of the largest sum; ``repeats``;
-            ``fault``: one of `SUM_FAULTS`, ``where``: only sums whose words contain this.
+            ``fault``: one of `SUM_FAULTS`, with ``where``: only sums whose description contains this text.
 
     Returns:
-        ``cases`` and ``wrong``: how many sums, and how many of them were wrong; ``problems``: the first of these;
-        ``repeated_bytes`` and ``gb_per_s``: bytes of the repeated sum, and of these over its seconds the median.
+        ``cases`` and ``wrong``: the number of sums, and of wrong ones; ``problems``: the first of these;
+        ``repeated_bytes`` and ``gb_per_s``: bytes and median rate of the repeated sum.
     """
     rank, world, backend = request["rank"], request["world"], request["backend"]
     fault = request.get("fault") or {}
@@ -274,11 +274,11 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
             repeated_bytes = summed.nbytes
             rates.append(gb_per_s(summed.nbytes, time.perf_counter() - began))
         if fault.get("kind") in SUM_FAULTS and fault.get("where", "") in words:
-            _harm(summed, mine, fault["kind"])
+            _inject(summed, mine, fault["kind"])
         damage, own = _compare(summed, mine, number, world)
         cases, wrong = cases + 1, wrong + (damage is not None)
         if damage is not None and len(problems) < _KEPT_SUMS:
-            said = f"{words}: this rank's own numbers, nothing was added" if own else words
+            said = f"{words}: only this rank's own numbers" if own else words
             problems.append({"case": said, "damage": {**asdict(damage), "kind": damage.kind}})
     step(f"leaving the process group over {backend}")
     dist.barrier()
@@ -293,7 +293,7 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sums_to_try(largest: int, repeats: int) -> Iterator[tuple[str, int, torch.dtype]]:
-    """Words, elements and dtype of each sum."""
+    """Description, number of elements and dtype of each sum."""
     sizes = [size for size in (4, 4 << 10, (1 << 20) + 4, 25 << 20, 64 << 20) if size <= largest]
     yield f"cold, {sizes[-1]:,} bytes of float32", sizes[-1] // 4, torch.float32
     for size in sizes:
@@ -306,7 +306,7 @@ def _sums_to_try(largest: int, repeats: int) -> Iterator[tuple[str, int, torch.d
 
 
 def _numbers(number: int, rank: int, count: int, dtype: torch.dtype, world: int, device: torch.device) -> Tensor:
-    """What a rank contributes: [count] whole numbers from 1 on, of which `world` add up to at most `_EXACT`."""
+    """A rank's contribution: [count] whole numbers of at least 1; those of `world` ranks add up to at most `_EXACT`."""
     values = torch.empty(count, dtype=dtype, device=device)
     for start in range(0, count, PIECE_WORDS):
         piece = values[start : start + PIECE_WORDS]
@@ -315,7 +315,7 @@ def _numbers(number: int, rank: int, count: int, dtype: torch.dtype, world: int,
 
 
 def _compare(summed: Tensor, mine: Tensor, number: int, world: int) -> tuple[Damage | None, bool]:
-    """The damage, and whether what is there is what the rank itself had."""
+    """The damage, and whether the sum is only the rank's own contribution."""
     right = torch.zeros_like(summed)
     for rank in range(world):
         right += _numbers(number, rank, summed.numel(), summed.dtype, world, summed.device)
@@ -323,7 +323,7 @@ def _compare(summed: Tensor, mine: Tensor, number: int, world: int) -> tuple[Dam
     return damage, damage is not None and torch.equal(summed, mine)
 
 
-def _harm(summed: Tensor, mine: Tensor, kind: str) -> None:
+def _inject(summed: Tensor, mine: Tensor, kind: str) -> None:
     if kind == "wrong":
         summed[summed.numel() // 2] += 1
     elif kind == "zeros":

@@ -1,15 +1,14 @@
-"""Ends a job that no longer gets on, and says why: exit code 4, never an endless wait.
+"""The watchdog: ends a job that makes no progress, with the cause and exit code 4.
 
-A daemon thread of each rank watches its own main thread. Time counts only while this thread itself runs, so a machine
-that slept, or a job that was stopped as a whole, is not taken for one that hangs. A rank declares a stall when it and
-every other rank of its machine that can answer have been silent for longer than they allow themselves. Then those that
-can answer state the Python stacks of their threads and the collectives in which they wait; of the others the kernel
-tells the state, and SIGKILL ends them, because a stopped process sees no other signal. What is made of it for people is
-in `stall_report`.
+A daemon thread in each rank watches its main thread. Time counts only while this thread itself runs, so a suspended
+machine, or a job that was stopped as a whole, does not count as stalled. A rank declares a stall when it and every
+other rank of its machine that can answer have exceeded their limits. Then those that can answer report the Python
+stacks of their threads and their open collectives; the state of the others is read from the kernel, and SIGKILL ends
+them, because a stopped process handles no other signal. `stall_report` derives the cause and the report.
 
-The thread wakes once a second unless the limits are short, and the main thread, at each sign of life, rewrites a line
-in a file (microseconds). Not covered: a call that hangs while it holds the interpreter's lock, in a job of one process
-(the supervisor sees it from outside); a rank on another machine, of which nothing is known here.
+The thread wakes once a second unless the limits are short, and the main thread rewrites a line in a file at each
+heartbeat (microseconds). Not covered: a call that hangs while it holds the interpreter's lock, in a job of one process
+(the supervisor detects that); ranks on other machines.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from hf_rocm_tune.ranks import stall_report
 from hf_rocm_tune.ranks.stall_report import Rank, born, is_alive, make_place, process_state, read_note, write_note
 
 _TICK_SECONDS = 3.0
-"""A rank that has not ticked for so long is not waited for."""
+"""A rank whose tick has not changed for this long is not waited for."""
 _ANSWER_SECONDS = 5.0
 _VERDICT_SECONDS = 40.0
-"""How long a rank that has answered waits for the one that asked."""
+"""How long a rank that has answered waits for the one that declared the stall."""
 _LAST_SECONDS = 60.0
-"""However the diagnosis itself hangs, the process ends after this."""
+"""The process ends after this time even if the diagnosis hangs."""
 _FLUSH_SECONDS, _GONE_SECONDS = 1.0, 3.0
 _BLOCK_BYTES, _WHERE_BYTES = 512, 128
 _TRIES = 20
@@ -49,8 +48,8 @@ _TRIES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """One look at the main thread's progress: how many signs of life there were, what it is at ("in step 12"), and the
-    seconds that may pass until the next one; None: without end."""
+    """The main thread's progress: the number of heartbeats, its phase ("in step 12"), and the seconds that may pass
+    until the next heartbeat (None: no limit)."""
 
     beats: int
     where: str
@@ -59,8 +58,8 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """A stall: why nothing goes on, for people; seconds without progress and what is done, by the count of the rank
-    that tells it; all that is known, as JSON has it."""
+    """A stall: its cause, for people; seconds without progress and the phase of the rank that reports it; and the full
+    report as JSON values."""
 
     cause: str
     silent_s: float
@@ -70,8 +69,8 @@ class Stall:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """How one rank stands. ``tick`` grows while its watchdog runs, so not in a process that is stopped as a whole;
-    ``overdue``: its seconds without progress are more than it allows itself."""
+    """The published state of one rank. ``tick`` grows while its watchdog runs, so not in a stopped process;
+    ``overdue``: it has exceeded its limit."""
 
     rank: int
     pid: int
@@ -83,30 +82,30 @@ class Standing:
 
     @property
     def alive(self) -> bool:
-        """Whether its process still runs."""
+        """Whether its process is still running."""
         return is_alive(self.pid, self.born)
 
     @property
     def can_answer(self) -> bool:
-        """Where only the main thread hangs in a driver (D), the watchdog's own may answer."""
+        """Not if it is stopped or held by a debugger; if the main thread hangs in a driver (D), the watchdog can."""
         state = process_state(self.pid)
         return self.alive and state is not None and state.state not in "Tt"
 
 
 class Board:
-    """One rank's place in the directory where the watchdogs of one machine meet, from here to `leave`.
+    """One rank's access to the directory through which the watchdogs of one machine communicate, until `leave`.
 
-    Every rank rewrites its file in place, so that a full disk does not silence it, and reads those of the others. When
-    one declares a stall it makes a file that the others see; they leave their statements beside it. The last one to
-    leave takes the directory away; what a killed rank has left is taken away with it.
+    Every rank rewrites its file in place, so that a full disk does not matter, and reads those of the others. A rank
+    that declares a stall creates a file; the others then write their statements. The last rank to leave deletes the
+    directory, with the files of killed ranks.
 
     Args:
-        directory: the same for all ranks of one job on one machine, and for none of another job.
+        directory: shared by all ranks of one job on one machine, and used by no other job.
         rank: of this process.
 
     Raises:
-        UsageError: the directory is somebody else's, or open to others.
-        OSError: it cannot be made.
+        UsageError: the directory belongs to another user, or others can access it.
+        OSError: it cannot be created.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -121,29 +120,28 @@ class Board:
             make_place(self._directory)
             try:
                 return os.open(self._of(self.rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:  # the last rank to leave has just taken it away
+            except FileNotFoundError:  # the last rank to leave has just deleted the directory
                 if attempt == _TRIES - 1:
                     raise
         raise AssertionError("unreachable")
 
     def show(self, *, tick: int, silent_s: float, overdue: bool) -> None:
-        """Let the others see how this rank stands."""
+        """Publish this rank's state."""
         mine = {"rank": self.rank, "pid": os.getpid(), "born": self._born}
         mine |= {"tick": tick, "silent_s": round(silent_s, 3), "overdue": overdue}
         os.pwrite(self._file, json.dumps(mine).encode("ascii").ljust(_BLOCK_BYTES), 0)
 
     def mark(self, where: str) -> None:
-        """Let the others see what this rank is at; by the thread that is at it, so that it stays true when all of the
-        process is stopped."""
+        """Publish this rank's phase; called by the main thread, so that it stays right when the process is stopped."""
         os.pwrite(self._file, where.encode("ascii").ljust(_WHERE_BYTES)[:_WHERE_BYTES], _BLOCK_BYTES)
 
     def others(self) -> list[Standing]:
-        """The other ranks that have come and not left, whether they live or not."""
+        """The other ranks that have joined and not left, alive or not."""
         found = [_read_standing(file) for file in self._directory.glob("rank-*")]
         return sorted((each for each in found if each and each.rank != self.rank), key=lambda each: each.rank)
 
     def declare(self) -> bool:
-        """Tell the others of a stall; False when another rank was first."""
+        """Declare a stall; False if another rank was first."""
         try:
             descriptor = os.open(self._directory / "declared", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -153,36 +151,36 @@ class Board:
         return True
 
     def is_declared(self) -> bool:
-        """Whether some rank has declared a stall."""
+        """Whether a rank has declared a stall."""
         return (self._directory / "declared").exists()
 
     def declared_by(self) -> Standing | None:
-        """Who declared it; None where that is not known (yet, or any more)."""
+        """The rank that declared it; None if that is not known (yet, or any more)."""
         with contextlib.suppress(OSError, ValueError):
             return _read_standing(self._of(int((self._directory / "declared").read_text(encoding="utf-8"))))
         return None
 
     def state(self, statement: Mapping[str, Any]) -> None:
-        """Leave this rank's statement, in place of an earlier one."""
+        """Write this rank's statement, replacing an earlier one."""
         write_note(self._directory / f"statement-{self.rank}", statement)
 
     def statement(self, rank: int) -> dict[str, Any] | None:
-        """What a rank has stated."""
+        """The statement of a rank; None without one."""
         return read_note(self._directory / f"statement-{rank}")
 
     def finish(self) -> None:
-        """Let those that answered go."""
+        """Let the ranks that have answered end."""
         (self._directory / "finished").touch(mode=0o600)
 
     def is_finished(self) -> bool:
-        """Whether they may go."""
+        """Whether ranks that have answered may end."""
         return (self._directory / "finished").exists() or not self._directory.exists()
 
     def leave(self, *, without: Collection[int] = ()) -> None:
-        """This rank is done; when no living one is left, so is the directory.
+        """Remove this rank; if no other living rank is left, delete the directory.
 
         Args:
-            without: processes that are about to be killed.
+            without: processes that are about to be killed, and do not count as living.
         """
         with contextlib.suppress(FileNotFoundError):
             self._of(self.rank).unlink()
@@ -198,13 +196,13 @@ class Watchdog:
     """Watches this process from `start` to `stop`.
 
     Args:
-        look: tells the progress of the main thread; called in another thread, so it must not wait.
-        on_suspicion: hears of a stall before its cause is sought.
-        on_stall: tells of it before the job is ended; it must come back.
-        board: where the ranks of this machine meet; None for a process alone.
-        elsewhere: how many ranks run on other machines.
-        tick_s: seconds between two looks.
-        clock: seconds that only grow.
+        look: returns the progress of the main thread; called in another thread, so it must not wait.
+        on_suspicion: called when a stall is suspected, before the diagnosis.
+        on_stall: called with the stall before the job is ended; it must return.
+        board: shared by the ranks of this machine; None for a single process.
+        elsewhere: number of ranks on other machines.
+        tick_s: seconds between two checks.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -233,13 +231,13 @@ class Watchdog:
     def stop(self) -> None:
         """Watch no more."""
         self._stopped.set()
-        self._thread.join()  # one that has declared a stall ends the process
+        self._thread.join()  # if it has declared a stall, it ends the process
 
     def _watch(self) -> None:
         before, tick = self._clock(), 0
         while not self._stopped.wait(self._tick_s):
             now = self._clock()
-            # What is beyond two ticks is time in which this process did not run.
+            # Time beyond two ticks is time in which this process was suspended.
             passed, before, tick = min(now - before, 2 * self._tick_s), now, tick + 1
             look = self._look()
             self._silence.see(look.beats, passed)
@@ -251,13 +249,13 @@ class Watchdog:
                 self._board.show(tick=tick, silent_s=self._silence.seconds, overdue=overdue)
                 if self._board.is_declared():
                     self._answer(look)
-            if overdue and not any(self._may_get_on(each) for each in others):
+            if overdue and not any(self._may_progress(each) for each in others):
                 if self._board is not None and not self._board.declare():
                     self._answer(look)
                 self._conclude(look)
 
-    def _may_get_on(self, other: Standing) -> bool:
-        """Whether another rank may still go on, so that this one waits for it with reason."""
+    def _may_progress(self, other: Standing) -> bool:
+        """Whether another rank may still make progress, so that this one may rightly wait for it."""
         ticks = self._seen[other.rank].seconds < max(_TICK_SECONDS, 4 * self._tick_s)
         return ticks and not other.overdue and other.can_answer
 
@@ -265,7 +263,7 @@ class Watchdog:
         return self._board.others() if self._board is not None else []
 
     def _answer(self, look: Look) -> NoReturn:
-        """Another rank has declared a stall: tell it what is known here, and end when it has told the user."""
+        """After another rank has declared a stall: write a statement, and end when that rank has reported."""
         _end_in_any_case()
         assert self._board is not None
         self._statement(look)
@@ -278,7 +276,7 @@ class Watchdog:
         self._end([])
 
     def _conclude(self, look: Look) -> NoReturn:
-        """Collect, explain, tell, and end the job."""
+        """Collect the statements, find the cause, report, and end the job."""
         _end_in_any_case()
         mute: list[Rank] = []
         try:
@@ -297,12 +295,12 @@ class Watchdog:
             }
             self._on_stall(Stall(cause=cause, silent_s=silent_s, where=look.where, report=report))
         except Exception:
-            traceback.print_exc()  # a bug of ours: the job has to end all the same
+            traceback.print_exc()  # a bug of ours must not keep the job running
         finally:
             self._end(mute)
 
     def _collect(self, look: Look) -> list[Rank]:
-        """This rank and the others of this machine, by their own word or the kernel's."""
+        """The ranks of this machine, by their own statements or the kernel's."""
         statement = self._statement(look)
         others = self._others()
         deadline = self._clock() + _ANSWER_SECONDS
@@ -321,7 +319,7 @@ class Watchdog:
         return self._board.statement(standing.rank) if self._board is not None else None
 
     def _statement(self, look: Look) -> dict[str, Any]:
-        """The stacks first: to ask for the collectives may hang where the device does."""
+        """Write the stacks first: reading the flight recorders may hang if the device does."""
         mine: dict[str, Any] = {"where": look.where, "stacks": stall_report.stacks(), "complete": False}
         if self._board is not None:
             self._board.state(mine)
@@ -332,7 +330,7 @@ class Watchdog:
         return mine
 
     def _end(self, mute: list[Rank]) -> NoReturn:
-        """This process, its children, and the ranks that cannot do it themselves; nothing may keep running."""
+        """End this process, its children, and the ranks that cannot end themselves."""
         briefly(lambda: (sys.stdout.flush(), sys.stderr.flush()), _FLUSH_SECONDS)
         alive = {each.pid: each.born for each in self._others() if each.alive}
         ended = [rank.pid for rank in mute if rank.pid in alive]
@@ -343,28 +341,28 @@ class Watchdog:
             self._board.finish()
             self._board.leave(without=ended)
         _kill([*ended, *below])
-        # From here on the main thread may see a broken connection: it is not given the time to tell of that.
+        # From here on the main thread may see a broken connection; the process ends before it can report that.
         if processes and (left := _wait_until_gone(processes, _GONE_SECONDS)):
-            text = f"hf-rocm-tune: processes {left} do not end even by SIGKILL, so they hang in a driver and hold the "
-            os.write(2, f"{text}GPU: restart the machine\n".encode())
+            text = f"hf-rocm-tune: processes {left} do not end even by SIGKILL: they hang in a driver and hold the GPU"
+            os.write(2, f"{text}; restart the machine\n".encode())
         os._exit(StallError.exit_code)
 
 
 class _Silence:
-    """How long a number has not changed."""
+    """Measures how long a number has not changed."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._last: int | None = None
 
     def see(self, number: int, passed: float) -> None:
-        """A look at it, ``passed`` seconds after the last one."""
+        """Record the number, ``passed`` seconds after the last call."""
         self.seconds = self.seconds + passed if number == self._last else 0.0
         self._last = number
 
 
 def briefly(work: Callable[[], object], seconds: float) -> bool:
-    """Do something that may never come back, such as a call into a device that hangs; whether it came back."""
+    """Call something that may hang, such as a call into a device, in a thread. Returns whether it returned in time."""
     thread = threading.Thread(target=work, name="stall watchdog's work", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -372,8 +370,8 @@ def briefly(work: Callable[[], object], seconds: float) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """Numbers of a process's children, and of theirs; those that began a session of their own, as the service of a
-    logger does to outlive its parent, are left out with theirs."""
+    """The pids of a process's descendants, except those in a session of their own (such as a logging service that is to
+    outlive its parent) and their descendants."""
     found, todo = list[int](), [pid]
     while todo:
         with contextlib.suppress(psutil.Error, OSError):
@@ -398,7 +396,7 @@ def _kill(pids: Iterable[int]) -> None:
 
 
 def _wait_until_gone(processes: list[tuple[int, float]], seconds: float) -> list[int]:
-    """Wait for processes to end; those that have not."""
+    """Wait for processes to end. Returns those that have not ended in time."""
     deadline = time.monotonic() + seconds
     while left := [pid for pid, since in processes if is_alive(pid, since)]:
         if time.monotonic() > deadline:
@@ -408,7 +406,7 @@ def _wait_until_gone(processes: list[tuple[int, float]], seconds: float) -> list
 
 
 def _read_standing(file: Path) -> Standing | None:
-    """None for one that is gone, or is being written."""
+    """The state of a rank; None if its file is gone, or being written."""
     try:
         raw = file.read_bytes()
         where = raw[_BLOCK_BYTES:].decode("ascii").strip()
@@ -431,6 +429,6 @@ def _rank(number: int, pid: int, where: str, silent_s: float, statement: dict[st
 
 
 def _end_in_any_case() -> None:
-    """A timer in C: it needs no lock of the interpreter, which a hanging call may hold."""
-    nowhere = open(os.devnull, "w")  # noqa: SIM115 - it has to stay open
+    """Start a timer in C: it does not need the interpreter's lock, which a hanging call may hold."""
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 - it must stay open
     faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)

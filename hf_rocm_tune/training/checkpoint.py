@@ -1,15 +1,15 @@
-"""Checkpoints that are verified before anything depends on them: save, read back, rename, push, rotate, in that order.
+"""Checkpoints that are verified before use: save, read back, rename, push, rotate, in that order.
 
 Upstream writes a checkpoint in place, pushes it and deletes older ones in one method, ``Trainer._save_checkpoint``.
-Here that method (with what TRL's trainers add to it) runs inside a staging directory; its push is held back, and its
-rotation finds nothing to delete there. Then every file is read once: what was read is compared with what is live, and
-its SHA-256 goes into the manifest together with the digests of what was live. A file that differs is written again,
-another way each time. A resumed run compares what it holds after loading with those digests.
+Here that method (with the additions of TRL's trainers) runs inside a staging directory; its push is delayed, and its
+rotation finds nothing to delete there. Then every file is read once: its content is compared with the live state, and
+its SHA-256 goes into the manifest together with the digests of the live tensors. A file that differs is written again,
+in a different way each time. A resumed run compares its state after loading with those digests.
 
-A rank that fails must not leave a save at once: the others wait for it in a barrier of upstream's. So a failure is kept
-in the `StagedSave`, the writing goes on as far as it can, and all ranks decide together in `failed`.
+A rank that fails must not leave a save at once, because the others wait for it in a barrier. So a failure is kept in
+the `StagedSave`, writing continues as far as possible, and all ranks decide together in `failed`.
 
-Not covered: DeepSpeed's sharded files get a manifest, but are not compared with what is live (``extra.compared``).
+Not covered: DeepSpeed's sharded files get a manifest but are not compared with the live state (``extra.compared``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hf_rocm_tune.integrity.atomic import create_staging, move_files, replace_di
 from hf_rocm_tune.models.adapter import plain_lora, write_plain_lora
 from hf_rocm_tune.models.shards import placer
 from hf_rocm_tune.training import saved_state
-from hf_rocm_tune.training.run import claim, make_room, rotate
+from hf_rocm_tune.training.run import claim, move_aside, rotate
 from hf_rocm_tune.training.saved_state import Readback
 from hf_rocm_tune.transfer import map_tensors
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WRITES = 6  # as many as a transfer has
+_WRITES = 6  # as many attempts as a transfer has
 _READS = 3
 _PROBE_BYTES = 1 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -57,13 +57,13 @@ _FULL = "disk full"
 
 
 class Uploader(Protocol):
-    """Who uploads; what is uploaded is a directory that has been verified and has its manifest."""
+    """Uploads directories that have been verified and have their manifest."""
 
     def checkpoint(self, directory: Path) -> None:
-        """A checkpoint is in place; a Hub that fails must not end the training."""
+        """Upload a checkpoint; a failure must not end training."""
 
     def result(self, directory: Path) -> Any:
-        """The run is finished; raises where the result is not on the Hub when this returns."""
+        """Upload the result of a finished run; raises if that fails."""
 
 
 # ---- one save in progress -----------------------------------------------------------------------------------
@@ -73,14 +73,14 @@ class Uploader(Protocol):
 class StagedSave:
     """A staging directory and what happened in it."""
 
-    root: Path  # it exists when `usable`
-    usable: bool = False  # whether rank 0 could make it
-    need_bytes: int  # about how much the weights take on disk
-    failure: Exception | None = None  # the first thing that went wrong on this rank
-    push_wanted: bool = False  # upstream asked for a push of what is being written
+    root: Path  # exists if `usable`
+    usable: bool = False  # whether rank 0 could create it
+    need_bytes: int  # approximate size of the weights on disk
+    failure: Exception | None = None  # the first error on this rank
+    push_wanted: bool = False  # upstream asked for a push of the checkpoint
 
     def attempt(self, write: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
-        """Call ``write`` and keep what it raises. torch.save reports a full disk as a RuntimeError."""
+        """Call ``write`` and keep the error that it raises. torch.save reports a full disk as a RuntimeError."""
         try:
             write(*arguments, **keywords)
         except (OSError, RuntimeError, SafetensorError, TuneError) as error:
@@ -88,7 +88,7 @@ class StagedSave:
 
 
 def open_stage(final: Path, *, rank: int, need_bytes: int) -> StagedSave:
-    """Make a staging directory beside ``final`` on rank 0 and tell every rank; each looks whether it sees it."""
+    """Create a staging directory beside ``final`` on rank 0; every rank checks that it sees it. Collective."""
     stage = StagedSave(root=final.parent, need_bytes=need_bytes)
     name = None
     if rank == 0:
@@ -106,7 +106,7 @@ def open_stage(final: Path, *, rank: int, need_bytes: int) -> StagedSave:
 
 
 def failed(stage: StagedSave) -> bool:
-    """Whether some rank found the disk full; raises what else went wrong, here or on another rank. Collective."""
+    """Whether a rank found the disk full; raises any other error, of this or another rank. Collective."""
     error = stage.failure
     own = []
     if error is not None:
@@ -123,10 +123,10 @@ def failed(stage: StagedSave) -> bool:
 
 
 def drop_stage(stage: StagedSave, *, rank: int) -> None:
-    """Delete what is left of the staging directory, and give its space back."""
+    """Delete what is left of the staging directory and free its disk space."""
     if stage.failure is not None:
         stage.failure = None
-        gc.collect()  # torch.save leaves its file open in a reference cycle when it fails, and so holds the space
+        gc.collect()  # a failed torch.save leaves its file open in a reference cycle, which keeps the space occupied
     if rank == 0 and stage.usable:
         shutil.rmtree(stage.root, ignore_errors=True)
 
@@ -134,8 +134,8 @@ def drop_stage(stage: StagedSave, *, rank: int) -> None:
 def is_disk_full(error: BaseException, directory: Path, need_bytes: int) -> bool:
     """Whether ``error``, raised while writing below ``directory``, comes from a full disk or an exhausted quota.
 
-    torch.save and safetensors hide the error number, so the disk itself is asked for ``need_bytes`` (at least 1 MiB);
-    the probe is that large because safetensors has already removed the file for which there was no room.
+    torch.save and safetensors hide the error number, so ``need_bytes`` (at least 1 MiB) are allocated on the disk: that
+    much, because safetensors has already removed the file that did not fit.
     """
     if isinstance(error, TuneError):
         return False
@@ -153,17 +153,17 @@ def is_disk_full(error: BaseException, directory: Path, need_bytes: int) -> bool
 
 
 class Checkpoints:
-    """What a trainer saves and resumes from; see the module's description.
+    """Saves and loads the checkpoints and the result of a trainer; see the module's description.
 
     Args:
-        trainer: whose methods of the same meaning call these.
-        publisher: who uploads, on the first rank.
+        trainer: its overrides call the methods of this class.
+        publisher: uploads, on the first rank.
 
     Raises:
-        CorruptionError: a file still differs from what is live after all ways of writing it; what was there before
-            stays. Or what is live after loading is not what was saved.
-        UsageError: the disk is full at the final save. At a checkpoint this is one line, and the run goes on. Or the
-            checkpoint to resume from is damaged, incomplete, or of another model.
+        CorruptionError: a file still differs from the live state after all ways of writing it (earlier files stay), or
+            the state after loading is not what was saved.
+        UsageError: the disk is full at the final save (at a checkpoint there is a warning, and the run continues), or
+            the checkpoint to resume from is damaged, incomplete, or of another model.
     """
 
     def __init__(self, trainer: Owner, publisher: Uploader | None) -> None:
@@ -172,26 +172,26 @@ class Checkpoints:
         self._saved: Mapping[str, manifest.FileEntry] = {}
         self._saved_digests: Mapping[str, str] = {}
         self.start: Mapping[str, Tensor] | None = None
-        """What an adapter began with whose result is saved as plain LoRA; None for all others."""
+        """Initial state of an adapter whose result is saved as plain LoRA; None for all others."""
 
     def check_start(self, resume_from: Any) -> Any:
-        """Refuse what is certain to fail, a push that nobody does or half a checkpoint; what to resume from."""
+        """Refuse a push without a publisher and an incomplete checkpoint. Returns what to resume from."""
         args = self._trainer.args
         if args.push_to_hub:
             self._require_publisher()
         if resume_from is True:
             resume_from = get_last_checkpoint(args.output_dir) or True
-        if isinstance(resume_from, str | os.PathLike) and not self._is_in_parts:
+        if isinstance(resume_from, str | os.PathLike) and not self._saves_shards:
             saved_state.require_complete(Path(resume_from))
         return resume_from
 
     @property
     def staging(self) -> Path | None:
-        """Where upstream writes the checkpoint that is being saved; None between saves."""
+        """The directory into which upstream writes the current checkpoint; None between saves."""
         return None if self._stage is None else self._stage.root
 
     def attempt(self, write: Callable[..., None], *arguments: Any) -> None:
-        """Call what writes a part of a checkpoint; in the middle of a save a failure waits for all ranks."""
+        """Call ``write`` for a part of a checkpoint; during a save its error is kept until all ranks are done."""
         if self._stage is None:
             write(*arguments)
         else:
@@ -200,7 +200,7 @@ class Checkpoints:
     # ---- a checkpoint ---------------------------------------------------------------------------------------
 
     def save(self, write: Callable[[], None], final: Path) -> None:
-        """Save a checkpoint in ``final`` by upstream's ``write``. Collective."""
+        """Save a checkpoint in ``final`` with upstream's ``write``. Collective."""
         trainer, state = self._trainer, self._trainer.state
         trainer.before_save()
         best_before, saved = state.best_model_checkpoint, False
@@ -218,8 +218,8 @@ class Checkpoints:
         if not saved:
             if trainer.is_world_process_zero():
                 logger.warning(
-                    "No space left in %s: %s was not saved. Earlier checkpoints are intact, training goes on, and the "
-                    "next save tries again: free some space.",
+                    "No space left in %s: %s was not saved. Earlier checkpoints are intact, training continues, and "
+                    "the next save tries again: free some space.",
                     final.parent,
                     final.name,
                 )
@@ -230,9 +230,9 @@ class Checkpoints:
             rotate(final, limit=trainer.args.save_total_limit, best=state.best_model_checkpoint)
 
     def _publish_checkpoint(self, stage: StagedSave, final: Path) -> bool:
-        """Verify what upstream wrote, each rank its own, and rename it; False when the disk is full. Collective."""
+        """Verify what upstream wrote, each rank its own files, and rename it; False if the disk is full. Collective."""
         staged = stage.root / final.name
-        stage.attempt(self._name_best, staged, final)
+        stage.attempt(self._record_best, staged, final)
         found: dict[str, Readback] = {}
         stage.attempt(lambda: found.update(self._verified(staged, self._live_states())))
         if failed(stage):
@@ -243,8 +243,8 @@ class Checkpoints:
             stage.attempt(self._seal_checkpoint, staged, final, found)
         return not failed(stage)
 
-    def _name_best(self, staged: Path, final: Path) -> None:
-        """Upstream looks for the best checkpoint beside the one that it writes, where earlier ones are not now."""
+    def _record_best(self, staged: Path, final: Path) -> None:
+        """Set the best checkpoint in the state: upstream looks for it beside the staged one, where it is not."""
         trainer, state = self._trainer, self._trainer.state
         if state.best_global_step and trainer.args.save_strategy != SaveStrategy.NO:
             best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
@@ -266,10 +266,10 @@ class Checkpoints:
             status="checkpoint",
             entries={name: one.entry for name, one in found.items() if one.entry is not None},
             tensors={label: value for one in found.values() for label, value in one.digests.items()},
-            extra={"compared": not self._is_in_parts},
+            extra={"compared": not self._saves_shards},
         )
-        if (aside := make_room(final, self._trainer.run_id)) is not None:
-            logger.warning("%s was there and not this run's: it is now %s", final.name, aside.name)
+        if (aside := move_aside(final, self._trainer.run_id)) is not None:
+            logger.warning("%s exists and is not from this run: renamed to %s", final.name, aside.name)
         replace_directory(staged, final)
 
     def _live_states(self) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class Checkpoints:
         if trainer.args.save_only_model:
             return states
         states |= self._random_states()
-        if first and not self._is_in_parts:
+        if first and not self._saves_shards:
             states[OPTIMIZER_NAME] = self._optimizer_state()
             states[SCHEDULER_NAME] = trainer.lr_scheduler.state_dict()
         if first and (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
@@ -294,21 +294,21 @@ class Checkpoints:
         return states
 
     def _optimizer_state(self) -> dict[str, Any]:
-        whole = self._trainer.whole_state
-        state: dict[str, Any] = self._trainer.optimizer.state_dict() if whole is None else whole.optimizer_state()
+        full = self._trainer.full_state
+        state: dict[str, Any] = self._trainer.optimizer.state_dict() if full is None else full.optimizer_state()
         return state
 
     def save_optimizer(self, stock: Callable[[str], None], directory: str) -> None:
-        self.attempt(stock if self._trainer.whole_state is None else self._write_whole_optimizer, directory)
+        self.attempt(stock if self._trainer.full_state is None else self._write_full_optimizer, directory)
 
-    def _write_whole_optimizer(self, directory: str) -> None:
+    def _write_full_optimizer(self, directory: str) -> None:
         state = self._optimizer_state()  # collective
         if self._trainer.args.should_save:
             torch.save(state, Path(directory) / OPTIMIZER_NAME)
             torch.save(self._trainer.lr_scheduler.state_dict(), Path(directory) / SCHEDULER_NAME)
 
     def save_random_state(self, stock: Callable[[str], None], directory: str) -> None:
-        """Write the random state as upstream does, and those of all cards of a model that is split over several."""
+        """Write the random state as upstream does, and those of all cards of a split model."""
         self.attempt(stock, directory)
         if len(self._trainer.devices) > 1:
             states = self._random_states()[saved_state.RNG_OF_CARDS]
@@ -317,7 +317,7 @@ class Checkpoints:
     # ---- the result -----------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None, *, for_push: bool) -> None:
-        """See the trainer's; a directory that is sealed and holds the live tensors is left as it is for a push."""
+        """See the trainer's; for a push, a sealed directory that holds the live tensors is not written again."""
         if self._stage is not None:
             self._stage.attempt(self._trainer.write_model, output_dir)
             return
@@ -326,7 +326,7 @@ class Checkpoints:
             self._save_result(destination)
 
     def seal(self, directory: Path, also: Iterable[str]) -> None:
-        """See the trainer's `seal_output`; a file that is no longer what `save_model` verified is saved again first."""
+        """See the trainer's `seal_output`; files that have changed since `save_model` verified them are saved again."""
         trainer, entries = self._trainer, {}
         if trainer.is_world_process_zero():
             entries = {name: manifest.entry_of(directory / name) for name in also}
@@ -337,7 +337,7 @@ class Checkpoints:
             if not changed:
                 break
             logger.warning("%s changed after it was verified: saved again", ", ".join(changed))
-            trainer.transfer_report.files(verified=0, mismatches=len(changed))
+            trainer.transfer_report.count("files", mismatches=len(changed))
             self._save_result(directory, only=changed)
         else:
             raise CorruptionError(
@@ -353,7 +353,7 @@ class Checkpoints:
                 files=[*saved, *entries],
                 entries={**saved, **entries},
                 tensors=self._saved_digests,
-                extra={"compared": not self._is_in_parts},
+                extra={"compared": not self._saves_shards},
             )
         trainer.accelerator.wait_for_everyone()
 
@@ -378,7 +378,7 @@ class Checkpoints:
     def _write_result(self, root: Path, destination: Path) -> None:
         card = destination / "README.md"
         if self._trainer.is_world_process_zero() and card.is_file():
-            shutil.copyfile(card, root / card.name)  # PEFT adds to the card that it finds
+            shutil.copyfile(card, root / card.name)  # PEFT adds to an existing card
         self._trainer.write_model(str(root))
         self._convert(root)
 
@@ -388,9 +388,9 @@ class Checkpoints:
 
     def _plain_lora(self) -> dict[str, Tensor] | None:
         """What the result has to hold where it is plain LoRA; on rank 0."""
-        if self.start is None or self._is_in_parts or not self._trainer.is_world_process_zero():
+        if self.start is None or self._saves_shards or not self._trainer.is_world_process_zero():
             return None
-        now = saved_state.adapter_on_host(self._bare_model(), self._trainer.mover, self._whole_model())
+        now = saved_state.adapter_on_host(self._bare_model(), self._trainer.mover, self._full_model())
         return plain_lora(now, self.start)
 
     def _publish_result(self, root: Path, destination: Path, only: Collection[str] | None) -> None:
@@ -409,19 +409,19 @@ class Checkpoints:
         self._saved_digests = {label: value for one in found.values() for label, value in one.digests.items()}
 
     def _is_sealed(self, destination: Path) -> bool:
-        sealed, live = False, self._whole_model()
-        if self._trainer.is_world_process_zero() and not self._is_in_parts:
+        sealed, live = False, self._full_model()
+        if self._trainer.is_world_process_zero() and not self._saves_shards:
             found = manifest.inspect(destination)
             sealed = found.manifest is not None and found.manifest.status == "final" and not found.problems
             compared = saved_state.compare_model(destination, self._bare_model(), live, self._plain_lora())
             sealed = sealed and not _differing(compared)
-        self._forget_whole()
+        self._forget_full()
         return bool(broadcast_object_list([sealed])[0])
 
     # ---- pushing --------------------------------------------------------------------------------------------
 
     def push_result(self) -> Any:
-        """Save and seal the result where that has not been done, and have the publisher upload it. Collective."""
+        """Save and seal the result if that has not been done, and have the publisher upload it. Collective."""
         trainer, output_dir = self._trainer, Path(self._trainer.args.output_dir)
         self._require_publisher()
         if not self._is_sealed(output_dir):
@@ -433,7 +433,7 @@ class Checkpoints:
         return self._publisher.result(output_dir)
 
     def push_checkpoint(self, directory: Path) -> None:
-        """Have the publisher upload a checkpoint, which in the middle of a save waits for its end."""
+        """Have the publisher upload a checkpoint; during a save the push is delayed to its end."""
         trainer = self._trainer
         if self._stage is not None:
             self._stage.push_wanted = True
@@ -444,25 +444,25 @@ class Checkpoints:
     def _require_publisher(self) -> None:
         if not broadcast_object_list([self._publisher is not None])[0]:
             raise UsageError(
-                "push_to_hub needs a publisher: give the trainer publisher=hf_rocm_tune.publish.push.Publisher("
-                "...), or train without it and run `hf-rocm-tune push` on the result"
+                "push_to_hub needs a publisher: pass publisher=hf_rocm_tune.publish.push.Publisher(...) to the "
+                "trainer, or train without push_to_hub and run `hf-rocm-tune push` on the result"
             )
 
     # ---- resuming -------------------------------------------------------------------------------------------
 
     def load_weights(self, directory: Path, stock: Callable[[], None]) -> None:
-        """Check the manifest, load, and compare what is live then with what was live at the save, or with the files.
+        """Check the manifest, load, and compare the loaded weights with the manifest's digests, or with the files.
 
-        ``stock`` loads a checkpoint in parts as upstream does.
+        ``stock``: upstream's way to load sharded checkpoints.
         """
         problems = manifest.verify(directory) if (directory / manifest.MANIFEST_NAME).exists() else []
         if problems:
-            raise UsageError(f"{directory}: {problems[0]}; name an older checkpoint, or start afresh")
-        if self._is_in_parts:
+            raise UsageError(f"{directory}: {problems[0]}; choose an older checkpoint, or start a new run")
+        if self._saves_shards:
             stock()
             return
         model, place = self._bare_model(), self._trainer.place_tensor
-        if self._trainer.whole_state is not None:
+        if self._trainer.full_state is not None:
             place = placer(model, place)
         load = saved_state.load_adapters if hasattr(model, "peft_config") else saved_state.load_model
 
@@ -474,11 +474,11 @@ class Checkpoints:
 
     def load_optimizer(self, checkpoint: str | None, stock: Callable[[str | None], None]) -> None:
         trainer, path = self._trainer, Path(checkpoint or "") / OPTIMIZER_NAME
-        if checkpoint is None or self._is_in_parts or not path.is_file():
+        if checkpoint is None or self._saves_shards or not path.is_file():
             stock(checkpoint)
             return
         optimizer, scheduler, place = trainer.optimizer, trainer.lr_scheduler, trainer.place_tensor
-        if trainer.whole_state is not None:
+        if trainer.full_state is not None:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             place = placer(self._bare_model(), place, parameters)
         self._restore(path, lambda state: saved_state.load_optimizer(state, optimizer, place), optimizer.state_dict)
@@ -495,14 +495,14 @@ class Checkpoints:
 
     def load_random_state(self, checkpoint: str | None, stock: Callable[[str | None], None]) -> None:
         path = Path(checkpoint or "") / saved_state.rng_file(self._trainer.args)
-        if checkpoint is None or not path.is_file():  # upstream tells of one that is of another number of ranks
+        if checkpoint is None or not path.is_file():  # upstream warns of a checkpoint of another number of ranks
             stock(checkpoint)
             return
 
         def set_here(states: Any) -> None:
             stock(checkpoint)
             if not torch.cuda.is_available():
-                states.pop("cuda", None)  # saved on a card, and of no use here
+                states.pop("cuda", None)  # saved on a card
 
         self._restore(path, set_here, lambda: self._random_states()[path.name])
         devices, cards = self._trainer.devices, path.with_name(saved_state.RNG_OF_CARDS)
@@ -515,7 +515,7 @@ class Checkpoints:
             self._restore(cards, set_all, lambda: self._random_states()[saved_state.RNG_OF_CARDS])
 
     def _restore(self, path: Path, load: Callable[[Any], Any], live: Callable[[], Any]) -> None:
-        """Read saved state once, as it was saved, use it, and find it live."""
+        """Read a saved state, check it against the manifest, load it, and compare the live state with it."""
         found = manifest.read(path.parent)
         wanted = found.tensors if isinstance(found, manifest.Manifest) else {}
         recorded = {label: value for label, value in wanted.items() if label.startswith(f"{path.name}:")}
@@ -523,7 +523,7 @@ class Checkpoints:
         def load_once() -> list[str]:
             state, read = saved_state.read_state(path)
             if read.entry is None and not recorded:
-                raise UsageError(f"{path.parent}: {read.differing[0]}; name an older checkpoint, or start afresh")
+                raise UsageError(f"{path.parent}: {read.differing[0]}; choose an older checkpoint, or start a new run")
             differing = [label for label in recorded if read.digests.get(label) != recorded[label]]
             if differing:
                 return read.differing or differing
@@ -533,15 +533,15 @@ class Checkpoints:
                 raise
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UsageError(
-                    f"{path} cannot be resumed from: {error}; name another checkpoint or start afresh"
+                    f"{path} cannot be resumed from: {error}; choose another checkpoint or start a new run"
                 ) from error
-            return [f"{path.name}:{name}" for name in saved_state.not_taken_over(state, live())]
+            return [f"{path.name}:{name}" for name in saved_state.not_loaded(state, live())]
 
         _until_equal(load_once, str(path.parent))
 
     def _differing_from(self, directory: Path) -> list[str]:
-        """Names of live tensors that are not those of a checkpoint, on every rank."""
-        sharded, live = self._trainer.whole_state is not None, self._whole_model()
+        """Names of live tensors that differ from a checkpoint, the same on every rank."""
+        sharded, live = self._trainer.full_state is not None, self._full_model()
         found: list[str] = []
         if not sharded or self._trainer.is_world_process_zero():
             model, recorded = self._bare_model(), manifest.read(directory)
@@ -550,7 +550,7 @@ class Checkpoints:
             found = _differing(saved_state.compare_model(directory, model, live)) if differing is None else differing
         if not sharded:
             return found
-        self._forget_whole()
+        self._forget_full()
         return list(broadcast_object_list([found])[0])
 
     # ---- reading back ---------------------------------------------------------------------------------------
@@ -558,17 +558,19 @@ class Checkpoints:
     def _verified(
         self, directory: Path, states: Mapping[str, Any], *, plain: Mapping[str, Tensor] | None = None
     ) -> dict[str, Readback]:
-        """Every file of this rank in ``directory`` as it is found equal to what is live, written again where it is not.
+        """Compare this rank's files in ``directory`` with the live state; files that differ are written again.
 
-        Each time all is written to another directory, so that a bad place on the disk stays taken meanwhile; from the
-        third time on from copies that were compared with the device on their way to the host.
+        Each attempt writes to another directory, so that a bad block of the disk stays occupied meanwhile; from the
+        third attempt on it writes host copies that were compared with the device.
         """
         found = self._compare(directory, states, plain)
         for again in range(1, _WRITES):
             bad = [name for name, one in found.items() if one.differing]
             if not bad:
                 break
-            logger.warning("%s: not what is live (%s first): written again", directory.name, found[bad[0]].differing[0])
+            logger.warning(
+                "%s differs from the live state (%s first): written again", directory.name, found[bad[0]].differing[0]
+            )
             scratch = create_staging(directory)
             try:
                 self._write_again(scratch, states, fetched=again > 1)
@@ -584,8 +586,8 @@ class Checkpoints:
                 shutil.rmtree(scratch, ignore_errors=True)
         if differing := _differing(found):
             raise CorruptionError(
-                f"what was saved at step {self._trainer.state.global_step} differs from what is live after {_WRITES} "
-                f"ways of writing it: {', '.join(differing[:3])} ({len(differing)} in all). It was discarded and "
+                f"what was saved at step {self._trainer.state.global_step} differs from the live state after {_WRITES} "
+                f"attempts to write it: {', '.join(differing[:3])} ({len(differing)} in all). It was discarded and "
                 "earlier checkpoints are intact: check the disk and the memory, then start the same command again"
             )
         self._trainer.before_manifest(directory)
@@ -593,8 +595,8 @@ class Checkpoints:
 
     def _write_again(self, directory: Path, states: Mapping[str, Any], *, fetched: bool) -> None:
         trainer = self._trainer
-        if trainer.is_world_process_zero() and not self._is_in_parts:
-            if fetched and trainer.whole_state is None:
+        if trainer.is_world_process_zero() and not self._saves_shards:
+            if fetched and trainer.full_state is None:
                 trainer._save(str(directory), state_dict=saved_state.model_on_host(self._bare_model()))
             else:
                 trainer.write_model(str(directory))
@@ -608,13 +610,13 @@ class Checkpoints:
         self, directory: Path, states: Mapping[str, Any], plain: Mapping[str, Tensor] | None
     ) -> dict[str, Readback]:
         found: dict[str, Readback] = {}
-        if self._trainer.is_world_process_zero() and not self._is_in_parts:
-            found |= saved_state.compare_model(directory, self._bare_model(), self._whole_model(), plain)
+        if self._trainer.is_world_process_zero() and not self._saves_shards:
+            found |= saved_state.compare_model(directory, self._bare_model(), self._full_model(), plain)
         for name, state in states.items():
             compare = saved_state.compare_trainer_state if name == TRAINER_STATE_NAME else saved_state.compare_state
             found[name] = compare(directory / name, state)
         verified = sum(not one.differing for one in found.values())
-        self._trainer.transfer_report.files(verified=verified, mismatches=len(_differing(found)))
+        self._trainer.transfer_report.count("files", verified=verified, mismatches=len(_differing(found)))
         return found
 
     def _bare_model(self) -> nn.Module:
@@ -622,24 +624,24 @@ class Checkpoints:
         return model
 
     @property
-    def _is_in_parts(self) -> bool:
-        """Whether each rank writes files of its own, in a form of upstream's."""
-        return self._trainer.is_sharded and self._trainer.whole_state is None
+    def _saves_shards(self) -> bool:
+        """Whether each rank writes its own files, in upstream's format."""
+        return self._trainer.is_sharded and self._trainer.full_state is None
 
-    def _whole_model(self) -> dict[str, Any] | None:
-        """Trained weights of a sharded model, on rank 0; collective unless a save has brought them together."""
-        whole = self._trainer.whole_state
-        return None if whole is None else whole.model()
+    def _full_model(self) -> dict[str, Any] | None:
+        """Trained weights of a sharded model, on rank 0; collective unless they were gathered for this save."""
+        full = self._trainer.full_state
+        return None if full is None else full.model()
 
-    def _forget_whole(self) -> None:
-        if self._trainer.whole_state is not None:
-            self._trainer.whole_state.forget()
+    def _forget_full(self) -> None:
+        if self._trainer.full_state is not None:
+            self._trainer.full_state.forget()
 
     def _open_stage(self, final: Path) -> StagedSave:
         args = self._trainer.args
         if args.save_on_each_node and args.world_size > 1:
             raise UsageError(
-                "--save_on_each_node makes checkpoints in parts: leave it out and share output_dir instead"
+                "--save_on_each_node splits checkpoints over the machines: leave it out and share output_dir instead"
             )
         adapter = hasattr(self._bare_model(), "peft_config")
         written = (p for p in self._trainer.model.parameters() if p.requires_grad or not adapter)
@@ -647,7 +649,7 @@ class Checkpoints:
 
     def _close(self, stage: StagedSave) -> None:
         self._stage = None
-        self._forget_whole()
+        self._forget_full()
         drop_stage(stage, rank=self._trainer.args.process_index)
 
 
@@ -663,5 +665,5 @@ def _until_equal(load: Callable[[], list[str]], where: str) -> None:
         logger.warning("%d values differ from %s after loading (%s first)", len(differing), where, differing[0])
     raise CorruptionError(
         f"{len(differing)} values differ from {where} after loading it {_READS} times ({differing[0]} first): start "
-        "the same command again; if it stays, run the doctor's transfer checks"
+        "the same command again; if it happens again, run the doctor's transfer checks"
     )

@@ -1,17 +1,17 @@
-"""The memory of the card beside the model: a fragmented cache, what libraries take, and those that end the process.
+"""Device memory beside the model: a fragmented cache, memory of libraries, and native libraries that end the process.
 
-**Fragmentation.** Words: *allocated* is what tensors hold; *reserved* is what torch's allocator has taken from the
-driver; *inactive split* is free, in blocks that are partly in use, so it cannot be given back. Between steps much of
-what is reserved is free in every healthy run. What tells fragmentation is memory that was reserved and never in use at
-any one time: ``reserved - peak of allocated``, a lower bound, because the peak is that of the whole run. Between steps
-is the safe point to give the cache back: gradients and activations are gone. Sources: torch's memory management notes,
-and ``torch.cuda.memory_stats`` for the names of counters.
+**Fragmentation.** *Allocated* is what tensors hold; *reserved* is what torch's allocator has taken from the driver;
+*inactive split* is free memory in blocks that are partly in use, so it cannot be returned. In every healthy run much of
+the reserved memory is free between steps. Memory that was reserved and never in use at any one time indicates
+fragmentation: ``reserved - peak of allocated``, a lower bound, because the peak is that of the whole run. The cache is
+returned between steps, when gradients and activations are gone. Sources: torch's memory management notes, and
+``torch.cuda.memory_stats`` for the names of counters.
 
-**Libraries.** The first matrix product of a thread makes a BLAS handle with a workspace, and the first kernel of a
-library loads its code: both outside torch's allocator, which keeps what it once had. Where the weights and that cache
-have filled the card by then, a run dies of a few megabytes (pytorch#128601), or, inside bitsandbytes, without an
-exception. So one operation of each kind runs before the weights are loaded. It is also the first look at whether this
-card computes at all. Not covered: kernels that only other shapes or dtypes select, Triton's, RCCL's buffers.
+**Libraries.** A thread's first matrix product creates a BLAS handle with a workspace, and a library's first kernel
+loads its code: both outside torch's allocator, which does not return its cache for them. If weights and cache have
+filled the card by then, a run fails for want of a few megabytes (pytorch#128601), inside bitsandbytes without an
+exception. So one operation of each kind runs before the weights are loaded, which also shows whether the card computes
+at all. Not covered: kernels selected only by other shapes or dtypes, Triton's, RCCL's buffers.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 10
-"""Steps between two looks at fragmentation."""
+"""Steps between two checks for fragmentation."""
 PAUSE = 50
-"""Steps between two times that the cache is given back, which costs the requests after it."""
+"""Fewest steps between two returns of the cache: the allocations after a return are slow."""
 LITTLE_FREE, MUCH_UNUSED = 0.05, 0.10
-"""Shares of the device: free memory below the one is little, memory never in use above the other is much."""
+"""Shares of the device's memory: too little is free, and too much was never in use."""
 _GIB = 2**30
 _SIDE = 64  # of the operands of the libraries' first operations
 _PEEK = ("hipPeekAtLastError", "cudaPeekAtLastError")
@@ -63,7 +63,7 @@ class AllocatorReading:
     reserved: int  # taken from the driver
     inactive_split: int  # free, in blocks of which another part is in use
     largest_free: int  # the largest block that is reserved and free
-    retries: int  # how often a request failed at first and was served after the cache was given back
+    retries: int  # allocations that failed at first and succeeded after the cache was returned
 
     @classmethod
     def of(
@@ -97,9 +97,9 @@ class AllocatorReading:
 
 
 def reason_to_empty(now: AllocatorReading, earlier: AllocatorReading | None) -> str | None:
-    """Why the cache should be given back at the next safe point; None when it should stay."""
+    """Why the cache should be returned at the next safe point; None when it should stay."""
     if earlier is not None and now.retries > earlier.retries:
-        return f"{now.retries - earlier.retries} requests failed at first and were served from a cache given back"
+        return f"{now.retries - earlier.retries} allocations succeeded only after the cache was returned"
     if now.free < LITTLE_FREE * now.total and now.never_in_use > MUCH_UNUSED * now.total:
         return (
             f"{now.never_in_use / _GIB:.1f} GiB are reserved beyond what was ever in use at once, and "
@@ -123,7 +123,7 @@ def read(device: torch.device) -> AllocatorReading:
 
 
 class FragmentationCallback(TrainerCallback):
-    """Looks at the allocator of a device every few steps, and gives its cache back where `reason_to_empty` says so."""
+    """Reads the allocator of a device every few steps, and returns its cache where `reason_to_empty` gives a reason."""
 
     def __init__(self, device: torch.device, report: TransferReport) -> None:
         self._device, self._report = device, report
@@ -141,13 +141,13 @@ class FragmentationCallback(TrainerCallback):
         self._quiet_until = state.global_step + PAUSE
         release_memory()
         self._earlier = after = read(self._device)
-        self._tell(state.global_step, reason, now, after)
+        self._warn(state.global_step, reason, now, after)
 
-    def _tell(self, step: int, reason: str, before: AllocatorReading, after: AllocatorReading) -> None:
+    def _warn(self, step: int, reason: str, before: AllocatorReading, after: AllocatorReading) -> None:
         returned = before.reserved - after.reserved
         logger.warning(
-            "step %d: the allocator's cache was given back (%s): %.1f GiB returned, %.1f GiB stay in blocks partly in "
-            "use. Batches of like length (--train_sampling_strategy group_by_length) or of few shapes "
+            "step %d: the allocator's cache was returned to the driver (%s): %.1f GiB; %.1f GiB stay in blocks partly "
+            "in use. Batches of similar length (--train_sampling_strategy group_by_length) or of few shapes "
             "(--pad_to_multiple_of 64) fragment it less",
             step,
             reason,
@@ -163,18 +163,18 @@ class FragmentationCallback(TrainerCallback):
 
 
 def warm_up(device: torch.device, *, bits: int | None = None) -> int:
-    """One matrix product, forward and backward, one attention, one digest, and one operation on quantised weights.
+    """Run one matrix product, forward and backward, one attention, one digest, and one operation on quantised weights.
 
     Args:
-        device: does nothing for the host.
+        device: nothing is done for the host.
         bits: of the weights that bitsandbytes will quantise: 4, 8 or None.
 
     Returns:
-        Bytes that the card has less since, beyond what torch's allocator has taken; other processes count as well.
+        Bytes of device memory taken meanwhile outside torch's allocator, by other processes too.
 
     Raises:
-        OutOfMemoryError: there is hardly any memory on the card.
-        StallError: the card cannot compute this, with the reason.
+        OutOfMemoryError: the card has hardly any free memory.
+        StallError: the card cannot compute this; the message has the reason.
     """
     if device.type != "cuda":
         return 0
@@ -199,13 +199,13 @@ def _outside(device: torch.device) -> int:
 
 
 def _multiply(operand: Tensor) -> None:
-    """Backward runs in a thread of its own, which has a BLAS handle of its own."""
+    """Forward and backward: backward runs in a thread of its own, with a BLAS handle of its own."""
     rows = (operand @ operand).view(1, 1, _SIDE, _SIDE)
     functional.scaled_dot_product_attention(rows, rows, rows, is_causal=True).sum().backward()
 
 
 def _quantise(weight: Tensor, bits: int) -> None:
-    """By bitsandbytes' operators themselves: its functions would bring their tables to the card, round the engine."""
+    """Calls bitsandbytes' operators: its Python functions would copy their tables to the card, outside the mover."""
     import bitsandbytes  # noqa: F401  # registers them
 
     operators = torch.ops.bitsandbytes
@@ -222,19 +222,19 @@ def _refusal(error: RuntimeError, device: torch.device) -> TuneError:
     room = f"{free / _GIB:.2f} of {total / _GIB:.2f} GiB are free"
     said = device_shortage(error)
     if said is not None and free < _GIB:
-        return OutOfMemoryError(f"{room} on the card before a weight is loaded ({said}): end what else uses the card")
+        return OutOfMemoryError(f"{room} on the card before a weight is loaded ({said}): end other users of the card")
     why = said or str(error).strip().partition("\n")[0]
-    # A shortage that is none: hipBLAS says so of some installations, TheRock#1708.
+    # hipBLAS reports a shortage that is none with some installations, TheRock#1708.
     beside = f" although {room}" if said is not None else ""
     return StallError(f"the card cannot do what training needs{beside} ({why}): see `hf-rocm-tune doctor`")
 
 
 def explain_native_exits(tell: Callable[[TuneError], None]) -> None:
-    """From now on a native library that ends this process gives it a line and an exit code of ours.
+    """From now on, print an error line and use our exit code when a native library ends this process.
 
     When a call to the runtime fails, bitsandbytes prints ``Error out of memory at line N in file F`` and calls C's
-    ``exit(1)`` (csrc/compat.cuh, ``BNB_CHECK_RETURN``; bitsandbytes#464): nothing is raised, and nothing of Python runs
-    any more but what C calls at the end. ``tell`` prints and records an error as the ending of this process.
+    ``exit(1)`` (csrc/compat.cuh, ``BNB_CHECK_RETURN``; bitsandbytes#464): nothing is raised, and no Python runs any
+    more except in C's exit handlers. ``tell`` prints the error and records it as the end of this process.
     """
     libc, owner, alive = ctypes.CDLL(None), os.getpid(), True
 
@@ -245,30 +245,30 @@ def explain_native_exits(tell: Callable[[TuneError], None]) -> None:
             os._exit(error.exit_code)
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ended)
-    key = ctypes.pointer(handler)  # names the handler to libc, and is kept with it until Python ends
+    key = ctypes.pointer(handler)  # identifies the handler to libc; the closure keeps both alive until Python ends
 
     def python_ends() -> None:
         nonlocal alive
         alive = False
-        libc.__cxa_finalize(key)  # calls it and forgets it: without Python it could not run
+        libc.__cxa_finalize(key)  # calls and removes the handler, which cannot run without Python
 
     libc.__cxa_atexit(handler, None, key)
     atexit.register(python_ends)
 
 
 def _native_error() -> TuneError:
-    """What the runtime of the card said last; both give the same number to a shortage of memory."""
+    """The error for the runtime's last error code; HIP and CUDA have the same number for out of memory."""
     peeks = [getattr(library, name, None) for library in _native_libraries() for name in _PEEK]
     if any(peek is not None and peek() == RUNTIME_OUT_OF_MEMORY for peek in peeks):
         return OutOfMemoryError(
-            "a native library found no memory on the card and ended the process (its own line stands above; "
-            "bitsandbytes does so): lower --per_device_train_batch_size (and raise --gradient_accumulation_steps by as "
-            "much) or --max_length; the same command goes on from the newest checkpoint"
+            "a native library ran out of device memory and ended the process (its own message is above; bitsandbytes "
+            "does so): lower --per_device_train_batch_size (and raise --gradient_accumulation_steps accordingly) or "
+            "--max_length; the same command continues from the newest checkpoint"
         )
-    return TuneError("a native library ended the process; its own line stands above; see `hf-rocm-tune doctor`")
+    return TuneError("a native library ended the process; its own message is above; see `hf-rocm-tune doctor`")
 
 
 def _native_libraries() -> list[ctypes.CDLL]:
     extension = sys.modules.get("bitsandbytes.cextension")
-    own = getattr(getattr(extension, "lib", None), "_lib", None)  # looking there finds the runtime that it is linked to
+    own = getattr(getattr(extension, "lib", None), "_lib", None)  # gives access to the runtime it is linked to
     return [library for library in (own, ctypes.CDLL(None)) if library is not None]

@@ -1,10 +1,10 @@
-"""Crashes, shortages of memory and NaN on request, for trying out what a real run does then; the report says so.
+"""Injected crashes, out-of-memory errors and NaN, to try how a run handles them; the report says that they were used.
 
-``HF_ROCM_TUNE_CRASH="step=4,kind=kill"``; several are joined by ";". How often each has struck is counted in the output
-directory, across restarts, so a run gets past a crash that strikes once and never past one that always does.
+``HF_ROCM_TUNE_CRASH="step=4,kind=kill"``; several are joined by ";". Occurrences are counted in the output directory,
+across restarts, so a run gets past a crash with ``times=1``.
 
-``HF_ROCM_TUNE_STEP_FAULT="kind=oom,rate=0.1,seed=3,rows=2,rank=1"`` strikes inside the model, in one of its layers, so
-a backward that it ends has left some gradients behind.
+``HF_ROCM_TUNE_STEP_FAULT="kind=oom,rate=0.1,seed=3,rows=2,rank=1"`` is raised inside one of the model's layers, so an
+aborted backward leaves some gradients behind.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ COUNT_FILE = "_crashes.json"
 
 @dataclass(frozen=True, kw_only=True)
 class CrashSpec:
-    """One crash: where it strikes, how, and how often.
+    """One crash: where it happens, how, and how often.
 
     Attributes:
-        kind: ``kill`` the process (SIGKILL), ``segv`` (SIGSEGV), ``exit`` with code 1, ``hang`` for ever: it no longer
-            reacts to SIGTERM, ``spin``: the same in a loop that computes, ``stop`` (SIGSTOP, until SIGCONT).
-        at: ``step``: when its batch is about to be used, so that a step that is left out does not crash; ``save``:
-            when its checkpoint is about to be written; ``start``: before the first step, whatever ``step`` says.
-        step: number of the step, from 1 on.
+        kind: ``kill`` (SIGKILL), ``segv`` (SIGSEGV), ``exit`` (with code 1), ``hang`` (sleeps for ever, without a
+            reaction to SIGTERM), ``spin`` (the same in a busy loop), ``stop`` (SIGSTOP, until SIGCONT).
+        at: ``step``: just before the step's batch is used, so a skipped step does not crash; ``save``: just before the
+            step's checkpoint is written; ``start``: before the first step, whatever ``step`` is.
+        step: number of the step, from 1.
         times: how often, over all starts of a run.
-        rank: the rank that it strikes.
+        rank: the rank that crashes.
     """
 
     kind: str
@@ -68,17 +68,17 @@ class CrashSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFaultSpec:
-    """Which micro-steps to harm, and how.
+    """Which micro-steps get a fault, and which fault.
 
     Attributes:
         kind: ``oom``: ``torch.OutOfMemoryError`` is raised; ``nan``: the gradient of a layer's output becomes NaN.
-        rate: share of the micro-steps that is hit, 0 to 1.
-        seed: the same seed hits the same micro-steps of a process, counted from its start.
-        rows: only micro-batches of more rows than this (of a packed batch: more sequences).
+        rate: share of the micro-steps that get the fault, 0 to 1.
+        seed: the same seed selects the same micro-steps of a process, counted from its start.
+        rows: only micro-batches of more rows than this (packed: more sequences).
         tokens: only micro-batches of more tokens than this.
         rank: only this rank; None for all.
-        where: ``forward`` or ``backward``; None: drawn by the seed. NaN comes in backward always.
-        first: optimizer steps before this one (counted from 1) are left alone.
+        where: ``forward`` or ``backward``; None: drawn from the seed. NaN is always injected in backward.
+        first: the first optimizer step (from 1) that may get a fault.
         count: stop after this many.
     """
 
@@ -101,7 +101,7 @@ class StepFaultSpec:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> StepFaultSpec | None:
-        """What `HF_ROCM_TUNE_STEP_FAULT` asks for; None when it is unset or empty. Raises as `parse`."""
+        """The specification in `HF_ROCM_TUNE_STEP_FAULT`; None when it is unset or empty. Raises as `parse`."""
         text = environ.get(STEP_VARIABLE, "").strip()
         return cls.parse(text) if text else None
 
@@ -110,10 +110,10 @@ class StepFaultSpec:
 
 
 class Crashes:
-    """The crashes that `HF_ROCM_TUNE_CRASH` asks of this process; raises as `CrashSpec.parse`.
+    """The crashes that `HF_ROCM_TUNE_CRASH` requests of this process; raises as `CrashSpec.parse`.
 
     Attributes:
-        text: what was asked for, as it was written; None for nothing.
+        text: the value of the variable; None when it is unset or empty.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -122,8 +122,8 @@ class Crashes:
         rank = environ.get("RANK", "0")
         self._rank = int(rank) if rank.isdecimal() else 0
 
-    def strike(self, at: str, step: int, *, directory: Path, run_id: str) -> None:
-        """Crash if a crash is due here; it is counted before it strikes, anew for another run."""
+    def crash_if_due(self, at: str, step: int, *, directory: Path, run_id: str) -> None:
+        """Crash if a crash is due here. It is counted in ``directory`` first, separately for each run."""
         for number, spec in enumerate(self._specs):
             if spec.at != at or spec.rank != self._rank or (at != "start" and spec.step != step):
                 continue
@@ -162,11 +162,11 @@ _CRASHES: dict[str, Callable[[], Any]] = {
 }
 
 
-# ---- harmed micro-steps -------------------------------------------------------------------------------------
+# ---- faults in micro-steps ----------------------------------------------------------------------------------
 
 
 class StepFaults:
-    """Harms the micro-steps of one process; ``report`` counts them."""
+    """Injects faults into the micro-steps of one process; ``report`` counts them."""
 
     def __init__(self, spec: StepFaultSpec | None, *, rank: int, report: TransferReport) -> None:
         self._asked = spec
@@ -176,18 +176,18 @@ class StepFaults:
         self._seen = 0
 
     def describe(self, counted: Mapping[str, int]) -> dict[str, Any] | None:
-        """The specification beside what all ranks have counted; None when no faults were asked of any."""
+        """The specification and the counts of all ranks; None when no rank was asked to inject faults."""
         asked = {} if self._asked is None else dataclasses.asdict(self._asked)
         return {**asked, **counted} if asked or any(counted.values()) else None
 
     @contextmanager
     def during(self, model: nn.Module, *, step: int, rows: int, tokens: int) -> Iterator[None]:
-        """One micro-step of optimizer step ``step``, with so many rows (or sequences) and tokens, in the block."""
-        strike = self._strike(step=step, rows=rows, tokens=tokens)
-        if strike is None:
+        """A context around one micro-step of optimizer step ``step`` with ``rows`` rows (or sequences)."""
+        drawn = self._draw(step=step, rows=rows, tokens=tokens)
+        if drawn is None:
             yield
             return
-        place, layer = strike
+        place, layer = drawn
         layers = next((list(one) for one in model.modules() if isinstance(one, nn.ModuleList) and len(one)), [model])
         handle = layers[int(layer * len(layers))].register_forward_hook(partial(self._in_layer, place))
         try:
@@ -195,8 +195,8 @@ class StepFaults:
         finally:
             handle.remove()
 
-    def _strike(self, *, step: int, rows: int, tokens: int) -> tuple[str, float] | None:
-        """Where this micro-step is struck, and in which layer (as a share of all); None where it is left alone."""
+    def _draw(self, *, step: int, rows: int, tokens: int) -> tuple[str, float] | None:
+        """Forward or backward, and the layer (as a share of all), of this micro-step's fault; None without one."""
         spec = self._spec
         if spec is None or step < spec.first or (spec.count is not None and self._injected >= spec.count):
             return None

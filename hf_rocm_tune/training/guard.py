@@ -1,21 +1,20 @@
-"""Training that has died without an error is named, and a step whose numbers are not finite is not used.
+"""Checks of each optimizer step's loss and gradient norm: steps that are not finite are skipped, dead runs stopped.
 
-`StepGuard` is arithmetic on loss and gradient norm of one optimizer step after the other; it knows no trainer.
+`StepGuard` judges the loss and gradient norm of one optimizer step after another, without a trainer:
 
-- NaN or infinity in either: the step must not be used. More than a few of them among the last 100, and the run stops.
-- Loss and gradient norm exactly 0: nothing is learned. It is named after 3 steps in a row, and ends the run after 20.
-- A loss far above those of the last steps: named. Far is 10 robust standard deviations (1.4826 times the median
-  absolute deviation, as for a normal distribution) above their median, and at least 1.5 times it.
+- NaN or infinity in either: the step is skipped. More than ``max_skipped`` of the last 100 steps: the run stops.
+- Loss and gradient norm exactly 0: nothing is learned. A warning after 3 steps in a row; the run stops after 20.
+- A loss spike: a warning. It is 10 robust standard deviations (1.4826 times the median absolute deviation, as for a
+  normal distribution) above the median of the last losses, and at least 1.5 times that median.
 
-`TrainingGuard` brings both numbers to the host in one read a step, after clipping and before the optimizer: the only
-place where a step can still be left out. Several ranks exchange theirs over gloo, so that all leave out the same steps.
-A step that is left out counts: its samples are not seen again in this epoch and the schedule moves on.
+`TrainingGuard` reads both numbers once a step, after clipping and before the optimizer, the only place where a step can
+still be skipped. Ranks exchange theirs over gloo, so that all skip the same steps. A skipped step counts: its samples
+are not repeated in this epoch, and the learning rate schedule advances.
 
-`MovementCallback` compares digests of the trainable weights every so many steps: an adapter that does not move has
-nothing to learn from.
+`MovementCallback` compares digests of the trainable weights at intervals and warns when they do not change.
 
-Not covered: numbers that are wrong and look right; LOMO, which updates weights during backward. With fp16 the gradient
-scaler looks after gradients.
+Not covered: values that are wrong but plausible; LOMO, which updates weights during backward. With fp16 the gradient
+scaler handles gradients that overflow.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from hf_rocm_tune.errors import DivergedError
+from hf_rocm_tune.errors import DivergedError, listed
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.ranks.agree import everyone, highest
 from hf_rocm_tune.training.run import list_checkpoints
@@ -47,44 +46,44 @@ logger = logging.getLogger(__name__)
 SKIPPED_AMONG = 100
 """Steps among which skipped ones are counted."""
 FIRST_LOOK, LATER_LOOKS = 10, 100
-"""Steps after the start of a training at which weights are compared first, and between the later looks."""
+"""Steps from the start of training to the first comparison of weights, and between later ones."""
 
 _HOST = torch.device("cpu")
-_DEAD_NAMED, _DEAD_STOPS = 3, 20
+_DEAD_WARNS, _DEAD_STOPS = 3, 20
 _REMEMBERED, _ENOUGH = 100, 30
 _DEVIATIONS, _MAD_TO_SIGMA, _AT_LEAST = 10.0, 1.4826, 1.5
 _SPIKE_PAUSE = 20
 
 _NOT_FINITE_CAUSES = (
-    "a learning rate that is too high, fp16 that overflows, NaN in the data or the base weights, or wrong arithmetic "
-    "on the device, which has been reported on these cards (the doctor tries it)"
+    "a learning rate that is too high, fp16 overflow, NaN in the data or the base weights, or wrong arithmetic on the "
+    "device, which has been reported on these cards (the doctor tests it)"
 )
 _DEAD_CAUSES = (
     "no label counts in the loss (answers cut off by --max_length, a mask that covers everything), or weights or "
-    "activations that are zero on the device: https://github.com/huggingface/accelerate/issues/3043 (the doctor tries "
+    "activations that are zero on the device: https://github.com/huggingface/accelerate/issues/3043 (the doctor tests "
     "its arithmetic)"
 )
 _SPIKE_CAUSES = "unusual rows in this batch, a learning rate that is too high, or wrong arithmetic on the device"
 _STILL_CAUSES = (
-    "a learning rate that is too small for the dtype of the weights (bfloat16 takes no change below about 0.4 %), "
-    "gradients that do not reach them, or arithmetic on the device that gives zeros (the doctor tries it)"
+    "a learning rate that is too small for the dtype of the weights (bfloat16 loses changes below about 0.4 %), "
+    "gradients that do not reach them, or arithmetic on the device that gives zeros (the doctor tests it)"
 )
 _UNUSED = "these layers take no part in the loss (experts that no token is routed to, for example), or get no gradient"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFinding:
-    """Something that is wrong with a step."""
+    """A problem with a step."""
 
-    step: int  # from 1 on
-    kind: str  # a word or two for the report, such as "loss spike"
-    text: str  # one line that says what, and the likely causes
+    step: int  # from 1
+    kind: str  # short, for the report, such as "loss spike"
+    text: str  # one line: the problem and its likely causes
     stops: bool = False  # whether the run must end here
     skips: bool = False  # whether the gradients of this step must not be used
 
 
 class StepGuard:
-    """Judges the steps of one run, in order; more than ``max_skipped`` of the last 100 skipped end it."""
+    """Judges the steps of one run, in order; more than ``max_skipped`` skipped steps of the last 100 end it."""
 
     def __init__(self, *, max_skipped: int) -> None:
         self._max_skipped = max_skipped
@@ -94,12 +93,15 @@ class StepGuard:
         self._quiet_until = 0
 
     def judge(self, step: int, loss: float, grad_norm: float, *, scaled: bool = False) -> StepFinding | None:
-        """The verdict on a step (from 1 on) whose gradients have not been used yet.
+        """Judge a step (from 1) whose gradients have not been used yet.
 
         Args:
             loss: of the whole effective batch.
             grad_norm: of all trainable gradients, before clipping.
-            scaled: whether a gradient scaler (fp16) looks after gradients that overflow: then only the loss counts.
+            scaled: whether a gradient scaler (fp16) handles gradients that overflow: then only the loss counts.
+
+        Returns:
+            The problem; None if the step is sound.
         """
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaled):
             return self._not_finite(step, loss, grad_norm)
@@ -117,13 +119,13 @@ class StepGuard:
             self._skips.popleft()
         count = len(self._skips)
         text = (
-            f"step {step}: loss {loss:.4g}, gradient norm {grad_norm:.4g}: the step was not used ({count} of the last "
-            f"{SKIPPED_AMONG}, at most {self._max_skipped} are let pass). Likely causes: {_NOT_FINITE_CAUSES}"
+            f"step {step}: loss {loss:.4g}, gradient norm {grad_norm:.4g}: the step was skipped ({count} of the last "
+            f"{SKIPPED_AMONG}; at most {self._max_skipped} are allowed). Likely causes: {_NOT_FINITE_CAUSES}"
         )
         return StepFinding(step=step, kind="not finite", text=text, stops=count > self._max_skipped, skips=True)
 
     def _nothing_learned(self, step: int) -> StepFinding | None:
-        if self._dead not in (_DEAD_NAMED, _DEAD_STOPS):
+        if self._dead not in (_DEAD_WARNS, _DEAD_STOPS):
             return None
         text = (
             f"step {step}: loss and gradient norm are exactly 0, for {self._dead} steps now: nothing is learned. "
@@ -149,7 +151,7 @@ class StepGuard:
 
 
 class TrainingGuard:
-    """Judges the steps of a trainer, and the weights that it is about to save; ``max_skipped``: see `StepGuard`."""
+    """Judges the steps of a trainer and the weights it is about to save; ``max_skipped``: see `StepGuard`."""
 
     def __init__(self, trainer: Any, *, max_skipped: int) -> None:
         self._trainer = trainer
@@ -159,24 +161,24 @@ class TrainingGuard:
     def begin_step(self) -> None:
         self._losses.clear()
 
-    def remember(self, loss: Tensor) -> None:
-        """The loss of a micro-step, shape [], which stays on the device until the end of the step."""
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of a micro-step, shape []; it stays on the device until the end of the step."""
         self._losses.append(loss)
 
     def judge(self, model: nn.Module, norm: Any, settle: Callable[[int], None]) -> None:
-        """Judge the step that is about to be used; one that must not be used loses its gradients. Collective.
+        """Judge the step before the optimizer uses it; the gradients of a step to be skipped are dropped. Collective.
 
         Args:
-            model: whose gradients these are.
+            model: holds the gradients.
             norm: of the gradients, a number or a tensor of shape [].
-            settle: called when the device has been waited for, with the number of the step.
+            settle: called with the number of the step, once the host has waited for the device.
 
         Raises:
             DivergedError: the run must end here.
         """
         losses, self._losses = self._losses, []
         if not losses:
-            return  # the step was left out on request
+            return  # one of ``skip_steps``
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         if type(norm) is torch.Tensor and norm.device == loss.device != _HOST:
             same = norm.dtype == loss.dtype
@@ -192,26 +194,30 @@ class TrainingGuard:
         if finding is None:
             return
         if finding.skips:
-            model.zero_grad()  # every optimizer leaves a parameter without a gradient alone
+            model.zero_grad()  # optimizers do not update a parameter without a gradient
             if self._trainer.is_world_process_zero():
                 self._trainer.transfer_report.count("guard", skipped_steps=1)
-        self.tell(finding)
+        self.report(finding)
 
     def require_finite(self, model: nn.Module) -> None:
-        """Refuse to save weights that hold NaN or infinities. Collective."""
+        """Refuse to save weights that hold NaN or infinity. Collective.
+
+        Raises:
+            DivergedError: names them.
+        """
         bad = [name for name, each in _trainable(model) if not each.detach().isfinite().all()]
         if not highest([int(bool(bad))])[0]:
             return
-        named = f": {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}" if bad else " on another rank"
+        named = f": {listed(bad)}" if bad else " on another rank"
         step = self._trainer.state.global_step
         text = (
             f"step {step}: {len(bad) or 'some'} trainable weights hold NaN or infinity{named}, so they are not saved. "
-            "Likely causes: a learning rate that is too high, or wrong arithmetic on the device (the doctor tries it)"
+            "Likely causes: a learning rate that is too high, or wrong arithmetic on the device (the doctor tests it)"
         )
-        self.tell(StepFinding(step=step, kind="weights not finite", text=text, stops=True))
+        self.report(StepFinding(step=step, kind="weights not finite", text=text, stops=True))
 
-    def tell(self, finding: StepFinding) -> None:
-        """Warn and report once for all ranks; `DivergedError` where the finding says that the run must end."""
+    def report(self, finding: StepFinding) -> None:
+        """Warn and add an incident once for all ranks; raises `DivergedError` if the run must end."""
         trainer = self._trainer
         if trainer.is_world_process_zero():
             outcome = "stopped" if finding.stops else "skipped" if finding.skips else "named"
@@ -220,20 +226,20 @@ class TrainingGuard:
             trainer.transfer_report.count("guard", warnings=1)
         if finding.stops:
             saved = list_checkpoints(Path(trainer.args.output_dir))
-            kept = f"{saved[-1][1].name} is the newest checkpoint, and intact" if saved else "no checkpoint was written"
-            raise DivergedError(f"{finding.text}. {kept}: change what is wrong and start again")
+            kept = f"{saved[-1][1].name} is the newest checkpoint and intact" if saved else "no checkpoint was written"
+            raise DivergedError(f"{finding.text}. {kept}: fix the cause and start again")
         if trainer.is_world_process_zero():
             logger.warning("%s", finding.text)
 
 
 class MovementCallback(TrainerCallback):
-    """Looks whether the trainable weights change; each rank at its own, which are equal to the others' or its shards.
+    """Checks that the trainable weights change; each rank checks its own (replicas, or its shards).
 
     LoRA's ``B`` starts at zero, so one that is still zero has never had a gradient.
     """
 
-    def __init__(self, model: nn.Module, tell: Callable[[StepFinding], None]) -> None:
-        self._model, self._tell = model, tell
+    def __init__(self, model: nn.Module, report: Callable[[StepFinding], None]) -> None:
+        self._model, self._report = model, report
         self._before: dict[str, Digest] = {}
         self._since = self._next = 0
         self._rate = 0.0
@@ -242,7 +248,7 @@ class MovementCallback(TrainerCallback):
         self._look(state.global_step, wait=FIRST_LOOK)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Compares when it is time. Steps without a learning rate change nothing, and do not count."""
+        """Compares at the intervals. Steps with a learning rate of 0 change nothing and do not count."""
         optimizer = more.get("optimizer")
         self._rate += max((group["lr"] for group in optimizer.param_groups), default=0.0) if optimizer else 0.0
         if state.global_step < self._next:
@@ -257,11 +263,10 @@ class MovementCallback(TrainerCallback):
             what += _STILL_CAUSES
         elif steps == FIRST_LOOK and (zero := self._zero()):
             kind = "adapters do not move"
-            shown = ", ".join(zero[:3]) + (f" and {len(zero) - 3} more" if len(zero) > 3 else "")
-            what = f"{len(zero)} LoRA matrices B are still zero after {steps} steps ({shown}): {_UNUSED}"
+            what = f"{len(zero)} LoRA matrices B are still zero after {steps} steps ({listed(zero)}): {_UNUSED}"
         else:
             return
-        self._tell(StepFinding(step=state.global_step, kind=kind, text=f"step {state.global_step}: {what}"))
+        self._report(StepFinding(step=state.global_step, kind=kind, text=f"step {state.global_step}: {what}"))
 
     def _look(self, step: int, *, wait: int) -> None:
         rows = _trainable(self._model)
@@ -271,7 +276,7 @@ class MovementCallback(TrainerCallback):
 
     def _zero(self) -> list[str]:
         rows = [(name, weight.detach().any()) for name, weight in _trainable(self._model) if "lora_B" in name]
-        moved = torch.stack([each.reshape(()) for _, each in rows]).tolist() if rows else []  # one wait for all
+        moved = torch.stack([each.reshape(()) for _, each in rows]).tolist() if rows else []  # one wait for all of them
         return [name for (name, _), some in zip(rows, moved, strict=True) if not some]
 
 

@@ -1,14 +1,14 @@
-"""Ctrl-C, SIGTERM, SIGHUP and the file ``CHECKPOINT``: a checkpoint at the end of the step that is running.
+"""Ctrl-C, SIGTERM, SIGHUP and the file ``CHECKPOINT``: a checkpoint at the end of the current step.
 
-A signal handler here only remembers; the checkpoint is written by the Trainer where it writes its own, after the
-step's log and evaluation, so a run that is resumed from it is the uninterrupted one. Then `Interrupted` (exit code 130,
-for each of them) ends the run. ``touch output_dir/CHECKPOINT`` asks for the same without the end; the file is removed
-when the checkpoint is in place.
+The signal handler only records the signal; the Trainer writes the checkpoint where it writes its own, after the step's
+log and evaluation, so a resumed run equals an uninterrupted one. Then `Interrupted` (always exit code 130) ends the
+run. ``touch output_dir/CHECKPOINT`` requests a checkpoint without ending the run; the file is removed when the
+checkpoint is in place.
 
-With several ranks one small all-reduce a step, over gloo on the host, makes all of them save and stop at the same one.
+With several ranks one small all-reduce a step, over gloo on the host, makes all of them save and stop at the same step.
 
-Not covered: a step that never ends (a device that hangs): no handler of Python runs while a call into a library does
-not return. The stall watchdog (`stall`) ends that, and the supervisor.
+Not covered: a step that never ends (a device that hangs): Python's signal handlers do not run while a call into a
+library does not return. The stall watchdog (`stall`) and the supervisor end such a job.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 REQUEST_FILE = "CHECKPOINT"
-"""Name in ``output_dir``: whoever makes this file gets a checkpoint."""
+"""Name of the file in ``output_dir`` that requests a checkpoint."""
 
 SAME_PRESS_SECONDS = 1.0
-"""A launcher and a terminal may both deliver one Ctrl-C; another one that counts comes later than this."""
+"""A launcher and a terminal may both deliver one Ctrl-C; only a later signal counts as a second Ctrl-C."""
 
 
 class StopRequests:
-    """The signals that ask for the end, remembered until a step is complete.
+    """The signals that ask for the end of the run, recorded until a step is complete.
 
-    The first one is remembered, a Ctrl-C after it raises ``KeyboardInterrupt`` at once, another signal after it changes
-    nothing. Handlers that the user has set, and signals that are ignored (``nohup``), are left alone.
+    The first one is recorded; a Ctrl-C after it raises ``KeyboardInterrupt`` at once, any other signal after it has no
+    effect. Handlers that the user has set, and signals that are ignored (``nohup``), are left alone.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class StopRequests:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle the signals within the block; in another thread than the main one, and when nested, do nothing."""
+        """Handle the signals within the block; does nothing outside the main thread, and when nested."""
         if self._before or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -91,14 +91,14 @@ class StopRequests:
 
 
 class InterruptCallback(TrainerCallback):
-    """Saves when a signal or the file asks for it; `Interrupted` is raised then, on every rank, to end the run."""
+    """Requests a save for a signal or the file; after a signal's save `Interrupted` is raised on every rank."""
 
     def __init__(self, requests: StopRequests) -> None:
         self._requests = requests
         self.save_wanted = False  # all ranks have agreed on a checkpoint of the step that has just ended
         self._stop = 0
         self._refused: int | None = None
-        """Time stamp of a request file for which there was no space: it counts again when it is touched again."""
+        """Time stamp of a request file whose checkpoint could not be written: it counts when it is touched again."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.save_wanted, self._stop = False, 0
@@ -129,12 +129,12 @@ class InterruptCallback(TrainerCallback):
             found = os.lstat(os.path.join(args.output_dir, REQUEST_FILE))
         except OSError:
             return None
-        # Only an empty file is a request: it is deleted when it is answered.
+        # Only an empty file is a request, because it will be deleted.
         return found.st_mtime_ns if stat.S_ISREG(found.st_mode) and found.st_size == 0 else None
 
 
 class HeartbeatCallback(TrainerCallback):
-    """A sign of life at everything that a trainer tells of."""
+    """Sends a heartbeat at every event of the trainer."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         events: tuple[tuple[str, Phase, bool], ...] = (
@@ -182,11 +182,11 @@ def _ending(number: int, checkpoint: Path, *, saved: bool) -> str:
         if saved
         else f"{checkpoint.name} could not be written, earlier checkpoints are intact"
     )
-    return f"stopped by {signal_name(number)}, {kept}; the same command goes on from there"
+    return f"stopped by {signal_name(number)}, {kept}; the same command continues from there"
 
 
 def _in_a_forked_worker(number: int) -> None:
-    """Loader workers inherit the handler: what a terminal sends to all is the trainer's affair; SIGTERM ends them."""
+    """Data loader workers inherit the handler: SIGTERM ends them, the signals of a terminal do not."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

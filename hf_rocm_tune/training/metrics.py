@@ -1,11 +1,11 @@
-"""What TRL's trainers log is noted on the device in each micro-step, and brought to the host when it is logged.
+"""Logged metrics of TRL's trainers stay on the device in each micro-step and are read when they are logged.
 
-TRL's ``compute_loss`` gathers each figure over the ranks and reads it at once: several collectives and several waits
-for the card in each micro-step. Within `Notes.taken` ``Accelerator.gather`` and ``gather_for_metrics`` give a `Later`
-instead. `settle` then computes all of them with TRL's own operations in TRL's own order, so that they are the same bit
-for bit, after one gather and with one read. Used for the trainers in `TRAINERS`, in the version that was tried, whose
-figures go into the log alone; KTO and GRPO compute with what they gather. The loss is upstream's to add up; only its
-question whether each is finite is answered on the device, see `Notes.loss_to_log`.
+TRL's ``compute_loss`` gathers each metric over the ranks and reads it at once: several collectives and several waits
+for the card in each micro-step. Within `DeferredMetrics.deferring`, ``Accelerator.gather`` and ``gather_for_metrics``
+return a `Deferred` instead. `settle` then evaluates all of them with TRL's own operations in TRL's own order, so the
+values are bit-identical, with one gather and one read. Used only for the trainers in `TRAINERS`, in the tested version
+of TRL: their metrics only go into the log, while KTO and GRPO compute with what they gather. Upstream adds up the
+losses; only its check that each is finite is done on the device, see `DeferredMetrics.loss_to_log`.
 """
 
 from __future__ import annotations
@@ -27,99 +27,99 @@ from hf_rocm_tune.upstream import TESTED
 
 TRAINERS = (SFTTrainer, DPOTrainer, RewardTrainer)
 _AT_MOST = 100
-"""Micro-steps whose figures may be outstanding: they are small tensors on the device."""
+"""Micro-steps whose metrics may be outstanding; they are small tensors on the device."""
 
 
 def is_tried(library: str) -> bool:
-    """Whether this is the version whose private names stand here."""
+    """Whether the installed version is the one whose private names are used here."""
     return importlib.metadata.version(library) == TESTED[library]
 
 
-class Later:
-    """The outcome of an operation on tensors or numbers of which some are not known yet."""
+class Deferred:
+    """The result of an operation on tensors or numbers, some of which are not known yet."""
 
     def __init__(self, operation: Callable[..., Any], *parts: Any) -> None:
         self._operation, self.parts = operation, parts
         self.known: Any = None
 
-    def sum(self) -> Later:
-        return Later(Tensor.sum, self)
+    def sum(self) -> Deferred:
+        return Deferred(Tensor.sum, self)
 
-    def mean(self) -> Later:
-        return Later(Tensor.mean, self)
+    def mean(self) -> Deferred:
+        return Deferred(Tensor.mean, self)
 
-    def min(self) -> Later:
-        return Later(Tensor.min, self)
+    def min(self) -> Deferred:
+        return Deferred(Tensor.min, self)
 
-    def max(self) -> Later:
-        return Later(Tensor.max, self)
+    def max(self) -> Deferred:
+        return Deferred(Tensor.max, self)
 
-    def item(self) -> Later:
+    def item(self) -> Deferred:
         return _Read(self)
 
     def __gt__(self, other: int) -> bool:
-        """TRL asks whether a count is above 0 before it divides by it: `_share` does."""
+        """True: TRL asks whether a count is above 0 before it divides by it, and `_ratio` checks that later."""
         assert other == 0, other
         return True
 
-    def __truediv__(self, other: Any) -> Later:
-        return Later(_share, self, other)
+    def __truediv__(self, other: Any) -> Deferred:
+        return Deferred(_ratio, self, other)
 
-    def __floordiv__(self, other: Any) -> Later:
-        return Later(operator.floordiv, self, other)
+    def __floordiv__(self, other: Any) -> Deferred:
+        return Deferred(operator.floordiv, self, other)
 
-    def __add__(self, other: Any) -> Later:
-        return Later(operator.add, self, other)
+    def __add__(self, other: Any) -> Deferred:
+        return Deferred(operator.add, self, other)
 
     __radd__ = __add__
 
     def value(self) -> Any:
-        """What it is; all that it needs has been gathered and read."""
+        """The value, after everything it depends on has been gathered and read."""
         if self.known is None:
             self.known = self._operation(*map(value_of, self.parts))
             self.parts = ()
         return self.known
 
 
-class _Leaf(Later):
-    """A tensor of all ranks; ``rows``: how many of them count, None for all."""
+class _Leaf(Deferred):
+    """A tensor to be gathered from all ranks; ``rows``: how many gathered rows count, None for all."""
 
     def __init__(self, tensor: Tensor, rows: int | None) -> None:
         super().__init__(lambda: None)
-        self.tensor, self.rows = tensor.detach(), rows  # with its graph it would keep all activations
+        self.tensor, self.rows = tensor.detach(), rows  # its graph would keep all activations alive
 
 
-class _Read(Later):
+class _Read(Deferred):
     """The number in a tensor of one element."""
 
-    def __init__(self, tensor: Later) -> None:
+    def __init__(self, tensor: Deferred) -> None:
         super().__init__(lambda: None, tensor)
 
 
 def value_of(figure: Any) -> Any:
-    """A figure as TRL would have it."""
-    return figure.value() if isinstance(figure, Later) else figure
+    """The value of a metric, deferred or not."""
+    return figure.value() if isinstance(figure, Deferred) else figure
 
 
-def _share(part: Any, whole: Any) -> Any:
+def _ratio(part: Any, whole: Any) -> Any:
     if isinstance(whole, Tensor):
         return torch.where(whole > 0, part / whole, 0.0)
     return part / whole if whole > 0 else 0.0
 
 
-class Notes:
-    """The outstanding figures of one trainer, and the losses that it logs."""
+class DeferredMetrics:
+    """The outstanding metrics of one trainer, and the losses that it logs."""
 
     def __init__(self, trainer: Any, *, filters_losses: bool) -> None:
         self._trainer, self._filters_losses = trainer, filters_losses
         tried = isinstance(trainer, TRAINERS) and is_tried("trl")
-        # A user's code may gather by itself, and read what TRL has noted.
+        # User code may gather by itself, and read TRL's metrics.
         self._wanted = tried and not is_foreign(type(trainer)) and trainer.compute_loss_func is None
         self._micro_steps = 0
-        self._within = 0  # micro-batches that are in `taken` now: several in a pipeline
+        self._within = 0  # micro-batches that are in `deferring` now: several in a pipeline
 
     def loss_to_log(self, loss: Tensor) -> Tensor:
-        """What ``--logging_nan_inf_filter`` asks for, on the device; upstream would read each micro-step's loss."""
+        """Apply ``--logging_nan_inf_filter`` on the device; upstream would read the loss of each micro-step."""
         if not self._filters_losses or (loss.device.type == "cpu" and math.isfinite(loss.item())):
             return loss
         trainer = self._trainer
@@ -127,8 +127,8 @@ class Notes:
         return torch.where(loss - loss == 0, loss, trainer._tr_loss / steps)  # fewer kernels than isfinite
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Within the block what is gathered is noted, unless ranks gather by themselves: see `oom.local_gathers`."""
+    def deferring(self) -> Iterator[None]:
+        """Within the block gathers are deferred, unless they are replaced by `oom.local_gathers` already."""
         accelerator = self._trainer.accelerator
         if not self._wanted or ("gather" in vars(accelerator) and not self._within):
             yield
@@ -150,7 +150,7 @@ class Notes:
             self.settle()
 
     def settle(self) -> None:
-        """Compute what is outstanding. Collective."""
+        """Evaluate all outstanding metrics. Collective."""
         if not self._micro_steps:
             return
         self._micro_steps = 0
@@ -164,14 +164,14 @@ class Notes:
 
 
 def settle(figures: Iterable[Any], accelerator: Any) -> None:
-    """Gather and read what these figures need, so that each has its value. Collective."""
-    found: dict[int, Later] = {}
-    open_ends = [figure for figure in figures if isinstance(figure, Later)]
-    while open_ends:
-        figure = open_ends.pop()
+    """Gather and read what these metrics depend on, so that each has its value. Collective."""
+    found: dict[int, Deferred] = {}
+    pending = [figure for figure in figures if isinstance(figure, Deferred)]
+    while pending:
+        figure = pending.pop()
         if id(figure) not in found and figure.known is None:
             found[id(figure)] = figure
-            open_ends += [part for part in figure.parts if isinstance(part, Later)]
+            pending += [part for part in figure.parts if isinstance(part, Deferred)]
     _gather([each for each in found.values() if isinstance(each, _Leaf)], accelerator)
     reads = [each for each in found.values() if isinstance(each, _Read)]
     if reads:
@@ -182,7 +182,7 @@ def settle(figures: Iterable[Any], accelerator: Any) -> None:
 
 
 def _gather(leaves: list[_Leaf], accelerator: Any) -> None:
-    """All of them in one collective, as bytes; with one process there is nothing to gather."""
+    """Gather all leaves in one collective, as bytes; with one process there is nothing to gather."""
     ranks = accelerator.num_processes
     if ranks == 1:
         for each in leaves:
@@ -191,7 +191,7 @@ def _gather(leaves: list[_Leaf], accelerator: Any) -> None:
     if not leaves:
         return
     flat = [each.tensor.reshape(-1).contiguous().view(torch.uint8) for each in leaves]
-    sizes = [-(-one.numel() // 8) * 8 for one in flat]  # every dtype is at home at a multiple of 8
+    sizes = [-(-one.numel() // 8) * 8 for one in flat]  # a multiple of 8 is aligned for every dtype
     packed = torch.cat([functional.pad(one, (0, size - one.numel())) for one, size in zip(flat, sizes, strict=True)])
     rows, begin = accelerator.gather(packed).view(ranks, -1), 0
     for each, one, size in zip(leaves, flat, sizes, strict=True):

@@ -1,18 +1,17 @@
-"""What backward needs waits in host memory (``--activation_offloading``), and crosses verified both ways.
+"""Activations saved for backward are kept in host memory (``--activation_offloading``), verified in both directions.
 
-Autograd hands over each tensor that it saves (``saved_tensors_hooks``). Its storage is copied to page-locked memory by
-a queue of its own beside the computation, the copy is compared with the digest that the device took, and only then is
-the device's memory given up: a bad copy is read again while there is still something to read. In backward, storages
-come back in the opposite order, some of them ahead of their use; the device takes their digests again before anything
-reads them. What comes back wrong is sent again by the mover's ladder, from host memory that still has the right digest;
-host memory that has changed meanwhile ends the run.
+Autograd passes each tensor that it saves to ``saved_tensors_hooks``. Its storage is copied to page-locked memory on a
+separate stream, the copy is compared with the digest taken on the device, and only then is the device memory released:
+a bad copy is read again while the original still exists. In backward, storages are copied back in reverse order, ahead
+of their use; the device digests them before anything reads them. A wrong copy is sent again by the mover's retry ladder
+if host memory still has the right digest; host memory that has changed ends the run.
 
-A storage crosses once, whatever number of tensors share it, and comes back with the same strides: results are those
-without offloading, bit for bit. What stays on the device: parameters, buffers and batches, which live there anyway;
-small tensors; tensor subclasses; what is saved behind the last layer (the loss), which backward wants first; and what
-host memory has no room for. Layers that are recomputed offload what they keep, their inputs.
+A storage is copied once, however many tensors share it, and comes back with the same strides: results are bit-identical
+to those without offloading. These stay on the device: parameters, buffers and batches; small tensors; tensor
+subclasses; what is saved after the last layer (the loss), which backward needs first; and what does not fit into host
+memory. Layers that are recomputed offload only their inputs.
 
-Not covered: what autograd functions keep by other means than ``save_for_backward`` (bitsandbytes' 8-bit products).
+Not covered: what autograd functions keep other than by ``save_for_backward`` (bitsandbytes' 8-bit products).
 """
 
 from __future__ import annotations
@@ -46,37 +45,37 @@ logger = logging.getLogger(__name__)
 
 STAGE = "activations"
 SMALLEST_BYTES = 64 << 10
-"""Smaller storages stay: queueing a copy costs more time than their bytes."""
+"""Smaller storages stay on the device: queueing a copy costs more time than copying their bytes."""
 SLAB_BYTES = 64 << 20
 HOST_SHARE = 0.5
-"""Of the host memory that is available when training begins: the most that the ranks of a machine page-lock."""
+"""The largest share of the host memory available at the start that the ranks of a machine page-lock together."""
 
 
 @dataclass(eq=False)
 class _Slab:
-    """Page-locked memory that is filled from its start, and empty again when all that it holds is given back."""
+    """Page-locked memory that is filled from its start, and empty again when all parts of it are released."""
 
     memory: Tensor
     filled: int = 0
-    tenants: int = 0
+    users: int = 0
 
 
 Place = tuple[_Slab, Tensor]
-"""Where something waits: a slab and uint8[n] of it."""
+"""A slab and uint8[n] of it."""
 
 
 class HostMemory:
-    """Page-locked memory in slabs that are kept: as much as was needed at one time, at most ``limit`` bytes."""
+    """Page-locked memory in slabs that are never freed: the most that was needed at one time, up to ``limit`` bytes."""
 
     def __init__(self, backend: Backend, limit: int) -> None:
         self._backend, self._limit = backend, limit
         self._slabs: list[_Slab] = []
-        # Records may end in any thread, in the middle of anything: they only leave a note here.
-        self._given_back: deque[tuple[_Slab, Future[Any], Ticket | None]] = deque()
+        # Records may be deleted in any thread at any point, so they only queue their memory here.
+        self._released: deque[tuple[_Slab, Future[Any], Ticket | None]] = deque()
         self.nbytes = 0
 
     def take(self, nbytes: int) -> Place | None:
-        """Memory of so many bytes; None where the limit is reached."""
+        """Allocate ``nbytes``; None where the limit is reached."""
         self._reclaim()
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         slab = next((each for each in self._slabs if each.memory.numel() - each.filled >= size), None)
@@ -88,31 +87,31 @@ class HostMemory:
             slab = _Slab(self._backend.staging(wanted))
             self._slabs.append(slab)
             self.nbytes += wanted
-        start, slab.filled, slab.tenants = slab.filled, slab.filled + size, slab.tenants + 1
+        start, slab.filled, slab.users = slab.filled, slab.filled + size, slab.users + 1
         return slab, slab.memory[start : start + nbytes]
 
-    def give_back(self, slab: _Slab, out: Future[Any], back: Ticket | None) -> None:
-        """A part is free again when the copy that fills it and the last that reads it have ended."""
-        self._given_back.append((slab, out, back))
+    def release(self, slab: _Slab, out: Future[Any], back: Ticket | None) -> None:
+        """Release a part, once the copy into it (``out``) and the last copy from it (``back``) have ended."""
+        self._released.append((slab, out, back))
 
     def _reclaim(self) -> None:
-        for _ in range(len(self._given_back)):
-            slab, out, back = self._given_back.popleft()
+        for _ in range(len(self._released)):
+            slab, out, back = self._released.popleft()
             if out.done() and (back is None or back.done()):
-                slab.tenants -= 1
-                slab.filled = slab.filled if slab.tenants else 0
+                slab.users -= 1
+                slab.filled = slab.filled if slab.users else 0
             else:
-                self._given_back.append((slab, out, back))
+                self._released.append((slab, out, back))
 
 
 @dataclass(eq=False, kw_only=True)
 class _Record:
-    """A storage of the device whose bytes are on the host, or on their way. It lives as long as backward may ask."""
+    """A device storage whose bytes are on the host or in transfer to it. It lives as long as backward may need it."""
 
     name: str
-    version: int  # as autograd counts writes in place
-    source: Tensor | None  # uint8, all bytes of the storage; None when they were given up
-    out: Future[Digest | None]  # the digest, when the copy to the host is proven
+    version: int  # autograd's count of in-place writes
+    source: Tensor | None  # uint8, all bytes of the storage; None when they were released
+    out: Future[Digest | None]  # the digest, when the copy to the host is verified
     memory: HostMemory
     slab: _Slab
     host: Tensor
@@ -122,12 +121,12 @@ class _Record:
     is_settled: bool = False
 
     def __del__(self) -> None:
-        self.memory.give_back(self.slab, self.out, self.back)
+        self.memory.release(self.slab, self.out, self.back)
 
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
-    """What autograd keeps in the place of a tensor."""
+    """What autograd keeps instead of a tensor."""
 
     record: _Record
     dtype: torch.dtype
@@ -141,16 +140,16 @@ class _Saved:
 
 
 class ActivationOffload(saved_tensors_hooks):
-    """A context around forward passes: what they save for backward goes to host memory; see the module's description.
+    """A context around forward passes that offloads what they save for backward; see the module's description.
 
     Args:
-        model: behind its last layer nothing is offloaded.
-        mover: of its device; as many bytes as its ring holds are on their way at once, in each direction.
-        smallest_bytes: of a storage.
-        limit_bytes: of host memory; None: this rank's part of half of what is available now.
+        model: nothing is offloaded after its last layer.
+        mover: for the model's device; at most as many bytes as its ring holds are in transfer in each direction.
+        smallest_bytes: storages below this size stay on the device.
+        limit_bytes: the most host memory; None: this rank's part of half of what is available now.
 
     Raises:
-        CorruptionError: from forward or backward: a tensor could not be brought over right, or changed on the host.
+        CorruptionError: from forward or backward: a tensor could not be copied correctly, or changed on the host.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class ActivationOffload(saved_tensors_hooks):
         available = int(HOST_SHARE * psutil.virtual_memory().available) // ranks
         self._memory = HostMemory(self._fetcher.backend, available if limit_bytes is None else limit_bytes)
         self._smallest, self._window = smallest_bytes, mover.settings.slots * self._fetcher.slot_bytes
-        self._prover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
+        self._verifier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[_Record]] = weakref.WeakKeyDictionary()
         self._leaving: deque[tuple[weakref.ref[_Record], Future[Digest | None], int]] = deque()
         self._bytes_leaving = 0
@@ -176,11 +175,11 @@ class ActivationOffload(saved_tensors_hooks):
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked memory that is held."""
+        """Bytes of page-locked memory held."""
         return self._memory.nbytes
 
     def __enter__(self) -> None:
-        """A new forward pass; what was saved for earlier ones still comes back."""
+        """Begin a forward pass; what was saved in earlier ones can still be copied back."""
         self._release(0)
         self._order = [each for each in self._order if each() is not None]
         self._next_back, self._bytes_ahead = len(self._order), 0
@@ -219,19 +218,19 @@ class ActivationOffload(saved_tensors_hooks):
         )
 
     def _send(self, tensor: Tensor) -> _Record | None:
-        """Queue the copy of a storage to the host; None where there is no room."""
+        """Queue the copy of a storage to the host; None if host memory is full."""
         source = storage_bytes(tensor)
         size = source.numel()
         self._release(max(self._window - size, 0))
         if (place := self._memory.take(size)) is None:
             if not self._was_full:
-                full = f"{self._memory.nbytes / 2**30:.1f} GiB of host memory are full"
+                full = f"{self._memory.nbytes / 2**30:.1f} GiB of host memory are in use"
                 logger.warning("--activation_offloading: %s, the other activations stay on the card", full)
             self._was_full = True
             return None
         name = f"saved.{len(self._order)}"
         fetched = self._fetcher.begin(source, name=f"{name}.to_host", stage=STAGE, into=place[1])
-        out, (slab, host) = self._prover.submit(_proven, fetched), place
+        out, (slab, host) = self._verifier.submit(_verified, fetched), place
         record = _Record(
             name=name, version=tensor._version, source=source, out=out, memory=self._memory, slab=slab, host=host
         )
@@ -242,7 +241,7 @@ class ActivationOffload(saved_tensors_hooks):
         return record
 
     def _release(self, most: int) -> None:
-        """Give up the device's memory of what has been proven; waits until at most so many bytes are on their way."""
+        """Release the device memory of verified copies; waits until at most ``most`` bytes are in transfer."""
         while self._leaving and (self._bytes_leaving > most or self._leaving[0][1].done()):
             known, out, size = self._leaving.popleft()
             self._bytes_leaving -= size
@@ -257,7 +256,7 @@ class ActivationOffload(saved_tensors_hooks):
             return saved
         record = saved.record
         right = record.out.result()
-        if record.source is not None:  # the last ones have not left yet
+        if record.source is not None:  # the last storages are still on the device
             return saved.over(record.source)
         if record.arrived is None:
             self._begin(record)
@@ -270,7 +269,7 @@ class ActivationOffload(saved_tensors_hooks):
     def _begin(self, record: _Record) -> None:
         """Queue the copy back to the device."""
         size = record.host.numel()
-        number, _, _ = self._fetcher.enter(STAGE)
+        number, _, _ = self._fetcher.number_transfer(STAGE)
         label = Label(STAGE, number, 0, (Part(f"{record.name}.to_device", 0, size, 0, size),))
         record.arrived = self._backend.allocate(size, long_lived=False)
         record.back = self._backend.copy(record.arrived, record.host, label)
@@ -278,7 +277,7 @@ class ActivationOffload(saved_tensors_hooks):
         self._bytes_ahead += size
 
     def _look_ahead(self) -> None:
-        """Begin the copies of what backward will probably want next: what was saved before."""
+        """Begin copying what backward will probably need next: what was saved before."""
         while self._next_back and self._bytes_ahead < self._window:
             self._next_back -= 1
             record = self._order[self._next_back]()
@@ -286,7 +285,7 @@ class ActivationOffload(saved_tensors_hooks):
                 self._begin(record)
 
     def _settle(self, record: _Record, right: Digest | None) -> None:
-        """Wait for what comes back, prove it, and let the caller's stream wait for it."""
+        """Wait for a copy to the device, verify it, and let the caller's stream wait for it."""
         begun, size = time.perf_counter(), record.host.numel()
         assert record.arrived is not None and record.back is not None, "begun above"
         found = None if record.verdict is None else record.verdict.result()
@@ -299,21 +298,21 @@ class ActivationOffload(saved_tensors_hooks):
         self._bytes_ahead -= size
 
     def _recover(self, record: _Record, wrong: Tensor, right: Digest | None) -> Tensor:
-        """The right bytes on the device, after others arrived there."""
+        """Send a storage again after wrong bytes arrived on the device."""
         report, name = self._fetcher.report, f"{record.name}.to_device"
         row: dict[str, Any] = {"step": self._mover.step, "stage": STAGE, "tensor": name}
         report.add(STAGE, mismatches=1)
         if digest(record.host) != right:
             row["kind"] = "changed on the host"
-            raise self._failed(row, "changed in host memory, where it waited for backward: run a memory test")
+            raise self._failed(row, "changed in host memory before backward needed it: run a memory test")
         damage = examine(self._backend.read_back(wrong), record.host)
         row["kind"] = "late" if damage is None else damage.kind
         if damage is not None:
             row |= {"first_offset": damage.first_offset, "length": damage.length, "alignment": damage.alignment}
         if self._fetcher.settings.on_corruption == "stop":
-            raise self._failed(row, "arrived wrong on the device, and --on_corruption stop was asked for", "stopped")
+            raise self._failed(row, "arrived wrong on the device, and --on_corruption stop is set", "stopped")
         moved = self._mover.move(record.host, name=name, stage=STAGE, transient=True)
-        if digest(moved) != right:  # `move` itself verifies only what the settings say
+        if digest(moved) != right:  # `move` itself verifies only as the settings say
             raise self._failed(row, "arrived wrong on the device twice")
         report.add(STAGE, recovered=1)
         report.incident({**row, "rung": "sent again", "outcome": "recovered"})
@@ -321,9 +320,9 @@ class ActivationOffload(saved_tensors_hooks):
 
     def _failed(self, row: dict[str, Any], why: str, outcome: str = "failed") -> CorruptionError:
         self._fetcher.report.incident({**row, "outcome": outcome})
-        return CorruptionError(f"{STAGE} tensor '{row['tensor']}' {why}. Nothing of it was used; run the doctor")
+        return CorruptionError(f"{STAGE} tensor '{row['tensor']}' {why}. It was not used; run the doctor")
 
 
-def _proven(fetched: Fetched) -> Digest | None:
+def _verified(fetched: Fetched) -> Digest | None:
     fetched.settle()
     return fetched.digest

@@ -1,26 +1,26 @@
-"""A step that finds no memory on the device is done again with smaller micro-batches.
+"""Out-of-memory recovery: a step that does not fit on the device is repeated with smaller micro-batches.
 
-`OutOfMemoryRecovery.run` stands around every micro-step. In one process the optimizer step is put back to its start,
-each micro-batch is cut into more parts than before, and the same samples are done again. Where not torch's allocator
-was short but a library or the driver, which cannot use what that allocator keeps, the first try is repeated as it was:
-the cache has been given back by then (pytorch#128601). With several ranks the others wait in a collective that cannot
-be taken back, so the job ends with one line (code 5) and a note in the output directory: the same command goes on from
-the newest checkpoint with smaller parts.
+`OutOfMemoryRecovery.run` wraps every micro-step. In one process the optimizer step is rewound to its start, each
+micro-batch is split into more parts than before, and the same samples are repeated. If a library or the driver ran out
+of memory rather than torch's allocator, whose cache they cannot use, the first retry is unchanged: the cache has been
+returned by then (pytorch#128601). With several ranks the others wait in a collective that cannot be undone, so the job
+ends with one line (code 5) and a record in the output directory: the same command continues from the newest checkpoint
+with smaller parts.
 
-Each part's loss is scaled so that the parts add up to the whole: effective batch, number of optimizer steps and
-learning rate stay, and so do loss and gradients up to rounding. Exact for losses normalised by the label tokens of the
-optimizer step (``num_items_in_batch``) and for means over a micro-batch, whose parts are weighed by their labels. Not
-exact: terms that are no sums over tokens (the load-balancing loss of a mixture of experts), random draws (dropout),
-TRL's logged entropy and accuracy, and losses that look at a micro-batch as a whole (KTO's estimate of the KL
-divergence, DPO's ``aot`` and ``sft``).
+Each part's loss is scaled so that the parts add up to the whole: effective batch, number of optimizer steps, learning
+rate, loss and gradients (up to rounding) are unchanged. Exact for losses normalised by the label tokens of the
+optimizer step (``num_items_in_batch``) and for means over a micro-batch, whose parts are weighted by their labels. Not
+exact: terms that are not sums over tokens (the load-balancing loss of a mixture of experts), random draws (dropout),
+TRL's logged entropy and accuracy, and losses of a micro-batch as a whole (KTO's estimate of the KL divergence, DPO's
+``aot`` and ``sft``).
 
-A padded batch is cut between rows, preference pairs between pairs, KTO's rows with their mismatched ones. A packed
-batch has a single row in which the position starts again at 0 with each sequence: it is cut there, and what describes
-the sequences (``cu_seq_lens``, ``max_length``, ``seq_idx``) is made anew. Batches with tensors of unknown meaning
-(images), and those that a trainer generates, are not cut: for them one shortage is the end.
+A padded batch is split between rows, preference pairs between pairs, KTO's rows together with their mismatched ones. A
+packed batch is one row in which the position restarts at 0 with each sequence: it is split there, and the tensors that
+describe the sequences (``cu_seq_lens``, ``max_length``, ``seq_idx``) are recomputed. Batches with tensors of unknown
+meaning (images), and those that a trainer generates, are not split: they end the run when they do not fit.
 
-Not covered, where the error ends the run: evaluation, clipping, the optimizer's own step; FSDP, DeepSpeed, tensor and
-context parallelism, static graphs; memory of the host; buffers of a model that change in ``forward``.
+Not covered (the error ends the run): evaluation, clipping, the optimizer's own step; FSDP, DeepSpeed, tensor and
+context parallelism, static graphs; host memory; buffers of a model that change in ``forward``.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.ranks.agree import everyone, on_main_process
+from hf_rocm_tune.ranks.gradients import GradientCheck
 from hf_rocm_tune.training.run import EVIDENCE_DIRECTORY
 from hf_rocm_tune.transfer import map_tensors
 
@@ -54,12 +55,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Stock = Callable[[nn.Module, Any, Any], Tensor]
-"""``Trainer.training_step`` as upstream has it: model, micro-batch, label tokens of the optimizer step."""
+"""Upstream's ``Trainer.training_step``: model, micro-batch, label tokens of the optimizer step."""
 
 STATE_FILE = "_step_down.json"
 
 
-# ---- cutting a micro-batch ----------------------------------------------------------------------------------
+# ---- splitting a micro-batch --------------------------------------------------------------------------------
 
 _BY_ROW = frozenset([
     "input_ids", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds",
@@ -86,25 +87,25 @@ _IGNORED_LABEL = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a batch may be cut."""
+    """How a batch may be split."""
 
     kind: Literal["rows", "pairs", "unpaired", "packed", "whole"]
-    sizes: tuple[int, ...]  # tokens of each unit in order, padding included: rows, pairs, sequences, or all of it
-    reason: str | None = None  # why it must not be cut
+    sizes: tuple[int, ...]  # tokens of each unit (row, pair, sequence, or the batch) in order, padding included
+    reason: str | None = None  # why it cannot be split
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPart:
     """One part of a micro-batch."""
 
-    inputs: dict[str, Any]  # what the trainer is given in place of the batch
-    units: range  # which rows or sequences of the batch it holds
+    inputs: dict[str, Any]  # given to the trainer instead of the batch
+    units: range  # the rows, pairs or sequences of the batch that it holds
     tokens: int  # padding included
-    share: float  # of the batch's labels that count in the loss; those of all parts add up to 1
+    share: float  # of the batch's labels that count in the loss; the shares of all parts add up to 1
 
 
 def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
-    """How this batch of host tensors may be cut; ``pairs``: its rows are those of pairs, chosen before rejected."""
+    """How this batch of host tensors may be split; ``pairs``: its rows are all chosen, then all rejected answers."""
     first = batch.get("input_ids", batch.get("labels"))
     if not isinstance(first, Tensor) or first.dim() == 0:
         return Layout(kind="whole", sizes=(1,), reason="it has no input_ids")
@@ -115,11 +116,11 @@ def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
         known, lengths = (_BY_PAIR, (units, 2 * units)) if pairs else (_UNPAIRED, (units,))
         for name, value in batch.items():
             if isinstance(value, Tensor) and (name not in known or value.dim() == 0 or len(value) not in lengths):
-                return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to cut its {name}")
+                return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to split its {name}")
         tokens += batch["KL_input_ids"].numel() if "KL_input_ids" in batch else 0
         return Layout(kind="pairs" if pairs else "unpaired", sizes=(tokens // units,) * units)
     if not isinstance(batch.get("labels"), Tensor):
-        return Layout(kind="whole", sizes=(tokens,), reason="it has no labels by which its parts could be weighed")
+        return Layout(kind="whole", sizes=(tokens,), reason="it has no labels by which to weight its parts")
     positions = batch.get("position_ids")
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     if isinstance(positions, Tensor) and positions.shape == first.shape == (1, tokens):
@@ -127,7 +128,7 @@ def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
     rows = len(first)
     for name, value in tensors.items():
         if name not in _BY_ROW or value.dim() == 0 or len(value) != rows:
-            return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to cut its {name}")
+            return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to split its {name}")
     return Layout(kind="rows", sizes=(tokens // rows,) * rows)
 
 
@@ -135,13 +136,13 @@ def _packed(batch: Mapping[str, Any], positions: Tensor, tensors: Mapping[str, T
     tokens = positions.numel()
     for name, value in tensors.items():
         if not (name in _BOUNDARIES or (name in _BY_TOKEN and value.shape == (1, tokens))):
-            return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to cut its {name}")
+            return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to split its {name}")
     starts = _starts(positions)
     if positions.any():
-        # Padding at the end is zeros as well, each a sequence of its own: it stays with the last real one.
+        # Padding at the end has position 0 too; it stays with the last real sequence.
         starts[int(positions[0].nonzero()[-1]) + 1 :] = False
     if "shift_labels" not in batch:
-        # A label at a start would belong to the last token of the sequence before: that pair must stay together.
+        # A label at a start is predicted from the last token of the sequence before: those two stay together.
         starts[1:] &= batch["labels"][0, 1:] == _IGNORED_LABEL
     begins = starts.nonzero().flatten().tolist()
     sizes = tuple(end - begin for begin, end in zip(begins, [*begins[1:], tokens], strict=True))
@@ -155,7 +156,7 @@ def _starts(positions: Tensor) -> Tensor:
 
 
 def group(sizes: Sequence[int], parts: int) -> list[range]:
-    """Units of these sizes joined, in order, into at most ``parts`` groups, the largest one as small as can be."""
+    """Join units of these sizes, in order, into at most ``parts`` groups; the largest is as small as possible."""
     if parts >= len(sizes):
         return [range(number, number + 1) for number in range(len(sizes))]
     low, high = max(sizes), sum(sizes)
@@ -180,7 +181,7 @@ def _fill(sizes: Sequence[int], capacity: int) -> list[range]:
 
 
 def next_divisor(sizes: Sequence[int], divisor: int, units: range) -> int | None:
-    """The next power of two times ``divisor`` that tears these units of a batch apart; None for a single one."""
+    """The next power of two times ``divisor`` that separates these units of a batch; None for a single unit."""
     if len(units) < 2:
         return None
     while any(units[0] in each and units[-1] in each for each in group(sizes, divisor)):
@@ -189,17 +190,17 @@ def next_divisor(sizes: Sequence[int], divisor: int, units: range) -> int | None
 
 
 def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs: bool = False) -> list[BatchPart]:
-    """Cut a batch of host tensors into at most ``divisor`` parts, which are views of it where that is possible.
+    """Split a batch of host tensors into at most ``divisor`` parts, which are views of it where possible.
 
     Args:
-        batch: as the data collator made it; not changed.
+        batch: as made by the data collator; not changed.
         divisor: 1 or more.
         labels_shifted: whether the loss compares each token with the label after it (causal language models), so that
-            the first label of a row counts for nothing.
+            the first label of a row is ignored.
         pairs: as in `layout`.
 
     Returns:
-        The parts in order; a batch that cannot be cut is the only one.
+        The parts in order; a batch that cannot be split is returned as a single part.
     """
     found = layout(batch, pairs=pairs)
     groups = group(found.sizes, divisor)
@@ -224,7 +225,7 @@ def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs
 
 
 def _rows(value: Any, units: range, count: int) -> Any:
-    """Of a tensor of ``count`` units the rows of some; of one with twice as many rows those of both halves."""
+    """The rows of some units of a tensor with ``count`` rows, or with ``2 * count`` rows: then those of both halves."""
     if not isinstance(value, Tensor):
         return value
     if len(value) == count:
@@ -241,7 +242,7 @@ def _labels_that_count(inputs: Mapping[str, Any], *, shifted: bool) -> int:
 
 
 def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """The sequences that lie in tokens [begin, end) of a packed batch."""
+    """The sequences in tokens [begin, end) of a packed batch."""
     inputs = {
         name: value[:, begin:end] if isinstance(value, Tensor) and name in _BY_TOKEN else value
         for name, value in batch.items()
@@ -257,7 +258,7 @@ def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]
 
 
 def parts_of(trainer: Owner, batch: Mapping[str, Any], divisor: int) -> list[BatchPart]:
-    """`split` for what this trainer's loss and collator do."""
+    """`split` with the arguments that fit this trainer's loss and collator."""
     return split(batch, divisor, labels_shifted=trainer._loss_shifts_labels, pairs=has_pairs(trainer))
 
 
@@ -266,11 +267,11 @@ def has_pairs(trainer: Owner) -> bool:
     return type(trainer.data_collator).__name__ == "DataCollatorForPreference"
 
 
-# ---- an optimizer step that can be put back to its start ----------------------------------------------------
+# ---- rewinding an optimizer step ----------------------------------------------------------------------------
 
 
 class RandomState:
-    """The random state of this process and its devices, as it is now."""
+    """The random state of this process and its devices at the time of construction."""
 
     def __init__(self, *devices: torch.device) -> None:
         self._python = random.getstate()
@@ -287,10 +288,10 @@ class RandomState:
 
 
 class StepWindow:
-    """One optimizer step under way: its micro-batches so far, and what must be put back to do them again.
+    """The current optimizer step: its micro-batches so far, and the state needed to repeat them.
 
-    Put back are gradients (there are none at the start of a step), random states, and what the trainer has logged since
-    (TRL's metrics and token count). Offloaded activations go with the graph that has saved them.
+    Rewinding restores random states and what the trainer has logged (TRL's metrics and token count), and drops
+    gradients (there are none at the start of a step). Offloaded activations are freed with the graph that saved them.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -303,7 +304,7 @@ class StepWindow:
 
     @property
     def tokens(self) -> Any:
-        """What TRL's trainers have counted in the run so far and log as ``num_tokens``; 0 for one that counts none."""
+        """The tokens that TRL's trainers have counted so far and log as ``num_tokens``; 0 for other trainers."""
         return getattr(self._trainer, "_total_train_tokens", 0)
 
     @tokens.setter
@@ -314,7 +315,7 @@ class StepWindow:
                 self._metrics["num_tokens"] = [number]
 
     def rewind(self, model: nn.Module) -> None:
-        """Back to the start of the step, with all memory given back that the tries since have taken."""
+        """Return to the start of the step and release the memory that was taken since."""
         model.zero_grad()
         release_memory()
         for name in list(self._metrics):
@@ -332,30 +333,30 @@ class StepWindow:
 class _Shortage:
     """A micro-batch, or a part of one, that ran out of memory."""
 
-    wanted: int | None  # by what micro-batches must be cut so that this one gets smaller; None when it cannot be
-    what: str  # it, in words
-    said: str  # the allocator's words
-    incident: dict[str, Any]  # for the report, but for its outcome
+    wanted: int | None  # the divisor that makes this micro-batch smaller; None when it cannot be made smaller
+    what: str  # description for messages
+    said: str  # the allocator's message
+    incident: dict[str, Any]  # for the report, without its outcome
 
 
 class OutOfMemoryRecovery:
     """See the module's description.
 
     Args:
-        trainer: whose micro-steps these are, with model, optimizer and accelerator in place.
-        resumed: whether a checkpoint is resumed from.
+        trainer: prepared to train, with model, optimizer and accelerator.
+        resumed: whether training resumes from a checkpoint.
 
     Attributes:
-        divisor: into how many parts micro-batches are cut at most; the same on all ranks; never less again.
-        loss_factor: what the trainer has to multiply a loss with at the moment.
+        divisor: the most parts into which micro-batches are split; the same on all ranks; never decreases.
+        loss_factor: the factor by which the trainer must multiply the loss of the current part.
     """
 
     def __init__(self, trainer: Owner, *, resumed: bool) -> None:
         self._trainer = trainer
         self._window: StepWindow | None = None
-        self._at: tuple[int, BatchPart] | None = None  # number of the micro-step under way in the window, and its part
+        self._at: tuple[int, BatchPart] | None = None  # index of the current micro-step in the window, and its part
         self._shortages = 0
-        self._cache_was_given_back = False  # in this optimizer step
+        self._cache_was_returned = False  # in this optimizer step
         self.loss_factor = 1.0
         self.divisor, incident = on_main_process(lambda: read_state(trainer, resumed=resumed))
         if incident is not None and trainer.is_world_process_zero():
@@ -363,13 +364,13 @@ class OutOfMemoryRecovery:
 
     def begin_step(self) -> None:
         self._window = None
-        self._cache_was_given_back = False
+        self._cache_was_returned = False
 
     def run(self, stock: Stock, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> Tensor:
         """One micro-step: the loss of the micro-batch as upstream's ``stock`` would give it, detached, shape [].
 
         Raises:
-            OutOfMemoryError: a micro-batch that cannot be cut further finds no memory, or there are several ranks.
+            OutOfMemoryError: a micro-batch that cannot be split further does not fit, or there are several ranks.
         """
         window = self._window = self._window or StepWindow(self._trainer)
         window.batches.append(self._trainer.host_batch(inputs))
@@ -390,17 +391,17 @@ class OutOfMemoryRecovery:
     def _try(
         self, window: StepWindow, stock: Stock, model: nn.Module, todo: Sequence[Mapping[str, Any]], num_items: Any
     ) -> tuple[Tensor | None, _Shortage | None]:
-        """The loss of the last of these micro-batches, which end the window; or what ran out of memory."""
+        """Run ``todo``, the last micro-batches of the window: the loss of the last one, or what ran out of memory."""
         first = len(window.batches) - len(todo)
         loss = None
         try:
             for number, batch in enumerate(todo, start=first):
                 loss = self._micro_step(window, stock, model, number, batch, num_items)
             check = self._trainer.grad_sync.check
-            if check is not None and self._trainer.accelerator.sync_gradients:
+            if isinstance(check, GradientCheck) and self._trainer.accelerator.sync_gradients:
                 check.collect()
         except RuntimeError as error:
-            return None, self._note(window, error)
+            return None, self._describe(window, error)
         finally:
             self._at = None
         return loss, None
@@ -408,16 +409,16 @@ class OutOfMemoryRecovery:
     def _micro_step(
         self, window: StepWindow, stock: Stock, model: nn.Module, number: int, batch: Mapping[str, Any], num_items: Any
     ) -> Tensor:
-        """Gradients of one micro-batch, part by part; its loss."""
+        """Compute the gradients of one micro-batch, part by part. Returns its loss."""
         trainer = self._trainer
         whole = window.batches[number]
-        # What is used of it is looked at once more: as long as nothing is cut or repeated, its shapes are.
+        # The host tensors are verified again if they are used: without a split or a repetition only their shapes are.
         used = self.divisor > 1 or batch is whole
         parts = parts_of(trainer, trainer.unchanged(whole) if used else whole, self.divisor)
         apart = self.divisor > 1 and trainer.args.world_size > 1
         before = window.tokens
         losses = []
-        with local_gathers(trainer.accelerator, apart):  # ranks may have unequally many parts
+        with local_gathers(trainer.accelerator, apart):  # ranks may have different numbers of parts
             for part in parts:
                 self._at = number, part
                 with ExitStack() as stack:
@@ -434,7 +435,7 @@ class OutOfMemoryRecovery:
 
     @contextmanager
     def _as_one_of(self, parts: int, part: BatchPart, num_items: Any) -> Iterator[None]:
-        """Upstream divides by the accumulation steps what no token count has normalised: there are more steps now."""
+        """Adjust upstream's division by the accumulation steps of losses that no token count has normalised."""
         trainer = self._trainer
         steps = trainer.current_gradient_accumulation_steps
         trainer.current_gradient_accumulation_steps = steps * parts
@@ -448,12 +449,12 @@ class OutOfMemoryRecovery:
             trainer.current_gradient_accumulation_steps = steps
             self.loss_factor = 1.0
 
-    # ---- after a try that failed ----------------------------------------------------------------------------
+    # ---- after running out of memory ------------------------------------------------------------------------
 
-    def _note(self, window: StepWindow, error: RuntimeError) -> _Shortage:
-        """What is known of a shortage, and keeps nothing of the error, which holds on to every activation.
+    def _describe(self, window: StepWindow, error: RuntimeError) -> _Shortage:
+        """Describe a shortage without a reference to the error, which keeps every activation alive.
 
-        Allocates no device memory. Any other error is raised again.
+        Allocates no device memory. An error of another kind is raised again.
         """
         if device_shortage(error) is None:
             raise error
@@ -461,12 +462,12 @@ class OutOfMemoryRecovery:
         number, part = self._at or (len(window.batches) - 1, parts_of(trainer, window.batches[-1], 1)[0])
         found = layout(window.batches[number], pairs=has_pairs(trainer))
         alone = args.world_size == 1
-        outside = not (isinstance(error, torch.OutOfMemoryError) or self._cache_was_given_back)
-        self._cache_was_given_back |= outside
+        outside = not (isinstance(error, torch.OutOfMemoryError) or self._cache_was_returned)
+        self._cache_was_returned |= outside
         again = trainer.fewer_in_flight() or outside
         wanted = self.divisor if alone and again else next_divisor(found.sizes, self.divisor, part.units)
         if wanted is not None and not alone:
-            wanted *= 2  # every further shortage would cost another restart
+            wanted *= 2  # each further shortage costs a restart
         self._shortages += 1
         step, rank, said = trainer.state.global_step + 1, args.process_index, " ".join(str(error).split())
         units = {"packed": "sequence", "pairs": "pair"}.get(found.kind, "row")
@@ -492,22 +493,22 @@ class OutOfMemoryRecovery:
         )
 
     def _step_down(self, shortages: Sequence[dict[str, Any]], found: _Shortage) -> None:
-        """Cut smaller from now on, or end the run."""
+        """Use smaller parts from now on, or end the run."""
         args, step = self._trainer.args, found.incident["step"]
         several = args.world_size > 1
         who = f"rank {args.process_index}: " if several else ""
         if found.wanted is None:
             self._report(shortages, "failed")
             raise OutOfMemoryError(f"{who}{self._refusal(found)}")
-        cut = f"micro-batches cut into up to {found.wanted} parts (the effective batch stays)"
+        cut = f"micro-batches split into up to {found.wanted} parts (the effective batch stays the same)"
         self._write_state(found.wanted, found.incident | {"on_rank": args.process_index} if several else None)
         if several:
             raise OutOfMemoryError(
-                f"{who}no memory for {found.what} at step {step} ({found.said}): start the same command again, it goes "
-                f"on from the newest checkpoint with {cut}"
+                f"{who}no memory for {found.what} at step {step} ({found.said}): start the same command again, it "
+                f"continues from the newest checkpoint with {cut}"
             )
-        now = f"with {cut} from now on" if found.wanted > self.divisor else "as it was"
-        logger.warning("step %d: no memory for %s; the step is done again, %s", step, found.what, now)
+        now = f"with {cut} from now on" if found.wanted > self.divisor else "unchanged"
+        logger.warning("step %d: no memory for %s; the step is repeated, %s", step, found.what, now)
         self.divisor = found.wanted
 
     def _refusal(self, found: _Shortage) -> str:
@@ -526,7 +527,7 @@ class OutOfMemoryRecovery:
         kept = found.incident["evidence"]
         seen = f"; the batch and the allocator's state are in {kept}" if kept else ""
         return (
-            f"no memory for {found.what} at step {found.incident['step']}, and a micro-batch cannot be smaller "
+            f"no memory for {found.what} at step {found.incident['step']}, and the micro-batch cannot be made smaller "
             f"({found.said}): {', or '.join(advice)}{seen}"
         )
 
@@ -537,7 +538,7 @@ class OutOfMemoryRecovery:
             report.incident({**each, "outcome": outcome})
 
     def _write_state(self, divisor: int, incident: Mapping[str, Any] | None) -> None:
-        """Record what this run has learned beside its checkpoints, so that a restart need not learn it again."""
+        """Record the divisor beside the checkpoints, so that a restart begins with it."""
         trainer = self._trainer
         directory, size = Path(trainer.args.output_dir), trainer.args.per_device_train_batch_size
         body = {"run_id": trainer.run_id, "batch_size": size, "divisor": divisor, "incident": incident}
@@ -546,12 +547,12 @@ class OutOfMemoryRecovery:
             write_text_atomic(directory / STATE_FILE, json.dumps(body) + "\n")
         except OSError as error:
             logger.warning(
-                "%s could not be written (%s): a restart begins with whole micro-batches again", STATE_FILE, error
+                "%s could not be written (%s): a restart begins with undivided micro-batches", STATE_FILE, error
             )
 
 
 def recovery_for(trainer: Owner, *, on_oom: str, resumed: bool) -> OutOfMemoryRecovery | None:
-    """The recovery of a trainer that is prepared to train; None where a step is not done again. Collective."""
+    """The recovery of a trainer that is prepared to train; None where steps are not repeated. Collective."""
     wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # torch.compile stands around DDP
     shared = max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size(), trainer.args.n_gpu) > 1
     plain = isinstance(wrapped, DistributedDataParallel) and not wrapped.static_graph
@@ -561,9 +562,9 @@ def recovery_for(trainer: Owner, *, on_oom: str, resumed: bool) -> OutOfMemoryRe
 
 
 def read_state(trainer: Any, *, resumed: bool) -> tuple[int, dict[str, Any] | None]:
-    """Into how many parts this run cuts its micro-batches, and the incident that ended its last start, if one did.
+    """The divisor recorded for this run (1 without a record), and the incident that ended its last start, if any.
 
-    A trainer of the user's own has no run id: then what stands there counts where a checkpoint is resumed from.
+    A user's own trainer has no run id: then the record is used when training resumes from a checkpoint.
     """
     file = Path(trainer.args.output_dir) / STATE_FILE
     try:
@@ -575,13 +576,13 @@ def read_state(trainer: Any, *, resumed: bool) -> tuple[int, dict[str, Any] | No
     except FileNotFoundError:
         pass
     except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.warning("%s cannot be read (%s): micro-batches are whole again", STATE_FILE, error)
+        logger.warning("%s cannot be read (%s): micro-batches are not divided", STATE_FILE, error)
     return 1, None
 
 
 @contextmanager
 def local_gathers(accelerator: Any, on: bool = True) -> Iterator[None]:
-    """Within the block what a trainer gathers for its metrics is this rank's own: no rank waits for another there."""
+    """Within the block gathering metrics returns this rank's values only, so that no rank waits for another."""
     if not on:
         yield
         return
@@ -595,11 +596,11 @@ def local_gathers(accelerator: Any, on: bool = True) -> Iterator[None]:
 def _keep_evidence(
     directory: Path, name: str, part: BatchPart, found: Layout, device: torch.device, said: str
 ) -> str | None:
-    """The directory with the batch and the allocator's snapshot (https://pytorch.org/memory_viz); None if it failed."""
+    """Save the batch and the allocator's snapshot (https://pytorch.org/memory_viz): the directory, None on failure."""
     accelerator = device.type == "cuda"
     content = {
         "said": said,
-        "inputs": map_tensors(part.inputs, torch.clone),  # not the whole batch, of which it is a view
+        "inputs": map_tensors(part.inputs, torch.clone),  # a view would be saved with the whole batch
         "layout": found.kind,
         "lengths": list(found.sizes),
         "units": [part.units.start, part.units.stop],
@@ -617,7 +618,7 @@ def _keep_evidence(
 
 
 def _takes_a_mean(trainer: Any, num_items: Any) -> bool:
-    """Whether upstream takes the loss for a mean over the micro-batch, and divides it by the accumulation steps."""
+    """Whether upstream treats the loss as a mean over the micro-batch and divides it by the accumulation steps."""
     if trainer.loss_is_scaled_for_ga is not None:
         return not trainer.loss_is_scaled_for_ga
     counted = trainer.model_accepts_loss_kwargs and num_items is not None

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="empty-body"
-"""What the objects that a trainer owns may use of it beside upstream's: declared here, for the type checker alone.
+"""The interface that the trainer offers to the objects it owns, in addition to upstream's, for the type checker.
 
-`training.trainer` does it. Checkpoints and the recovery from a shortage of memory import this, so imports point down.
+`training.trainer` implements it. Checkpoints and out-of-memory recovery import this module, so imports point down.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from hf_rocm_tune.training.ranks import GradientSync, WholeState
+    from hf_rocm_tune.training.ranks import FullState, GradientSync
     from hf_rocm_tune.training.supervised import Phase
     from hf_rocm_tune.transfer import Mover, TransferReport
 
 
 class Owner(Trainer):
-    """See `training.trainer.VerifiedTransferMixin`, which has all of it."""
+    """Implemented by `training.trainer.VerifiedTransferMixin`; see there."""
 
     mover: Mover
     transfer_report: TransferReport
@@ -36,7 +36,7 @@ class Owner(Trainer):
     @property
     def is_sharded(self) -> bool: ...
     @property
-    def whole_state(self) -> WholeState | None: ...
+    def full_state(self) -> FullState | None: ...
     def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]: ...
     def unchanged(self, batch: Mapping[str, Any]) -> Mapping[str, Any]: ...
     def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]: ...

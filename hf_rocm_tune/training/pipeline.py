@@ -1,17 +1,17 @@
-"""Several micro-batches of a split model under way at once: its cards compute side by side, and not in turns.
+"""Pipelined micro-batches of a split model: its cards compute at the same time instead of taking turns.
 
-The micro-batches of an accumulation window fly: each has a thread that runs upstream's own ``training_step``. Python
-runs in one of them at a time (`_Tower`), since neither Trainer nor PEFT knows of threads; it changes at the crossings
-between cards, where a flight waits for its copies and verdicts while the kernels of others run. The autograd graph is
-cut at each crossing, so a flight's backward passes card by card as well, and no thread of autograd's ever waits.
+Each micro-batch of an accumulation window has a thread that runs upstream's own ``training_step``. Only one thread runs
+Python at a time (`_Scheduler`), since neither Trainer nor PEFT is thread-safe; they switch at the crossings between
+cards, where a micro-batch waits for its copies and their verification while kernels of others run. The autograd graph
+is cut at each crossing, so backward also runs card by card, and no autograd thread ever waits.
 
-At each crossing flights pass in the order of their micro-batches, so every weight's gradients add up in the order of a
-run without a pipeline: losses, gradients and results are the same bits, but for weights that stand in two places (a
-trained embedding that is the output head too: same sums, other order), and dropout on logical cards, which share a
-random generator. Memory: activations of twice as many micro-batches as there are cards.
+Micro-batches pass each crossing in order, so every weight's gradients add up in the same order as without a pipeline:
+losses, gradients and results are bit-identical, except for weights used in two places (a trained embedding that is also
+the output head: same sums, other order) and dropout on logical cards, which share a random generator. Memory:
+activations of twice as many micro-batches as there are cards.
 
-What goes wrong in a flight ends all of them and is raised where its micro-batch is asked for. After a shortage of
-memory (`training.oom`) the step is done again one by one, and fewer are under way from then on.
+An error in one micro-batch ends all of them and is raised where that micro-batch is requested. After running out of
+memory (`training.oom`) the step is repeated one by one, and fewer micro-batches run concurrently from then on.
 """
 
 from __future__ import annotations
@@ -31,83 +31,86 @@ from hf_rocm_tune.models.quantised import writable_buffers
 from hf_rocm_tune.models.split import Crossing, Hops, SplitMover
 from hf_rocm_tune.plan.ways import IN_FLIGHT
 from hf_rocm_tune.training.faults import StepFaultSpec
+from hf_rocm_tune.training.oom import Stock
 from hf_rocm_tune.transfer.copies import Fetcher
 from hf_rocm_tune.transfer.redirect import READERS
 
 logger = logging.getLogger(__name__)
 
-Stock = Callable[[nn.Module, Any, Any], Tensor]
+
+class _Cancelled(BaseException):
+    """Another micro-batch has failed."""
 
 
-class _Abandoned(BaseException):
-    """Another flight has failed."""
+class _Scheduler:
+    """Lets one micro-batch run at a time, and lets micro-batches begin each stage in order.
 
+    A stage is what runs between two crossings: forward on the first card is stage 0, on the next card stage 1, and so
+    on; ``loss_stage`` computes the loss, on the first card again; the stages of backward follow.
+    """
 
-class _Tower:
-    """Lets one flight run at a time, and each stretch between two places in the order of the flights."""
-
-    def __init__(self, home: int) -> None:
-        self._home = home  # the place behind which the first card computes the loss
+    def __init__(self, loss_stage: int) -> None:
+        self._loss_stage = loss_stage
         self._changed = threading.Condition()
-        self._waiting: dict[int, int] = {}  # by flight: the place behind which it is to go on
-        self._reached: dict[int, float] = {}  # by flight: the place behind which it is, and a half when it has left
+        self._waiting: dict[int, int] = {}  # by micro-batch: the stage that it waits for
+        self._reached: dict[int, float] = {}  # by micro-batch: its current stage, plus a half when the stage is done
         self._running: int | None = None
         self._failed = False
 
-    def enter(self, flight: int, place: int) -> None:
-        """Wait until it is this flight's turn. Of several the one goes first that is further on.
+    def enter(self, number: int, stage: int) -> None:
+        """Wait until this micro-batch may run ``stage``. Of several that may run, the one furthest on goes first.
 
         Raises:
-            _Abandoned: another flight has failed.
+            _Cancelled: another micro-batch has failed.
         """
         with self._changed:
-            self._waiting[flight] = place
-            self._changed.wait_for(lambda: self._failed or (self._running is None and self._next() == flight))
-            del self._waiting[flight]
+            self._waiting[number] = stage
+            self._changed.wait_for(lambda: self._failed or (self._running is None and self._next() == number))
+            del self._waiting[number]
             if self._failed:
-                raise _Abandoned
-            self._running, self._reached[flight] = flight, place
+                raise _Cancelled
+            self._running, self._reached[number] = number, stage
 
     def _next(self) -> int | None:
-        # The last card waits for a loss: no forward pass is begun in front of what is left of it on the first.
-        loss_under_way = any(place in (self._home, self._home + 1) for place in self._reached.values())
+        # The last card waits for a loss: no forward pass begins before the rest of it has run on the first card.
+        loss_running = any(stage in (self._loss_stage, self._loss_stage + 1) for stage in self._reached.values())
         ready = [
-            (-place, flight)
-            for flight, place in self._waiting.items()
-            if all(self._reached.get(earlier, -1.0) > place for earlier in range(flight))
-            and not (place == 0 and loss_under_way)
+            (-stage, number)
+            for number, stage in self._waiting.items()
+            if all(self._reached.get(earlier, -1.0) > stage for earlier in range(number))
+            and not (stage == 0 and loss_running)
         ]
         return min(ready)[1] if ready else None
 
-    def leave(self, flight: int, *, for_good: bool = False) -> None:
-        """The next stretch is reached: others may run, also on the one that lies behind."""
+    def leave(self, number: int, *, for_good: bool = False) -> None:
+        """The micro-batch has ended its stage: others may run, in that stage too."""
         with self._changed:
             self._running = None
-            self._reached[flight] = float("inf") if for_good else self._reached[flight] + 0.5
+            self._reached[number] = float("inf") if for_good else self._reached[number] + 0.5
             self._changed.notify_all()
 
-    def pause(self, flight: int) -> int:
-        """Others may run, but none overtakes: the place for `enter`."""
+    def pause(self, number: int) -> int:
+        """Let others run within the current stage, without overtaking. Returns the stage, for `enter`."""
         with self._changed:
-            assert self._running == flight, "nothing is read from a card while a flight crosses"
+            assert self._running == number, "nothing is read from a card during a crossing"
             self._running = None
             self._changed.notify_all()
-            return int(self._reached[flight])
+            return int(self._reached[number])
 
     def fail(self) -> None:
-        """No flight goes on."""
+        """Let no micro-batch continue."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
 
     @property
     def failed(self) -> bool:
-        """Whether one has failed."""
+        """Whether a micro-batch has failed."""
         return self._failed
 
 
 class _Flight:
-    """One micro-batch on its way; see `models.split.Flight`."""
+    """One micro-batch in the pipeline; see `models.split.Flight`."""
 
     def __init__(self, pipeline: Pipeline, number: int, fetchers: Sequence[Fetcher]) -> None:
         self._pipeline, self.number, self._fetchers = pipeline, number, fetchers
@@ -117,17 +120,17 @@ class _Flight:
     def cross(self, place: int) -> Iterator[Callable[[int], tuple[Fetcher, Any]]]:
         pipeline = self._pipeline
         marks = [card.mark() for card in pipeline.mover.cards]
-        pipeline.tower.leave(self.number)
+        pipeline.scheduler.leave(self.number)
         yield lambda card: (self._fetchers[card], marks[card])
-        pipeline.tower.enter(self.number, place)
+        pipeline.scheduler.enter(self.number, place)
 
     def wait(self, tensor: Tensor) -> None:
-        """Wait for what its card has queued before it is read, and let others run meanwhile."""
+        """Wait for the kernels that compute ``tensor`` before it is read, and let other micro-batches run meanwhile."""
         mark = next(card for card in self._pipeline.mover.cards if card.serves(tensor.device)).mark()
-        place = self._pipeline.tower.pause(self.number)
+        stage = self._pipeline.scheduler.pause(self.number)
         if mark is not None:
             mark.synchronize()
-        self._pipeline.tower.enter(self.number, place)
+        self._pipeline.scheduler.enter(self.number, stage)
 
     def cut(self, tensor: Tensor, moved: Tensor, way: Crossing) -> Tensor:
         leaf = moved.detach().requires_grad_()
@@ -135,11 +138,11 @@ class _Flight:
         return leaf
 
     def backward(self) -> None:
-        """The backward passes that are left when the last stage's is done: card by card, back to the first."""
+        """Run the backward passes that remain after the last stage's: card by card, back to the first."""
         cards = len(self._pipeline.mover.cards)
         for card in range(cards - 1, -1, -1):
             mine = [cut for cut in self._cuts if cut[2].source == card]
-            self._cuts = [cut for cut in self._cuts if cut[2].source != card]  # what is done with is not kept
+            self._cuts = [cut for cut in self._cuts if cut[2].source != card]  # frees what is no longer needed
             used = [(tensor, leaf.grad, way) for tensor, leaf, way in mine if leaf.grad is not None]
             if used:
                 with self.cross(2 * cards + 1 - card) as crossing:
@@ -147,8 +150,8 @@ class _Flight:
                 torch.autograd.backward([tensor for tensor, _, _ in used], gradients)
 
 
-class _Patient(TorchFunctionMode):
-    """Lets others run while a flight would wait for its card to read a number, as transformers does of each mask."""
+class _YieldOnRead(TorchFunctionMode):
+    """Lets others run while a micro-batch waits to read a number from its card, as transformers does for each mask."""
 
     def __init__(self, flight: _Flight) -> None:
         super().__init__()
@@ -161,36 +164,36 @@ class _Patient(TorchFunctionMode):
 
 
 class Pipeline:
-    """Flights of a trainer whose model is split.
+    """Runs the micro-batches of a trainer whose model is split.
 
     Args:
         hops: the crossings of the model.
-        mover: of the cards.
+        mover: the movers of the cards.
 
     Attributes:
-        in_flight: how many micro-batches may be under way at once; fewer after a shortage of memory.
+        in_flight: how many micro-batches may run concurrently; fewer after running out of memory.
     """
 
     def __init__(self, hops: Hops, mover: SplitMover) -> None:
         self.mover, self._hops = mover, hops
-        # Measured: with one more than there are cards they still wait for each other.
+        # Measured: with only one more than there are cards, the cards still wait for each other.
         self.in_flight = IN_FLIGHT * len(mover.cards)
-        # For each thread: in a queue that they share, one's fetch would wait behind what another waits for.
+        # One set a thread: in a shared queue a fetch would wait behind copies that another micro-batch waits for.
         self._fetchers = [[card.another_fetcher() for card in mover.cards] for _ in range(self.in_flight)]
-        self.tower = _Tower(len(mover.cards))
+        self.scheduler = _Scheduler(len(mover.cards))
         self._window: list[Any] = []
         self._asked = 0
         self._threads: list[threading.Thread] = []
 
     def begin_step(self, window: list[Any]) -> None:
-        """An optimizer step begins, with these micro-batches."""
+        """Begin an optimizer step with these micro-batches."""
         self._window, self._asked = window, 0
 
     def step(self, stock: Stock, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
-        """One micro-step, as ``Trainer.training_step``; the first of a window sends all of them off.
+        """One micro-step, as ``Trainer.training_step``; the first of a window starts all of its micro-batches.
 
         Raises:
-            BaseException: what went wrong in any flight.
+            BaseException: the error of the first micro-batch that failed.
         """
         if self.in_flight == 1 or len(self._window) < 2:
             return stock(model, inputs, num_items)
@@ -206,23 +209,25 @@ class Pipeline:
                 raise self._errors[min(self._errors)]
             return self._losses.pop(number)
         except BaseException:
-            self.tower.fail()  # an interruption of this thread, too
+            self.scheduler.fail()  # also if this thread was interrupted
             self._join()
-            self._errors.clear()  # they hold on to activations
+            self._errors.clear()  # they keep activations alive
             self._losses.clear()
-            self._window = []  # what is left of this step, or done again, does not fly
+            self._window = []  # the rest of this step, and its repetition, run one by one
             raise
 
-    def fewer(self) -> bool:
-        """Halve what is under way at once, after a shortage of memory; False where it was one already."""
+    def halve(self) -> bool:
+        """Halve the number of concurrent micro-batches, after running out of memory; False if it is one already."""
         if self.in_flight == 1:
             return False
-        logger.warning("no memory for %d micro-batches under way at once: %d", self.in_flight, self.in_flight // 2)
+        logger.warning(
+            "no memory for %d concurrent micro-batches; continuing with %d", self.in_flight, self.in_flight // 2
+        )
         self.in_flight //= 2
         return True
 
     def _start(self, stock: Stock, model: nn.Module, first: Any, num_items: Any) -> None:
-        self.tower = _Tower(len(self.mover.cards))
+        self.scheduler = _Scheduler(len(self.mover.cards))
         self._finished = threading.Condition()
         self._losses: dict[int, Tensor] = {}
         self._errors: dict[int, BaseException] = {}
@@ -232,36 +237,36 @@ class Pipeline:
         batches = [first, *(self._window[number] for number in range(1, len(self._window)))]
         job = (stock, model, batches, num_items)
         self._threads = [
-            threading.Thread(target=self._fly, args=(fetchers, *job), name=f"flight {number}", daemon=True)
+            threading.Thread(target=self._run, args=(fetchers, *job), name=f"micro-batch {number}", daemon=True)
             for number, fetchers in enumerate(self._fetchers[: min(self.in_flight, len(batches))])
         ]
         for thread in self._threads:
             thread.start()
 
-    def _fly(
+    def _run(
         self, fetchers: Sequence[Fetcher], stock: Stock, model: nn.Module, batches: list[Any], num_items: Any
     ) -> None:
-        """One thread: one micro-batch after the other, as long as some are left."""
+        """The function of each thread: runs one micro-batch after another while some are left."""
         if self.mover.device.type == "cuda":
-            torch.cuda.set_device(self.mover.device)  # a new thread is on card 0, whichever is ours
-        while not self.tower.failed:
+            torch.cuda.set_device(self.mover.device)  # a new thread's current device is card 0
+        while not self.scheduler.failed:
             with self._finished:
                 number = next(self._left, None)
             if number is None:
                 return
             flight = _Flight(self, number, fetchers)
             try:
-                self.tower.enter(number, 0)
-                with self._hops.flying(flight), _Patient(flight):
+                self.scheduler.enter(number, 0)
+                with self._hops.flying(flight), _YieldOnRead(flight):
                     loss = stock(model, batches[number], num_items)
                 flight.backward()
-                self.tower.leave(number, for_good=True)
+                self.scheduler.leave(number, for_good=True)
                 batches[number] = None
                 self._end(self._losses, number, loss)
-            except _Abandoned:
+            except _Cancelled:
                 return
-            except BaseException as error:  # raised where the micro-batch is asked for
-                self.tower.fail()
+            except BaseException as error:  # raised where the micro-batch is requested
+                self.scheduler.fail()
                 self._end(self._errors, number, error)
 
     def _end(self, results: dict[int, Any], number: int, result: Any) -> None:
@@ -275,9 +280,12 @@ class Pipeline:
         self._threads = []
 
 
-def flies(trainer: Any) -> bool:
-    """Whether micro-batches of this trainer may be under way side by side: there are several, nothing is harmed in a
-    step on purpose, and no module writes to its buffers or offloads what it keeps for backward."""
+def can_pipeline(trainer: Any) -> bool:
+    """Whether micro-batches of this trainer may run concurrently.
+
+    Not with a single accumulation step, injected step faults, offloaded activations, a router's auxiliary loss, or
+    modules that write to their buffers.
+    """
     args, config = trainer.args, trainer.model.config
     return (
         args.gradient_accumulation_steps > 1

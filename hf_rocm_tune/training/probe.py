@@ -1,13 +1,13 @@
-"""One worst-case step before the run, to see whether a micro-batch fits; afterwards nothing is left of it.
+"""One worst-case step before the run, to see whether a micro-batch fits; all of its effects are undone.
 
-The longest row that the run can meet, as often as the micro-batch has rows, goes through the trainer's own step:
-verified transfer, mixed precision, loss, backward, twice where gradients accumulate, beside as much memory as the
-optimizer's state and DistributedDataParallel's buckets will take. Then gradients, random state, what the trainer logs,
-and the way the model was prepared are put back, so that the run that follows is the one that would have been without
-it, bit for bit. Ranks meet only between steps, over gloo: one that is out of memory leaves no other waiting.
+A micro-batch of copies of the longest row goes through the trainer's own step: verified transfer, mixed precision,
+loss, backward, twice with gradient accumulation, beside as much memory as the optimizer state and
+DistributedDataParallel's buckets will take. Then gradients, random state, what the trainer logs, and the preparation of
+the model are restored, so that the following run is bit-identical to one without the probe. Ranks communicate only
+between steps, over gloo: one that runs out of memory leaves no other waiting.
 
 Not covered: evaluation, ``torch_compile``, kernels that take workspace only at other lengths, buffers that a model
-changes in ``forward``, and on a CPU the peak itself, which nothing there counts.
+changes in ``forward``, and on a CPU the peak itself, which is not counted there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hf_rocm_tune.plan.candidates import Candidate, Trial, Way, with_slack
 from hf_rocm_tune.plan.estimate import TrainedTensor, optimizer
 from hf_rocm_tune.ranks.agree import highest
 from hf_rocm_tune.training.oom import StepWindow, local_gathers, parts_of
+from hf_rocm_tune.training.refusals import optimizer_name
 
 if TYPE_CHECKING:
     from hf_rocm_tune.training.trainer import VerifiedTransferMixin
@@ -36,39 +37,39 @@ _ROWS_AT_ONCE = 10_000
 
 
 def try_on_all_ranks(trainer: VerifiedTransferMixin, candidate: Candidate, *, budget: int) -> Trial:
-    """One worst-case step of this way. Collective.
+    """Try one worst-case step of a candidate on every rank. Collective.
 
     Args:
         trainer: before its ``train``.
-        candidate: the way.
+        candidate: micro-batch, accumulation and recomputation to try.
         budget: bytes for torch's allocator; a peak that leaves no room for the allocator's slack does not fit.
     """
-    went_through, peak_here = probe(trainer, candidate)
-    short, peak = highest([int(not went_through), peak_here or 0])
+    fits_here, peak_here = probe(trainer, candidate)
+    short, peak = highest([int(not fits_here), peak_here or 0])
     fits = not short and with_slack(peak) <= budget
     return Trial(candidate=candidate, fits=fits, measured=peak if peak and not short else None)
 
 
 def probe(trainer: VerifiedTransferMixin, candidate: Candidate) -> tuple[bool, int | None]:
-    """One worst-case step on this rank alone; nothing of it is left but counters of transfers in the report.
+    """Try one worst-case step on this rank; only the report's transfer counters keep a trace of it.
 
     Returns:
-        Whether it went through, and the allocator's peak in bytes; None where it did not, or on a CPU.
+        Whether it fits, and the allocator's peak in bytes; None if it does not fit, or on a CPU.
     """
     device = trainer.args.device
     accelerator = device.type == "cuda"
     rows = worst_rows(trainer.train_dataset, candidate.micro_batch, limit=trainer.args.max_length)
-    with _undone(trainer):
+    with _restored(trainer):
         set_checkpointing(trainer, candidate.checkpointing, candidate.recompute)
         if accelerator:
             torch.cuda.reset_peak_memory_stats(device)
-        fits = _went_through(trainer, rows, micro_steps=min(2, candidate.accumulation))
+        fits = _step_fits(trainer, rows, micro_steps=min(2, candidate.accumulation))
         peak = torch.cuda.max_memory_allocated(device) if accelerator and fits else None
     return fits, peak
 
 
 def set_way(trainer: VerifiedTransferMixin, way: Way) -> None:
-    """Let a trainer that is built, and has not trained, train this way: as if it had been built with it."""
+    """Set micro-batch, accumulation and recomputation of a trainer that has not trained, as if built with them."""
     args = trainer.args
     args.per_device_train_batch_size, args.gradient_accumulation_steps = way.micro_batch, way.accumulation
     trainer._train_batch_size = args.train_batch_size
@@ -76,11 +77,11 @@ def set_way(trainer: VerifiedTransferMixin, way: Way) -> None:
 
 
 def set_checkpointing(trainer: VerifiedTransferMixin, on: bool, layers: tuple[int, int] | None = None) -> None:
-    """Turn the recomputation of activations on or off in arguments and model, as TRL and transformers do."""
+    """Turn activation checkpointing on or off in arguments and model, as TRL and transformers do."""
     args, model = trainer.args, trainer.model
     args.activation_checkpointing = args.gradient_checkpointing = on
     trainer.recompute_layers = layers
-    model.disable_input_require_grads()  # whoever sets these hooks anew forgets the ones before
+    model.disable_input_require_grads()  # enabling them again would leave the earlier hooks in place
     if not on:
         model.activation_checkpointing_disable()
         return
@@ -100,11 +101,11 @@ def set_checkpointing(trainer: VerifiedTransferMixin, on: bool, layers: tuple[in
 
 
 def worst_rows(rows: Any, count: int, *, limit: int | None) -> list[dict[str, Any]]:
-    """The longest row as often as wanted; the last one a token shorter, so that a padded batch has padding.
+    """The longest row ``count`` times; the last copy is one token shorter, so that a padded batch has padding.
 
-    ``limit``: tokens of the longest row of a stream, which cannot be looked through.
+    ``limit``: tokens of the longest row of a stream, which cannot be searched.
     """
-    longest = _longest(rows) if isinstance(rows, Dataset) else _stretched(rows, limit)
+    longest = _longest(rows) if isinstance(rows, Dataset) else _first_stretched(rows, limit)
     length = len(longest["input_ids"])
     last = longest if count == 1 or length == 1 else _of_length(longest, length - 1)
     return [*([longest] * (count - 1)), last]
@@ -126,7 +127,7 @@ def _longest(rows: Dataset) -> dict[str, Any]:
     return row
 
 
-def _stretched(rows: Any, limit: int | None) -> dict[str, Any]:
+def _first_stretched(rows: Any, limit: int | None) -> dict[str, Any]:
     first = next(iter(rows), None)
     if first is None:
         raise UsageError("--auto_fit probe: no row is left to train on")
@@ -134,14 +135,14 @@ def _stretched(rows: Any, limit: int | None) -> dict[str, Any]:
 
 
 def _of_length(row: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """A row cut, or repeated, to so many tokens; the lengths of packed sequences follow."""
+    """The row truncated or repeated to ``length`` tokens, with matching lengths of packed sequences."""
     had = len(row["input_ids"])
     made = {
         name: list(itertools.islice(itertools.cycle(value), length)) if _is_by_token(value, had) else value
         for name, value in row.items()
     }
     if "seq_lengths" in row:
-        made["seq_lengths"] = _cut(row["seq_lengths"], length)
+        made["seq_lengths"] = _lengths_up_to(row["seq_lengths"], length)
     return made
 
 
@@ -149,8 +150,8 @@ def _is_by_token(value: Any, tokens: int) -> bool:
     return isinstance(value, list) and len(value) == tokens
 
 
-def _cut(lengths: list[int], total: int) -> list[int]:
-    """Lengths of the sequences in a row of ``total`` tokens, repeated as often as need be."""
+def _lengths_up_to(lengths: list[int], total: int) -> list[int]:
+    """The lengths of sequences that fill a row of ``total`` tokens, repeated as needed."""
     made: list[int] = []
     left = total
     for size in itertools.cycle(lengths):
@@ -164,12 +165,12 @@ def _cut(lengths: list[int], total: int) -> list[int]:
 # ---- the step -----------------------------------------------------------------------------------------------
 
 
-def _went_through(trainer: VerifiedTransferMixin, rows: list[dict[str, Any]], *, micro_steps: int) -> bool:
+def _step_fits(trainer: VerifiedTransferMixin, rows: list[dict[str, Any]], *, micro_steps: int) -> bool:
     from hf_rocm_tune.training.trainer import VerifiedTransferMixin
 
-    stock = super(VerifiedTransferMixin, trainer).training_step  # its own would keep evidence and step down
+    stock = super(VerifiedTransferMixin, trainer).training_step  # the mixin's would save evidence and step down
     try:
-        beside = _stand_in(trainer, "state")
+        beside = _reserve(trainer, "state")
         for _ in range(micro_steps):
             batch = trainer.data_collator(rows)
             (part,) = parts_of(trainer, batch, 1)
@@ -177,18 +178,18 @@ def _went_through(trainer: VerifiedTransferMixin, rows: list[dict[str, Any]], *,
                 stock(trainer.model, batch)
             trainer.beat("start")
         del batch, part
-        step = _stand_in(trainer, "step")
+        step = _reserve(trainer, "step")
         del beside, step
-    except RuntimeError as error:  # what it holds on to goes with this frame
+    except RuntimeError as error:  # the tensors it refers to are freed with this frame
         if device_shortage(error) is None:
             raise
         return False
     return True
 
 
-def _stand_in(trainer: VerifiedTransferMixin, what: str) -> torch.Tensor:
-    """As much memory as the optimizer, and the buckets of several ranks, will take: always, or while it steps."""
-    kind = optimizer(str(getattr(trainer.args.optim, "value", trainer.args.optim)))
+def _reserve(trainer: VerifiedTransferMixin, what: str) -> torch.Tensor:
+    """Allocate as much as the optimizer (and the buckets of several ranks) keeps ("state") or needs in its "step"."""
+    kind = optimizer(optimizer_name(trainer.args))
     trained = [TrainedTensor(elements=one.numel(), itemsize=one.element_size()) for one in _trained(trainer.model)]
     if what == "step":
         nbytes = int(kind.taken(trained))
@@ -202,26 +203,26 @@ def _trained(model: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
-# ---- putting back -------------------------------------------------------------------------------------------
+# ---- restoring the trainer ----------------------------------------------------------------------------------
 
 
 @contextmanager
-def _undone(trainer: VerifiedTransferMixin) -> Iterator[None]:
-    """The model as it will be prepared for training, but for DistributedDataParallel; afterwards all is as before."""
+def _restored(trainer: VerifiedTransferMixin) -> Iterator[None]:
+    """Prepare the model as for training, without DistributedDataParallel; afterwards everything is as before."""
     model, accelerator, args = trainer.model, trainer.accelerator, trainer.args
     window = StepWindow(trainer)
     training, checkpointing = model.training, bool(args.activation_checkpointing)
     with ExitStack() as stack:
         stack.callback(release_memory)
         stack.enter_context(_kept(trainer, "current_gradient_accumulation_steps"))
-        # With the last of them a model counts as prepared: there would be no DistributedDataParallel, no autocast.
+        # `_is_accelerate_prepared` would make accelerate skip DistributedDataParallel and autocast in the run.
         stack.enter_context(_kept(model, "forward", "_original_forward", "_is_accelerate_prepared"))
         stack.enter_context(_kept(accelerator, "_models"))
         stack.callback(model.train, training)
         stack.callback(set_checkpointing, trainer, checkpointing, trainer.recompute_layers)
         stack.callback(window.rewind, model)
         trainer.current_gradient_accumulation_steps = 1
-        stack.enter_context(local_gathers(accelerator))  # a rank without memory would leave the others waiting in it
+        stack.enter_context(local_gathers(accelerator))  # a rank out of memory would leave the others waiting in it
         accelerator._models = []
         accelerator.prepare_model(model, evaluation_mode=True)  # mixed precision, and no DistributedDataParallel
         yield
@@ -232,7 +233,7 @@ _ABSENT = object()
 
 @contextmanager
 def _kept(holder: Any, *names: str) -> Iterator[None]:
-    """Attributes of an object itself, as they were afterwards; those that it had not are gone again."""
+    """Restore instance attributes after the block; those that did not exist are deleted."""
     before = {name: vars(holder).get(name, _ABSENT) for name in names}
     try:
         yield

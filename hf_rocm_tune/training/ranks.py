@@ -1,21 +1,20 @@
-"""What several processes that train one model must agree on.
+"""Training on several ranks or cards: DistributedDataParallel, FSDP2, tensor parallelism, and models split by layers.
 
-Under DistributedDataParallel: the same weights before and after the model is wrapped, frozen ones out of its start-up
-broadcast, and averages of gradients that are judged (`GradientSync`).
+Under DistributedDataParallel: replicas are compared before and after the model is wrapped, frozen weights are kept out
+of its start-up broadcast, and gradient averages are checked (`GradientSync`).
 
 Under FSDP2 each card keeps its own rows of every weight (`ShardedModel`). The model is sharded when the trainer is
-built, not when training begins, so that everything that looks at it (coverage, sentinels, reports) sees what will be
-trained. Accelerate finds it sharded and leaves it so. What upstream does between cards without a check, and what is
-done here instead:
+built, not when training begins, so that coverage, sentinels and reports see what will be trained; accelerate leaves a
+sharded model as it is. What upstream does between cards unchecked, and what is done here instead:
 
     broadcast of all weights from rank 0         each rank reads the files and sends its own rows through the mover
-    gathering weights, averaging gradients       upstream's, judged before the optimizer (`ranks.fsdp`)
-    norm over all gradients                      added up over gloo
-    gathering the whole model for each save      only what is trained and the optimizer's state, over gloo, compared
+    gathering weights, averaging gradients       upstream's, checked before the optimizer (`ranks.fsdp`)
+    norm over all gradients                      summed over gloo
+    gathering the full model for each save       only trained weights and optimizer state, over gloo, compared
 
-Checkpoints have the form of a single process: they are the same with any number of ranks, with or without FSDP2.
+Checkpoints have the format of a single process: they are the same with any number of ranks, with or without FSDP2.
 
-Not covered with FSDP2: shortages of memory (the step is not done again), comparison of replicas (a shard has none).
+Not covered with FSDP2: out-of-memory recovery (the step is not repeated), comparison of replicas (shards have none).
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ from hf_rocm_tune.ranks.averaging import SyncSettings, Way
 from hf_rocm_tune.ranks.fsdp import Traffic
 from hf_rocm_tune.ranks.gradients import GradientCheck, watch
 from hf_rocm_tune.ranks.tensor_parallel import RANKS, Reductions, dims_of, install
+from hf_rocm_tune.training.refusals import optimizer_name
 from hf_rocm_tune.training.saved_state import host_copy, leaves
 from hf_rocm_tune.training.sentinels import compare_replicas
 from hf_rocm_tune.transfer import Digest, Mover, combine, digest, map_tensors
@@ -71,15 +71,14 @@ CHECKPOINTING = (
 
 
 class GradientSync:
-    """How the ranks of one training average gradients, and the judgement of the averages.
+    """How the ranks average gradients, and the check of the averages.
 
-    PowerSGD begins after a tenth of the run's steps, and its state is in no checkpoint: a run that is continued begins
-    with plain averages again.
+    PowerSGD begins after a tenth of the run's steps. Its state is not saved: a resumed run begins with plain averages.
     """
 
     def __init__(self, settings: SyncSettings) -> None:
         self._settings = settings
-        # None before training, and where nothing is judged
+        # None before training, and where nothing is checked
         self.check: GradientCheck | Traffic | Reductions | None = None
 
     @property
@@ -88,7 +87,7 @@ class GradientSync:
         return self._settings.way
 
     def before_wrapping(self, model: nn.Module, sentinel: SentinelCallback) -> None:
-        """Compare the replicas, and keep what is frozen out of DistributedDataParallel's broadcast. Collective."""
+        """Compare the replicas, and keep frozen weights out of DistributedDataParallel's broadcast. Collective."""
         sentinel.check_replicas(tensors_of(model), "before DistributedDataParallel")
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         buffers = [name for name, _ in model.named_buffers()]
@@ -96,7 +95,7 @@ class GradientSync:
         ignore(model, [*frozen, *buffers])
 
     def start(self, wrapped: nn.Module, mover: Mover, traffic: Traffic | Reductions | None, *, max_steps: int) -> None:
-        """Begin to judge averages: DistributedDataParallel's, or else what sharded models send. Collective."""
+        """Begin to check DistributedDataParallel's averages, or the traffic of a sharded model. Collective."""
         if TENSOR_PARALLEL in wrapped.__dict__:
             self.check = traffic
             return
@@ -105,12 +104,12 @@ class GradientSync:
         self.check = watch(wrapped, mover, earlier, settings) or traffic
 
     def settle(self, *, step: int, synced: bool) -> None:
-        """Judge the averages of this step before they are clipped. Collective."""
+        """Check the averages of this step before they are clipped. Collective."""
         if self.check is not None and (self.check.pending or synced):
             self.check.settle(step=step)
 
     def describe(self, model: nn.Module, ranks: int) -> dict[str, Any] | None:
-        """For the report: how gradients were averaged, as this rank saw it; None with a single process."""
+        """For the report: how gradients were averaged, as seen by this rank; None with a single process."""
         if ranks == 1:
             return None
         if self.check is None:
@@ -123,55 +122,55 @@ class GradientSync:
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher was told to use FSDP, which it says in the environment."""
+    """Whether the launcher's environment variables ask for FSDP."""
     return bool(str_to_bool(environ.get("ACCELERATE_USE_FSDP", "false")))
 
 
 @contextmanager
 def before_accelerator(args: TrainingArguments, *, tensor_parallel: bool) -> Iterator[None]:
-    """Tells accelerate, which is made within the block, how the ranks share the model.
+    """Configure how the ranks share the model, for the accelerator that is created within the block.
 
-    Upstream knows no shards on the CPU: there the ranks are called ranks of accelerators.
+    Upstream does not shard on the CPU: there the ranks are declared as ranks of accelerators.
     """
     if tensor_parallel:
-        _call_accelerators(args)
+        _declare_accelerators(args)
         args.parallelism_config = ParallelismConfig(tp_size=args.world_size)
         yield
-        args.parallelism_config = None  # it has a mesh now, which cannot be saved with the arguments
+        args.parallelism_config = None  # it holds a mesh now, which cannot be saved with the arguments
         return
     if not is_wanted(os.environ):
         yield
         return
     if args.world_size < 2:
         raise UsageError("FSDP2 shards over two or more processes, and there is one: give --num_processes 2")
-    _call_accelerators(args)
+    _declare_accelerators(args)
     yield
 
 
-def _call_accelerators(args: TrainingArguments) -> None:
+def _declare_accelerators(args: TrainingArguments) -> None:
     if args.device.type == "cpu":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 class ShardedModel:
-    """The model of a trainer, sharded by FSDP2, and what replaces accelerate's handling of it.
+    """A model sharded by FSDP2, and replacements of accelerate's gradient clipping and saving.
 
     Attributes:
-        seconds: that sharding took, with its verification.
-        whole: brings together what is saved; None before `shard`.
-        traffic: judges what FSDP2 sends; None before `shard` and with ``verify="off"``.
+        seconds: time that sharding took, with its verification.
+        full_state: gathers what is saved; None before `shard`.
+        traffic: checks what FSDP2 sends; None before `shard` and with ``verify="off"``.
 
     Raises:
-        UsageError: FSDP2 is asked for in a way that cannot work, or not be verified.
-        SeamError: FSDP was asked for, and accelerate has not made it.
+        UsageError: the FSDP2 configuration cannot work or cannot be verified.
+        SeamError: FSDP was asked for, and accelerate has no FSDP plugin.
     """
 
     def __init__(self, accelerator: Any, mover: Mover, world_size: int) -> None:
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is None:
-            raise SeamError("FSDP was asked for and accelerate has not made it: use the version in pyproject.toml")
+            raise SeamError("accelerate has not enabled FSDP, as requested: use the version in pyproject.toml")
         check_plugin(plugin)
-        # What is saved is ours to bring together; upstream writes nothing at all where this is another one.
+        # `FullState` gathers what is saved; with another type upstream does not save the model.
         plugin.set_state_dict_type("FULL_STATE_DICT")
         self._take(accelerator, mover, world_size)
 
@@ -180,11 +179,11 @@ class ShardedModel:
         accelerator.get_state_dict = self._state_to_save
         self._accelerator, self._mover, self._ranks = accelerator, mover, world_size
         self.seconds = 0.0
-        self.whole: WholeState | None = None
+        self.full_state: FullState | None = None
         self.traffic: Traffic | Reductions | None = None
 
     def shard(self, model: nn.Module) -> None:
-        """Shards the model and begins to watch what FSDP2 sends. Collective."""
+        """Shard the model and begin to check what FSDP2 sends. Collective."""
         if is_sharded(model):
             return
         plugin = self._accelerator.state.fsdp_plugin
@@ -199,7 +198,7 @@ class ShardedModel:
 
     def _sharded(self, model: nn.Module, begun: float) -> None:
         self.seconds = time.perf_counter() - begun
-        self.whole = WholeState(model)
+        self.full_state = FullState(model)
         if self._mover.settings.verify == "off":
             return
         cuts = {
@@ -208,19 +207,19 @@ class ShardedModel:
         compare_replicas(((n, each) for n, each in tensors_of(model) if n not in cuts), "after sharding")
 
     def _state_to_save(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """In place of ``Accelerator.get_state_dict``. Collective, unless it has been brought together for this save."""
+        """Replaces ``Accelerator.get_state_dict``. Collective, unless the state was gathered for this save already."""
         del model, unwrap
-        assert self.whole is not None
-        return self.whole.model()
+        assert self.full_state is not None
+        return self.full_state.model()
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """In place of ``Accelerator.clip_grad_norm_``: the norm is added up over gloo, alike on all ranks."""
+        """Replaces ``Accelerator.clip_grad_norm_``: the norm is summed over gloo, the same on all ranks."""
         if self.traffic is not None:
             self.traffic.require_averages()
         gradients = [each.grad for each in parameters if each.grad is not None]
         parts = [each._local_tensor if isinstance(each, DTensor) else each for each in gradients]
         norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=torch.float32)) if parts else torch.zeros(1)
-        if host_group().rank() > 0:  # what every rank has whole counts once
+        if host_group().rank() > 0:  # gradients that every rank holds completely count once
             whole = [isinstance(each, DTensor) and cut_of(each) is None for each in gradients]
             norms[torch.tensor(whole, device=norms.device)] = 0
         power = norm_type if norm_type != float("inf") else None
@@ -234,10 +233,10 @@ class ShardedModel:
 
 
 class TensorParallelModel(ShardedModel):
-    """The model of a trainer whose ranks compute each layer together; see `ranks.tensor_parallel`.
+    """A model whose ranks compute each layer together; see `ranks.tensor_parallel`.
 
     Args:
-        accelerator: made for tensor parallelism.
+        accelerator: configured for tensor parallelism.
         through_host: see `Reductions`.
     """
 
@@ -246,7 +245,7 @@ class TensorParallelModel(ShardedModel):
         self._through_host = through_host
 
     def shard(self, model: nn.Module) -> None:
-        """Cuts the model and installs the sums over the ranks. Collective."""
+        """Cut the model and install the sums over the ranks. Collective."""
         if is_sharded(model):
             return
         begun, mesh = time.perf_counter(), self._accelerator.torch_device_mesh["tp"]
@@ -257,7 +256,7 @@ class TensorParallelModel(ShardedModel):
 
 
 def _require_rows(model: nn.Module, ranks: int) -> None:
-    """Refuse empty parts of trained tensors: accelerate tells parameters by the address of their parts."""
+    """Refuse empty shards of trained tensors: accelerate identifies parameters by the address of their shards."""
     for name, each in model.named_parameters():
         first, last = rows_of(ranks - 1, ranks, each.shape[0])
         if each.requires_grad and first == last:
@@ -268,7 +267,7 @@ def _require_rows(model: nn.Module, ranks: int) -> None:
 
 
 def _require_storage(model: nn.Module, plugin: Any) -> None:
-    """Refuse 4-bit weights that FSDP2 would convert: they are bytes in the dress of floats."""
+    """Refuse packed 4-bit weights that FSDP2 would convert: they are bytes stored with a float dtype."""
     computed = getattr(plugin.mixed_precision_policy, "param_dtype", None)
     for name, each in model.named_parameters():
         packed = getattr(each, "quant_state", None) is not None and each.is_floating_point()
@@ -280,13 +279,13 @@ def _require_storage(model: nn.Module, plugin: Any) -> None:
 
 
 def _reduce_as_trained(plugin: Any, model: nn.Module) -> None:
-    """Average gradients in the dtype of what is trained: in that of the mixed precision float32 adapters lose bits."""
+    """Average gradients in the dtype of the trained weights: float32 adapters would lose bits in mixed precision."""
     policy = plugin.mixed_precision_policy
     if policy is None:
         return
     quantised = bool(getattr(model, "is_loaded_in_4bit", False))
     kinds = {each.dtype for each in model.parameters() if each.requires_grad}
-    # accelerate makes trainable weights float32 first, unless the model is quantised
+    # accelerate converts trainable weights to float32 before, unless the model is quantised
     dtype = kinds.pop() if quantised and len(kinds) == 1 else torch.float32
     plugin.mixed_precision_policy = type(policy)(
         param_dtype=policy.param_dtype, reduce_dtype=dtype, output_dtype=policy.output_dtype
@@ -294,13 +293,13 @@ def _reduce_as_trained(plugin: Any, model: nn.Module) -> None:
 
 
 _NOT_WITH_SHARDS = {
-    "--auto_fit": "it does not know of shards; set --per_device_train_batch_size yourself",
+    "--auto_fit": "it does not support shards; set --per_device_train_batch_size yourself",
     "--compare_optimizer_every": "a shard of the optimizer's state has no replica to compare it with",
     "--grad_sync host": "FSDP2 averages gradients by itself; leave it out",
     "--grad_compression": "FSDP2 averages gradients by itself; leave it out",
-    "--recompute_layers": "FSDP2's layers are recomputed all, or none; use --activation_checkpointing",
+    "--recompute_layers": "with FSDP2 all layers are recomputed, or none; use --activation_checkpointing",
     "--split_layers": "it is the other way of training a model that is larger than a card; choose one",
-    "--init_lora_weights": "the part that moves into the adapter is computed of whole weights",
+    "--init_lora_weights": "the part that moves into the adapter is computed from full weights",
     "--adapter_name_or_path": "the adapter is read after the weights are cut; merge it into the base first",
 }
 _SHARDED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})
@@ -315,16 +314,19 @@ def check_fsdp(
 ) -> bool:
     """Refuse, before the model is loaded, what does not work with FSDP2 or could not be verified.
 
-    ``others``: flags of ours that do not go with FSDP2, and whether they are in use.
+    ``others``: our flags that are incompatible with FSDP2, and whether they are in use.
 
     Returns:
         Whether FSDP2 is used.
+
+    Raises:
+        UsageError: the first reason that applies.
     """
     if args.fsdp:
         raise UsageError(f"--fsdp is not used here: choose FSDP2 with {FSDP_CONFIGURATION}, and leave --fsdp out")
     if not is_wanted(environ):
         return False
-    version, optim = environ.get("FSDP_VERSION", "1"), str(getattr(args.optim, "value", args.optim))
+    version, optim = environ.get("FSDP_VERSION", "1"), optimizer_name(args)
     refusals = [
         (version != "2", f"fsdp_version {version} is not supported: use fsdp_version: 2, as in {FSDP_CONFIGURATION}"),
         (args.world_size < 2, "there is one process, and FSDP2 shards over two or more: give --num_processes 2"),
@@ -350,14 +352,14 @@ def check_fsdp(
 def check_tensor_parallel(
     args: TrainingArguments, model: ModelConfig, environ: Mapping[str, str], *, others: Mapping[str, bool]
 ) -> None:
-    """As `check_fsdp`, for ``--tensor_parallel``. What the model itself does not allow is refused when it is cut.
+    """As `check_fsdp`, for ``--tensor_parallel``. Reasons in the model itself are found when it is cut.
 
     Raises:
         UsageError: the first reason that applies.
     """
-    optim = str(getattr(args.optim, "value", args.optim))
+    optim = optimizer_name(args)
     refusals = [
-        (is_wanted(environ) or bool(args.deepspeed), "FSDP and DeepSpeed share the model in another way: choose one"),
+        (is_wanted(environ) or bool(args.deepspeed), "it does not go with FSDP or DeepSpeed: choose one of them"),
         (args.world_size != RANKS, f"it takes {RANKS} processes, and there are {args.world_size}: --num_processes 2"),
         (not model.use_peft, "it is for adapters: train with LoRA (--use_peft true)"),
         (
@@ -377,20 +379,20 @@ def check_tensor_parallel(
 
 
 def _quantised(args: TrainingArguments, model: ModelConfig) -> list[tuple[bool, str]]:
-    """4-bit weights are bytes in the dress of floats: only a float dtype can be sharded, and none may be converted."""
+    """Refusals for 4-bit weights: only packed into a float dtype can they be sharded, and FSDP2 must not convert it."""
     storage = model.bnb_4bit_quant_storage or "uint8"
     computed = "bfloat16" if args.bf16 else None
     fitting = computed or "float32"
     return [
         (
             storage not in {"bfloat16", "float32", "float16"},
-            f"4-bit weights that are stored as {storage} cannot be sharded, so that each card would hold all of them: "
+            f"4-bit weights stored as {storage} cannot be sharded, so each card would hold all of them: "
             f"give --bnb_4bit_quant_storage {fitting}",
         ),
         (
             computed is not None and storage != computed,
-            f"with --bf16 FSDP2 converts what it gathers to bfloat16, and 4-bit weights that are stored as {storage} "
-            "would be destroyed: give --bnb_4bit_quant_storage bfloat16",
+            f"with --bf16 FSDP2 converts what it gathers to bfloat16, and 4-bit weights stored as {storage} would be "
+            "destroyed: give --bnb_4bit_quant_storage bfloat16",
         ),
     ]
 
@@ -400,7 +402,7 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
 
 
 def check_plugin(plugin: Any) -> None:
-    """The same for a trainer that was built without our entry point, from what accelerate has understood."""
+    """As `check_fsdp` for a trainer built without our entry point, from accelerate's plugin."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     for wrong, why in (
@@ -413,35 +415,35 @@ def check_plugin(plugin: Any) -> None:
             raise UsageError(f"FSDP2: {why}")
 
 
-class WholeState:
-    """Brings together, keeps for one save, and forgets."""
+class FullState:
+    """The full (unsharded) state of a sharded model for a save: gathered once, kept until `forget`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.optimizer: Any = None  # accelerate's wrapper; there when training begins
+        self.optimizer: Any = None  # accelerate's wrapper; set when training begins
         self._kept_model: dict[str, Tensor] | None = None
         self._kept_optimizer: dict[str, Any] | None = None
 
     def model(self) -> dict[str, Tensor]:
-        """Trained weights by name, whole, on rank 0's host; nothing on other ranks. Collective the first time.
+        """Full trained weights by name, on rank 0's host; empty on other ranks. Collective the first time.
 
         Raises:
-            CorruptionError: on every rank, when a part did not come over right.
+            CorruptionError: on every rank, when a part did not arrive correctly.
         """
         if self._kept_model is None:
             reshard(self._model)
             trained = {name: each.data for name, each in self._model.named_parameters() if each.requires_grad}
-            self._kept_model = self._whole(trained)
+            self._kept_model = self._gather(trained)
         return self._kept_model
 
     def optimizer_state(self) -> dict[str, Any]:
-        """As `model`, of the optimizer: the ``state_dict`` of a single process."""
+        """As `model`, for the optimizer: the ``state_dict`` of a single process."""
         if self._kept_optimizer is None:
             state = self.optimizer.state_dict()
             sharded = {path: each for path, each in leaves(state) if isinstance(each, DTensor)}
-            wholes = self._whole(sharded)
+            full = self._gather(sharded)
             if host_group().rank() == 0:
-                by_id = {id(each): wholes[path] for path, each in sharded.items()}
+                by_id = {id(each): full[path] for path, each in sharded.items()}
                 self._kept_optimizer = map_tensors(state, lambda each: by_id.get(id(each), each))
             else:
                 self._kept_optimizer = {}
@@ -450,28 +452,25 @@ class WholeState:
     def forget(self) -> None:
         self._kept_model = self._kept_optimizer = None
 
-    # ---- bringing together ----------------------------------------------------------------------------------
-
-    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result: dict[str, Tensor] = {}
         bad: list[str] = []
         for names in _batches(tensors):
             mine = {name: self._on_host(tensors[name]) for name in names}
             parts = _gathered(mine)
             for name in names if parts else ():
-                whole, right = _joined([each[name] for each in parts], tensors[name])
-                result[name] = whole
+                result[name], right = _joined([each[name] for each in parts], tensors[name])
                 bad += [] if right else [name]
         if highest([len(bad)])[0] > 0:
             raise CorruptionError(
-                f"parts of a tensor did not come together right{f' ({bad[0]} first)' if bad else ''}, so nothing was "
+                f"parts of a tensor were gathered with errors{f' ({bad[0]} first)' if bad else ''}, so nothing was "
                 "saved; checkpoints already written are intact: start the same command again to continue from the "
                 "newest one"
             )
         return result
 
     def _on_host(self, tensor: Tensor) -> tuple[Tensor, str]:
-        """This rank's part on the host, and the digest of the part on the device at its place in the whole."""
+        """This rank's part on the host, and the digest of the device's part at its offset in the full tensor."""
         part = tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
         found = shard_digest(tensor) if isinstance(tensor, DTensor) else digest(part)
         return host_copy(part), found.hex()  # one that stayed wrong is found on rank 0
@@ -494,7 +493,7 @@ def _joined(parts: list[tuple[Tensor, str]], like: Tensor) -> tuple[Tensor, bool
 
 
 def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names, in order, by at most 64 MiB of tensors at a time, so that the host holds no second copy of everything."""
+    """Names in order, in groups of at most 64 MiB of tensors, so that the host holds no second copy of everything."""
     batch: list[str] = []
     size = 0
     for name, tensor in tensors.items():
@@ -511,8 +510,8 @@ def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 # ---- one process, several cards -----------------------------------------------------------------------------
 
 
-def carry_between_cards(model: nn.Module, mover: SplitMover) -> Hops:
-    """From now on what goes from one card's layers to another's goes through the movers, forward and backward."""
+def install_hops(model: nn.Module, mover: SplitMover) -> Hops:
+    """Let tensors pass from one card's layers to another's through the movers, in forward and backward."""
     base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
     _, layers = layer_stack(base, base.config)
     hops = Hops(mover)
@@ -532,10 +531,10 @@ def clip_over_cards(
     max_norm: float,
     norm_type: float = 2.0,
 ) -> Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, which would bring the norms to the first card by peer copies.
+    """As ``torch.nn.utils.clip_grad_norm_``, which would copy the norms to the first card by peer copies.
 
-    The norms of the gradients are the same numbers in the same order, so the outcome is torch's bit for bit, up to
-    where the last sum is made: on the host.
+    The norms of the gradients are summed in the same order, so the result is torch's bit for bit, except that the last
+    sum is computed on the host.
 
     Returns:
         The norm before clipping, shape [], on the first card.
@@ -561,7 +560,7 @@ def clip_over_cards(
 
 
 def describe_split(mover: SplitMover, model: nn.Module, in_flight: int) -> dict[str, Any]:
-    """For the report: what each card holds, and what crossed."""
+    """For the report: what each card holds, and what was moved between the cards."""
     held = [0] * len(mover.cards)
     for name, tensor in tensors_of(model):
         held[mover.split.card_of(name)] += tensor.numel() * tensor.element_size()

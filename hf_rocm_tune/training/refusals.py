@@ -1,8 +1,7 @@
-"""What cannot work is refused before anything is loaded, and what upstream refuses becomes one line for the user.
+"""Checks of the settings before anything is loaded, one-line errors for upstream's own checks, and what is unverified.
 
-Pages of bitsandbytes' paged optimizers do not pass the mover. What can be compared afterwards is (the code tables of
-8-bit optimizers); the rest is named in the coverage, and ``--verify full`` then asks for consent like for a weight that
-was not verified.
+The pages of bitsandbytes' paged optimizers do not pass through the mover. The code tables of 8-bit optimizers are
+compared afterwards; the rest is listed in the coverage, and ``--verify full`` then asks for consent.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ _OUR_UPSTREAM = frozenset({"trl", "peft", "transformers", "accelerate"})
 def as_usage_errors() -> Iterator[None]:
     """Within the block a ``ValueError`` or ``ImportError`` that upstream raises itself becomes a ``UsageError``.
 
-    They check combinations of settings there that no parser sees (an ``eos_token`` outside the vocabulary, an adapter
-    on ``lm_head``, ``padding_free`` with ``max_length``). One raised elsewhere is a bug and keeps its traceback. A chat
-    template that does not take the rows, and a Hub that cannot be reached, are the user's to change as well.
+    Upstream checks combinations of settings that no parser sees (an ``eos_token`` outside the vocabulary, an adapter on
+    ``lm_head``, ``padding_free`` with ``max_length``). An error raised elsewhere is a bug and keeps its traceback. A
+    chat template that cannot render the rows, and a Hub that cannot be reached, are usage errors as well.
     """
     try:
         yield
@@ -49,7 +48,7 @@ def as_usage_errors() -> Iterator[None]:
             "--chat_template_path"
         ) from error
     except ConnectionError as error:
-        raise UsageError(f"{error}; check the network, or leave --push_to_hub away") from error
+        raise UsageError(f"{error}; check the network, or leave --push_to_hub out") from error
     except (ValueError, ImportError) as error:
         if _raised_by(error) not in _OUR_UPSTREAM:
             raise
@@ -64,12 +63,16 @@ def _raised_by(error: BaseException) -> str:
     return str(name).partition(".")[0]
 
 
-#: Packages of services that have another name than transformers gives the service.
+#: Packages whose name differs from transformers' name of the service.
 _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
 
 
 def check_loggers(names: str | Iterable[str] | None) -> None:
-    """Checks that transformers can report to each of these (``report_to``), before anything is loaded."""
+    """Check that transformers can report to each of these services (``report_to``).
+
+    Raises:
+        UsageError: one is unknown or not installed.
+    """
     from transformers.integrations.integration_utils import (
         INTEGRATION_TO_CALLBACK,
         get_available_reporting_integrations,
@@ -80,33 +83,35 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
     lacking = [name for name in wanted if name not in (*available, "none", "all")]
     if not lacking:
         return
-    there = ", ".join(available) or "none of those that transformers knows"
+    there = ", ".join(available) or "none of those that transformers supports"
     if any("," in name or " " in name for name in lacking):
-        cure = "Give several as a list in a --config file, or `all`"
+        fix = "Give several as a list in a --config file, or `all`"
     elif all(name in INTEGRATION_TO_CALLBACK for name in lacking):
         packages = " ".join(_PACKAGES.get(name, name) for name in lacking)
         raise UsageError(
             f"--report_to {' '.join(lacking)}: not installed; installed here: {there}. Install it "
-            f"(`pip install {packages}`), or leave the flag away"
+            f"(`pip install {packages}`), or leave the flag out"
         )
     else:
-        cure = (
-            "Install it (`pip install 'hf-rocm-tune[loggers]'` brings tensorboard and trackio), or leave the flag away"
-        )
-    raise UsageError(f"--report_to {' '.join(lacking)}: unknown or not installed; installed here: {there}. {cure}")
+        fix = "Install it (`pip install 'hf-rocm-tune[loggers]'` brings tensorboard and trackio), or leave the flag out"
+    raise UsageError(f"--report_to {' '.join(lacking)}: unknown or not installed; installed here: {there}. {fix}")
 
 
 def check_offloads(args: TrainingArguments) -> None:
-    """Refuse, before anything is loaded, what cannot work on this device."""
+    """Refuse an optimizer of bitsandbytes that cannot work on this device.
+
+    Raises:
+        UsageError: the library is missing or does not support the device.
+    """
     if _of_bitsandbytes(args):
-        require_bitsandbytes(args.device, f"--optim {_optimizer(args)}")
+        require_bitsandbytes(args.device, f"--optim {optimizer_name(args)}")
 
 
 def check_compiled(args: TrainingArguments) -> None:
-    """Refuse, before anything is loaded, kernels that cannot be compiled here: Liger's, and those of torch.compile.
+    """Refuse kernels that cannot be compiled here: Liger's, and those of torch.compile.
 
     Raises:
-        UsageError: says what is missing.
+        UsageError: names what is missing.
     """
     card = args.device.type != "cpu"
     if args.use_liger_kernel:
@@ -131,24 +136,24 @@ def _require_triton(flag: str, device: torch.device) -> None:
 
 
 def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool = False) -> Coverage:
-    """The coverage of a model, with what these settings send to the device past the mover."""
+    """The coverage of a model, with what these settings move to the device outside the mover."""
     rows, card = {}, args.device.type != "cpu"
     if deepspeed:
         name = "weights and gradients under DeepSpeed"
         rows[name] = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
-    if card and _of_bitsandbytes(args) and "paged" in (optim := _optimizer(args)):
+    if card and _of_bitsandbytes(args) and "paged" in (optim := optimizer_name(args)):
         rows["paged optimizer state"] = f"--optim {optim}: the driver moves its pages between host and device"
     named = [{"tensor": name, "reason": reason} for name, reason in rows.items()]
     return replace(found, unverified=[*found.unverified, *named])
 
 
 class OptimizerTablesCallback(TrainerCallback):
-    """Compares the code tables of an 8-bit optimizer, once it has made them, with tables made on the host.
+    """Compares the code tables that an 8-bit optimizer has created with tables computed on the host.
 
-    bitsandbytes sends them to the device by itself at the first step. On resume they come through the mover.
+    bitsandbytes copies them to the device itself at the first step. On resume they go through the mover.
 
     Raises:
-        CorruptionError: a table on the device is not the one that was sent; its 8-bit state is useless.
+        CorruptionError: a table on the device is wrong, so the optimizer's 8-bit state is unusable.
     """
 
     def __init__(self) -> None:
@@ -165,16 +170,17 @@ class OptimizerTablesCallback(TrainerCallback):
             if digest(table) != digest(expected.to(table.dtype)):
                 raise CorruptionError(
                     f"the {name} code table of the 8-bit optimizer arrived wrong on the device, so its state decodes "
-                    "to other values. Nothing was saved since: start the same command again; if it returns, run "
+                    "to wrong values. Nothing was saved since: start the same command again; if it happens again, run "
                     "`hf-rocm-tune drill`"
                 )
 
 
-def _optimizer(args: TrainingArguments) -> str:
+def optimizer_name(args: TrainingArguments) -> str:
+    """``--optim`` as text."""
     return str(getattr(args.optim, "value", args.optim))
 
 
 def _of_bitsandbytes(args: TrainingArguments) -> bool:
-    """By the names in transformers 5.23, ``trainer_optimizer.py``; torchao's and GaLore's 8-bit ones are others."""
-    name = _optimizer(args)
+    """By the names in transformers 5.23, ``trainer_optimizer.py``; torchao's and GaLore's 8-bit ones do not count."""
+    name = optimizer_name(args)
     return name.startswith(("paged_", "ademamix", "lion", "rmsprop_bnb")) or name in ("adamw_bnb_8bit", "adamw_8bit")

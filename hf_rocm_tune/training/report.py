@@ -1,4 +1,4 @@
-"""The report that travels with the adapter: what was moved, what was verified, and what went wrong on the way."""
+"""`transfer_report.json`, saved with the adapter: what was moved, what was verified, and what went wrong."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import gather_object
 
+from hf_rocm_tune.errors import listed
 from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.redaction import redact_json
 from hf_rocm_tune.training.supervised import is_supervised, survival
@@ -34,20 +35,20 @@ _DISTRIBUTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the report says beside the counters."""
+    """What the report contains besides the counters."""
 
     run_id: str
-    load_seconds: float  # from the first byte of the model's weights to the last verdict
-    attested_files: int = 0  # model files whose content has the SHA-256 that was recorded of them
-    not_attested: tuple[str, ...] = ()  # names of model files of which nothing is recorded
-    findings: tuple[dict[str, Any], ...] = ()  # of the doctor and the environment policy, on one rank a machine
-    telemetry: Telemetry | None = None  # of this process's card; None where the user has turned it off
-    auto_fit: Mapping[str, Any] | None = None  # what --auto_fit has chosen, and by what figures
-    preflight: Mapping[str, Any] | None = None  # how several ranks chose to average gradients, by what evidence
+    load_seconds: float  # from the first byte of the model's weights until all are verified
+    attested_files: int = 0  # model files whose content has its recorded SHA-256
+    not_attested: tuple[str, ...] = ()  # names of model files without a recorded SHA-256
+    findings: tuple[dict[str, Any], ...] = ()  # of the doctor and the environment policy, on one rank per machine
+    telemetry: Telemetry | None = None  # of this process's card; None if the user has turned it off
+    auto_fit: Mapping[str, Any] | None = None  # the choice of --auto_fit and the figures behind it
+    preflight: Mapping[str, Any] | None = None  # how several ranks average gradients, and the evidence
 
 
 def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
-    """The report; ``gather``: of all ranks, collective, False on the way out of a failure."""
+    """Build the report; ``gather``: over all ranks (collective), False for this rank only, after a failure."""
     looked = facts.telemetry.summary() if facts.telemetry else None
     mine = (trainer.transfer_report.to_dict(), facts.findings, looked)
     everyone = gather_object([mine]) if gather and trainer.args.world_size > 1 else [mine]
@@ -105,7 +106,7 @@ def write(report: Mapping[str, Any], output_dir: Path) -> Path:
 
 
 def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts, error: BaseException) -> None:
-    """On the way out of a failure: rank 0 writes what it knows, or notes on the error that it could not."""
+    """After a failure: rank 0 writes what it knows, or adds a note to the error if it cannot."""
     if not trainer.is_world_process_zero():
         return
     try:
@@ -115,7 +116,7 @@ def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts, error: BaseEx
 
 
 def closing_line(report: Mapping[str, Any]) -> str:
-    """The one line at the end of a run: tensors, bytes, coverage, mismatches, recovered, share of step time."""
+    """The line at the end of a run: tensors, bytes, coverage, mismatches, recovered, share of step time."""
     stages = [report[name] for name in (*STAGES, BETWEEN_CARDS)]
     tensors, moved, mismatches, recovered = (
         sum(stage[key] for stage in stages) for key in ("tensors", "bytes", "mismatches", "recovered")
@@ -131,18 +132,16 @@ def closing_line(report: Mapping[str, Any]) -> str:
         f"{mismatches} mismatches, {recovered} recovered, {checked}{report['frozen']['passes']} sentinel passes over "
         f"{report['frozen']['tensors']} frozen tensors ({report['frozen']['mismatches']} changed), "
         f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification"
-        f"{_lived_through(report)}"
+        f"{_events(report)}"
     )
 
 
 def _not_verified(rows: Sequence[Mapping[str, str]]) -> str:
-    names = ", ".join(row["tensor"] for row in rows[:3])
-    more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
-    return f" (not: {names}{more})" if names else ""
+    return f" (not: {listed([row['tensor'] for row in rows])})" if rows else ""
 
 
-def _lived_through(report: Mapping[str, Any]) -> str:
-    """What else happened, and whether it was asked for."""
+def _events(report: Mapping[str, Any]) -> str:
+    """Restarts, skipped steps and split micro-batches of a run, and whether faults were injected."""
     survival = report["survival"]
     restarts, skipped = survival["starts"] - 1, ", ".join(map(str, survival["skipped_steps"]))
     cut, unused = report["memory"]["micro_batch_divisor"], report["guard"]["skipped_steps"]
@@ -150,8 +149,8 @@ def _lived_through(report: Mapping[str, Any]) -> str:
     parts = [
         f", {restarts} restart{'s' if restarts > 1 else ''}" if restarts > 0 else "",
         f", steps left out: {skipped}" if skipped else "",
-        f", micro-batches cut into up to {cut} parts for want of memory" if cut > 1 else "",
-        f", {unused} steps not used because they were not finite" if unused else "",
+        f", micro-batches split into up to {cut} parts to fit into memory" if cut > 1 else "",
+        f", {unused} steps skipped because they were not finite" if unused else "",
         " (faults were injected on request)" if any(asked) else "",
     ]
     return "".join(parts)

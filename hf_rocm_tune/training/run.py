@@ -1,12 +1,12 @@
-"""What a start of a run does in its output directory: begin, resume, or nothing because it is finished.
+"""Decides what a start does in its output directory: begin a run, resume it, or nothing because it is finished.
 
-The same command in the same directory continues from its newest verified checkpoint; that is all that a restart after
-a crash has to do. Another run is refused unless it may overwrite. Two runs are the same when the settings that decide
-what the model becomes are the same; what is only shown, reported, pushed, kept or checked may change (`IGNORED`).
+The same command in the same directory continues from its newest verified checkpoint, which is all a restart after a
+crash has to do. Another run is refused unless it may overwrite. Two runs are the same if the settings that determine
+the trained model are the same; settings for display, reports, pushes, retention and checks may change (`IGNORED`).
 
-A run is known by its ``run.json`` and its manifests alone. A file that neither names is somebody else's and is never
-touched, whatever it is called. Nothing here imports torch. Before `StartPlan.commit` nothing changes in the directory,
-except that what killed processes left half written is cleaned up. Only rank 0 calls `prepare_output_dir`.
+A run owns the files that its ``run.json`` and its manifests list. Other files belong to the user and are never touched,
+whatever their names. Nothing here imports torch. Before `StartPlan.commit` nothing changes in the directory, except
+that half-written files of killed processes are removed. Only rank 0 calls `prepare_output_dir`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import UsageError, listed
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import (
     clean_leftovers,
@@ -46,7 +46,7 @@ from hf_rocm_tune.training import supervised
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
-# The underscores keep these out of transformers' uploads, which ignore "_*": the evidence holds training data.
+# transformers' uploads ignore "_*": the evidence holds training data.
 LOCK_FILE = "_run.lock"
 EVIDENCE_DIRECTORY = "_out_of_memory"
 SCHEMA = 1
@@ -62,21 +62,21 @@ IGNORED = frozenset([
     "include_num_input_tokens_seen", "do_train", "do_eval", "do_predict", "local_rank", "ddp_timeout",
     "dataset_num_proc", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
 ])  # fmt: skip
-"""Settings that do not decide the trajectory, beside those that begin with one of `IGNORED_PREFIXES`."""
+"""Settings that do not affect the trajectory, beside those that begin with one of `IGNORED_PREFIXES`."""
 IGNORED_PREFIXES = ("logging_", "log_", "hub_", "trackio_", "verify", "transfer_", "sentinel", "consent_")
 
 _OWN = frozenset([
     "run.json", "integrity.json", "transfer_report.json", "training_log.json", "loss.png", "survival.jsonl",
     "stall_report.txt", "stall_report.json", "_crashes.json", "_step_down.json",
 ])  # fmt: skip
-"""What any run of ours may write at the top of its directory, beside its result."""
+"""Files that any run may write at the top of its directory, beside its result."""
 _UPSTREAM = frozenset([
     "adapter_config.json", "trainer_state.json", "training_args.bin", "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "preprocessor_config.json", "processor_config.json",
     "train_results.json", "eval_results.json", "all_results.json",
 ])  # fmt: skip
-"""What upstream's saves leave; further names of tokenizers are met when the result is saved, see `claim`."""
+"""Files that upstream's saves write; further tokenizer files are checked when the result is saved, see `claim`."""
 _WEIGHTS = re.compile(
     r"^(adapter_model\.(safetensors|bin)"
     r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
@@ -94,17 +94,17 @@ _LOCK_HOLDER = re.compile(rb"process \d+ on [^\n]*")
 class RunRecord:
     """Content of ``run.json``."""
 
-    run_id: str  # every manifest that the run writes carries it
+    run_id: str  # also in every manifest that the run writes
     fingerprint: str
-    settings: Mapping[str, Any]  # behind the fingerprint, so that a difference can be named
+    settings: Mapping[str, Any]  # the fingerprinted settings, to name differences
     started: str  # UTC time, ISO 8601
     skipped_steps: tuple[int, ...] = ()  # optimizer steps that are left out; see `skip_step`
-    auto_fit: Mapping[str, Any] | None = None  # what --auto_fit has chosen, whatever memory is free when it goes on
-    files: tuple[str, ...] = ()  # names that the run's result has, or is about to have, in its directory
+    auto_fit: Mapping[str, Any] | None = None  # the choice of --auto_fit, kept when the run resumes
+    files: tuple[str, ...] = ()  # names of the result's files in the directory, or that are about to be written
 
 
 def new_record(settings: Mapping[str, Any]) -> RunRecord:
-    """The record of a run that starts now, with an id of its own."""
+    """The record of a run that starts now, with a new id."""
     now = datetime.now(UTC)
     return RunRecord(
         run_id=f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}",
@@ -123,7 +123,7 @@ def read_record(directory: Path) -> RunRecord | None:
     """The record in ``directory``; None without one.
 
     Raises:
-        UsageError: it is there and cannot be understood.
+        UsageError: it exists but cannot be read.
     """
     path = directory / RUN_FILE
     try:
@@ -141,12 +141,16 @@ def read_record(directory: Path) -> RunRecord | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"{path} cannot be read ({error}), so it is unknown which run this directory holds: choose another "
-            "--output_dir, or move that file away"
+            "--output_dir, or move that file elsewhere"
         ) from error
 
 
 def skip_step(directory: Path, step: int) -> None:
-    """Leave an optimizer step (from 1 on) out of this run from now on: every start of it heeds ``run.json``."""
+    """Leave an optimizer step (from 1) out of this run, at this and every later start.
+
+    Raises:
+        UsageError: the directory holds no run, or its record cannot be read.
+    """
     record = read_record(directory)
     if record is None:
         raise UsageError(f"{directory} holds no {RUN_FILE}, so no step of its run can be left out")
@@ -154,24 +158,23 @@ def skip_step(directory: Path, step: int) -> None:
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """SHA-256 (64 hexadecimal digits) of the settings that decide the trajectory, whatever their order."""
+    """SHA-256 (64 hexadecimal digits) of the settings that affect the trajectory, in any order."""
     text = json.dumps(deciding_settings(settings), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def deciding_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not `IGNORED`, in the form in which JSON gives them back, without secrets."""
+    """The settings that are not `IGNORED`, as JSON represents them, without secrets."""
     kept = {k: v for k, v in settings.items() if k not in IGNORED and not k.startswith(IGNORED_PREFIXES)}
     plain: dict[str, Any] = json.loads(json.dumps(_plain(without_secrets(kept))))
     return plain
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, most: int = 5) -> str:
-    """ "learning_rate 0.0002 -> 0.001, seed 1 -> 2 and 3 more": what differs between two `deciding_settings`."""
-    old, new = redact_json(old), redact_json(new)  # as ``run.json`` has it
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """ "learning_rate 0.0002 -> 0.001, seed 1 -> 2 and 3 more": differences between two `deciding_settings`."""
+    old, new = redact_json(old), redact_json(new)  # as in ``run.json``
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    shown = ", ".join(f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in changed[:most])
-    return shown + (f" and {len(changed) - most} more" if len(changed) > most else "")
+    return listed([f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in changed], 5)
 
 
 def _plain(value: Any) -> Any:
@@ -181,7 +184,7 @@ def _plain(value: Any) -> Any:
         return sorted((_plain(item) for item in value), key=repr)
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    # An enum that is a string is its value in a settings file; a NaN equals itself as text.
+    # A string enum is its value in a settings file; NaN equals itself only as text.
     if isinstance(value, str):
         return str.__str__(value)
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and value - value == 0):
@@ -193,9 +196,9 @@ def _plain(value: Any) -> Any:
 
 
 class RunLock:
-    """An exclusive hold on an output directory, released by `release` or by the end of the process, however it ends.
+    """An exclusive lock on an output directory, until `release` or the end of the process, however it ends.
 
-    A copy that is sent to another process (pickle) holds nothing.
+    A pickled copy holds no lock.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -203,27 +206,27 @@ class RunLock:
 
         Raises:
             UsageError: another process holds it.
-            OSError: the lock file cannot be opened, or is not ours.
+            OSError: the lock file cannot be opened, or was not written by this class.
         """
         self.supported = True
         self._path = directory / LOCK_FILE
         self._descriptor: int | None = None
         while not self._taken():
-            self._close()  # whoever held it has deleted it meanwhile
-        # A data loading worker that outlives a killed parent by seconds must not keep the restart out.
+            self._close()  # the previous holder has deleted the file meanwhile
+        # A data loader worker that outlives a killed parent by seconds must not block the restart.
         os.register_at_fork(after_in_child=self._close)
         assert self._descriptor is not None
-        with suppress(OSError):  # on a full disk the name of the holder is missing, nothing else
+        with suppress(OSError):  # on a full disk only the holder's name is missing
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     def _taken(self) -> bool:
-        """Opens and locks the file; whether it is the one that the directory has."""
+        """Open and lock the file. Returns whether it is still the file in the directory."""
         descriptor = self._descriptor = open_in_place(self._path, os.O_RDWR)
         content = os.pread(descriptor, 400, 0)
         if content and not _LOCK_HOLDER.fullmatch(content):
             self._close()
-            raise OSError(errno.EINVAL, f"{LOCK_FILE} in it is not a lock of ours: move it away")
+            raise OSError(errno.EINVAL, f"{LOCK_FILE} in it is not a lock file of this program: move it elsewhere")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -247,16 +250,16 @@ class RunLock:
             return False
 
     def release(self) -> None:
-        """Let the next run in, also when a process that was forked meanwhile lives on. May be called more than once."""
+        """Release the lock, even if a forked process lives on. May be called more than once."""
         if self._descriptor is not None:
-            with suppress(OSError):  # no locks on this file system, or a disk that is gone
+            with suppress(OSError):  # no locks on this file system, or the disk is gone
                 if self.supported and self._is_there():
                     self._path.unlink()
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self._close()
 
     def _close(self) -> None:
-        """Closes this process's way to the lock; the processes that share it keep what they have."""
+        """Close this process's descriptor; processes that share it keep theirs."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -265,14 +268,14 @@ class RunLock:
         return {"supported": self.supported, "_path": self._path, "_descriptor": None}
 
 
-# ---- which files are the run's ------------------------------------------------------------------------------
+# ---- which files belong to the run --------------------------------------------------------------------------
 
 
-def in_the_way(directory: Path, owned: Collection[str] | None) -> list[str]:
-    """Names in ``directory`` that a run would replace although no run of ours has written them, sorted.
+def foreign_files(directory: Path, owned: Collection[str] | None) -> list[str]:
+    """Names in ``directory`` that a run would replace although no run has written them, sorted.
 
-    ``owned``: what the run in it has written at the top; None where there is no run of ours. Its checkpoints are told
-    from others by their manifests, not here.
+    ``owned``: names that the run there has written at the top; None if there is no run. Checkpoints of the run are
+    told from others by their manifests, not here.
     """
     try:
         names = os.listdir(directory)
@@ -280,14 +283,14 @@ def in_the_way(directory: Path, owned: Collection[str] | None) -> list[str]:
         return []
     found = set()
     for name in names:
-        # On a disk that does not tell cases apart, another spelling is the same file.
+        # On a case-insensitive disk another spelling is the same file.
         spelled = name if _may_be_written(name) else name.lower()
         if not _may_be_written(spelled) or not os.path.lexists(directory / spelled):
             continue
         if owned is None:
             found.add(name)
         elif spelled in _OWN or spelled == EVIDENCE_DIRECTORY:
-            # Written by every run; a link of that name would lead out of the directory.
+            # Written by every run, but a link of that name leads out of the directory.
             found |= {name} if os.path.islink(directory / name) else set()
         elif spelled not in owned and not CHECKPOINT_NAME.match(spelled):
             found.add(name)
@@ -300,11 +303,10 @@ def _may_be_written(name: str) -> bool:
 
 
 def written_by(directory: Path, run_id: str, names: Iterable[str]) -> list[Path]:
-    """The files in ``directory`` that a run has written: ``names`` at the top and what its checkpoints' manifests list.
+    """The files in ``directory`` that a run has written: ``names`` at the top and those in its checkpoints' manifests.
 
-    The manifest of the result comes first, so that what is half deleted does not look finished. Links and what lies
-    behind them are never among them, nor are ``run.json``, by which the rest is known, and ``README.md``, which is kept
-    where a person has edited it.
+    The manifest of the result comes first, so that a half-deleted result does not look finished. Excluded are links and
+    what they point to, ``run.json``, which identifies the rest, and ``README.md``, which the user may have edited.
     """
     found = [directory / name for name in sorted({*names, *_OWN} - {"README.md", RUN_FILE, manifest.MANIFEST_NAME})]
     if listed_by(directory, run_id) is not None:
@@ -320,7 +322,7 @@ def written_by(directory: Path, run_id: str, names: Iterable[str]) -> list[Path]
 
 
 def listed_by(directory: Path, run_id: str) -> tuple[str, ...] | None:
-    """Names that the manifest of this run in ``directory`` lists and that lie in it; None without such a manifest."""
+    """Names inside ``directory`` in its manifest of this run; None without such a manifest."""
     found = manifest.read(directory)
     if not isinstance(found, manifest.Manifest) or found.run_id != run_id:
         return None
@@ -329,17 +331,17 @@ def listed_by(directory: Path, run_id: str) -> tuple[str, ...] | None:
 
 
 def remove(paths: Sequence[Path], top: Path) -> None:
-    """Delete files, and the directories below ``top`` that are empty then."""
+    """Delete files, and the directories below ``top`` that become empty."""
     for path in paths:
         path.unlink(missing_ok=True)
     folders = {parent for path in paths for parent in path.parents if parent != top and top in parent.parents}
     for folder in sorted(folders, key=lambda each: len(each.parts), reverse=True):
-        with suppress(OSError):  # somebody else's files are in it
+        with suppress(OSError):  # other files are in it
             folder.rmdir()
 
 
-def make_room(final: Path, run_id: str) -> Path | None:
-    """Move what is in the place of a new checkpoint aside, unless the run has written all of it; where it is now."""
+def move_aside(final: Path, run_id: str) -> Path | None:
+    """Rename what is in the place of a new checkpoint, unless the run has written all of it. Returns the new path."""
     if not os.path.lexists(final) or (not final.is_symlink() and not unlisted(final, run_id)):
         return None
     aside = free_name(final.with_name(f"kept-{final.name}"))
@@ -348,7 +350,7 @@ def make_room(final: Path, run_id: str) -> Path | None:
 
 
 def unlisted(directory: Path, run_id: str) -> list[str]:
-    """Names below a directory that the manifest of this run in it does not list; all of them where there is none."""
+    """Names below a directory that are not in its manifest of this run; all of them without such a manifest."""
     if not directory.is_dir():
         return [directory.name]
     listed = listed_by(directory, run_id)
@@ -361,7 +363,7 @@ def unlisted(directory: Path, run_id: str) -> list[str]:
 
 
 def free_name(path: Path) -> Path:
-    """``path``, or with the first number behind it that is not taken."""
+    """``path``, or the first of ``path.1``, ``path.2`` ... that does not exist."""
     number, candidate = 1, path
     while os.path.lexists(candidate):
         candidate, number = path.with_name(f"{path.name}.{number}"), number + 1
@@ -369,12 +371,12 @@ def free_name(path: Path) -> Path:
 
 
 def claim(staging: Path, directory: Path) -> None:
-    """Note in ``run.json`` what is about to be moved from ``staging`` to ``directory``, where a run is recorded.
+    """Record in ``run.json`` the files that are about to be moved from ``staging`` to ``directory``, if it holds a run.
 
-    A file that is there with the same bytes (a card that a person has written) is left as it is, out of ``staging``.
+    A file that is already there with the same bytes (a card edited by the user) is kept and removed from ``staging``.
 
     Raises:
-        UsageError: a file would be replaced that the run has not written.
+        UsageError: a file that the run has not written would be replaced.
         OSError: ``run.json`` cannot be written.
     """
     record = read_record(directory)
@@ -391,16 +393,15 @@ def claim(staging: Path, directory: Path) -> None:
         else:
             foreign.append(name)
     if foreign:
-        raise UsageError(f"{not_ours(directory, foreign)}; then start the same command again")
+        raise UsageError(f"{_would_replace(directory, foreign)}; then start the same command again")
     ours = {*record.files, *names} - set(in_place)
     write_record(directory, replace(record, files=tuple(sorted(ours))))
 
 
-def not_ours(directory: Path, names: Sequence[str]) -> str:
-    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+def _would_replace(directory: Path, names: Sequence[str]) -> str:
     return (
-        f"{directory} holds files that no run of ours has written and that this one would replace ({shown}): choose "
-        "another --output_dir, or move them away"
+        f"{directory} holds files that no run of hf-rocm-tune has written and that this one would replace "
+        f"({listed(names, 6)}): choose another --output_dir, or move them elsewhere"
     )
 
 
@@ -412,7 +413,7 @@ def _is_plain(path: Path) -> bool:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether there is something to resume from: a trainer state, and weights in a form that the Trainer reads."""
+    """Whether the directory can be resumed from: it has a trainer state, and weights in a format the Trainer reads."""
     if not (directory / "trainer_state.json").is_file():
         return False
     for path in directory.iterdir():
@@ -423,11 +424,11 @@ def is_checkpoint(directory: Path) -> bool:
     return False
 
 
-# ---- checkpoints in order -----------------------------------------------------------------------------------
+# ---- checkpoints --------------------------------------------------------------------------------------------
 
 
 def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of each ``checkpoint-N`` there, in the order of the numbers; without a directory, none."""
+    """(step, path) of each ``checkpoint-N`` in ``directory``, by step; empty if it does not exist."""
     if not directory.is_dir():
         return []
     found = [(CHECKPOINT_NAME.match(path.name), path) for path in directory.iterdir() if path.is_dir()]
@@ -435,9 +436,9 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints of a run beside ``newest`` until ``limit`` are left; None or below 1 keeps all.
+    """Delete the oldest checkpoints of a run until ``limit`` are left; None or below 1 keeps all.
 
-    ``newest`` was just verified, stays whatever its number, and says which run it is; ``best`` stays as well.
+    ``newest`` has just been verified and identifies the run; it is kept whatever its number, and so is ``best``.
     """
     written = manifest.read(newest)
     if limit is None or limit < 1 or not isinstance(written, manifest.Manifest):
@@ -457,32 +458,34 @@ def _delete(checkpoint: Path, run_id: str) -> None:
         return
     ours = [manifest.MANIFEST_NAME, *(listed_by(checkpoint, run_id) or ())]
     remove([checkpoint / name for name in ours], checkpoint)
-    logger.warning("%s was deleted but for what the run has not written: %s", checkpoint.name, ", ".join(foreign[:6]))
+    logger.warning(
+        "%s was deleted, except for files that the run has not written: %s", checkpoint.name, ", ".join(foreign[:6])
+    )
 
 
-# ---- what a start does --------------------------------------------------------------------------------------
+# ---- the start of a run -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartPlan:
-    """What to do, decided and not yet done. It can be pickled and sent to the other ranks."""
+    """What a start will do. It can be pickled and sent to the other ranks."""
 
     directory: Path  # the output directory; it exists
     action: Literal["fresh", "resume", "finished"]
     checkpoint: Path | None  # to resume from
-    record: RunRecord  # what run.json says or will say
-    notes: tuple[str, ...]  # for the user: damaged checkpoints, fallbacks, what is not attested
-    damaged: tuple[Path, ...] = ()  # checkpoints of this run that fail verification; `commit` moves them aside
+    record: RunRecord  # present or future content of run.json
+    notes: tuple[str, ...]  # for the user: damaged checkpoints, fallbacks, files without a recorded hash
+    damaged: tuple[Path, ...] = ()  # checkpoints of this run that fail verification; `commit` renames them
     overwritten: tuple[Path, ...] = ()  # files that `commit` deletes
     lock: RunLock  # held by this process until `close`
-    made: tuple[Path, ...] = ()  # directories that were made for the run, the outermost first
+    made: tuple[Path, ...] = ()  # directories that were created for the run, the outermost first
 
     @property
     def run_id(self) -> str:
         return self.record.run_id
 
     def commit(self) -> None:
-        """Carry the plan out, at the last moment before training: rank 0 only, and nothing when finished.
+        """Carry out the plan, just before training, on rank 0; does nothing for a finished run.
 
         Raises:
             UsageError: the directory cannot be changed.
@@ -494,16 +497,16 @@ class StartPlan:
             for path in self.damaged:
                 path.rename(free_name(path.with_name(f"damaged-{path.name}")))
             write_record(self.directory, self.record)
-            # A result that is not sound any more must not look finished while it is made again.
+            # A damaged result must not look finished while it is trained again.
             if listed_by(self.directory, self.run_id) is not None:
                 (self.directory / manifest.MANIFEST_NAME).unlink()
         except OSError as error:
             raise _unusable(self.directory, error) from error
 
     def close(self) -> None:
-        """Let go of the directory, and take away the directories that were made for a run that never began."""
+        """Release the lock, and remove empty directories that were created for a run that never began."""
         self.lock.release()
-        _unmake(self.made)
+        _remove_empty(self.made)
 
 
 def prepare_output_dir(
@@ -518,19 +521,19 @@ def prepare_output_dir(
 
     Args:
         settings: resolved, by name.
-        overwrite: ``--overwrite_output_dir``: begin again whatever is there.
-        resume: ``--resume_from_checkpoint``: a checkpoint, or true for the newest one, which must then be there.
-        restarted: whether a launcher or our supervisor started this command again, so that ``overwrite`` and a
-            checkpoint that is named were honoured before; by default what they say.
+        overwrite: ``--overwrite_output_dir``: delete the run in ``path`` and begin again.
+        resume: ``--resume_from_checkpoint``: a checkpoint, or true for the newest one, which must then exist.
+        restarted: whether a launcher or our supervisor started this command again, so that ``overwrite`` and a named
+            checkpoint have been applied already; None: as their environment variables and files say.
 
     Raises:
-        UsageError: the directory cannot be used, holds another run or is in use; the checkpoint named is not one or is
-            damaged; or overwriting would delete what the run is to read.
+        UsageError: the directory cannot be used, holds another run or is in use; the named checkpoint is damaged or
+            not a checkpoint; or overwriting would delete what the run reads.
     """
     start = _Start(Path(path), settings, overwrite, resume)
     _refuse_inputs(start.directory, settings)
     if os.path.isdir(start.directory) and read_record(start.directory) is None:
-        start.refuse_foreign(None)  # before anything is made there
+        start.refuse_foreign(None)  # before anything is created there
     made: list[Path] = []
     lock = None
     try:
@@ -546,18 +549,18 @@ def prepare_output_dir(
     except BaseException:
         if lock is not None:
             lock.release()
-        _unmake(made)
+        _remove_empty(made)
         raise
 
 
 class _Start:
-    """One start in a directory: what was asked, and what is found there."""
+    """One start in a directory: the request, and what is found there."""
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], overwrite: bool, resume: str | bool | None):
         self.directory, self._settings, self._overwrite = directory, settings, overwrite
-        word = str(resume or False).strip().lower()
-        self._newest_wanted = word in ("true", "yes", "1")
-        self._named = None if self._newest_wanted or word in ("false", "no", "0", "") else Path(str(resume))
+        value = str(resume or False).strip().lower()
+        self._newest_wanted = value in ("true", "yes", "1")
+        self._named = None if self._newest_wanted or value in ("false", "no", "0", "") else Path(str(resume))
         self._notes: list[str] = []
 
     def decide(self, lock: RunLock, restarted: bool | None) -> StartPlan:
@@ -581,45 +584,45 @@ class _Start:
                 "--overwrite_output_dir to delete that run"
             )
         if self._named is None:
-            return self._go_on(record or new_record(self._settings), newest_wanted=self._newest_wanted)
+            return self._continue(record or new_record(self._settings), newest_wanted=self._newest_wanted)
         if record is not None and restarted:
-            again = self._go_on(record, newest_wanted=False)
-            if again.action != "fresh":
-                return again
+            continued = self._continue(record, newest_wanted=False)
+            if continued.action != "fresh":
+                return continued
         return self._resume(self._named, record or new_record(self._settings))
 
     def refuse_foreign(self, record: RunRecord | None) -> None:
-        """Raise where the run would replace what none of ours has written.
+        """Raise if the run would replace files that no run has written.
 
-        A checkpoint that is named in it adopts the checkpoints that another tool left there, and nothing else.
+        Naming a checkpoint in the directory adopts the checkpoints that another tool left there, and nothing else.
         """
-        found = in_the_way(self.directory, None if record is None else self._owned(record))
+        found = foreign_files(self.directory, None if record is None else self._owned(record))
         if self._named is not None and self._named.resolve().parent == self.directory.resolve():
             found = [name for name in found if not (CHECKPOINT_NAME.match(name) and (self.directory / name).is_dir())]
         if found:
-            raise UsageError(not_ours(self.directory, found))
+            raise UsageError(_would_replace(self.directory, found))
 
     def _owned(self, record: RunRecord) -> tuple[str, ...]:
-        """Names at the top that the run there has written, beside those that every run writes."""
+        """Names at the top that the run there has written, besides those that every run writes."""
         return (*record.files, *(listed_by(self.directory, record.run_id) or ()))
 
     def _plan(self, action: Literal["fresh", "resume", "finished"], record: RunRecord, **more: Any) -> StartPlan:
         if record.skipped_steps and action != "finished":
             steps = ", ".join(map(str, record.skipped_steps))
-            self._notes.append(f"left out as run.json says, because the run died in them twice: steps {steps}")
+            self._notes.append(f"left out, because the run died in them twice (run.json): steps {steps}")
         rest = {"checkpoint": None, **more}
         return StartPlan(
             directory=self.directory, action=action, record=record, notes=tuple(self._notes), lock=self._lock, **rest
         )
 
-    def _go_on(self, record: RunRecord, *, newest_wanted: bool) -> StartPlan:
-        """The same command again: finished, or from the newest verified checkpoint, or from the beginning."""
+    def _continue(self, record: RunRecord, *, newest_wanted: bool) -> StartPlan:
+        """Plan for the same command: finished, or from the newest verified checkpoint, or from the beginning."""
         if not newest_wanted and self._is_finished(record):
             return self._plan("finished", record)
         newest, damaged = self._newest_verified(record)
         if newest is None and newest_wanted:
             found = (
-                f"none of its checkpoints is sound ({self._notes[-1]})"
+                f"none of its checkpoints is usable ({self._notes[-1]})"
                 if damaged
                 else "it holds no checkpoint of this run"
             )
@@ -627,25 +630,25 @@ class _Start:
                 f"--resume_from_checkpoint true: {self.directory}: {found}; leave the flag out to start at step 0"
             )
         if damaged:
-            kept = f"continuing from {newest.name}" if newest else "no sound checkpoint is left: starting at step 0"
+            kept = f"continuing from {newest.name}" if newest else "no intact checkpoint is left: starting at step 0"
             self._notes.append(kept)
         return self._plan("resume" if newest else "fresh", record, checkpoint=newest, damaged=tuple(damaged))
 
     def _newest_verified(self, record: RunRecord) -> tuple[Path | None, list[Path]]:
-        """The newest good checkpoint, and the bad ones that are newer. Adds a note on each that is passed over."""
+        """The newest intact checkpoint, and the damaged ones that are newer. Adds a note on each skipped one."""
         damaged = []
         for _, path in reversed(list_checkpoints(self.directory)):
             found = manifest.inspect(path)
             if found.manifest is None and found.problems[0].kind == "missing":
                 self._notes.append(
-                    f"{path.name} is not attested and is passed over; --resume_from_checkpoint {path} would use it"
+                    f"{path.name} is not attested and is skipped; --resume_from_checkpoint {path} would use it"
                 )
             elif found.problems:
                 damaged.append(path)
-                self._notes.append(f"{path.name} is damaged and is set aside: {found.problems[0]}")
+                self._notes.append(f"{path.name} is damaged and is renamed: {found.problems[0]}")
             elif found.manifest is not None and found.manifest.run_id != record.run_id:
                 damaged.append(path)
-                self._notes.append(f"{path.name} belongs to run {found.manifest.run_id} and is set aside")
+                self._notes.append(f"{path.name} belongs to run {found.manifest.run_id} and is renamed")
             else:
                 return path, damaged
         return None, damaged
@@ -654,17 +657,17 @@ class _Start:
         found = manifest.inspect(self.directory)
         if found.manifest is None or found.manifest.status != "final" or found.manifest.run_id != record.run_id:
             return False
-        # A model card is there to be edited.
+        # Users may edit the model card.
         lost = [problem for problem in found.problems if not problem.file.endswith(".md")]
         if lost:
-            self._notes.append(f"the result in {self.directory} is not sound any more, it is made again: {lost[0]}")
+            self._notes.append(f"the result in {self.directory} is damaged and is trained again: {lost[0]}")
         return not lost
 
     def _resume(self, checkpoint: Path, record: RunRecord, **more: Any) -> StartPlan:
         if not os.path.isdir(checkpoint) or not is_checkpoint(checkpoint):
             inside = list_checkpoints(checkpoint)
             hint = (
-                f"did you mean {inside[-1][1]}?" if inside else "name a checkpoint-N directory that a run has written"
+                f"did you mean {inside[-1][1]}?" if inside else "give a checkpoint-N directory that a run has written"
             )
             raise UsageError(f"--resume_from_checkpoint {checkpoint}: there is no checkpoint; {hint}")
         found = manifest.inspect(checkpoint)
@@ -672,8 +675,8 @@ class _Start:
             self._notes.append(f"{checkpoint} has no {manifest.MANIFEST_NAME}: its files are not attested")
         elif found.problems:
             raise UsageError(
-                f"--resume_from_checkpoint {checkpoint}: {found.problems[0]}; name an older checkpoint, or leave the "
-                "flag out to continue from the newest sound one"
+                f"--resume_from_checkpoint {checkpoint}: {found.problems[0]}; give an older checkpoint, or leave the "
+                "flag out to continue from the newest intact one"
             )
         return self._plan("resume", record, checkpoint=checkpoint, **more)
 
@@ -682,14 +685,14 @@ class _Start:
             raise UsageError(
                 "--overwrite_output_dir deletes what --resume_from_checkpoint true asks for: give one of them"
             )
-        doomed = written_by(self.directory, old.run_id, self._owned(old)) if old is not None else []
-        if self._named is not None and any(self._named.resolve() in path.resolve().parents for path in doomed):
+        deleted = written_by(self.directory, old.run_id, self._owned(old)) if old is not None else []
+        if self._named is not None and any(self._named.resolve() in path.resolve().parents for path in deleted):
             raise UsageError(
-                f"--overwrite_output_dir would delete what --resume_from_checkpoint {self._named} names: choose "
-                "another --output_dir"
+                f"--overwrite_output_dir would delete --resume_from_checkpoint {self._named}: choose another "
+                "--output_dir"
             )
-        if doomed:
-            counts = Counter(path.relative_to(self.directory).parts[0] for path in doomed)
+        if deleted:
+            counts = Counter(path.relative_to(self.directory).parts[0] for path in deleted)
             listed = ", ".join(
                 name if (self.directory / name).is_file() else f"{name} ({count} files)"
                 for name, count in counts.items()
@@ -698,12 +701,12 @@ class _Start:
         kept = {"README.md"} & set(old.files if old is not None else ())
         record = replace(new_record(self._settings), files=tuple(kept))
         if self._named is None:
-            return self._plan("fresh", record, overwritten=tuple(doomed))
-        return self._resume(self._named, record, overwritten=tuple(doomed))
+            return self._plan("fresh", record, overwritten=tuple(deleted))
+        return self._resume(self._named, record, overwritten=tuple(deleted))
 
 
 def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
-    """Raise where the run would read what it writes, now or when it goes on."""
+    """Raise if the run would read what it writes, now or when it resumes."""
     out = directory.resolve()
     for flag, text in _inputs(settings):
         before_pattern, *pattern = re.split(r"[*?\[]", text, maxsplit=1)
@@ -719,12 +722,12 @@ def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
         if flag != "model_name_or_path" and found in (out, *out.parents):
             raise UsageError(
                 f"--output_dir {directory} lies in --{flag} {text}: what the run writes would be read as data when it "
-                "goes on; choose another --output_dir"
+                "resumes; choose another --output_dir"
             )
 
 
 def _inputs(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(flag, value) of whatever names a file or a directory that is read."""
+    """(flag, value) of all settings that may name a file or a directory to read."""
     for name in ("model_name_or_path", "dataset_name", "chat_template_path"):
         if isinstance(value := settings.get(name), str) and value:
             yield name, value
@@ -741,7 +744,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _probe(directory: Path, made: list[Path]) -> None:
-    """Create the directory and really write to it: permission bits do not tell (quotas, read-only mounts, root)."""
+    """Create the directory and write to it: permission bits are not enough (quotas, read-only mounts, root)."""
     try:
         for path in reversed([each for each in (directory, *directory.parents) if not each.exists()]):
             path.mkdir(exist_ok=True)
@@ -754,9 +757,9 @@ def _probe(directory: Path, made: list[Path]) -> None:
         raise _unusable(directory, error) from error
 
 
-def _unmake(made: Iterable[Path]) -> None:
+def _remove_empty(made: Iterable[Path]) -> None:
     for path in reversed(tuple(made)):
-        with suppress(OSError):  # it is used now
+        with suppress(OSError):  # it is in use
             path.rmdir()
 
 

@@ -1,14 +1,14 @@
-"""Saved weights and training state: compared with what is live, and brought back to where it is used.
+"""Saved weights and training state: comparison with the live state, and loading.
 
-A file is read once, on the host, from the disk itself where the system allows it (`integrity.manifest.read_once`): the
-bytes that are compared are those whose SHA-256 the manifest gets. A live tensor is digested where it is, by the kernel
-that computes with it, so that a copy engine which damages what it brings to the host cannot damage both sides alike.
+A file is read once, on the host, after it was dropped from the page cache (`integrity.manifest.read_once`): the bytes
+that are compared are those whose SHA-256 goes into the manifest. A live tensor is digested on its device by a compute
+kernel, so that a faulty copy engine cannot damage both sides alike.
 
-PEFT's ``load_adapter`` is not used to resume: it reads straight onto the device, and by default
-(``autocast_adapter_dtype=True``) turns the bf16 adapters of a QLoRA run into fp32, so that a resumed run is no longer
-bit-equal to an uninterrupted one.
+PEFT's ``load_adapter`` is not used to resume: it reads directly to the device, and by default
+(``autocast_adapter_dtype=True``) converts the bf16 adapters of a QLoRA run to fp32, so that a resumed run would differ
+from an uninterrupted one.
 
-Not covered: what else a checkpoint holds (tokenizer, configuration, card); the manifest has its SHA-256 on disk.
+Not covered: the other files of a checkpoint (tokenizer, configuration, card); the manifest has their SHA-256.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ logger = logging.getLogger(__name__)
 
 ADAPTER_FILE = "adapter_model.safetensors"
 RNG_OF_CARDS = "rng_state_cards.pth"
-"""States of all cards of a model whose layers are split over several; upstream saves the current one's."""
+"""Random states of all cards of a split model; upstream saves the current card's only."""
 _READS = 3
-# bitsandbytes 0.50.2, ``Optimizer8bit.get_state_buffer``: what it pages, and from how many elements on.
+# bitsandbytes 0.50.2, ``Optimizer8bit.get_state_buffer``: the state that it pages, and the fewest elements.
 _PAGED = frozenset({"state1", "state2"})
 _PAGED_FROM = 100_000
 
 Place = Callable[..., Any]
-"""Brings one host tensor to where it is used: ``place(tensor, name=..., stage=...)``."""
+"""Moves one host tensor to the device: ``place(tensor, name=..., stage=...)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Readback:
-    """Outcome of reading one file."""
+    """Outcome of reading one file and comparing it with the live state."""
 
-    entry: FileEntry | None = None  # of the bytes that were compared; None where there are none
-    digests: Mapping[str, str] = field(default_factory=dict)  # by "<file>:<tensor>"; "<file>:" of all that is no tensor
-    differing: list[str] = field(default_factory=list)  # what is not what is live, is missing, or cannot be read
+    entry: FileEntry | None = None  # of the bytes that were compared; None if the file could not be read
+    digests: Mapping[str, str] = field(default_factory=dict)  # by "<file>:<tensor>"; "<file>:" for all but tensors
+    differing: list[str] = field(default_factory=list)  # labels that differ, are missing, or cannot be read
 
 
-# ---- comparing with what is live ----------------------------------------------------------------------------
+# ---- comparison with the live state -------------------------------------------------------------------------
 
 
 def compare_model(
@@ -77,16 +77,16 @@ def compare_model(
     trained: Mapping[str, Tensor] | None = None,
     plain: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Readback]:
-    """Compare the safetensors files in ``directory`` with a PEFT model's live adapters, or a whole model.
+    """Compare the safetensors files in ``directory`` with the live adapters of a PEFT model, or with a full model.
 
     Args:
         directory: holds the files.
-        model: whose they are.
-        trained: of a PEFT model that is sharded, the trained weights by name, whole; else they are the model's own.
-        plain: what the adapter's file is to hold if that is not what is live; see `models.adapter.plain_lora`.
+        model: the live model.
+        trained: full trained weights by name, for a sharded PEFT model; None: the model's own.
+        plain: tensors that an adapter's file must hold if not the live ones; see `models.adapter.plain_lora`.
 
     Returns:
-        One `Readback` a file, by its name relative to ``directory``.
+        One `Readback` per file, by its name relative to ``directory``.
     """
     stored = {file.name: _names(file) for file in sorted(directory.glob("*.safetensors"))}
     found = {
@@ -101,7 +101,7 @@ def compare_recorded(
     model: nn.Module,
     trained: Mapping[str, Tensor] | None = None,
 ) -> list[str] | None:
-    """Names of what is live in a model and is not what a manifest says was saved; None where it says nothing of it."""
+    """Labels of live tensors that differ from the digests recorded in a manifest; None if it records none of them."""
     stored: dict[str, set[str]] = {}
     for label in recorded:
         file, _, name = label.partition(":")
@@ -142,8 +142,8 @@ def _live_adapter(
 ) -> tuple[Mapping[str, Tensor], set[str]]:
     from peft import get_peft_model_state_dict
 
-    # Whether embeddings belong in the file was decided when it was written (it may ask the Hub): when they are there,
-    # they go by their names in the model.
+    # Whether the file has embeddings was decided when it was written (which may ask the Hub): if it has them, they are
+    # found by their names in the model.
     adapter_state = get_peft_model_state_dict(
         model, state_dict=state, adapter_name=adapter, save_embedding_layers=False
     )
@@ -173,12 +173,12 @@ def adapter_on_host(model: nn.Module, mover: Mover, trained: Mapping[str, Tensor
 
 
 def _live_model(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], set[str]]:
-    """Live tensors by their names in the files, and those that must be there; a tied weight is stored once."""
+    """Live tensors by their names in the files, and the names that must be there; a tied weight is stored once."""
     live = model.state_dict()
     if not stored <= live.keys():
         from transformers.core_model_loading import revert_weight_conversion
 
-        # Fused experts are split when they are written: the same function gives the live tensors in that form.
+        # Fused experts are split when they are written: the same function converts the live tensors.
         live = revert_weight_conversion(model, live)
     kept = {live[name].data_ptr() for name in stored & live.keys()}
     return live, {name for name, tensor in live.items() if tensor.data_ptr() not in kept}
@@ -217,17 +217,17 @@ def compare_state(path: Path, live: Any) -> Readback:
 
 
 def read_state(path: Path) -> tuple[Any, Readback]:
-    """The content of a file of ``torch.save`` on the host, and its digests; a file that cannot be read differs."""
+    """Load a file of ``torch.save`` to the host: content and digests; a file that cannot be read is ``differing``."""
     try:
         with read_once(path) as (copy, entry), safe_globals():
             state = torch.load(copy, map_location="cpu", weights_only=True, mmap=True)
             return state, Readback(entry=entry, digests=state_digests(path.name, state))
-    except Exception as error:  # what a damaged pickle or archive raises can be anything
+    except Exception as error:  # a damaged pickle or archive can raise anything
         return None, Readback(differing=[f"{path.name}: cannot be read ({_line(error)})"])
 
 
 def compare_trainer_state(path: Path, live: TrainerState) -> Readback:
-    """Compare ``trainer_state.json`` with the live state; the numbers in it decide where a resumed run goes on."""
+    """Compare ``trainer_state.json`` with the live state."""
     try:
         with read_once(path) as (copy, entry):
             found = json.loads(copy.read_bytes())
@@ -238,7 +238,7 @@ def compare_trainer_state(path: Path, live: TrainerState) -> Readback:
 
 
 def state_digests(file: str, state: Any) -> dict[str, str]:
-    """Digest of each tensor in nested dicts and sequences by "<file>:<path>", and by "<file>:" that of all else."""
+    """Digests of the tensors in nested dicts and sequences by "<file>:<path>"; "<file>:" is that of everything else."""
     tensors: dict[str, str] = {}
     rest = hashlib.sha256()
     for path, leaf in sorted(leaves(state), key=lambda item: item[0]):
@@ -249,8 +249,8 @@ def state_digests(file: str, state: Any) -> dict[str, str]:
     return {f"{file}:": rest.hexdigest(), **tensors}
 
 
-def not_taken_over(saved: Any, live: Any) -> list[str]:
-    """Paths of what was loaded and is not live now; a live object may hold more, and hold a tensor in another dtype."""
+def not_loaded(saved: Any, live: Any) -> list[str]:
+    """Paths of saved values that the live object does not hold; it may hold more, and tensors in another dtype."""
     now = dict(leaves(live))
     return [path for path, leaf in leaves(saved) if path not in now or not _same(leaf, now[path])]
 
@@ -260,7 +260,7 @@ def _same(saved: Any, live: Any) -> bool:
         if isinstance(live, DTensor) and saved.dim() > 0:
             saved, live = own_part(saved, live), local(live)
         return saved.shape == live.shape and digest(saved.to(live.dtype)) == digest(live.detach())
-    return bool(saved == live or (saved != saved and live != live))  # a NaN, such as a learning rate, is itself
+    return bool(saved == live or (saved != saved and live != live))  # NaN equals NaN here
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -279,17 +279,17 @@ def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A tensor on the host with the bytes that its own device sees: read again, up to twice, where they differ."""
+    """Copy a tensor to the host and compare its digest with the device's; a wrong copy is repeated up to twice."""
     right = digest(tensor.detach())
     for _ in range(_READS):
         host = tensor.detach().cpu()
         if digest(host) == right:
             break
-    return host.contiguous()  # one that stayed wrong is found when what is written of it is compared
+    return host.contiguous()  # one that stays wrong is found when the file written from it is compared
 
 
 def model_on_host(model: nn.Module) -> dict[str, Tensor]:
-    """What a model saves, on the host: of a PEFT model what it trains, the rest as it is. Tied weights stay tied."""
+    """The state dict of a model with its saved tensors on the host (PEFT: the trained ones). Tied weights stay tied."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     state: dict[str, Tensor] = model.state_dict()
     copies: dict[int, Tensor] = {}
@@ -300,13 +300,17 @@ def model_on_host(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-# ---- bringing it back ---------------------------------------------------------------------------------------
+# ---- loading ------------------------------------------------------------------------------------------------
 
 
 def require_complete(directory: Path) -> None:
-    """Refuse a checkpoint that upstream would use by halves, or stumble over."""
+    """Refuse a checkpoint that upstream would load only in part, or fail on.
+
+    Raises:
+        UsageError: it does not exist, is incomplete or cannot be read.
+    """
     if not directory.is_dir():
-        raise UsageError(f"Can't find a valid checkpoint at {directory}: name another one or start afresh")
+        raise UsageError(f"Can't find a valid checkpoint at {directory}: choose another one or start a new run")
     try:
         step = TrainerState.load_from_json(str(directory / TRAINER_STATE_NAME)).global_step
         if not isinstance(step, int):
@@ -314,22 +318,24 @@ def require_complete(directory: Path) -> None:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         text = " ".join(str(error).split())
         raise UsageError(
-            f"{directory}: {TRAINER_STATE_NAME} cannot be read ({text}); name another checkpoint or start afresh"
+            f"{directory}: {TRAINER_STATE_NAME} cannot be read ({text}); choose another checkpoint or start a new run"
         ) from error
     parts = {name: (directory / name).is_file() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)}
     parts["rng_state.pth"] = any(directory.glob("rng_state*.pth"))
     missing = [name for name, there in parts.items() if not there]
     if len(missing) == len(parts):
-        logger.warning("%s holds weights only: optimizer, schedule and random numbers begin anew", directory)
+        logger.warning(
+            "%s holds weights only: optimizer, schedule and random state start from the beginning", directory
+        )
     elif missing:
         raise UsageError(
-            f"{directory} has no {' and no '.join(missing)}: a run resumed from it would be another one; name another "
-            "checkpoint or start afresh"
+            f"{directory} has no {' and no '.join(missing)}: a run resumed from it would differ; choose another "
+            "checkpoint or start a new run"
         )
 
 
 def rng_file(args: TrainingArguments) -> str:
-    """Where ``Trainer._save_rng_state`` puts the random states of this rank."""
+    """The file to which ``Trainer._save_rng_state`` writes this rank's random states."""
     return "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
 
 
@@ -356,14 +362,14 @@ def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
 
 
 def load_model(directory: Path, model: nn.Module, place: Place) -> None:
-    """Set the weights of a whole model from the safetensors files in ``directory``, one tensor on its way at a time.
+    """Set the weights of a full model from the safetensors files in ``directory``, one tensor at a time.
 
-    A weight that is tied to another is in the files once, and set once.
+    Tied weights are in the files once, and set once.
     """
     live = model.state_dict()
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise UsageError(f"{directory} holds no .safetensors file: name a checkpoint of this run's model")
+        raise UsageError(f"{directory} holds no .safetensors file: choose a checkpoint of this run's model")
     for file in files:
         with _opened(file) as opened:
             names = set(opened.keys())
@@ -380,11 +386,11 @@ def load_model(directory: Path, model: nn.Module, place: Place) -> None:
 
 
 def _load_converted(directory: Path, model: nn.Module, place: Place) -> None:
-    """As `load_model` where the files hold other tensors than the model: fused experts are split when written."""
+    """As `load_model` for files whose tensors are not the model's: fused experts are split when written."""
     host, info = type(model).from_pretrained(directory, dtype="auto", output_loading_info=True)  # type: ignore[attr-defined]
     lost = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
     if lost:
-        raise UsageError(f"{directory} is of another model, it lacks or adds {lost[0]}: name another checkpoint")
+        raise UsageError(f"{directory} is of another model, it lacks or adds {lost[0]}: choose another checkpoint")
     saved, live = host.state_dict(), model.state_dict()
     _check_fit(directory, saved, live)
     for name, tensor in live.items():
@@ -392,16 +398,16 @@ def _load_converted(directory: Path, model: nn.Module, place: Place) -> None:
 
 
 def load_optimizer(state: Any, optimizer: Any, place: Place) -> None:
-    """Set the optimizer's state; step counts stay on the host unless the optimizer computes with them on the device.
+    """Load the optimizer state; step counts stay on the host unless the optimizer computes with them on the device.
 
-    bitsandbytes' paged state stays paged: its own ``load_state_dict`` would put all of it on the device.
+    bitsandbytes' paged state stays paged: its own ``load_state_dict`` would move all of it to the device.
     """
-    own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper passes no options on
+    own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper does not forward options
     if getattr(own, "is_paged", False):
         own.load_state_dict(state, move_to_device=False)
         _place_paged(own, place)
         return
-    # As torch decides in `Optimizer._process_value_according_to_param_policy`, which would move them itself.
+    # The rule of torch's `Optimizer._process_value_according_to_param_policy`, which would move them itself.
     steps_on_device = {
         number
         for group in state["param_groups"]
@@ -416,7 +422,7 @@ def load_optimizer(state: Any, optimizer: Any, place: Place) -> None:
 
 
 def _place_paged(optimizer: Any, place: Place) -> None:
-    """Bring loaded state to where bitsandbytes would have made it: large moments into pages, the rest to the device."""
+    """Move loaded state to where bitsandbytes creates it: large moments to paged memory, the rest to the device."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     for parameter, values in optimizer.state.items():
@@ -431,11 +437,11 @@ def _place_paged(optimizer: Any, place: Place) -> None:
 
 def _in_pages(value: Tensor, device: torch.device, optimizer: Any) -> Tensor:
     pages = importlib.import_module("bitsandbytes.functional").get_paged(*value.shape, dtype=value.dtype, device=device)
-    pages.copy_(value)  # device: to torch both are host memory; the driver brings the pages over
+    pages.copy_(value)  # device: to torch both are host memory; the driver moves the pages
     if digest(pages) != digest(value):
         raise CorruptionError(
             "paged optimizer state differs from the checkpoint after it was copied: start the same command again; if "
-            "it stays, train with another --optim"
+            "it happens again, train with another --optim"
         )
     optimizer.page_mng.paged_tensors.append(pages)
     return cast("Tensor", pages)
@@ -444,7 +450,7 @@ def _in_pages(value: Tensor, device: torch.device, optimizer: Any) -> Tensor:
 def _placed(value: Any, place: Place, name: str, *, steps: bool) -> Any:
     if torch.is_tensor(value):
         if name.endswith(".step") and not steps:
-            return value.clone()  # what was read is in the file's memory, all of which it would keep
+            return value.clone()  # a view would keep the whole mapped file alive
         return place(value, name=name, stage="optimizer")
     if isinstance(value, dict):
         return {key: _placed(item, place, f"{name}.{key}", steps=steps) for key, item in value.items()}
@@ -459,9 +465,9 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt", device="cpu") as opened:
             yield opened
     except FileNotFoundError as error:
-        raise UsageError(f"{file.parent} holds no {file.name}: name a checkpoint of this run's adapter") from error
+        raise UsageError(f"{file.parent} holds no {file.name}: choose a checkpoint of this run's adapter") from error
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"{file} cannot be read ({error}): name another checkpoint or start afresh") from error
+        raise UsageError(f"{file} cannot be read ({error}): choose another checkpoint or start a new run") from error
 
 
 def _check_fit(file: Path, saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
@@ -484,7 +490,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def adapter_file(adapter: str) -> str:
-    """Where PEFT keeps this adapter: beside all else for "default", in a folder of its name for another."""
+    """PEFT's file for this adapter: in the directory itself for "default", else in a folder of the adapter's name."""
     return ADAPTER_FILE if adapter == "default" else f"{adapter}/{ADAPTER_FILE}"
 
 

@@ -1,10 +1,10 @@
-"""Does upstream still call the places in which we stand? Tried with a tiny training, in a process of its own.
+"""Tests with a tiny training run, in a child process, that upstream still calls our overrides and replaced functions.
 
-Names and parameters that are as they were do not show that: a library may keep a method and go another way. So where
-one is newer than what was tested, a model of a few kilobytes is loaded, trained, evaluated, saved, and resumed on the
-host before the user's run, and every override and every replaced function must be called meanwhile.
+Unchanged names and parameters do not show that: a library may keep a method and no longer call it. So if a library is
+newer than the tested version, a model of a few kilobytes is loaded, trained, evaluated, saved, and resumed on the host
+before the user's run, and every override and every replaced function must be called.
 
-Not covered: places that only several ranks, several cards or a quantised model reach (`NOT_REACHED`).
+Not covered: functions called only with several ranks, several cards or a quantised model (`NOT_REACHED`).
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import SeamError
 
 NOT_REACHED = frozenset({"dispatch", "send_to_device", "fsdp2_load", "push_to_hub", "create_model_card"})
-"""Asked for by several cards, ``dispatch_batches``, FSDP2, and at the end by whoever runs a trainer."""
+"""Called with several cards, ``dispatch_batches``, FSDP2, and by the caller after training."""
 
-_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "HF_ROCM_TUNE_")
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "HF_ROCM_TUNE_")
 _SECONDS = 300
 
 
 def require(newer: Sequence[str], say: Callable[[str], None]) -> None:
-    """Try the installed libraries, of which ``newer`` are newer than what was tested; `SeamError` where it fails."""
+    """Test the installed libraries, of which ``newer`` are newer than the tested versions.
+
+    Raises:
+        SeamError: verification does not work with them.
+    """
     known = ", ".join(f"{name} {version}" for name, version in upstream.TESTED.items())
-    say(f"{', '.join(newer)}: newer than what was tested ({known}); a tiny training tries what verification depends on")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)}
+    say(f"{', '.join(newer)}: newer than the tested versions ({known}); a tiny training run tests the verification")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-P", "-m", __name__]  # -P: nothing is imported from the working directory
     try:
@@ -40,14 +44,17 @@ def require(newer: Sequence[str], say: Callable[[str], None]) -> None:
             command, env={**kept, **hidden}, capture_output=True, text=True, timeout=_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise SeamError(f"a tiny training with {', '.join(newer)} did not end: install {known}") from error
+        raise SeamError(f"a tiny training run with {', '.join(newer)} did not end: install {known}") from error
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["?"])[-1]
         raise SeamError(f"cannot verify with {', '.join(newer)}: {why}; install {known}")
 
 
 def not_called() -> set[str]:
-    """Names of overrides and replaced functions that a tiny training does not reach; in a process for that alone."""
+    """Names of overrides and replaced functions that a tiny training run does not call.
+
+    Replaces functions of the libraries: only for a process of its own.
+    """
     from transformers import Trainer
 
     from hf_rocm_tune.training.trainer import VerifiedTransferMixin
@@ -67,7 +74,7 @@ def not_called() -> set[str]:
         whole = _train(Probe, Path(scratch), "whole", None)
         resumed = _train(Probe, Path(scratch), "resumed", str(Path(scratch, "whole", "checkpoint-2")))
     if whole != resumed:
-        raise SeamError("a resumed training does not give the weights of an uninterrupted one")
+        raise SeamError("a resumed run does not give the weights of an uninterrupted one")
     return wanted - called - NOT_REACHED
 
 
@@ -93,12 +100,12 @@ def _train(kind: Any, scratch: Path, name: str, checkpoint: str | None) -> dict[
         model, _ = load_model(ModelSource(name=str(scratch / "model")), mover)
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
         trainer = kind(
-            model=model, args=args, train_dataset=rows, eval_dataset=rows[:4], mover=mover, publisher=_Nobody()
+            model=model, args=args, train_dataset=rows, eval_dataset=rows[:4], mover=mover, publisher=_NullPublisher()
         )
         trainer.train(resume_from_checkpoint=checkpoint)
         batches = trainer.transfer_report.to_dict()["batches"]
         if not 0 < batches["bytes"] == batches["verified_bytes"]:
-            raise SeamError("batches go round the mover")
+            raise SeamError("batches bypass the mover")
         return {each: digest(value.detach()).hex() for each, value in model.named_parameters() if value.requires_grad}
 
 
@@ -115,7 +122,7 @@ def _counted(function: Callable[..., Any], name: str, called: set[str]) -> Calla
     return counting
 
 
-class _Nobody:
+class _NullPublisher:
     """A publisher that uploads nothing."""
 
     def checkpoint(self, directory: Path) -> None:

@@ -1,12 +1,12 @@
-"""Sentinels: bits that were right and no longer are, in memory that no card protects, or not alike on all ranks.
+"""Sentinels: detect weights and optimizer state that change in device memory (no ECC) or differ between ranks.
 
-`FrozenSentinel` watches what training must not change, in slices, so that no step pays for the whole model, and in full
-before a save. `TrainedSentinel` watches trained weights and the optimizer's state between two updates. Digests are
-queued on the device behind what computes there and compared when the training loop has waited for the device anyway.
-`compare_replicas` compares digests of all ranks over gloo, not over the path between cards that is suspect.
-`SentinelCallback` has all of them look in a run.
+`FrozenSentinel` checks what training must not change, in slices, so that no step pays for the whole model, and in full
+before a save. `TrainedSentinel` checks trained weights and optimizer state between two updates. Digests are queued on
+the device behind the computation and compared when the training loop has waited for the device anyway.
+`compare_replicas` compares digests of all ranks over gloo, not over the suspect path between cards. `SentinelCallback`
+runs all of them during training.
 
-Not covered: bits that were wrong between two looks and are right again.
+Not covered: bits that were wrong between two checks and are right again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, listed
 from hf_rocm_tune.models.placement import RECOMPUTED, TRAINED, findable_tensors_of, is_recomputed, tensors_of
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.shards import cut_of, is_sharded, local, reshard
-from hf_rocm_tune.transfer import Digest, QueuedDigests, Together, digest
-from hf_rocm_tune.transfer.digest import LOT_BYTES
+from hf_rocm_tune.transfer import Digest, QueuedDigests, TensorGroup, digest
+from hf_rocm_tune.transfer.digest import GROUP_BYTES
 from hf_rocm_tune.transfer.host_group import host_group
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from hf_rocm_tune.transfer import Mover
 
 Found = tuple[str, Tensor, Callable[[], Tensor]]
-"""Name, tensor, and a function that finds it again; the function raises AttributeError when it is gone."""
+"""Name, tensor, and a function that looks the tensor up again; it raises AttributeError when the tensor is gone."""
 
 _BYTES_PER_UPDATE = 1 << 30
-"""How much of the trained state is watched between two updates."""
+"""The most bytes of trained state that are checked between two updates."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A tensor that is not what it was."""
+    """A tensor that has changed."""
 
     stage: str  # "frozen" or "trained"
     name: str  # of the tensor, or of the group it belongs to
@@ -77,20 +77,19 @@ class _Watched:
 
 @dataclass(kw_only=True)
 class FrozenSentinel:
-    """Watches the frozen tensors of a model, each by the bytes of its whole storage.
+    """Checks the frozen tensors of a model, each by the bytes of its whole storage.
 
     Args:
-        list_tensors: yields all that is to be watched, as it is now.
+        list_tensors: yields all tensors to check, as they are now.
         period: number of calls of :meth:`check_slice` in which every tensor is checked once.
-        arrived_with: the digest that a tensor had when it was loaded or derived, which is its baseline; None where that
-            is not known, and the baseline is what the tensor holds now.
-        explain: why a tensor may hold other bytes than its baseline's, given its name, the tensor, and whether these
-            are the baseline's bytes in another storage; None where nothing explains it. What is explained gets a new
-            baseline and is not a change.
+        arrived_with: the digest that a tensor had when it was loaded or derived, used as its baseline; None if unknown:
+            then the current content is the baseline.
+        explain: the reason why a tensor may differ from its baseline, given its name, the tensor, and whether it has
+            the baseline's bytes in another storage; None for no reason. A tensor with a reason gets a new baseline.
 
     Attributes:
-        changed_at_start: what no longer held its baseline when the watch began.
-        passes: completed passes over all tensors, by slices or in full.
+        changed_at_start: tensors that differed from their baseline at construction.
+        passes: completed passes over all tensors, in slices or in full.
     """
 
     list_tensors: Callable[[], Iterable[Found]]
@@ -113,7 +112,7 @@ class FrozenSentinel:
         return len(self._watched)
 
     def check_slice(self) -> list[Change]:
-        """Looks at the next slice; on an accelerator :meth:`collect` tells of its changes later."""
+        """Check the next slice; on an accelerator a later call or :meth:`collect` returns its changes."""
         changes = self._look(self._slices[self._next])
         self._next += 1
         if self._next == len(self._slices):
@@ -122,14 +121,14 @@ class FrozenSentinel:
         return changes + self.collect(wait=False)
 
     def check_all(self) -> list[Change]:
-        """Looks at every tensor, also at those that have come since the start, and waits for the verdict."""
+        """Check every tensor, also those added since the start, and wait for the result."""
         self.passes += 1
         changes = self._look(self._watched.values())
         changes += self._begin([each for each in self.list_tensors() if each[0] not in self._watched], late=True)
         return changes + self.collect(wait=True)
 
     def collect(self, *, wait: bool) -> list[Change]:
-        """What has been found out since the last time; ``wait``: also for what the device has not done yet."""
+        """The changes found since the last call; ``wait``: wait for all digests that are queued on the device."""
         changes = []
         while self._queued and (wait or self._queued[0][1].done()):
             rows, queued = self._queued.pop(0)
@@ -139,7 +138,7 @@ class FrozenSentinel:
         return changes
 
     def _look(self, rows: Iterable[_Watched]) -> list[Change]:
-        """Queues the digests of those that are where they were; the others are judged at once."""
+        """Queue the digests of tensors whose storage is the same; the others are judged at once."""
         changes, here = [], []
         for row in rows:
             tensor = row.tensor()
@@ -154,7 +153,7 @@ class FrozenSentinel:
         return changes
 
     def _judge(self, row: _Watched) -> list[Change]:
-        """Looks again, and asks for an explanation of what still differs."""
+        """Digest a suspicious tensor again; it has changed if it still differs and `explain` has no reason."""
         tensor = row.tensor()
         if tensor is None:
             return [Change("frozen", row.name, "removed")]
@@ -162,14 +161,14 @@ class FrozenSentinel:
         (found,) = QueuedDigests([storage_bytes(tensor)]).result()
         same = found == row.baseline
         if same and not replaced:
-            return []  # the digest itself had come back wrong
+            return []  # the first digest was wrong
         if self.explain(row.name, tensor, same) is None:
             return [Change("frozen", row.name, "replaced" if replaced else "changed in memory")]
         row.rebase(tensor, found)
         return []
 
     def _begin(self, found: list[Found], *, late: bool = False) -> list[Change]:
-        """Takes baselines, and tells of what does not hold the one with which it arrived. Late ones are explained."""
+        """Record baselines. Returns tensors that differ from theirs; ``late``: tensors added without a reason, too."""
         digests = QueuedDigests([storage_bytes(tensor) for _, tensor, _ in found]).result()
         changes = []
         for (name, tensor, find), now in zip(found, digests, strict=True):
@@ -187,20 +186,20 @@ class FrozenSentinel:
 
 
 class TrainedSentinel:
-    """Watches what training changes, from one update to the next: the optimizer's parameters and its state.
+    """Checks what training changes, from one update to the next: the optimizer's parameters and its state.
 
-    Small tensors of one kind are digested together. Where all of it is larger than a gibibyte, as much as that is
-    watched between two updates, in turns. Pages (bitsandbytes' paged optimizers) are not watched.
+    Small tensors of one kind are digested together. If there is more than 1 GiB, that much is checked between two
+    updates, in turn. Pages (bitsandbytes' paged optimizers) are not checked.
 
     Args:
         optimizer: with ``param_groups`` and ``state`` as torch's.
-        local: this rank's part of a tensor that is sharded.
+        local: returns this rank's part of a sharded tensor.
         arrived_with: as for `FrozenSentinel`.
-        excuse_writes: do not compare what torch operations have written or replaced in the meantime: for a trainer
-            with code of a user's, which may do so. A fault of the memory leaves no trace in torch's version counter.
+        excuse_writes: do not compare tensors that torch operations have written or replaced in the meantime: for a
+            trainer with user code, which may do so. A memory fault does not change torch's version counter.
 
     Attributes:
-        checks: completed comparisons of what is watched.
+        checks: completed comparisons.
         rewritten: groups that were not compared because they had been written to.
     """
 
@@ -225,7 +224,7 @@ class TrainedSentinel:
         self._replaced: dict[str, None] = {}
 
     def begin(self) -> list[Change]:
-        """Before the first update: what does not hold the bytes with which it arrived, where that is known."""
+        """Before the first update: tensors that differ from the bytes with which they arrived, where that is known."""
         rows = [(kind, storage_bytes(tensor)) for kind, tensor in self._list()]
         known = [(kind, data, before) for kind, data in rows if (before := self._arrived_with(data)) is not None]
         now = QueuedDigests([data for _, data, _ in known]).result()
@@ -234,7 +233,7 @@ class TrainedSentinel:
         return [Change("trained", kind, "changed in memory") for kind in wrong]
 
     def take(self) -> None:
-        """After an update: remembers what is there now."""
+        """After an update: record the current state."""
         held = [each for group in self._optimizer.param_groups for each in group["params"]]
         held += [each for state in self._optimizer.state.values() for each in state.values()]
         ids = list(map(id, held))
@@ -246,7 +245,7 @@ class TrainedSentinel:
         self._taken = chosen, versions, queued
 
     def look(self) -> None:
-        """Before the next use: queues a second look at what was remembered."""
+        """Before the next use: queue a comparison with the recorded state."""
         if self._taken is None:
             return
         groups, versions, before = self._taken
@@ -262,13 +261,13 @@ class TrainedSentinel:
         self._queued.append((groups, looked_at, before, QueuedDigests([groups[at].bytes for at in looked_at])))
 
     def collect(self) -> list[Change]:
-        """What has changed between `take` and `look`; waits for the verdict."""
+        """What has changed between `take` and `look`; waits for the device."""
         changes: dict[str, None] = {}
         for groups, untouched, before, now in self._queued:
             self.checks += 1
             then = before.result()
             for at, found in zip(untouched, now.result(), strict=True):
-                # Looked at once more: the digest itself may have come back wrong.
+                # Checked once more: the digest itself may be wrong.
                 if found != then[at] and QueuedDigests([groups[at].bytes]).result() != [then[at]]:
                     changes[groups[at].kind] = None
         self._queued = []
@@ -285,7 +284,7 @@ class TrainedSentinel:
                     yield f"optimizer state {name}", self._local(value)
 
     def _turn(self) -> list[_Pack]:
-        """The groups whose turn it is: all, where they are not too large together."""
+        """The next groups to check: all, if they are not too large together."""
         chosen: list[_Pack] = []
         room = _BYTES_PER_UPDATE
         for _ in self._groups:
@@ -304,7 +303,7 @@ class _Pack:
     def __init__(self, kind: str, tensors: list[Tensor]) -> None:
         self.kind, self.tensors = kind, tensors
         self.pointers = self.find()
-        self.bytes = Together([storage_bytes(tensor) for tensor in tensors])
+        self.bytes = TensorGroup([storage_bytes(tensor) for tensor in tensors])
         self.nbytes = self.bytes.nbytes
 
     def find(self) -> list[int]:
@@ -323,9 +322,9 @@ def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Pack]:
         if storage._cdata in seen or storage.nbytes() == 0:
             continue
         seen.add(storage._cdata)
-        filled, tensors = open_groups.get((kind, tensor.device), (LOT_BYTES, []))
+        filled, tensors = open_groups.get((kind, tensor.device), (GROUP_BYTES, []))
         filled += storage.nbytes()
-        if filled > LOT_BYTES:
+        if filled > GROUP_BYTES:
             filled, tensors = storage.nbytes(), []
             groups.append((kind, tensors))
         tensors.append(tensor)
@@ -345,17 +344,15 @@ def _even_slices(watched: list[_Watched], period: int) -> Iterator[list[_Watched
 
 # ---- replicas -----------------------------------------------------------------------------------------------
 
-_NAMED = 5
-
 
 def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
-    """Compares the digests of these tensors, of the same names on every rank, over all ranks. Collective.
+    """Compare the digests of tensors, which have the same names on every rank, over all ranks. Collective.
 
     Returns:
-        How many tensors were compared; 0 when there is one rank.
+        The number of tensors compared; 0 with a single rank.
 
     Raises:
-        CorruptionError: on every rank, naming the tensors and the ranks that hold other bits than rank 0.
+        CorruptionError: on every rank, naming the tensors and the ranks whose bits differ from rank 0's.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return 0
@@ -372,27 +369,25 @@ def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
             if first.get(name) != theirs.get(name):
                 differing.setdefault(name, []).append(rank)
     if differing:
-        named = ", ".join(f"{name} (ranks {ranks})" for name, ranks in list(differing.items())[:_NAMED])
-        more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
-        raise CorruptionError(
-            f"{when}: ranks hold other bits than rank 0 in {named}{more}: nothing more is trained on them"
-        )
+        named = listed([f"{name} (ranks {ranks})" for name, ranks in differing.items()], 5)
+        raise CorruptionError(f"{when}: ranks differ from rank 0 in {named}: training stops")
     return len(mine)
 
 
 # ---- in a run -----------------------------------------------------------------------------------------------
 
 _UPSTREAM = frozenset({"hf_rocm_tune", "transformers", "trl", "peft", "accelerate", "torch", "typing", "builtins"})
-_FOREIGN: dict[type, bool] = {}  # what `is_foreign` found
+_FOREIGN: dict[type, bool] = {}  # cache of `is_foreign`
 _SAID = {"replaced": "were replaced by other tensors", "removed": "were removed", "added": "were added"}
 _ADVICE = (
     "Nothing was saved since; the checkpoints already written are intact: start the same command again to continue "
-    "from the newest one. Code that means to rewrite a frozen weight declares it: trainer.mover.mark_derived(it, why)"
+    "from the newest one. Code that rewrites a frozen weight on purpose must declare it with "
+    "trainer.mover.mark_derived(tensor, reason)"
 )
 
 
 def is_foreign(cls: type) -> bool:
-    """Whether a class, or one that it is made of, has code that is neither upstream's nor ours."""
+    """Whether a class or one of its bases has code that is neither upstream's nor ours."""
     if cls not in _FOREIGN:
         _FOREIGN[cls] = any(
             base.__module__.partition(".")[0] not in _UPSTREAM
@@ -403,27 +398,27 @@ def is_foreign(cls: type) -> bool:
 
 
 class SentinelCallback(TrainerCallback):
-    """Watches device memory while a run lasts.
+    """Checks device memory during a run.
 
-    Frozen weights are looked at every step by slices, each of them once in ``every`` steps, and in full before a save.
-    Trained weights and the optimizer's state are looked at after each update, and again before the next one and before
-    a save. What a look has found is told by `settle`, when the training loop has waited for the device anyway.
+    Frozen weights are checked at every step in slices, each once in ``every`` steps, and in full before a save. Trained
+    weights and optimizer state are digested after each update, and compared before the next one and before a save.
+    `settle` reports the results when the training loop has waited for the device anyway.
 
-    With several ranks, every ``every`` steps the trainable weights of all ranks are compared too: their optimizers have
-    seen the same averaged gradients, so they hold the same bits or something went wrong. A model that is sharded has no
-    replicas: each rank watches its own part.
+    With several ranks, the trainable weights of all ranks are compared every ``every`` steps: their optimizers have
+    used the same averaged gradients, so they must be bit-identical. A sharded model has no replicas: each rank checks
+    its own part.
 
     Args:
-        model: whose tensors are watched.
-        mover: knows with which digest each arrived or was derived; its report counts passes and mismatches.
-        every: steps in which each frozen tensor is looked at once; 0: no look at memory at all. Before a save it is
-            then still looked for frozen tensors that were replaced.
-        compare_optimizer_every: steps between two comparisons of the optimizer's state over all ranks; 0 for never.
+        model: its tensors are checked.
+        mover: knows the digest with which each tensor arrived or was derived; its report counts passes and mismatches.
+        every: steps in which each frozen tensor is checked once; 0: memory is not checked. Before a save, frozen
+            tensors that were replaced are then still found.
+        compare_optimizer_every: steps between two comparisons of the optimizer state over all ranks; 0: never.
         excuse_writes: see `TrainedSentinel`.
-        references: models that are only evaluated: all their tensors are watched.
+        references: models that are only evaluated: all their tensors are checked as frozen.
 
     Raises:
-        MemoryFaultError: from the start, `settle` or save that told of a change.
+        MemoryFaultError: at the start of training, from `settle`, or at a save: a tensor has changed.
     """
 
     def __init__(
@@ -480,27 +475,31 @@ class SentinelCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         step = state.global_step
         if self._sentinel is not None:
-            self._drop_what_is_gathered()
+            self._reshard()
             self._judge(self._sentinel.check_slice(), f"after step {step}", step)
             if step % self._every == 0 and (replicas := list(self._replicas())):
                 self.check_replicas(replicas, f"at step {step}")
         if self._compare_optimizer_every > 0 and step % self._compare_optimizer_every == 0:
             self.check_replicas(self._optimizer_state(more["optimizer"]), f"at step {step}")
 
-    # ---- looking --------------------------------------------------------------------------------------------
+    # ---- checks ---------------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """The trained state has been changed on purpose: what it is now is right."""
+        """Record the trained state, which has been changed on purpose, as right."""
         if self._trained is not None:
             self._trained.take()
 
     def look(self) -> None:
-        """The trained state is about to be used or changed: `settle` tells whether it is what it was."""
+        """Queue a check of the trained state before it is used or changed; `settle` reports the result."""
         if self._trained is not None:
             self._trained.look()
 
     def settle(self, step: int) -> None:
-        """Waits for the verdict of all looks so far."""
+        """Wait for the results of all checks so far; ``step`` is the number of the current step.
+
+        Raises:
+            MemoryFaultError: a tensor has changed.
+        """
         if self._sentinel is None:
             return
         changes = self._sentinel.collect(wait=True)
@@ -509,19 +508,19 @@ class SentinelCallback(TrainerCallback):
         self._judge(changes, f"before the update of step {step}", step)
 
     def check_all(self, step: int) -> None:
-        """Checks every frozen tensor and the trained state; called before a save."""
+        """Check every frozen tensor and the trained state; called before a save."""
         if self._sentinel is None:
             for name, tensor, _ in self._frozen():
                 if self._mover.provenance(tensor) is None:
                     self._explain(name, tensor, False)
             return
-        self._drop_what_is_gathered()
+        self._reshard()
         when = f"before saving at step {step}"
         self._judge(self._sentinel.check_all(), when, step)
         self.check_trained(when, step)
 
-    def _drop_what_is_gathered(self) -> None:
-        """FSDP2 keeps the outermost parameters whole after an evaluation: another tensor than the rank's own part."""
+    def _reshard(self) -> None:
+        """FSDP2 leaves the outermost parameters gathered after an evaluation: not the tensor of the rank's own part."""
         if is_sharded(self._model):
             reshard(self._model)
 
@@ -540,7 +539,7 @@ class SentinelCallback(TrainerCallback):
         if compared:
             self._report.count("replicas", checks=1)
 
-    # ---- what is watched ------------------------------------------------------------------------------------
+    # ---- which tensors are checked --------------------------------------------------------------------------
 
     def _frozen(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
         counted = running_statistics(self._model)
@@ -555,7 +554,7 @@ class SentinelCallback(TrainerCallback):
         return ((name, tensor) for name, tensor in tensors_of(self._model) if tensor.requires_grad)
 
     def _replicas(self) -> Iterator[tuple[str, Tensor]]:
-        """What is trained and each rank has whole."""
+        """Trained tensors that every rank holds completely."""
         if not is_sharded(self._model):
             return self._trainable()
         shards = ((name, each) for name, each in self._model.named_parameters() if isinstance(each, DTensor))
@@ -572,7 +571,7 @@ class SentinelCallback(TrainerCallback):
             yield from ((f"{owner}/{name}", value) for name, value in state.items() if torch.is_tensor(value))
 
     def _explain(self, name: str, tensor: Tensor, same: bool) -> str | None:
-        """Why a frozen tensor may be another than before; what is explained is derived, and told once."""
+        """The reason why a frozen tensor may differ, or None; with a reason it is marked derived and reported once."""
         if same:
             reason = "equal to the tensor that it replaces"
         elif self._mover.digest_of(data := storage_bytes(tensor)) == digest(data):
@@ -610,10 +609,8 @@ class SentinelCallback(TrainerCallback):
             row = {"step": step, "stage": each.stage, "tensor": each.name, "kind": each.kind, "outcome": "stopped"}
             self._report.incident(row)
         what = "frozen weights" if changes[0].stage == "frozen" else "trained weights or optimizer state"
-        names = ", ".join(each.name for each in changes[:3])
-        more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
         said = _SAID.get(changes[0].kind, changes[0].kind)
-        raise MemoryFaultError(f"{what} {said} ({when}): {names}{more}", _ADVICE)
+        raise MemoryFaultError(f"{what} {said} ({when}): {listed([each.name for each in changes])}", _ADVICE)
 
 
 def _moves_weights_itself(optimizer: Any) -> bool:

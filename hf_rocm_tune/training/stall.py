@@ -1,8 +1,8 @@
-"""The stall watchdog of a training job: how long each phase may take, and what is left behind when one takes longer.
+"""The stall watchdog of a training job: time limits of each phase, and the evidence that is written after a stall.
 
-The signs of life are those that the supervisor is told (`supervised`), with the same phases. A training step is held to
-what the last ones took; what has no such measure (the first steps, in which kernels are compiled, a new pass over the
-data, an evaluation, a save) gets longer.
+Heartbeats and phases are those sent to the supervisor (`supervised`). The limit of a training step follows from the
+duration of the last steps; phases without such a measure (the first steps, in which kernels are compiled, a new epoch,
+an evaluation, a save) get a longer one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.ranks.stall_report import is_lost_peer, lost_peer, render
 from hf_rocm_tune.ranks.watchdog import Board, Look, Stall, Watchdog, briefly
 from hf_rocm_tune.training import report
-from hf_rocm_tune.training.supervised import Patience, Phase, hold_on, patience
+from hf_rocm_tune.training.supervised import Patience, Phase, patience, touch_pulse
 from hf_rocm_tune.training.telemetry import clear_live_line
 
 if TYPE_CHECKING:
@@ -37,31 +37,34 @@ REPORT_FILES = ("stall_report.txt", "stall_report.json")
 
 _FLOOR_SECONDS, _FACTOR = 300.0, 10.0
 _PATIENT, _START = 4.0, 24.0
-"""Times the floor: for what is not measured, and before the training, where nothing tells of progress."""
+"""Multiples of the floor: for phases without a measure, and before training, where there are no heartbeats."""
 _BEFORE_OTHERS = 0.8
-"""The supervisor, and the library of the collectives, end a job as well, and cannot know the cause."""
+"""Share of the limits of the supervisor and of the collectives, which also end a job but do not know the cause."""
 _MEASURED, _ENOUGH = 50, 3
 _REPORT_SECONDS, _EVIDENCE_SECONDS, _TELL_SECONDS = 5.0, 10.0, 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Seconds that may pass without a sign of life."""
+    """Seconds that may pass without a heartbeat."""
 
-    floor_s: float  # in a training step, at least
-    factor: float  # times the median of the last ones, if that is more
-    patient_s: float  # in the first steps, at the begin of a pass over the data, in an evaluation, a save, at the end
-    start_s: float  # before the training
-    most_s: float  # in any of them but the last, whatever the others say
+    floor_s: float  # the least limit of a training step
+    factor: float  # times the median of the last steps, if that is more
+    patient_s: float  # in the first steps, at the start of an epoch, in an evaluation, a save, at the end
+    start_s: float  # before training
+    most_s: float  # upper bound of all limits except ``start_s``
 
     @classmethod
     def of(cls, setting: str, supervisor: Patience | None, *, collective_s: float | None = None) -> Limits | None:
-        """The limits for a value of ``--stall_timeout``; None where the user wants none.
+        """The limits for a value of ``--stall_timeout``; None for no limits.
 
         Args:
             setting: ``auto``, or the seconds that a training step may take, 0 for no limit.
-            supervisor: how long it waits itself.
-            collective_s: how long a collective may take, until its library gives up without a cause.
+            supervisor: the supervisor's own limits; None without one.
+            collective_s: the timeout of a collective, in seconds; None with a single process.
+
+        Raises:
+            UsageError: the setting is not valid.
         """
         seconds = parse(setting)
         if seconds == 0:
@@ -82,7 +85,7 @@ def parse(setting: str) -> float | None:
     """A value of ``--stall_timeout`` in seconds; None for ``auto``.
 
     Raises:
-        UsageError: it is neither ``auto`` nor a number from 0 on.
+        UsageError: it is neither ``auto`` nor a number of at least 0.
     """
     if setting == "auto":
         return None
@@ -95,10 +98,10 @@ def parse(setting: str) -> float | None:
     return seconds
 
 
-class Pace:
-    """How the training gets on: heard by its own thread, looked at by the watchdog's.
+class Progress:
+    """The progress of training: updated by its thread, read by the watchdog's.
 
-    ``mark`` is told what the training is at, at every sign of life.
+    ``mark`` is called at every heartbeat with a description of the current phase.
     """
 
     def __init__(self, limits: Limits, mark: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
@@ -108,8 +111,8 @@ class Pace:
         self._beats, self._since = 0, clock()
         self.step, self.phase = 0, "start"
 
-    def hear(self, *, step: int, phase: Phase, fresh: bool = False) -> None:
-        """A sign of life; see `supervised.Heartbeat`."""
+    def beat(self, *, step: int, phase: Phase, fresh: bool = False) -> None:
+        """Record a heartbeat; see `supervised.Heartbeat`."""
         now = self._clock()
         if self.phase == "step":
             self._steps.append(now - self._since)
@@ -121,7 +124,7 @@ class Pace:
 
     @property
     def where(self) -> str:
-        """What the training is at, for people."""
+        """The current phase, for people."""
         places = {
             "start": "before the training",
             "step": f"in step {self.step + 1}",
@@ -139,7 +142,7 @@ class Pace:
     def _limit(self) -> float | None:
         limits, steps = self._limits, self._steps
         if self.phase == "publish":
-            return None  # an upload tells of no progress
+            return None  # an upload sends no heartbeats
         if self.phase == "start":
             return limits.start_s
         if self.phase not in ("step", "between") or self._fresh or len(steps) < _ENOUGH:
@@ -148,12 +151,12 @@ class Pace:
 
 
 class StallGuard:
-    """The watchdog of one job, its meeting place, and what it leaves.
+    """The watchdog of one job and the evidence that it writes.
 
     Args:
-        limits: None: nothing is watched.
-        board: where the ranks of this machine meet; None for a process alone.
-        tell: records an error as the ending of this process and prints it.
+        limits: None: no watchdog.
+        board: shared by the ranks of this machine; None for a single process.
+        tell: prints an error and records it as the end of this process.
     """
 
     def __init__(
@@ -163,13 +166,13 @@ class StallGuard:
         self._trainer: VerifiedTransferMixin | None = None
         self._facts: report.RunFacts | None = None
         self._directory: Path | None = None
-        self._pace: Pace | None = None
+        self._progress: Progress | None = None
         self._watchdog: Watchdog | None = None
         if limits is not None:
-            self._pace = Pace(limits, board.mark if board is not None else lambda _: None)
+            self._progress = Progress(limits, board.mark if board is not None else lambda _: None)
             self._watchdog = Watchdog(
-                look=self._pace.look,
-                on_suspicion=lambda: hold_on(environ),
+                look=self._progress.look,
+                on_suspicion=lambda: touch_pulse(environ),
                 on_stall=self._leave_evidence,
                 board=board,
                 elsewhere=_elsewhere(environ),
@@ -178,17 +181,16 @@ class StallGuard:
             self._watchdog.start()
 
     def starting(self) -> None:
-        """A trainer is about to be made: nothing tells of progress."""
-        if self._pace is not None:
-            self._pace.hear(step=0, phase="start", fresh=True)
+        """Call before a trainer is created, which sends no heartbeats."""
+        self.beat(step=0, phase="start", fresh=True)
 
-    def hear(self, *, step: int, phase: Phase, fresh: bool) -> None:
-        """A sign of life of the trainer; see `supervised.Heartbeat`."""
-        if self._pace is not None:
-            self._pace.hear(step=step, phase=phase, fresh=fresh)
+    def beat(self, *, step: int, phase: Phase, fresh: bool) -> None:
+        """Record a heartbeat of the trainer; see `supervised.Heartbeat`."""
+        if self._progress is not None:
+            self._progress.beat(step=step, phase=phase, fresh=fresh)
 
     def watch(self, trainer: VerifiedTransferMixin, facts: report.RunFacts, directory: Path) -> None:
-        """A trainer is about to train, in a directory that holds what is left of a stall; ``facts``: for its report."""
+        """Call before training: from now on a stall is recorded in ``directory``, with the report of ``trainer``."""
         self._trainer, self._facts, self._directory = trainer, facts, directory
 
     def close(self) -> None:
@@ -199,11 +201,11 @@ class StallGuard:
 
     def lost_peer(self, error: BaseException) -> StallError:
         others = self._board.others() if self._board is not None else []
-        where = self._pace.where if self._pace is not None else "in this job"
+        where = self._progress.where if self._progress is not None else "in this job"
         return lost_peer(error, others, where=where)
 
     def _leave_evidence(self, stall: Stall) -> None:
-        # Before the run owns its directory nothing is written there.
+        # Nothing is written to the output directory before the run owns it.
         directory = self._directory or Path(tempfile.mkdtemp(prefix="hf-rocm-tune-stall-"))
         text, data = (directory / name for name in REPORT_FILES)
         content = {text: render(stall.report), data: json.dumps(stall.report, indent=1) + "\n"}
@@ -218,11 +220,11 @@ class StallGuard:
         briefly(lambda: self._tell(error), _TELL_SECONDS)
 
     def _report(self, stall: Stall) -> None:
-        if self._trainer is None or self._facts is None or self._directory is None or self._pace is None:
+        if self._trainer is None or self._facts is None or self._directory is None or self._progress is None:
             return
         self._trainer.transfer_report.incident(
             {
-                "step": self._pace.step + (self._pace.phase == "step"),
+                "step": self._progress.step + (self._progress.phase == "step"),
                 "stage": "progress",
                 "tensor": "",
                 "kind": "stall",
@@ -247,16 +249,16 @@ def watched(
     collective_s: float | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[StallGuard]:
-    """Within the block the job is watched, and a lost connection to another rank is one line.
+    """Run the watchdog within the block, and report a lost connection to another rank in one line.
 
     Args:
         setting, collective_s: see `Limits.of`.
-        place: a directory that the ranks of this job on this machine have in common; None for a process alone.
+        place: a directory shared by the ranks of this job on this machine; None for a single process.
         tell: see `StallGuard`.
 
     Raises:
-        PeerLostError: another rank has gone.
-        UsageError: the setting is wrong, or the place is somebody else's.
+        PeerLostError: another rank has ended.
+        UsageError: the setting is not valid, or the place belongs to another user.
     """
     limits = Limits.of(setting, patience(environ), collective_s=collective_s)
     board = Board(place, rank=int(environ.get("RANK", "0"))) if place is not None else None
@@ -268,7 +270,7 @@ def watched(
         if lost is None:
             raise
         if threading.current_thread() is threading.main_thread():
-            # The launcher ends the ranks that are left; that is no wish of the user to end the run.
+            # The launcher's SIGTERM to the remaining ranks is not a request of the user to end the run.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise guard.lost_peer(lost) from error
     finally:
@@ -276,7 +278,7 @@ def watched(
 
 
 def _lost_peer_in(error: BaseException) -> BaseException | None:
-    """The broken connection that this error is, or during whose handling a signal came."""
+    """The broken connection behind this error: itself, or the one that was handled when a signal arrived."""
     if is_lost_peer(error):
         return error
     during = error.__context__ if isinstance(error, KeyboardInterrupt) else None
@@ -288,7 +290,7 @@ def _write(content: Mapping[Path, str]) -> None:
         try:
             write_text_atomic(file, text)
         except OSError:
-            file.unlink(missing_ok=True)  # an earlier one is not this stall's
+            file.unlink(missing_ok=True)  # the file of an earlier stall would be mistaken for this one's
 
 
 def _elsewhere(environ: Mapping[str, str]) -> int:

@@ -1,10 +1,11 @@
-"""What a supervised job tells its supervisor, through files in a directory that the supervisor names.
+"""Communication of a supervised job with its supervisor, through files in a directory that the supervisor names.
 
-``begun.json`` once, when the run is committed to its output directory; ``pulse`` at every micro-step, so that a job
-that stands still is seen. The pulse is rewritten in place: its block is there from the start, so a full disk does not
-make a healthy job look dead, and a beat costs microseconds. Nothing here imports torch.
+The job writes ``begun.json`` once, when the run is committed to its output directory, and ``pulse`` at every
+micro-step, so that the supervisor sees a stall. The pulse is rewritten in place: its disk block is allocated at the
+start, so a full disk does not make a healthy job look dead, and a heartbeat costs microseconds. Nothing here imports
+torch.
 
-On several machines the first local rank of each speaks to the supervisor there; only that of rank 0 leads.
+On several machines the first local rank of each reports to the supervisor there; the one with rank 0 leads.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 VARIABLE = "HF_ROCM_TUNE_SUPERVISED"
-"""Names the directory; every process of a supervised job inherits it, and is known by it."""
+"""Environment variable with the directory's path, inherited by every process of a supervised job."""
 
 PULSE_FILE = "pulse"
 BEGUN_FILE = "begun.json"
 EARLIER_FILE = "earlier.json"
-"""What ``begun.json`` was before this start: the same run, so what it has done must not be overwritten."""
+"""``begun.json`` of the previous start: if it is the same run, its files must not be overwritten."""
 PATIENCE_FILE = "patience.json"
 
 Phase = Literal["start", "step", "between", "evaluate", "save", "end", "publish"]
-"""Before the first step, in a step (its number is one more than the steps done), between steps (log, next batch), in an
-evaluation or a save after a step, in the final save, in an upload."""
+"""Before the first step, in a step (its number is one more than the completed steps), between steps (log, next batch),
+in an evaluation or a save after a step, in the final save, in an upload."""
 
 _PULSE_BYTES = 64
 
@@ -50,13 +51,13 @@ class Begun:
 
     run_id: str
     output_dir: str  # absolute
-    resumed_from: str | None  # name of the checkpoint; None from the start
-    leads: bool = True  # this machine has rank 0: its supervisor keeps the journal and decides what is left out
+    resumed_from: str | None  # name of the checkpoint; None when the run starts from the beginning
+    leads: bool = True  # this machine has rank 0: its supervisor writes the journal and decides which steps to skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
-    """The last sign of life: how many optimizer steps are done, and what was going on."""
+    """The last heartbeat: the number of completed optimizer steps, and the phase."""
 
     step: int
     phase: Phase
@@ -64,14 +65,14 @@ class Pulse:
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long the supervisor waits for a sign of life; 0 for ever."""
+    """How long the supervisor waits for a heartbeat, in seconds; 0 for ever."""
 
     start_seconds: float  # before the first
     stall_seconds: float  # after it
 
 
 def tell_patience(directory: Path, patience: Patience) -> None:
-    """The supervisor's part: the job's own watchdog has to come before it, since only that knows the cause."""
+    """Called by the supervisor: the job's own watchdog must act first, since only it knows the cause of a stall."""
     write_text_atomic(directory / PATIENCE_FILE, json.dumps(asdict(patience)))
 
 
@@ -84,8 +85,8 @@ def patience(environ: Mapping[str, str] = os.environ) -> Patience | None:
         return None
 
 
-def hold_on(environ: Mapping[str, str] = os.environ) -> None:
-    """Count the last sign of life as one of now: the watchdog is finding out why there was none since."""
+def touch_pulse(environ: Mapping[str, str] = os.environ) -> None:
+    """Renew the last heartbeat's time stamp while the watchdog determines the cause of a stall."""
     if directory := _directory(environ):
         file = directory / PULSE_FILE
         with contextlib.suppress(OSError):
@@ -95,7 +96,7 @@ def hold_on(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def tell_begun(*, run_id: str, output_dir: Path, resumed_from: str | None, leads: bool = True) -> None:
-    """Tell the supervisor, where there is one, which run this is."""
+    """Tell the supervisor, if there is one, which run this is."""
     if directory := _directory(os.environ):
         told = Begun(
             run_id=run_id,
@@ -118,16 +119,15 @@ def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 class PulseListener(Protocol):
-    """Whoever hears the signs of life of a trainer; see `Heartbeat.beat`."""
+    """Receives the heartbeats of a trainer; see `Heartbeat.beat`."""
 
-    def __call__(self, *, step: int, phase: Phase, fresh: bool) -> None:
-        """One of them."""
+    def __call__(self, *, step: int, phase: Phase, fresh: bool) -> None: ...
 
 
 class Heartbeat:
-    """Writes the pulse of one process; without a supervisor, and in other ranks than the first here, nothing.
+    """Writes the pulse file on the first local rank of a supervised job.
 
-    ``listener`` hears each sign of life as well: see `training.stall`, whose watchdog is inside the process.
+    ``listener`` receives each heartbeat, in every process: see `training.stall`, whose watchdog is in the process.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ, listener: PulseListener | None = None) -> None:
@@ -138,9 +138,9 @@ class Heartbeat:
             self._file = os.open(directory / PULSE_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def beat(self, *, step: int, phase: Phase, fresh: bool = False) -> None:
-        """One sign of life, with the steps that are done.
+        """Send one heartbeat; ``step``: completed steps.
 
-        ``fresh``: something begins that has not gone on before, such as a pass over the data: it takes its time.
+        ``fresh``: a phase begins whose duration is not known yet, such as an epoch, so it gets more time.
         """
         if self._listener is not None:
             self._listener(step=step, phase=phase, fresh=fresh)
@@ -149,7 +149,7 @@ class Heartbeat:
 
 
 def read_pulse(file: Path) -> tuple[Pulse | None, int]:
-    """The last sign of life and its time stamp (nanoseconds); (None, 0) where there is none yet."""
+    """The last heartbeat and its time stamp (nanoseconds); (None, 0) before the first."""
     try:
         stamp = file.stat().st_mtime_ns
         step, phase = file.read_text(encoding="ascii").split()
@@ -168,7 +168,7 @@ def read_begun(file: Path) -> Begun | None:
 
 
 def leave_terminal() -> None:
-    """Where the terminal is gone (SIGHUP), let what is printed go nowhere: writing to it would end the process."""
+    """After the terminal has closed (SIGHUP), redirect output to /dev/null: writing to it would end the process."""
     for stream in (1, 2):
         try:
             if stat.S_ISCHR(os.fstat(stream).st_mode):
@@ -183,10 +183,10 @@ def leave_terminal() -> None:
 
 
 class _Terminal(io.FileIO):
-    """A terminal that may be closed: from then on what is printed goes nowhere.
+    """A terminal whose output is discarded once it has closed.
 
-    A supervised job is not told by its terminal, only by its supervisor a moment later, and must not die of a line
-    that it prints in between.
+    A supervised job gets no signal from its terminal, only one from its supervisor a moment later, and a line printed
+    in between must not end it.
     """
 
     def write(self, data: Buffer, /) -> int:
@@ -200,7 +200,7 @@ class _Terminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Lets this process print on when its terminal is closed. Before libraries keep ``sys.stderr`` for their logs."""
+    """Let this process survive the end of its terminal. Call before libraries keep ``sys.stderr`` for their logs."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream.isatty():
@@ -211,7 +211,7 @@ def outlive_terminal() -> None:
 
 
 def _directory(environ: Mapping[str, str]) -> Path | None:
-    """The supervisor's directory; one that is gone (a variable that outlived it) counts as none."""
+    """The supervisor's directory; None without one, or if it no longer exists."""
     path = Path(environ.get(VARIABLE, ""))
     return path if environ.get(VARIABLE) and path.is_dir() else None
 
@@ -219,14 +219,14 @@ def _directory(environ: Mapping[str, str]) -> Path | None:
 # ---- the journal --------------------------------------------------------------------------------------------
 
 JOURNAL_FILE = "survival.jsonl"
-"""How often a run was started, how each start ended and what was decided, one JSON object a line."""
+"""The starts of a run, how each ended and what the supervisor decided, one JSON object per line."""
 
 
 def enter(directory: Path, entry: Mapping[str, Any]) -> None:
     descriptor = open_in_place(directory / JOURNAL_FILE, os.O_RDWR | os.O_APPEND)
     with open(descriptor, "rb+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
-        # A line that the end of the power cut short must not swallow this one.
+        # A line cut short by a power failure must not swallow this one.
         torn = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
         file.write(("\n" if torn else "").encode() + json.dumps(redact_json(dict(entry))).encode() + b"\n")
 
@@ -251,7 +251,7 @@ def journal_of(directory: Path, run_id: str) -> list[dict[str, Any]]:
 def survival(
     directory: Path, run_id: str, *, skipped_steps: list[int], supervised: bool, crash_injection: str | None
 ) -> dict[str, Any]:
-    """The report's section ``survival``: what this run went through, as far as a supervisor saw it."""
+    """The report's section ``survival``: starts and ends of this run as recorded by the supervisor."""
     told = journal_of(directory, run_id)
     ends = [entry for entry in told if entry.get("event") == "end"]
     keys = ("time", "how", "code", "phase", "step", "message", "evidence", "decision")

@@ -1,29 +1,28 @@
-"""What a run shows and logs beside the loss: the card's temperature, power and throttling, speed, integrity counters.
+"""Metrics that a run shows and logs besides the loss: the card's sensors, speed, integrity counters.
 
-**A thread of its own looks at the card**, every ``every_s`` seconds: at the end of a step the card has just come to
-rest, so the training itself would always see the lull and never the load; and a driver may hang inside a read of sysfs.
-Not seen is what begins and ends between two looks. Only AMD cards have sensors here (sysfs); on a CUDA card torch tells
-of its own memory; on the CPU there is nothing to tell. A figure that could not be read is left out, never 0.
+**The sensors** are read by a thread every ``every_s`` seconds: at the end of a step the card is idle, so the training
+loop would never see the load, and a driver may hang inside a read of sysfs. Events between two readings are missed.
+Sensors are read for AMD cards only (sysfs); for a CUDA card there is torch's own memory; for the CPU nothing. A value
+that could not be read is left out, never 0.
 
-**Thresholds** (general knowledge, lower confidence): RDNA3 regulates itself on the hotspot up to about 110 degrees
-Celsius, so 105 is worth a warning; and so are clocks held down by temperature. Held down by the power or the current
-limit is usual under full load: that is counted, and said once.
+**Thresholds** (general knowledge, lower confidence): RDNA3 regulates itself by the hotspot up to about 110 degrees
+Celsius, so there is a warning from 105, and when temperature limits the clocks. Clocks limited by power or current are
+usual under full load: they are counted, and reported once.
 
-**Logs.** Every service that ``--report_to`` names is a callback of transformers' own and gets one dict for each
-training log; what is added to it reaches all of them and the trainer's history. Beside ``gpu/...``:
+**Logs.** Every service that ``--report_to`` names is a callback of transformers and gets one dict for each training
+log; what is added to it reaches all of them and the trainer's history. Besides ``gpu/...``:
 
-    integrity/verified_gb     10^9 bytes that were verified on their way to the device, so far
-    integrity/mismatches      wrong bytes found so far: in transfers, casts, gradients, frozen weights, replicas, files
-    integrity/recovered       of these, made right
-    speed/seconds_per_step    mean since the last log, evaluation and saving not counted
-    speed/tokens_per_second   likewise; of all ranks, where the trainer counts tokens (TRL's ``num_tokens``)
+    integrity/verified_gb     10^9 bytes verified on their way to the device, so far
+    integrity/mismatches      mismatches so far: in transfers, casts, gradients, frozen weights, replicas, files
+    integrity/recovered       of these, recovered
+    speed/seconds_per_step    mean since the last log, without evaluation and saving
+    speed/tokens_per_second   likewise; of all ranks, if the trainer counts tokens (TRL's ``num_tokens``)
 
 The counters are those of the process that logs, rank 0; the report at the end adds up all ranks.
 
-**The terminal** shows the log as a table, and one live line where somebody watches, in the place of transformers'
-progress bar and of the dictionaries that it prints. Piped, there are rows only, without control characters. A notebook
-keeps transformers' own table. The loss of the live line is that of the last log: to read it at each step would make the
-host wait for the card.
+**The terminal** shows the log as a table, and on a terminal one live line, instead of transformers' progress bar and
+printed dictionaries. In a pipe there are rows only, without control characters. A notebook keeps transformers' own
+table. The loss in the live line is that of the last log: reading it at each step would make the host wait for the card.
 """
 
 from __future__ import annotations
@@ -53,26 +52,26 @@ if TYPE_CHECKING:
     from hf_rocm_tune.transfer import TransferReport
 
 HOTSPOT_WARN_C = 105.0
-# Below this a hot episode is over: without the gap a card at the threshold would be a new episode every second.
+# Below this a hot episode ends: without the gap a card at the threshold would start a new episode every second.
 HOTSPOT_CALM_C = 95.0
-_STOP_S = 1.0  # a look that hangs is not waited for
+_STOP_S = 1.0  # a reading that hangs is not waited for
 _GIB = 1 << 30
 _HELD_DOWN = "held_down_"
 _LIMITS = {
     "temperature": (
         frozenset({"temperature"}),
-        "warning: the card holds its clocks down because of its temperature ({source}): training is slower than it "
-        "could be; see to its fans and the air in the case",
+        "warning: the card lowers its clocks because of its temperature ({source}): training is slower than it could "
+        "be; check the card's fans and the airflow in the case",
     ),
     "power": (
         frozenset({"power", "current"}),
-        "note: the card holds its clocks down by its power or current limit ({source}): usual under full load, "
+        "note: the card lowers its clocks because of its power or current limit ({source}): usual under full load, "
         "nothing to do (general knowledge, lower confidence)",
     ),
     "other": (
         frozenset({"other"}),
-        "warning: the card holds its clocks down, and its driver's reason is none that is known here ({source}): "
-        "training may be slower than it could be",
+        "warning: the card lowers its clocks for an unknown reason of its driver ({source}): training may be slower "
+        "than it could be",
     ),
 }
 # Field of the sensors' record: name of the metric, and the factor to its unit.
@@ -86,7 +85,7 @@ _METRICS = {
 }
 
 
-# ---- one look -----------------------------------------------------------------------------------------------
+# ---- one reading --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +93,8 @@ class SensorSample:
     """The sensors at one moment."""
 
     metrics: Mapping[str, float]  # with the unit in the name: hotspot_c, power_w, utilisation_percent, vram_used_gib
-    limits: frozenset[str] | None = None  # what holds the clocks down; None where that could not be read
-    missing: Mapping[str, str] = field(default_factory=dict)  # metric to the reason why it is not in `metrics`
+    limits: frozenset[str] | None = None  # what limits the clocks; None if that could not be read
+    missing: Mapping[str, str] = field(default_factory=dict)  # metrics not in `metrics`, with the reason
 
 
 def sample(tree: Tree, address: str) -> SensorSample:
@@ -117,17 +116,17 @@ def sample(tree: Tree, address: str) -> SensorSample:
 
 
 def card_of(device: torch.device) -> tuple[str | None, str]:
-    """PCI address of the card behind ``device`` whose sensors can be read, or None and the reason."""
+    """PCI address of the card behind ``device`` if it has sensors to read, else None; and the reason why not."""
     if device.type != "cuda":
         return None, f"training on {device.type}: there are no sensors to read"
     if torch.version.hip is None:
         return None, "not an AMD card: its sensors are not read, only torch's own memory"
     address = pci_address(torch.cuda.current_device() if device.index is None else device.index)
-    return address, "" if address else "this torch does not tell the PCI address of its devices"
+    return address, "" if address else "this torch does not report the PCI address of its devices"
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Name, memory and architecture of the device as torch reports them; the processor's for the CPU."""
+    """Name, memory and architecture of the device as reported by torch; for the CPU its name and thread count."""
     if device.type == "cpu":
         return {"type": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
@@ -150,11 +149,11 @@ def torch_memory(device: torch.device) -> dict[str, float]:
         "torch_peak_allocated_gib": "allocated_bytes.all.peak",
         "torch_peak_reserved_gib": "reserved_bytes.all.peak",
     }
-    # Empty before the first allocation, and under a backend that keeps no counts.
+    # Empty before the first allocation, and with an allocator backend that keeps no counts.
     return {ours: stats[theirs] / _GIB for ours, theirs in names.items() if theirs in stats}
 
 
-# ---- all looks of a run -------------------------------------------------------------------------------------
+# ---- all readings of a run ----------------------------------------------------------------------------------
 
 
 class _Series:
@@ -174,7 +173,7 @@ class _Series:
 
 
 class _Alarm:
-    """Counts the episodes of one cause; only the first is worth a line."""
+    """Counts the episodes of one cause; only the first is reported."""
 
     def __init__(self) -> None:
         self.episodes = 0
@@ -190,14 +189,14 @@ class _Alarm:
 
 
 class Telemetry:
-    """Gathers what one card says. ``start`` and ``stop`` may be called again and again; all else adds up.
+    """Collects the sensor readings of one card. ``start`` and ``stop`` may be called repeatedly; readings accumulate.
 
     Args:
-        read: reads the card's sensors; None where there are none to read.
+        read: reads the card's sensors; None if there are none.
         source: what ``read`` reads, or why there is nothing to read.
-        every_s: seconds between two looks.
-        memory: reads torch's own memory, by metric.
-        tell: takes each line for the user; called from the thread.
+        every_s: seconds between two readings.
+        memory: returns torch's own memory, by metric, in GiB.
+        tell: prints a line for the user; called from the thread.
     """
 
     def __init__(
@@ -261,11 +260,11 @@ class Telemetry:
             self._tell(line)
 
     def latest(self) -> dict[str, float]:
-        """Metrics by name: the last look at the card, and torch's memory now."""
+        """Metrics by name: the last sensor reading, and torch's memory now."""
         return {**self._latest, **self._memory()}
 
     def since_last_log(self) -> dict[str, float]:
-        """Metrics by name for one training log: means since the last one, the greatest hotspot, torch's memory now."""
+        """Metrics by name for a training log: means since the last one, the highest hotspot, torch's memory now."""
         with self._lock:
             recent, self._recent = self._recent, {}
         found = {f"gpu/{name}": round(one.mean, 3) for name, one in recent.items() if name != f"{_HELD_DOWN}other"}
@@ -274,7 +273,7 @@ class Telemetry:
         return found | {f"gpu/{name}": round(value, 3) for name, value in self._memory().items() if "peak" not in name}
 
     def summary(self) -> dict[str, Any]:
-        """For the report; ``held_down`` are shares of the looks, ``seconds`` is what all looks together took."""
+        """For the report; ``held_down``: shares of the readings; ``seconds``: time of all readings together."""
         with self._lock:
             found: dict[str, Any] = {"source": self._source, "looks": self._looks, "seconds": round(self._seconds, 4)}
             shares: dict[str, float] = {}
@@ -298,9 +297,9 @@ class Telemetry:
             begins=hotspot >= HOTSPOT_WARN_C, ends=hotspot < HOTSPOT_CALM_C
         ):
             lines.append(
-                f"warning: the card's hotspot is at {hotspot:.0f} degrees Celsius ({self._source}); RDNA3 slows itself "
-                "down up to about 110 (general knowledge, lower confidence): see to its fans and the air in the case, "
-                "or lower its power limit"
+                f"warning: the card's hotspot is at {hotspot:.0f} degrees Celsius ({self._source}); RDNA3 throttles up "
+                "to about 110 (general knowledge, lower confidence): check the card's fans and the airflow in the "
+                "case, or lower its power limit"
             )
         for name, (causes, what) in _LIMITS.items() if seen.limits is not None else ():
             met = not causes.isdisjoint(seen.limits or ())
@@ -316,7 +315,7 @@ def of_device(
     tell: Callable[[str], None],
     tree: Tree | None = None,
 ) -> Telemetry:
-    """Telemetry of the very card that is trained on, found by its PCI address; ``tree``: whose ``sys`` is read."""
+    """Telemetry of the card that is trained on, found by its PCI address; ``tree``: the root of ``/sys`` to read."""
     address, reason = card_of(device)
     files = tree or LiveTree()
     return Telemetry(
@@ -332,7 +331,7 @@ def of_device(
 
 
 def integrity_counters(report: Mapping[str, Any]) -> dict[str, float]:
-    """The three ``integrity/`` metrics of `TransferReport.to_dict`."""
+    """The three ``integrity/`` metrics, from `TransferReport.to_dict`."""
     sections = [section for section in report.values() if isinstance(section, Mapping)]
     return {
         "integrity/verified_gb": round(sum(one.get("verified_bytes", 0) for one in sections) / 1e9, 6),
@@ -344,14 +343,13 @@ def integrity_counters(report: Mapping[str, Any]) -> dict[str, float]:
 class MetricsCallback(TrainerCallback):
     """Adds the metrics of the module's description to each training log.
 
-    It has to come before the callbacks of the services, which see only what a callback before them has added.
+    Must come before the callbacks of the logging services, which see only what an earlier callback has added.
 
     Args:
-        report: whose counters are logged.
-        telemetry: of the card, looked at while a training lasts; a training that ends in an error leaves its thread to
-            the end of the process. None for none.
-        memory: reads the allocator's figures, by metric.
-        clock: seconds, from any beginning.
+        report: the counters to log.
+        telemetry: runs during training; after an error its thread runs until the process ends. None for none.
+        memory: returns the allocator's figures, by metric.
+        clock: returns seconds, from any origin.
     """
 
     def __init__(
@@ -376,7 +374,7 @@ class MetricsCallback(TrainerCallback):
             self._telemetry.stop()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Fetching the batches since the last step counts, unless something else was done meanwhile."""
+        """The time since the last step (fetching batches) counts, except after an evaluation or a save."""
         self._began = self._clock() if self._ended is None else self._ended
         self._ended = None
 
@@ -387,7 +385,7 @@ class MetricsCallback(TrainerCallback):
             self._steps += 1
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The time since the last step was no training."""
+        """The time since the last step does not count."""
         self._ended = None
 
     on_save = on_evaluate
@@ -400,7 +398,7 @@ class MetricsCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Adds to training logs only: an evaluation at the same step would say the same again."""
+        """Adds to training logs only: an evaluation at the same step would repeat them."""
         if logs is None or "loss" not in logs:
             return
         found = {**self._memory(), **integrity_counters(self._report.to_dict()), **self._pace(logs.get("num_tokens"))}
@@ -410,7 +408,7 @@ class MetricsCallback(TrainerCallback):
         state.log_history[-1].update(found)  # the trainer has entered a copy there
 
     def _pace(self, tokens: float | None) -> dict[str, float]:
-        """Speed since the last log; nothing where no whole step was timed."""
+        """Speed since the last log; empty if no complete step was timed."""
         seconds, steps = self._seconds, self._steps
         new = 0.0 if tokens is None else tokens - self._tokens
         self._seconds, self._steps, self._tokens = 0.0, 0, tokens or 0.0
@@ -423,7 +421,7 @@ class MetricsCallback(TrainerCallback):
 # ---- the terminal -------------------------------------------------------------------------------------------
 
 _REFRESH_S = 0.25
-_MEMORY = ("gpu/vram_used_gib", "gpu/torch_reserved_gib")  # the first that is there: of the card, else of this process
+_MEMORY = ("gpu/vram_used_gib", "gpu/torch_reserved_gib")  # of the card, else of this process
 _HOTSPOT = ("gpu/hotspot_max_c", "gpu/hotspot_c", "gpu/edge_c")
 
 
@@ -432,9 +430,9 @@ def _size(gb: float) -> str:
 
 
 class _Column(NamedTuple):
-    """One that the first training log lacks is left out."""
+    """A column of the table; left out if the first training log does not have its value."""
 
-    keys: tuple[str, ...]  # of the log; the first that is there
+    keys: tuple[str, ...]  # of the log; the first one present is shown
     title: str
     width: int
     text: Callable[[float], str]
@@ -453,12 +451,12 @@ _COLUMNS = (
     _Column(("integrity/verified_gb",), "verified", 8, _size),
     _Column(("integrity/mismatches",), "faults", 6, "{:.0f}".format),
 )
-_FIRST_TO_GO = ("epoch", "rate", "grad norm", "verified", "accuracy")  # where the terminal is narrow
-_TOLD_OF_EVALUATIONS = ("loss", "accuracy", "accuracies", "margins", "reward")
+_FIRST_TO_DROP = ("epoch", "rate", "grad norm", "verified", "accuracy")  # on a narrow terminal, in this order
+_SHOWN_OF_EVALUATIONS = ("loss", "accuracy", "accuracies", "margins", "reward")
 
 
 def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | None) -> None:
-    """Let a trainer show its log here instead of by transformers' callbacks; on the first rank, and in no notebook."""
+    """Replace transformers' progress and printer callbacks by `TerminalCallback`, on rank 0; not in a notebook."""
     theirs = [each for each in trainer.callback_handler.callbacks if type(each) in (ProgressCallback, PrinterCallback)]
     for each in theirs:
         trainer.remove_callback(each)
@@ -477,13 +475,13 @@ def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | Non
 
 
 def clear_live_line() -> None:
-    """However a training ends, also where this process is about to end without leaving its functions."""
+    """Remove the live line, however training ends; also just before the process ends without unwinding."""
     for each in tuple(_LIVE):
         each.close()
 
 
 def quieten_bars() -> None:
-    """Have no progress bars of libraries where they would go into a file."""
+    """Turn off the libraries' progress bars, for output that goes to a file."""
     import datasets
     from transformers.utils import logging
 
@@ -492,12 +490,12 @@ def quieten_bars() -> None:
 
 
 class TerminalCallback(TrainerCallback):
-    """Prints a row for each log, and keeps the live line.
+    """Prints a row for each log, and updates the live line.
 
     Args:
-        live: whether there is one.
-        now: the integrity counters and the figures of the card, by the names of the log.
-        memory_gib: of the card; None for none.
+        live: whether there is a live line.
+        now: returns the integrity counters and the card's figures, by their names in the log.
+        memory_gib: of the card; None without one.
     """
 
     def __init__(self, *, live: bool, now: Callable[[], Mapping[str, float]], memory_gib: float | None) -> None:
@@ -535,7 +533,7 @@ class TerminalCallback(TrainerCallback):
         self._progress.add_task("", total=state.max_steps, completed=state.global_step, figures="")
         self._progress.start()
         _LIVE.add(self)
-        self._progress.console.show_cursor()  # a run that is killed cannot bring it back
+        self._progress.console.show_cursor()  # a run that is killed cannot restore it
         self._refresh(state, "")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -556,7 +554,7 @@ class TerminalCallback(TrainerCallback):
             self._refresh(state, f"evaluating: batch {self._evaluated}{total}")
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The next evaluation begins anew."""
+        """The next evaluation counts its batches from 0."""
         self._evaluated = 0
 
     def on_log(
@@ -588,10 +586,10 @@ class TerminalCallback(TrainerCallback):
         self.close()
 
     def _chosen(self, logs: Mapping[str, Any], first: int) -> list[_Column]:
-        """The columns that this log fills, as many as a terminal is wide."""
+        """The columns for which this log has values, as many as fit the terminal."""
         found = [each for each in _COLUMNS if _first(logs, each.keys) is not None]
         room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-        for title in _FIRST_TO_GO:
+        for title in _FIRST_TO_DROP:
             if first + sum(each.width + 2 for each in found) > room:
                 found = [each for each in found if each.title != title]
         return found
@@ -628,7 +626,7 @@ class TerminalCallback(TrainerCallback):
 
 
 _LIVE: set[TerminalCallback] = set()
-"""Those that have a live line now."""
+"""The callbacks that show a live line now."""
 
 
 def _first(values: Mapping[str, Any], keys: tuple[str, ...]) -> float | None:
@@ -636,21 +634,21 @@ def _first(values: Mapping[str, Any], keys: tuple[str, ...]) -> float | None:
 
 
 def _sentence(logs: Mapping[str, Any]) -> str:
-    """A log that is no training step's, in words: an evaluation, the end of the training, or something of a plug-in."""
+    """One line for a log other than a training step's: an evaluation, the end of training, or a plug-in's."""
     if "train_runtime" in logs:
         parts = [f"{logs['train_runtime']:.1f} s"]
         parts += [f"mean loss {logs['train_loss']:.4f}"] if "train_loss" in logs else []
         parts += [f"{logs['train_samples_per_second']:.3g} rows/s"] if "train_samples_per_second" in logs else []
         return f"trained: {', '.join(parts)}"
     evaluation = any(key.startswith("eval_") for key in logs)
-    told = {
+    shown = {
         key.removeprefix("eval_"): value
         for key, value in logs.items()
-        if not evaluation or (key.startswith("eval_") and key.endswith(_TOLD_OF_EVALUATIONS))
+        if not evaluation or (key.startswith("eval_") and key.endswith(_SHOWN_OF_EVALUATIONS))
     }
     parts = [
         f"{name.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
-        for name, value in told.items()
+        for name, value in shown.items()
     ]
     if (seconds := logs.get("eval_runtime")) is not None:
         parts.append(f"{seconds:.1f} s")

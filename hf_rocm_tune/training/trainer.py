@@ -1,14 +1,14 @@
-"""A trainer that trains on verified bytes only: every place where we stand in front of upstream, in call order.
+"""A mixin for `transformers.Trainer` subclasses that trains on verified data only. Overrides stand in call order.
 
     class VerifiedSFTTrainer(VerifiedTransferMixin, SFTTrainer): ...
 
 is a complete definition, and a user can do the same with a trainer of their own. Batches, evaluation batches, weights,
-adapters and optimizer state pass one door, the :class:`~hf_rocm_tune.transfer.Mover`; Accelerate places nothing.
-Averages of gradients that DistributedDataParallel makes are judged before they are clipped and used.
+adapters and optimizer state go to the device through the :class:`~hf_rocm_tune.transfer.Mover`; Accelerate places
+nothing. Gradient averages computed by DistributedDataParallel are checked before they are clipped and used.
 
-Not covered: tensors that a data collator or a custom ``compute_loss`` puts on the device by itself (refused under
-``verify="full"``), and weights that were on an accelerator before the model was handed over and are not equal to their
-files (named in the coverage).
+Not covered: tensors that a data collator or a custom ``compute_loss`` puts on the device itself (refused under
+``verify="full"``), and weights that were on an accelerator before the model was handed over and differ from their
+files (listed in the coverage).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate.utils import extract_model_from_parallel
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from trl import SFTTrainer
 from typing_extensions import override
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
-from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError
+from hf_rocm_tune.errors import CorruptionError, UsageError, listed
 from hf_rocm_tune.models.adapter import LearningRates, share_inputs
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import (
@@ -63,10 +63,10 @@ from hf_rocm_tune.training.device_memory import FragmentationCallback, read
 from hf_rocm_tune.training.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.training.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.training.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
-from hf_rocm_tune.training.metrics import Notes, is_tried
+from hf_rocm_tune.training.metrics import DeferredMetrics, is_tried
 from hf_rocm_tune.training.offload import ActivationOffload
 from hf_rocm_tune.training.oom import OutOfMemoryRecovery, parts_of, recovery_for
-from hf_rocm_tune.training.pipeline import Pipeline, flies
+from hf_rocm_tune.training.pipeline import Pipeline, can_pipeline
 from hf_rocm_tune.training.refusals import OptimizerTablesCallback, with_offloads
 from hf_rocm_tune.training.saved_state import adapter_on_host
 from hf_rocm_tune.training.sentinels import SentinelCallback, is_foreign
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from hf_rocm_tune.training.owner import Owner as _Base
-    from hf_rocm_tune.training.ranks import ShardedModel, WholeState
+    from hf_rocm_tune.training.ranks import FullState, ShardedModel
     from hf_rocm_tune.transfer import Digest
 else:
     _Base = object
@@ -98,52 +98,53 @@ Batch = dict[str, Any]
 
 
 class VerifiedTransferMixin(_Base):
-    """Stands in front of a trainer class; see the module's description.
+    """Goes in front of a trainer class; see the module's description.
 
     Args:
-        mover: the door through which the model was loaded, so that its verdicts are known. Without one a mover is
-            made, and a model that is already on an accelerator counts as unverified.
+        mover: the mover that loaded the model and so knows which tensors are verified. Without one, a mover is created
+            and a model that is already on an accelerator counts as unverified.
         transfer_settings: how to verify, when no mover is given.
-        sentinel_every: steps in which each frozen tensor is looked at once; 0 for never. Before a save all are.
-        prefetch_batches: batches beyond the one in use that may be on their way to the device; 0: none, no overlap.
-        compare_optimizer_every: steps between two comparisons of the optimizer's state over all ranks; 0 for never.
+        sentinel_every: number of steps in which each frozen tensor is checked once; 0: never. All are checked before a
+            save.
+        prefetch_batches: batches that may be in transfer beyond the one in use; 0: no overlap.
+        compare_optimizer_every: steps between two comparisons of the optimizer state across ranks; 0: never.
         consent_unverified: train although ``verify="full"`` did not reach every byte.
-        recompute_layers: where checkpointing is on, of how many layers, from the first on, activations are recomputed
-            whole, and of how many but for products and attention; None: of all, whole. See `models.recompute`.
-        pipeline: of a split model several micro-batches are under way at once, where that can be; only for losses
-            that run the model once, all of its layers as they are. See :mod:`~hf_rocm_tune.training.pipeline`.
-        on_oom: ``step_down``: a step that runs out of memory is done again with smaller micro-batches, see
+        recompute_layers: with activation checkpointing: how many layers, from the first, are recomputed fully, and how
+            many after them except matrix products and attention; None: all fully. See `models.recompute`.
+        pipeline: run several micro-batches of a split model concurrently where possible; only for losses that run the
+            model once, through all of its layers. See :mod:`~hf_rocm_tune.training.pipeline`.
+        on_oom: ``step_down``: a step that runs out of memory is repeated with smaller micro-batches, see
             :mod:`~hf_rocm_tune.training.oom`; ``stop``: it ends the run.
-        max_skipped_steps: how many of the last 100 steps may be left out because they are not finite.
-        grad_sync: how several ranks average gradients: ``ddp``, over the process group; ``host``, through host memory
+        max_skipped_steps: how many of the last 100 steps may be skipped because they are not finite.
+        grad_sync: how several ranks average gradients: ``ddp``: over the process group; ``host``: through host memory
             over a gloo group, whatever the process group is.
-        grad_compression: what travels between the ranks: ``none``, ``fp16``, ``bf16``, or ``powersgd`` (with ``ddp``).
-        tensor_parallel: the ranks compute each layer together, see `ranks.tensor_parallel`; ``grad_sync`` says how
-            they send what is added up.
-        run_id: goes into every manifest.
-        skip_steps: numbers of optimizer steps, from 1 on, that are left out, equal on all ranks: they are counted and
-            take their batches from the loader, but nothing is computed.
-        publisher: who uploads, on the first rank; needed for ``push_to_hub``.
-        card_writer: writes ``README.md`` into each directory that is saved, on rank 0, when its tensors have been
-            compared and before its manifest is made; None for upstream's cards.
-        telemetry: of the card of this process, for the logs.
-        listener: hears each sign of life, beside the supervisor.
-        plain_lora: save the result of an adapter that began with a part of the weights (PiSSA, OLoRA) as plain LoRA for
-            the original weights.
-        rates: learning rates that differ; see `LearningRates`.
+        grad_compression: what is sent between ranks: ``none``, ``fp16``, ``bf16``, or ``powersgd`` (with ``ddp``).
+        tensor_parallel: the ranks compute each layer together, see `ranks.tensor_parallel`; ``grad_sync`` selects how
+            partial sums are sent.
+        run_id: written into every manifest.
+        skip_steps: optimizer steps (from 1) to leave out, the same on all ranks: they are counted and consume their
+            batches, but nothing is computed.
+        publisher: uploads, on the first rank; required for ``push_to_hub``.
+        card_writer: writes ``README.md`` into each saved directory, on rank 0, after its tensors were compared and
+            before its manifest is written; None: upstream's cards.
+        telemetry: of this process's card, for the logs.
+        listener: receives each heartbeat, in addition to the supervisor.
+        plain_lora: save the result of an adapter that was initialised from the weights (PiSSA, OLoRA) as plain LoRA
+            for the original weights.
+        rates: learning rates of parameters that differ from the optimizer's; see `LearningRates`.
 
     Attributes:
         mover, recompute_layers, run_id, skip_steps: see above.
         transfer_report: counters and incidents.
         grad_sync: averages gradients.
-        stop_requests: the signals that end a training early; its ``installed`` may be entered around more than `train`.
+        stop_requests: the signals that end training early; its ``installed`` may be entered around more than `train`.
 
     Raises:
         SeamError: an upstream library has moved a place on which verification depends.
-        CorruptionError: a tensor could not be brought to the device right.
-        MemoryFaultError: from `train`, a weight is not what it was.
-        DivergedError: from `train`, nothing is learned, or weights that are to be saved are not finite.
-        OutOfMemoryError: from `train`, when a micro-batch that cannot be made smaller does not fit.
+        CorruptionError: a tensor could not be transferred correctly.
+        MemoryFaultError: from `train`, a weight changed in memory.
+        DivergedError: from `train`, nothing is learned, or weights to be saved are not finite.
+        OutOfMemoryError: from `train`, a micro-batch that cannot be made smaller does not fit.
         Interrupted: from `train`, after the checkpoint, when a signal asked for the end.
         UsageError: settings that do not go together, or ``HF_ROCM_TUNE_STEP_FAULT`` or ``HF_ROCM_TUNE_CRASH`` is wrong.
     """
@@ -176,58 +177,44 @@ class VerifiedTransferMixin(_Base):
     ) -> None:
         upstream.check_all()
         upstream.check_overrides(type(self))
-        args = keywords.get("args", arguments[1] if len(arguments) > 1 else None)
+        step_faults = StepFaultSpec.from_environment()
+        args = keywords.get("args", next((each for each in arguments if isinstance(each, TrainingArguments)), None))
         self.mover = mover or _new_mover(args, transfer_settings)
         self.transfer_report: TransferReport = self.mover.report
         self.run_id, self.skip_steps = run_id, frozenset(skip_steps)
         self.stop_requests = StopRequests()
         self.grad_sync = ranks.GradientSync(SyncSettings(way=grad_sync, compression=grad_compression))
-        self._checkpoints = Checkpoints(self, publisher)
-        self._card_writer = card_writer
-        self._consent_unverified, self._on_oom = consent_unverified, on_oom
         self.recompute_layers = recompute_layers
+        self._checkpoints, self._card_writer = Checkpoints(self, publisher), card_writer
+        self._consent_unverified, self._on_oom = consent_unverified, on_oom
         self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=listener)
         self._guard = TrainingGuard(self, max_skipped=max_skipped_steps)
         self._interrupts = InterruptCallback(self.stop_requests)
         self._prefetch_batches = prefetch_batches
         self._training_prefetch = Prefetch(self.mover, prefetch_batches)
-        self._recovery: OutOfMemoryRecovery | None = None
-        self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
+        self._rates = rates or LearningRates()
         self._tensor_parallel = tensor_parallel
         self._shards: ShardedModel | None = None
-        self._pipeline: Pipeline | None = None
+        self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
+        self._recovery: OutOfMemoryRecovery | None = None
         self._operations: int | None = None  # floating point operations a token
-        step_faults = StepFaultSpec.from_environment()
-        offloads = bool(getattr(args, "activation_offloading", False))
-        filters_losses = args is not None and args.logging_nan_inf_filter and is_tried("transformers")
-        if args is not None:
-            args = _own_arguments(args)
-            args.logging_nan_inf_filter &= not filters_losses
-            if "args" in keywords:
-                keywords["args"] = args
-            else:
-                arguments = (arguments[0], args, *arguments[2:])
-        model = keywords.get("model", arguments[0] if arguments else None)
-        before: dict[str, Digest] = {}
-        if isinstance(model, torch.nn.Module):
-            attest(model, self.mover)
-            before = digests_before(model, self.mover) if rewrites_base(keywords.get("peft_config")) else {}
-        with ExitStack() as stack:
-            stack.enter_context(verified_loading(self.mover))
-            stack.enter_context(redirected(self.mover, stage="adapter"))  # PEFT moves fresh adapters by itself
+        own = _own_arguments(args)
+        if "args" in keywords:
+            keywords["args"] = own
+        arguments = tuple(own if each is args else each for each in arguments)
+        before = self._digests_before(keywords.get("model", next(iter(arguments), None)), keywords.get("peft_config"))
+        # `redirected`: PEFT moves new adapters to the device itself.
+        with verified_loading(self.mover), redirected(self.mover, stage="adapter"):
             super().__init__(*arguments, **keywords)
-        if isinstance(self.mover, SplitMover):
-            hops = ranks.carry_between_cards(self.model, self.mover)
-            if pipeline and flies(self):
-                self._pipeline = Pipeline(hops, self.mover)
+        self._pipeline = self._connect_cards(pipeline)
         self._offload: ActivationOffload | None = None
-        if offloads:
+        if getattr(args, "activation_offloading", False):
             self.args.activation_offloading = True
             self._offload = ActivationOffload(self.model, self.mover)
-        self._notes = Notes(self, filters_losses=filters_losses)
+        filters_losses = args is not None and args.logging_nan_inf_filter and not own.logging_nan_inf_filter
+        self._metrics_queue = DeferredMetrics(self, filters_losses=filters_losses)
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
-        self._rates = rates or LearningRates()
         mark_computed(self.model, self.mover)
         share_inputs(self.model)
         self._place(self.model)
@@ -241,8 +228,26 @@ class VerifiedTransferMixin(_Base):
             excuse_writes=is_foreign(type(self)),
             references=() if getattr(self.args, "sync_ref_model", False) else self._references,
         )
+        self._add_callbacks(telemetry)
+
+    # ---- while the trainer is built -------------------------------------------------------------------------
+
+    def _digests_before(self, model: Any, peft_config: Any) -> dict[str, Digest]:
+        """Attest a model that was handed over. Returns its digests if the adapter's initialisation changes weights."""
+        if not isinstance(model, torch.nn.Module):
+            return {}
+        attest(model, self.mover)
+        return digests_before(model, self.mover) if rewrites_base(peft_config) else {}
+
+    def _connect_cards(self, pipeline: bool) -> Pipeline | None:
+        if not isinstance(self.mover, SplitMover):
+            return None
+        hops = ranks.install_hops(self.model, self.mover)
+        return Pipeline(hops, self.mover) if pipeline and can_pipeline(self) else None
+
+    def _add_callbacks(self, telemetry: Telemetry | None) -> None:
         for callback in (
-            MovementCallback(self.model, self._guard.tell),
+            MovementCallback(self.model, self._guard.report),
             self._interrupts,
             HeartbeatCallback(self._heartbeat),
             self._sentinel,
@@ -250,15 +255,13 @@ class VerifiedTransferMixin(_Base):
             FragmentationCallback(self.mover.device, self.transfer_report),
         ):
             self.add_callback(callback)
-        # Before all others: services hear only what a callback before them has added to a log.
+        # Before all others: a logging service sees only what an earlier callback has added to a log.
         self.callback_handler.callbacks.insert(0, MetricsCallback(self.transfer_report, telemetry, self._memory))
         self.callback_handler.call_event = partial(self._call_event, self.callback_handler.call_event)
 
-    # ---- while the trainer is built -------------------------------------------------------------------------
-
     @override
     def create_accelerator_and_postprocess(self) -> None:
-        """As upstream; the accelerator then leaves models where the mover put them, and clips over all of them."""
+        """As upstream; the accelerator then leaves models where the mover put them and clips over all cards."""
         with ranks.before_accelerator(self.args, tensor_parallel=self._tensor_parallel):
             super().create_accelerator_and_postprocess()
         # Even with the device right, `model.to("cpu:0")` copies every weight that is on "cpu".
@@ -269,19 +272,17 @@ class VerifiedTransferMixin(_Base):
             self._shards = ranks.TensorParallelModel(
                 self.accelerator, self.mover, self.args.world_size, through_host=self.grad_sync.way == "host"
             )
-        elif self.is_fsdp_enabled:
+        elif self.is_fsdp_enabled or ranks.is_wanted(os.environ):
             self._shards = ranks.ShardedModel(self.accelerator, self.mover, self.args.world_size)
-        elif ranks.is_wanted(os.environ):
-            raise SeamError("FSDP was asked for and accelerate has not made it: use the version in pyproject.toml")
 
     @override
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        del device  # the mover knows better: it has the trainer's, or those of a split
+        del device  # the mover has it, or the devices of a split
         self._place(model)
 
     @override
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Upstream makes the repository here; whoever uploads has made it, or will."""
+        """Upstream creates the repository here; the publisher does that."""
         del token, private
         self.hub_model_id = self.args.hub_model_id
 
@@ -294,7 +295,7 @@ class VerifiedTransferMixin(_Base):
     ) -> nn.Module:
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
         if evaluation_mode:
-            device_placement = False  # GRPO asks for its reward models to be moved: they are below
+            device_placement = False  # GRPO asks for its reward models to be moved; they are placed below
         if evaluation_mode and not any(plain is known for known in (self.model, *self._references)):
             attest(model, self.mover)
             place(model, self.mover)
@@ -313,7 +314,7 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
-        """As upstream; parameters with a learning rate of their own then have groups of their own."""
+        """As upstream; parameters with a learning rate of their own get their own groups."""
         optimizer = super().create_optimizer(*arguments, **keywords)
         self._rates.split(self.model, optimizer)
         return optimizer
@@ -322,10 +323,10 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any) -> TrainOutput:
-        """As upstream, where the coverage is complete; Ctrl-C and SIGTERM write a checkpoint and end the training."""
+        """As upstream, if the coverage is complete; Ctrl-C and SIGTERM write a checkpoint and end training."""
         self.require_coverage()
         with self.stop_requests.installed():
-            self._strike("start", 0)
+            self._crash_if_asked("start", 0)
             resume_from_checkpoint = self._checkpoints.check_start(resume_from_checkpoint)
             return super().train(resume_from_checkpoint, *arguments, **keywords)
 
@@ -347,8 +348,8 @@ class VerifiedTransferMixin(_Base):
         if self.args.world_size > 1:
             traffic = self._shards.traffic if self._shards is not None else None
             self.grad_sync.start(self.model_wrapped, self.mover, traffic, max_steps=max_steps)
-        if self.whole_state is not None:
-            self.whole_state.optimizer = self.optimizer
+        if self.full_state is not None:
+            self.full_state.optimizer = self.optimizer
         self._recovery = recovery_for(self, on_oom=self._on_oom, resumed=bool(resume_from_checkpoint))
         return prepared
 
@@ -381,7 +382,7 @@ class VerifiedTransferMixin(_Base):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """As upstream: an optimizer step begins; its window is a list that begins transfers as it is iterated."""
+        """As upstream, at the start of an optimizer step; iterating over the list starts the transfers."""
         self._guard.begin_step()
         if self._recovery is not None:
             self._recovery.begin_step()
@@ -393,10 +394,10 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Any:
-        """Counts label tokens on the host source, for the device's copies have no verdict yet.
+        """Count label tokens in the host tensors: the device copies are not verified yet.
 
-        Like upstream's, a tensor on the device; but nothing crosses and nothing is waited for: ranks add up over gloo,
-        and the number reaches the device as an argument of the kernel that fills the tensor.
+        Returns a device tensor of shape [], as upstream does, without a copy or a wait: ranks add up over gloo, and the
+        number reaches the device as an argument of the kernel that fills the tensor.
         """
         sources = [map_tensors(batch, self._source_of) for batch in batch_samples]
         across = self.args.average_tokens_across_devices
@@ -413,19 +414,19 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As upstream, again and smaller if need be; averages of gradients are judged before they are clipped.
+        """As upstream; repeated with smaller parts if memory runs out. Gradient averages are checked before clipping.
 
-        The batch of a step that is left out gets its verdict and is not used.
+        The batch of a skipped step is verified and not used.
         """
         if self.state.global_step + 1 in self.skip_steps:
             self._prepare_inputs(inputs)
-            self._give_the_scaler_something()
+            self._zero_missing_gradients()
             return torch.zeros((), device=self.args.device)
-        self._strike("step", self.state.global_step + 1)
+        self._crash_if_asked("step", self.state.global_step + 1)
         stock = super().training_step
         if self._pipeline is not None and (self._recovery is None or self._recovery.divisor == 1):
             stock = partial(self._pipeline.step, stock)
-        if not isinstance(inputs, Mapping):  # prompts from which a trainer generates its batch: not ours to cut
+        if not isinstance(inputs, Mapping):  # prompts from which the trainer generates its batch: cannot be split
             loss: Tensor = stock(model, inputs, num_items_in_batch)
         elif self._recovery is not None:
             loss = self._recovery.run(stock, model, inputs, num_items_in_batch)
@@ -434,33 +435,33 @@ class VerifiedTransferMixin(_Base):
             with self.step_fault(model, rows=len(part.units), tokens=part.tokens):
                 loss = stock(model, inputs, num_items_in_batch)
         self.grad_sync.settle(step=self.state.global_step + 1, synced=self.accelerator.sync_gradients)
-        self._guard.remember(loss)
-        return self._notes.loss_to_log(loss)
+        self._guard.add_loss(loss)
+        return self._metrics_queue.loss_to_log(loss)
 
     @override
     def _prepare_inputs(self, inputs: Batch) -> Batch:
-        """The last guard: every tensor has its verdict before ``forward`` sees it."""
+        """The last check: every tensor is verified before ``forward`` sees it."""
         self.mover.step = self.state.global_step + 1
         self.mover.settle(inputs)
         unknown = [tensor for tensor in tree_tensors(inputs) if self.mover.provenance(tensor) is None]
         if any(tensor.device.type != "cpu" for tensor in unknown):
-            self._refuse_stray(inputs)
+            self._refuse_unverified(inputs)
         if unknown:
             self.mover.require_unchanged(unknown)
             inputs = self.mover.begin(inputs)
             self.mover.settle(inputs)
-        # Of prompts a trainer makes its batch by itself: generates, reads, scores and sends it, in this thread.
-        makes = not isinstance(inputs, Mapping)
-        with redirected(self.mover, stage="batches") if makes else nullcontext():
+        # GRPO builds its batch from prompts in this thread: it generates, reads, scores and sends the rows.
+        generates = not isinstance(inputs, Mapping)
+        with redirected(self.mover, stage="batches") if generates else nullcontext():
             batch: Batch = super()._prepare_inputs(inputs)
-        if makes:
-            self._choose_recomputed()  # for the generation checkpointing was off, and on again for all layers
+        if generates:
+            self._choose_recomputed()  # generation turned checkpointing off and on again, for all layers
         return batch
 
     @override
     def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
-        """As upstream; a mean over a part of a micro-batch counts by the part's labels."""
-        with self._notes.taken(), self._steady_checkpointing(), self._offload or nullcontext():
+        """As upstream; the mean of a part of a micro-batch is weighted by the part's labels."""
+        with self._metrics_queue.deferring(), self._keep_checkpointing_choice(), self._offload or nullcontext():
             result = super().compute_loss(*arguments, **keywords)
         factor = 1.0 if self._recovery is None else self._recovery.loss_factor
         if factor == 1.0:
@@ -469,7 +470,7 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """As upstream. Trained state is looked at here, before the optimizer uses it, and the step is judged."""
+        """As upstream. The trained state is checked here, before the optimizer uses it, and the step is judged."""
         self._sentinel.look()
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self._guard.judge(model, norm, self._sentinel.settle)
@@ -477,7 +478,7 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def floating_point_ops(self, inputs: Batch) -> int:
-        """As upstream, which walks over all modules in each micro-step: here they are counted once."""
+        """As upstream, which walks over all modules in each micro-step; here they are counted once."""
         stock = super().floating_point_ops
         name = getattr(self.model, "main_input_name", "input_ids")
         if stock.__func__ is not Trainer.floating_point_ops or name not in inputs or not inputs[name].numel():
@@ -488,16 +489,16 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
-        """As upstream; its first batch may take its time."""
+        """As upstream; the heartbeat allows more time for the first batch."""
         self.beat("evaluate")
         if self._tensor_parallel:
-            # Each rank has all rows; of gathered ones upstream would count those of a short last batch half.
+            # Each rank has all rows: gathered, they are duplicates, and upstream miscounts those of a short last batch.
             self.gather_function = self._own_rows
         return super().evaluation_loop(*arguments, **keywords)
 
     @override
     def prediction_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """As upstream; the weights that FSDP2 brought together for it are judged."""
+        """As upstream; the weights that FSDP2 gathered for it are checked."""
         result = super().prediction_step(*arguments, **keywords)
         if self._shards is not None and self._shards.traffic is not None:
             self._shards.traffic.settle(step=self.state.global_step)
@@ -505,13 +506,13 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As upstream; what TRL has noted since the last log is computed and read now."""
-        self._notes.settle()
+        """As upstream; metrics that TRL has recorded since the last log are computed and read first."""
+        self._metrics_queue.settle()
         super().log(logs, start_time)
 
     @override
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        # With save_strategy="best" this alone decides about the save, and would undo one that was asked for.
+        # With save_strategy="best" this alone decides whether to save, and would cancel a requested save.
         return bool(super()._determine_best_metric(metrics, trial)) or self._interrupts.save_wanted
 
     # ---- saving ---------------------------------------------------------------------------------------------
@@ -519,7 +520,7 @@ class VerifiedTransferMixin(_Base):
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.beat("save")
-        self._strike("save", self.state.global_step)
+        self._crash_if_asked("save", self.state.global_step)
         final = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._checkpoints.save(partial(super()._save_checkpoint, model, trial), final)
         self.beat("between")
@@ -543,16 +544,16 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
-        """As upstream, where nobody else writes the card."""
+        """As upstream, unless a card writer was given."""
         if self._card_writer is None:
             self._checkpoints.attempt(partial(super().create_model_card, *arguments, **keywords))
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save model, tokenizer and arguments: staged, compared with what is live, then renamed one by one.
+        """Save model, tokenizer and arguments: written to a staging directory, compared with the live tensors, renamed.
 
-        A manifest that calls ``output_dir`` finished is removed first; `seal_output` writes the new one. Nothing is
-        pushed here, because what has no manifest is not published: see `push_to_hub`.
+        A manifest that marks ``output_dir`` as finished is removed first; `seal_output` writes the new one. Nothing is
+        pushed here, because files without a manifest are not published: see `push_to_hub`.
         """
         self._checkpoints.save_model(output_dir, for_push=_internal_call)
 
@@ -566,39 +567,43 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def push_to_hub(self, *arguments: Any, **keywords: Any) -> Any:
-        """Save and seal the result where that has not been done, and have the publisher upload it. Collective."""
-        del arguments, keywords  # the publisher has its own
+        """Save and seal the result if that has not been done, and have the publisher upload it. Collective."""
+        del arguments, keywords  # the publisher has its own settings
         return self._checkpoints.push_result()
 
-    # ---- for whoever runs the trainer -----------------------------------------------------------------------
+    # ---- for the caller -------------------------------------------------------------------------------------
 
     def require_coverage(self) -> None:
-        """Refuses to train when ``verify="full"`` does not reach every byte of the model, unless the user consents."""
+        """Refuse to train when ``verify="full"`` does not reach every byte of the model, unless the user consents.
+
+        Raises:
+            UsageError: names what is not covered.
+        """
         if (missing := self._not_covered()) is not None:
             raise UsageError(missing)
 
     def weight_coverage(self) -> Coverage:
-        """How much of what the models keep on their device was verified on the way there, and what others offload."""
+        """The share of the models' bytes on their devices that is verified, and what is moved outside the mover."""
         found = coverage(self.model, self.mover)
         for model in self._references:
             found += coverage(model, self.mover)
         return with_offloads(found, self.args, deepspeed=self.is_deepspeed_enabled)
 
     def seal_output(self, output_dir: str | None = None, *, also: Iterable[str] = ()) -> None:
-        """Write the final ``integrity.json`` over the files of the last `save_model` and ``also``: the run is done.
+        """Write the final ``integrity.json`` over the files of the last `save_model` and ``also``: the run is finished.
 
         Raises:
-            OSError: a named file is not there, or the disk is full; then the directory does not look finished.
-            CorruptionError: files of the result change again and again.
+            OSError: a named file does not exist, or the disk is full; then the directory does not look finished.
+            CorruptionError: files of the result keep changing.
         """
         self._checkpoints.seal(Path(output_dir or self.args.output_dir), also)
 
     def beat(self, phase: Phase) -> None:
-        """One sign of life for the watchdog, and for the supervisor where there is one."""
+        """Send one heartbeat to the watchdog, and to the supervisor if there is one."""
         self._heartbeat.beat(step=self.state.global_step, phase=phase)
 
     def describe(self) -> dict[str, Any]:
-        """What the report says of this training beside the counters, as this rank saw it."""
+        """What the report says of this training in addition to the counters, as seen by this rank."""
         return {
             "grad_sync": self.grad_sync.describe(self.model, self.args.world_size),
             "split": ranks.describe_split(self.mover, self.model, self._pipeline.in_flight if self._pipeline else 1)
@@ -618,42 +623,42 @@ class VerifiedTransferMixin(_Base):
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Where the model is: the trainer's device, or those of all cards of a split."""
+        """The devices of the model: the trainer's, or those of all cards of a split."""
         cards = self.mover if isinstance(self.mover, SplitMover) and not self.mover.logical else None
         return tuple(card.device for card in cards.cards) if cards else (self.args.device,)
 
     def fewer_in_flight(self) -> bool:
-        """Fewer micro-batches are under way at once from now on; False where each is alone already."""
-        return self._pipeline is not None and self._pipeline.fewer()
+        """Run fewer micro-batches concurrently from now on; False if they already run one by one."""
+        return self._pipeline is not None and self._pipeline.halve()
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds its part of the model."""
+        """Whether each rank holds only a part of the model."""
         elsewhere = self.is_deepspeed_enabled or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
         return bool(elsewhere or self._tensor_parallel)
 
     @property
-    def whole_state(self) -> WholeState | None:
-        """Brings together what is saved of a model that FSDP2 has sharded; None for any other."""
-        return None if self._shards is None else self._shards.whole
+    def full_state(self) -> FullState | None:
+        """Gathers what is saved of a sharded model; None for a model that is not sharded."""
+        return None if self._shards is None else self._shards.full_state
 
     def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The host tensors that a batch came from; what came from nowhere that is known here stays as it is."""
+        """A batch with each device tensor replaced by the host tensor it was copied from, where that is known."""
         return dict(map_tensors(inputs, self._source_of))
 
     def unchanged(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A batch of host tensors that hold what the loader gave; what it did not give is not looked at."""
+        """The batch, after a check that its host tensors still hold what the loader gave."""
         self.mover.require_unchanged(batch)
         return batch
 
     def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]:
-        """Within it the step that is under way is harmed, where that was asked for."""
+        """A context in which the fault that was asked for, if any, is injected into the current micro-step."""
         return self.step_faults.during(model, step=self.state.global_step + 1, rows=rows, tokens=tokens)
 
     def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor:
-        """Brings one host tensor of a checkpoint to the device, verified; ``stage`` is "adapter" or "optimizer".
+        """Move one host tensor of a checkpoint to the device, verified; ``stage`` is "adapter" or "optimizer".
 
-        State of the optimizer is called after its parameter, by which a split knows its card.
+        Optimizer state is named after its parameter, which tells a split model its card.
         """
         if found := re.match(r"optimizer\.state\.(\d+)\.(.*)", name):
             names = {id(parameter): each for each, parameter in self.model.named_parameters()}
@@ -662,21 +667,21 @@ class VerifiedTransferMixin(_Base):
         return self.mover.move(tensor, name=name, stage=stage)
 
     def before_save(self) -> None:
-        """Looks at every weight, on every rank, before anything is written; what it raises prevents the save."""
+        """Check every weight, on every rank, before anything is written; what it raises prevents the save."""
         self._guard.require_finite(self.model)
         self._sentinel.check_all(self.state.global_step)
         if (missing := self._not_covered()) is not None:
             raise CorruptionError(f"since the start of the training {missing}")
 
     def before_manifest(self, directory: Path) -> None:
-        """The files in ``directory`` are what is live: is that what the last update has made?"""
+        """Write the card, then check that the live weights are still those of the last update."""
         if self._card_writer is not None and self.is_world_process_zero():
             self._card_writer(directory)
         self._sentinel.check_trained(f"while saving at step {self.state.global_step}", self.state.global_step)
 
     def write_model(self, directory: str) -> None:
-        if self._tensor_parallel and self.whole_state is not None:  # upstream would save each rank's parts
-            state = self.whole_state.model()
+        if self._tensor_parallel and self.full_state is not None:  # upstream would save each rank's parts
+            state = self.full_state.model()
             if self.args.should_save:
                 self._save(directory, state_dict=state)
             return
@@ -689,10 +694,10 @@ class VerifiedTransferMixin(_Base):
             recompute(self.model, self.recompute_layers)
 
     @contextmanager
-    def _steady_checkpointing(self) -> Iterator[None]:
-        """TRL turns checkpointing off and on again round a reference's forward, which only ``use_reentrant`` asks for.
+    def _keep_checkpointing_choice(self) -> Iterator[None]:
+        """Keep TRL from turning checkpointing off and on around a reference's forward: only ``use_reentrant`` needs it.
 
-        Each time the choice of layers would be lost, and one more hook be left at the embeddings.
+        Each time the choice of layers would be lost, and one more hook left at the embeddings.
         """
         model: Any = self.model
         if isinstance(self, SFTTrainer) or (self.args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
@@ -718,23 +723,23 @@ class VerifiedTransferMixin(_Base):
         source = self.mover.host_source(tensor)
         return tensor if source is None else source
 
-    def _refuse_stray(self, inputs: Batch) -> None:
-        stray = [
+    def _refuse_unverified(self, inputs: Batch) -> None:
+        unverified = [
             name
             for name, value in inputs.items()
             if torch.is_tensor(value) and value.device.type != "cpu" and self.mover.provenance(value) is None
         ]
         if self.mover.settings.verify == "full":
             raise CorruptionError(
-                f"batch tensors {', '.join(stray)} were put on the device by something else than the mover, so their "
-                "bytes cannot be verified: return host tensors from the data collator, or choose --verify sample"
+                f"batch tensors {', '.join(unverified)} were put on the device by something other than the mover, so "
+                "their bytes cannot be verified: return host tensors from the data collator, or choose --verify sample"
             )
 
     def _clip_over_cards(self, mover: SplitMover, *given: Any, **more: Any) -> Tensor:
         return ranks.clip_over_cards(mover, ranks.cards_of_parameters(self.model, mover), *given, **more)
 
     def _own_rows(self, data: Any) -> Any:
-        """As ``Accelerator.gather_for_metrics`` with a single process: rows that fill up the last batch are dropped."""
+        """As ``Accelerator.gather_for_metrics`` with a single process: padding rows of the last batch are dropped."""
         state = self.accelerator.gradient_state
         last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
         return map_tensors(data, lambda each: each[:last])
@@ -743,7 +748,7 @@ class VerifiedTransferMixin(_Base):
         return read(self.args.device).for_log() if self.args.device.type == "cuda" else {}
 
     def _call_event(self, stock: Callable[..., Any], event: str, *arguments: Any, **keywords: Any) -> Any:
-        """Tells callbacks of an event. What a user's callback writes to trained weights is right from then on."""
+        """Calls the callbacks of an event. What a user's callback writes to trained weights becomes their new state."""
         written = _has_writer(event, *map(type, self.callback_handler.callbacks))
         if written and event != "on_optimizer_step":  # the update has just changed them
             self._sentinel.look()
@@ -752,12 +757,12 @@ class VerifiedTransferMixin(_Base):
             self._sentinel.take()
         return result
 
-    def _strike(self, at: str, step: int) -> None:
+    def _crash_if_asked(self, at: str, step: int) -> None:
         if self._crashes.text is not None:
-            self._crashes.strike(at, step, directory=Path(self.args.output_dir), run_id=self.run_id)
+            self._crashes.crash_if_due(at, step, directory=Path(self.args.output_dir), run_id=self.run_id)
 
-    def _give_the_scaler_something(self) -> None:
-        """The gradient scaler of fp16 refuses a step without any gradient: zeros let only the moments decay."""
+    def _zero_missing_gradients(self) -> None:
+        """The gradient scaler of fp16 refuses a step without gradients; with zeros only the moments decay."""
         if self.accelerator.scaler is None:
             return
         for parameter in self.model.parameters():
@@ -765,7 +770,7 @@ class VerifiedTransferMixin(_Base):
                 parameter.grad = torch.zeros_like(parameter)
 
     def _not_covered(self) -> str | None:
-        """What ``verify="full"`` does not reach, and the user has not consented to; None for nothing."""
+        """A message on what ``verify="full"`` does not reach and the user has not consented to; None if nothing."""
         found = self.weight_coverage()
         if self.mover.settings.verify != "full" or found.complete or self._consent_unverified:
             return None
@@ -773,20 +778,17 @@ class VerifiedTransferMixin(_Base):
         by_reason: dict[str, list[str]] = {}
         for row in found.unverified:
             by_reason.setdefault(row["reason"], []).append(row["tensor"])
-        named = [
-            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({reason})"
-            for reason, names in by_reason.items()
-        ]
+        named = [f"{listed(names, 1)} ({reason})" for reason, names in by_reason.items()]
         return (
-            f"--verify full covers {share:.4g} % of the model's bytes; not verified: {', '.join(named[:3])}. Hand the "
-            "model over by name, or on the host (loaded without device_map and without .to()): the trainer moves it, "
-            "verified; or consent with --consent_unverified (consent_unverified=True)"
+            f"--verify full covers {share:.4g} % of the model's bytes; not verified: {', '.join(named[:3])}. Pass the "
+            "model by name, or on the host (loaded without device_map and without .to()), so that the trainer moves "
+            "and verifies it; or consent with --consent_unverified (consent_unverified=True)"
         )
 
 
 @functools.cache
 def _has_writer(event: str, *callbacks: type) -> bool:
-    """Whether one of these classes of callbacks has code of a user's for this event, which may write to weights."""
+    """Whether one of these callback classes has user code for this event, which may write to weights."""
     stock = getattr(TrainerCallback, event, None)
     return any(is_foreign(each) and getattr(each, event, None) is not stock for each in callbacks)
 
@@ -806,12 +808,15 @@ def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:
 
 
 def _own_arguments(args: Any) -> Any:
+    if args is None:
+        return None
     args = copy.copy(args)
+    args.logging_nan_inf_filter &= not is_tried("transformers")  # see `DeferredMetrics.loss_to_log`
     args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
     if args.enable_jit_checkpoint:
-        # Upstream's own writes in place, and takes the end for a finished run.
-        logger.warning("enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint here without it")
+        # Upstream's own writes in place and lets the run look finished.
+        logger.warning("enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint without it")
         args.enable_jit_checkpoint = False
     if getattr(args, "activation_offloading", False):
-        args.activation_offloading = False  # TRL's own goes round the mover
+        args.activation_offloading = False  # TRL's own bypasses the mover; `ActivationOffload` replaces it
     return args

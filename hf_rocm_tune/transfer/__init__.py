@@ -1,14 +1,14 @@
 """Verified transfers to the device: every byte is digested at its source and again where it will be read.
 
-Reading order: `mover` (the only way to the device), `copies` (staging memory, packing, sending, bringing back),
-`digest`, `ladder` (what follows a mismatch), `damage`, `backend` (CPU; HIP and CUDA), `faults`, `redirect`.
+Reading order: `mover` (the only way to the device), `copies` (staging memory, packing, sending, fetching), `digest`,
+`ladder` (retries after a mismatch), `damage`, `backend` (CPU; HIP and CUDA), `faults`, `redirect`.
 """
 
 from __future__ import annotations
 
 from hf_rocm_tune.transfer.backend import AcceleratorBackend, Backend, HostBackend
 from hf_rocm_tune.transfer.copies import Ring, TransferSettings
-from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, Together, combine, digest, digest_on_device
+from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, TensorGroup, combine, digest, digest_on_device
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.mover import Mover, was_verified
 from hf_rocm_tune.transfer.raw_bytes import map_tensors, named_tensors, tree_tensors
@@ -26,7 +26,7 @@ __all__ = [
     "Mover",
     "QueuedDigests",
     "Ring",
-    "Together",
+    "TensorGroup",
     "TransferReport",
     "TransferSettings",
     "combine",

@@ -1,7 +1,7 @@
-"""What the transfer engine needs of a device (`Backend`), on a plain CPU and on HIP or CUDA.
+"""The transfer engine's interface to a device (`Backend`), for a plain CPU and for HIP or CUDA.
 
-A backend is one queue ("stream") of copies and digests that run in order beside the caller. Faults are put in here
-(`hf_rocm_tune.transfer.faults`), so everything above runs the same with and without them.
+A backend is one queue ("stream") of copies and digests that run in order, concurrently with the caller. Faults are
+injected here (`hf_rocm_tune.transfer.faults`), so everything above runs the same with and without them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hf_rocm_tune.transfer.raw_bytes import ordinary
 from hf_rocm_tune.transfer.report import count_crossing
 
 WAKES_WORKER_BYTES = 1 << 20
-"""Copies on a plain CPU from which on the worker thread is woken for them."""
+"""The smallest copy on a plain CPU for which the worker thread is woken."""
 
 
 class Part(NamedTuple):
-    """Bytes [begin, end) of a copy hold the bytes from `offset` on of tensor `name`, which has `nbytes` in all."""
+    """Bytes [begin, end) of a copy hold the bytes of tensor `name` from `offset`; the tensor has `nbytes` bytes."""
 
     name: str
     begin: int
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What a copy carries: `transfer` numbers the transfer, `attempt` counts its tries from 0."""
+    """The content of a copy: `transfer` is the number of the transfer, `attempt` counts its attempts from 0."""
 
     stage: str
     transfer: int
@@ -47,27 +47,27 @@ class Label(NamedTuple):
 
 
 class Ticket(Protocol):
-    """A copy that was queued."""
+    """A queued copy."""
 
     def done(self) -> bool:
-        """Whether the copy has ended, well or not."""
+        """Whether the copy has ended, with or without an error."""
 
     def join(self) -> None:
-        """Wait until the copy has ended, well or not: its source may be rewritten then."""
+        """Wait until the copy has ended, with or without an error: its source may be rewritten then."""
 
     def wait(self) -> None:
-        """Wait, and raise what the copy raised."""
+        """Wait until the copy has ended; raises its error."""
 
 
 class PendingDigest(Protocol):
-    """A digest that was queued."""
+    """A queued digest."""
 
     def result(self) -> Digest:
-        """Wait for it."""
+        """Wait for the digest."""
 
 
 class Backend(Protocol):
-    """One device and its copy queue. All of it may be called from several threads."""
+    """One device and its copy queue. All methods may be called from several threads."""
 
     device: torch.device
     staging_grows: bool
@@ -75,28 +75,28 @@ class Backend(Protocol):
     default_slot_bytes: int
 
     def staging(self, nbytes: int) -> Tensor:
-        """Host memory to copy from, uint8[nbytes], page-locked where the device wants that."""
+        """Host memory to copy from, uint8[nbytes], page-locked for an accelerator."""
 
     def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
         """Device memory, uint8[nbytes]. Long-lived memory (weights) is allocated for the caller's compute stream."""
 
     def mark(self) -> Any:
-        """The place in the caller's compute stream behind all that it has queued; for `follow`."""
+        """The current end of the caller's compute stream, for `follow`."""
 
     def follow(self, mark: Any) -> None:
-        """Let the queue wait for what stands before `mark`, whose results it then reads."""
+        """Let the queue wait for the work before `mark`, so that it can read its results."""
 
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
-        """Queue a copy of host bytes to device bytes, or back. `source` stays unchanged until the ticket is done."""
+        """Queue a copy of host bytes to device bytes, or back. `source` must not change until the ticket is done."""
 
     def fill(self, target: Tensor, value: int) -> None:
-        """Queue the filling of device bytes."""
+        """Queue setting all device bytes to `value`."""
 
     def digest(self, target: Tensor, word_offset: int = 0) -> PendingDigest:
-        """Queue a digest of device bytes, read by the processor that computes with them."""
+        """Queue a digest of device bytes, computed on the device."""
 
     def read_back(self, target: Tensor) -> Tensor:
-        """Device bytes as new host bytes, after everything queued; waits."""
+        """Copy device bytes to new host memory, after everything queued; waits."""
 
     def hand_out(self, buffer: Tensor, ticket: Ticket) -> None:
         """Make the caller's compute stream wait for the copy, and keep the memory until that stream is done with it."""
@@ -108,9 +108,9 @@ class Backend(Protocol):
 class HostBackend:
     """Plain CPU: the "device" is other host memory.
 
-    The same code runs above it as above an accelerator, and the waits are real: a copy ends some time after it was
-    queued. Large copies run on a worker thread, beside the caller; small ones are done by whoever waits first for
-    something queued, because waking a thread takes longer. The worker ends with `close` or with the interpreter.
+    The same code runs above it as above an accelerator, and its waits are real: a copy ends some time after it was
+    queued. Large copies run on a worker thread; small ones run in the first thread that waits for something queued,
+    because waking the worker takes longer. The worker ends with `close` or with the interpreter.
     """
 
     staging_grows = True
@@ -131,7 +131,7 @@ class HostBackend:
             return torch.empty(nbytes, dtype=torch.uint8)
 
     def mark(self) -> None:
-        """What the caller computes is done when it returns."""
+        """Nothing to mark: operations on the CPU are done when they return."""
 
     def follow(self, mark: None) -> None:
         """See `mark`."""
@@ -145,8 +145,8 @@ class HostBackend:
         return ticket
 
     def _copy_now(self, target: Tensor, source: Tensor) -> None:
-        # Not torch's copy: above a few KiB it opens an OpenMP region, and the threads that this leaves behind for the
-        # worker make libgomp see more threads than cores, whereupon it throttles those of the training thread.
+        # Not torch's copy: above a few KiB it opens an OpenMP region, and with the worker's extra threads libgomp sees
+        # more threads than cores and throttles those of the training thread.
         assert target.is_contiguous() and source.is_contiguous() and target.numel() == source.numel()
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
@@ -173,14 +173,14 @@ class HostBackend:
         return work
 
     def _run(self) -> None:
-        """All that is queued, in order; whoever comes while another thread is at it waits."""
+        """Run everything that is queued, in order; waits if another thread is running it."""
         with self._running:
             while self._queue:
                 self._queue.popleft().run()
 
 
 class _Work:
-    """Something queued: the ticket of a copy, or a digest to come."""
+    """A queued operation: the ticket of a copy, or a pending digest."""
 
     def __init__(self, do: Callable[[], Any], run_queue: Callable[[], None]) -> None:
         self._do: Callable[[], Any] | None = do
@@ -194,7 +194,7 @@ class _Work:
             self._found = self._do()
         except BaseException as error:
             self._error = error
-        self._do = None  # with the memory that it holds
+        self._do = None  # frees the memory it refers to
 
     def done(self) -> bool:
         return self._do is None
@@ -215,23 +215,23 @@ class _Work:
 class AcceleratorBackend:
     """A HIP or CUDA device: page-locked staging, a copy stream, events.
 
-    Order and lifetime (each point is a cause of corruption in the field when it is missing):
+    Order and lifetime (each missing point is a known cause of corruption):
 
-    * Copies and digests run on one stream of our own, in the order in which they were queued.
+    * Copies and digests run on one stream of their own, in the order in which they were queued.
     * A page-locked slot may be rewritten only after the event that follows its copy (`Ticket.join`).
-    * The consumer's stream waits for that event, and the memory is recorded on it, so the caching allocator does not
-      give it away while kernels of that stream still read it.
-    * Memory of batches belongs to our stream, whose order protects it: it is allocated without a wait.
+    * The consumer's stream waits for that event, and the memory is recorded on it, so that the caching allocator does
+      not reuse it while kernels of that stream still read it.
+    * Memory of batches belongs to the copy stream, whose order protects it: it is allocated without a wait.
     * Long-lived memory belongs to the consumer's stream; the copy stream waits for what that stream queued before,
-      because the allocator may hand out memory that a kernel in flight still uses.
-    * Page-locked memory that is dropped with a copy in flight is kept until its end by torch's caching host allocator,
+      because the allocator may return memory that a running kernel still uses.
+    * Page-locked memory that is freed during a copy is kept until the copy ends by torch's caching host allocator,
       which also makes the 16 bytes of each digest cheap to allocate.
 
-    The device is never synchronised as a whole; only events are waited for. Each of these points, taken out, makes
-    ``tests/transfer/test_mutants_on_card.py`` fail.
+    The device is never synchronised as a whole; only events are waited for. ``tests/transfer/test_mutants_on_card.py``
+    fails when one of these points is removed.
 
     Args:
-        device: a ``cuda`` device of torch (HIP devices have that name too); without an index, the current one.
+        device: a ``cuda`` device of torch (also for HIP); without an index, the current one.
     """
 
     staging_grows = False
@@ -244,9 +244,8 @@ class AcceleratorBackend:
 
     @contextmanager
     def _queue(self) -> Iterator[None]:
-        # The device first: a thread that was never told its device is on card 0, and when `stream` alone goes back
-        # there it makes a context on that card, half a GB of memory.
-        # Without torch functions: `redirected` would take these copies for somebody else's.
+        # The device first: a new thread's device is card 0, and `stream` alone, when it restores that device, creates a
+        # context there, half a GB of memory. No torch functions: `redirected` must not intercept these copies.
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch._C.DisableTorchFunction():
             yield
 
@@ -259,7 +258,7 @@ class AcceleratorBackend:
             if long_lived:
                 buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
                 self._stream.wait_stream(torch.cuda.current_stream(self.device))
-                # When an exception frees it with copies in flight, it must not be given away before they end.
+                # If an exception frees it during copies, it must not be reused before they end.
                 buffer.record_stream(self._stream)
                 return buffer
             with self._queue():
@@ -292,18 +291,18 @@ class AcceleratorBackend:
 
     def read_back(self, target: Tensor) -> Tensor:
         with self._queue():
-            # Blocking: pageable memory and a wait for this stream, so the host never reads before the copy's end.
+            # Blocking: pageable memory and a wait for this stream, so the host never reads before the copy ends.
             count_crossing(to_host_bytes=target.nbytes)
             return target.cpu()
 
     def hand_out(self, buffer: Tensor, ticket: Ticket) -> None:
-        assert isinstance(ticket, _EventTicket), "one of ours"
+        assert isinstance(ticket, _EventTicket), "a ticket of this backend"
         consumer = torch.cuda.current_stream(self.device)
         consumer.wait_event(ticket.event)
         buffer.record_stream(consumer)
 
     def close(self) -> None:
-        """Nothing to end: events and allocators keep what is in flight."""
+        """Nothing to do: events and allocators keep memory of running copies alive."""
 
 
 class _EventTicket:
@@ -332,7 +331,7 @@ def backend_for(device: torch.device) -> Backend:
     """The backend of a device.
 
     Raises:
-        UsageError: it is neither ``cpu`` nor ``cuda``, as HIP devices are called too.
+        UsageError: it is neither ``cpu`` nor ``cuda`` (also for HIP).
     """
     if device.type == "cpu":
         return HostBackend()

@@ -1,4 +1,4 @@
-"""What crosses, both ways: staging memory (`Ring`), sending (`Shipment`, `Sender`) and bringing back (`Fetcher`)."""
+"""Copies in both directions: staging memory (`Ring`), to the device (`Transfer`, `Sender`), to the host (`Fetcher`)."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ class TransferSettings:
 
     Attributes:
         verify: ``full``: every transfer; ``sample``: the first and every `sample_every`-th of each stage; ``off``:
-            none. What is not verified is counted as such.
-        on_corruption: ``recover`` sends again in other ways until it is right; ``stop`` raises at the first mismatch.
+            none. Transfers that are not verified are counted as such.
+        on_corruption: ``recover``: send again in other ways until the bytes are right; ``stop``: raise at the first
+            mismatch.
         sample_every: see `verify`.
-        slots: staging slots in the ring.
+        slots: number of staging slots in the ring.
         slot_bytes: bytes of a slot, a multiple of 256; None: 32 MiB page-locked on an accelerator, up to 8 MiB on the
-            host. Host memory of the ring is at most ``slots * slot_bytes``.
-        keep_route_after: recoveries by the same way of sending after which it is used from the start.
+            host. The ring takes at most ``slots * slot_bytes`` of host memory.
+        keep_route_after: number of recoveries by the same route after which it is used from the start.
 
     Raises:
-        UsageError: a value that is not valid, naming it.
+        UsageError: a value is not valid.
     """
 
     verify: str = "full"
@@ -58,7 +59,7 @@ class TransferSettings:
         for name in ("sample_every", "slots", "keep_route_after"):
             value = getattr(self, name)
             if value < 1:
-                raise UsageError(f"{name} is {value}; give a whole number from 1 on")
+                raise UsageError(f"{name} is {value}; give a whole number of at least 1")
         if self.slot_bytes is not None and (self.slot_bytes < 4096 or self.slot_bytes % 256):
             raise UsageError(f"slot_bytes is {self.slot_bytes}; give a multiple of 256, at least 4096")
 
@@ -69,7 +70,7 @@ SMALLEST_SLOT_BYTES = 64 << 10
 
 
 class Slot:
-    """Staging memory, and the ticket of the last copy that read from it."""
+    """Staging memory, and the ticket of the last copy that uses it."""
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None
@@ -79,13 +80,13 @@ class Slot:
 class Ring:
     """At most `slots` slots of at most `slot_bytes` each, allocated once, shared by all threads.
 
-    A slot is rewritten only after the copy that last read it has ended. Nothing above holds a slot longer than it takes
-    to fill it and queue its copy, so a batch that is abandoned, or an exception while packing, cannot starve the ring.
+    A slot is rewritten only after the last copy from it has ended. Callers hold a slot only while they fill it and
+    queue its copy, so a dropped batch, or an exception while packing, cannot exhaust the ring.
 
     Args:
-        backend: allocates the staging memory. Where that is cheap, slots start small and grow to what is asked for.
+        backend: allocates the staging memory. Where that is cheap, slots start small and grow as needed.
         slot_bytes: bytes of a full slot, a multiple of 256.
-        slots: how many.
+        slots: number of slots.
     """
 
     def __init__(self, backend: Backend, *, slot_bytes: int, slots: int) -> None:
@@ -101,7 +102,7 @@ class Ring:
 
         Waits for a slot, and for the end of its last copy.
         """
-        assert nbytes <= self.slot_bytes, "larger transfers are cut into chunks above"
+        assert nbytes <= self.slot_bytes, "callers split larger transfers into chunks"
         slot = self._take()
         try:
             if slot.ticket is not None:
@@ -119,7 +120,7 @@ class Ring:
                 ready = next((slot for slot in self._free if slot.ticket is None or slot.ticket.done()), None)
                 if ready is not None:
                     self._free.remove(ready)
-                    ready.ticket = None  # nothing to wait for
+                    ready.ticket = None
                     return ready
                 if self._room:
                     self._room -= 1
@@ -140,16 +141,16 @@ class Ring:
 # ---- to the device ------------------------------------------------------------------------------------------
 
 ALIGNMENT = 256
-"""Bytes to which each tensor of a batch is aligned: what device allocators give, and more than any dtype needs."""
+"""Alignment in bytes of each tensor of a batch: that of device allocators, and more than any dtype needs."""
 
 
 @dataclass
-class Parcel:
-    """One host tensor at its place in the device memory.
+class Segment:
+    """One host tensor of a transfer.
 
     Attributes:
-        offset: of its first byte in the transfer.
-        digest: of the tensor as it was given, at its word offset in the transfer; None where that is not verified.
+        offset: of its first byte in the transfer's device memory.
+        digest: of the tensor as given, at its word offset in the transfer; None if that is not verified.
     """
 
     name: str
@@ -164,18 +165,18 @@ class Parcel:
 
 
 @dataclass
-class Shipment:
-    """A transfer with its parcels, in order of their offsets. It does not keep the device memory alive.
+class Transfer:
+    """A transfer to the device, with its segments in order of their offsets. It does not keep device memory alive.
 
     Attributes:
-        source: host tensor whose bytes, in logical order, are those of the device memory, gaps between the parcels
-            included.
-        pieces: digests of its chunks, each taken as it was packed for the first time.
+        source: host tensor whose bytes, in logical order, are those of the device memory, including gaps between the
+            segments.
+        pieces: digests of its chunks, taken while they were packed for the first attempt.
     """
 
     number: int
     stage: str
-    parcels: list[Parcel]
+    segments: list[Segment]
     source: Tensor
     verify: bool
     pieces: list[Digest] = field(default_factory=list)
@@ -193,17 +194,17 @@ class Shipment:
 
     @property
     def expected(self) -> Digest:
-        """Digest that the whole device memory must have."""
+        """Digest that the device memory must have."""
         return combine(self.pieces)
 
     def matches(self, found: Digest) -> bool:
-        """Whether a digest of the whole device memory is the one of the source."""
+        """Whether a digest of the device memory equals that of the source."""
         return found.same_words(self.expected)
 
 
 @dataclass(frozen=True)
 class Route:
-    """A way of sending: staging memory from the ring, freshly allocated, or pageable; in what pieces."""
+    """A way to send: staging memory (``ring``, ``fresh`` or ``pageable``), blocking or not, and the chunk size."""
 
     name: str
     staging: str = "ring"
@@ -215,34 +216,34 @@ DIRECT = Route("first_copy")
 
 
 class Sender:
-    """Packs shipments through the ring and queues their copies."""
+    """Packs transfers into staging memory and queues their copies."""
 
     def __init__(self, backend: Backend, ring: Ring) -> None:
         self._backend = backend
         self._ring = ring
 
-    def send(self, shipment: Shipment, buffer: Tensor, route: Route, *, attempt: int) -> None:
-        """Queue all copies into `buffer`, uint8[shipment.nbytes].
+    def send(self, transfer: Transfer, buffer: Tensor, route: Route, *, attempt: int) -> None:
+        """Queue all copies into `buffer`, uint8[transfer.nbytes].
 
-        On the first attempt the source is digested piece by piece, while it is packed.
+        On the first attempt the source is digested chunk by chunk while it is packed.
         """
         begun = time.perf_counter()
-        digesting = shipment.verify_seconds
+        digesting = transfer.verify_seconds
         step = route.chunk_bytes or self._ring.slot_bytes
-        for start in range(0, shipment.nbytes, step):
-            stop = min(start + step, shipment.nbytes)
-            shipment.ticket = self._send_chunk(shipment, buffer, route, attempt, start, stop)
-        digesting = shipment.verify_seconds - digesting
-        shipment.transfer_seconds += time.perf_counter() - begun - digesting
+        for start in range(0, transfer.nbytes, step):
+            stop = min(start + step, transfer.nbytes)
+            transfer.ticket = self._send_chunk(transfer, buffer, route, attempt, start, stop)
+        digesting = transfer.verify_seconds - digesting
+        transfer.transfer_seconds += time.perf_counter() - begun - digesting
 
     def _send_chunk(
-        self, shipment: Shipment, buffer: Tensor, route: Route, attempt: int, start: int, stop: int
+        self, transfer: Transfer, buffer: Tensor, route: Route, attempt: int, start: int, stop: int
     ) -> Ticket:
-        label = Label(shipment.stage, shipment.number, attempt, tuple(_parts(shipment, start, stop)))
+        label = Label(transfer.stage, transfer.number, attempt, tuple(_parts(transfer, start, stop)))
         target = buffer[start:stop]
         if route.staging == "ring":
             with self._ring.slot(stop - start) as (slot, memory):
-                _pack(shipment, start, stop, memory, attempt)
+                _pack(transfer, start, stop, memory, attempt)
                 slot.ticket = self._backend.copy(target, memory, label, blocking=route.blocking)
                 return slot.ticket
         if route.staging == "fresh":
@@ -250,36 +251,36 @@ class Sender:
         else:
             with ordinary():
                 memory = torch.empty(stop - start, dtype=torch.uint8)
-        _pack(shipment, start, stop, memory, attempt)
+        _pack(transfer, start, stop, memory, attempt)
         return self._backend.copy(target, memory, label, blocking=route.blocking)
 
 
-def _parts(shipment: Shipment, start: int, stop: int) -> Iterator[Part]:
-    """What bytes [start, stop) of the device memory hold."""
-    for parcel in shipment.parcels:
-        nbytes = parcel.nbytes
-        begin, end = max(parcel.offset, start), min(parcel.offset + nbytes, stop)
+def _parts(transfer: Transfer, start: int, stop: int) -> Iterator[Part]:
+    """The parts of segments in bytes [start, stop) of the device memory."""
+    for segment in transfer.segments:
+        nbytes = segment.nbytes
+        begin, end = max(segment.offset, start), min(segment.offset + nbytes, stop)
         if begin < end:
-            yield Part(parcel.name, begin - start, end - start, begin - parcel.offset, nbytes)
+            yield Part(segment.name, begin - start, end - start, begin - segment.offset, nbytes)
 
 
-def _pack(shipment: Shipment, start: int, stop: int, memory: Tensor, attempt: int) -> None:
-    """Copy bytes [start, stop) of the source; the first time, where it is verified, digest them in the same pass."""
-    if shipment.verify and attempt == 0:
+def _pack(transfer: Transfer, start: int, stop: int, memory: Tensor, attempt: int) -> None:
+    """Copy bytes [start, stop) of the source; on a verified first attempt digest them in the same pass."""
+    if transfer.verify and attempt == 0:
         begun = time.perf_counter()
-        shipment.pieces.append(digest_range(shipment.source, start, stop, word_offset=start // 4, copy_to=memory))
-        shipment.verify_seconds += time.perf_counter() - begun
+        transfer.pieces.append(digest_range(transfer.source, start, stop, word_offset=start // 4, copy_to=memory))
+        transfer.verify_seconds += time.perf_counter() - begun
     else:
-        gather(shipment.source, start, stop, memory)
+        gather(transfer.source, start, stop, memory)
 
 
-# ---- host tensors side by side -------------------------------------------------------------------------------
+# ---- host tensors packed into one memory ---------------------------------------------------------------------
 
 _TRIES = 3
 
 
 class Packed(NamedTuple):
-    """One tensor of a `Pack`; the attributes as of `Parcel`."""
+    """One tensor of a `Pack`; attributes as in `Segment`."""
 
     name: str
     offset: int
@@ -290,17 +291,17 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Pack:
-    """Copies of host tensors, aligned in one memory, as they will lie on the device; it does not keep that alive.
+    """Layout of copies of host tensors, aligned in one memory as on the device; it does not keep the memory alive.
 
     Attributes:
-        digest: of all of the memory, which holds zeros in the gaps; None where that is not verified.
+        digest: of the memory, with zeros in the gaps; None if that is not verified.
     """
 
     tensors: tuple[Packed, ...]
     digest: Digest | None
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these, of which the first lies in this memory, are all of its tensors, in order, and no parts."""
+        """Whether ``tensors``, whose first one lies in this memory, are exactly the tensors of this pack, in order."""
         storage = tensors[0].untyped_storage()
         return len(tensors) == len(self.tensors) and all(
             tensor.untyped_storage() is storage
@@ -311,7 +312,7 @@ class Pack:
         )
 
     def changed_in(self, memory: Tensor) -> str:
-        """The name of the first tensor that is not what it was; empty where only gaps are."""
+        """The name of the first tensor that has changed; empty if only gaps have."""
         for each in self.tensors:
             place = typed_view(memory, each.offset, each.dtype, each.shape)
             if digest(place, word_offset=each.offset // 4) != each.digest:
@@ -320,7 +321,10 @@ class Pack:
 
 
 def pack(named: Sequence[tuple[str, Tensor]], *, verified: bool) -> tuple[Tensor, Pack]:
-    """Copy dense host tensors into one memory, uint8[n]; ``verified``: until the copies have the originals' digests."""
+    """Copy dense host tensors into one memory, uint8[n].
+
+    ``verified``: compare the copies with the originals' digests, and copy again, up to twice, if they differ.
+    """
     offsets, end = [], 0
     for _, tensor in named:
         offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
@@ -349,25 +353,26 @@ def pack(named: Sequence[tuple[str, Tensor]], *, verified: bool) -> tuple[Tensor
 
 # ---- to the host --------------------------------------------------------------------------------------------
 
-_READINGS = ("first_copy", "same_copy", "pageable")  # in order; each is verified
+_READINGS = ("first_copy", "same_copy", "pageable")  # ways to read, in order; each is verified
 
 
 class Fetcher:
-    """Brings device tensors to the host, verified, as what is averaged there or goes on to another card.
+    """Copies device tensors to the host, verified, for averages on the host and for transfers to another card.
 
     A copy goes into a page-locked slot, in which the host may then work; the device digests its own bytes, and only the
-    digest travels. What arrives wrong is copied again, then read in the plainest way; so is what is larger than a slot,
-    at once. Not covered: the host memory after the verdict, and device memory that changed before `begin`.
+    digest is sent. A wrong copy is repeated, then read through pageable memory, as are tensors larger than a slot. Not
+    covered: host memory after the verdict, and device memory that changed before `begin`.
 
     Args:
-        backend: whose device they are on, without injected faults; copies run on its queue.
-        faulty: harms what arrives; None for nothing.
+        backend: of the tensors' device, without injected faults; copies run on its queue.
+        faulty: corrupts what arrives; None for no faults.
         settings: size of the slots, and what happens on a mismatch.
         report: counters to add to.
-        enter: gives for a stage the number of the transfer, whether it is verified, and the training step.
+        number_transfer: returns for a stage the number of a new transfer, whether it is verified, and the training
+            step.
 
     Attributes:
-        slot_bytes: the most that crosses in one piece, and without waiting.
+        slot_bytes: the largest tensor that is copied without waiting.
     """
 
     def __init__(
@@ -376,9 +381,10 @@ class Fetcher:
         faulty: FaultyBackend | None,
         settings: TransferSettings,
         report: TransferReport,
-        enter: Callable[[str], tuple[int, bool, int | None]],
+        number_transfer: Callable[[str], tuple[int, bool, int | None]],
     ) -> None:
-        self.backend, self.faulty, self.settings, self.report, self.enter = backend, faulty, settings, report, enter
+        self.backend, self.faulty, self.settings, self.report = backend, faulty, settings, report
+        self.number_transfer = number_transfer
         self.slot_bytes = settings.slot_bytes or backend.default_slot_bytes
         self.ring = Ring(backend, slot_bytes=self.slot_bytes, slots=settings.slots)
 
@@ -388,7 +394,7 @@ class Fetcher:
         Args:
             tensor: of any dense dtype; it must not change before `Fetched.settle` has returned.
             name, stage: for incidents and faults.
-            mark: see `Mover.mark`: it was computed before that. None: it was queued before this.
+            mark: a `Mover.mark` after the kernels that compute the tensor; None: the current end of the stream.
             into: the caller's own staging memory, uint8 of as many bytes, instead of a slot.
         """
         source = tensor.detach().contiguous()
@@ -396,7 +402,7 @@ class Fetcher:
 
     @contextmanager
     def fetched(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None) -> Iterator[Fetched]:
-        """The bytes of a tensor on the host for the length of a block; see `begin`.
+        """The bytes of a tensor on the host within the block; see `begin`.
 
         Raises:
             CorruptionError: see `Fetched.settle`.
@@ -410,12 +416,11 @@ class Fetcher:
 
 
 class Fetched:
-    """A tensor on its way to the host.
+    """A tensor in transfer to the host.
 
     Attributes:
-        host: of the tensor's dtype and shape, in staging memory: to be used after `settle` and until `release`. It may
-            be written to.
-        digest: of the bytes that were fetched, after `settle`; None where they were not verified.
+        host: of the tensor's dtype and shape, in staging memory: valid after `settle` and until `release`; writable.
+        digest: of the fetched bytes, after `settle`; None if they are not verified.
     """
 
     def __init__(
@@ -428,8 +433,8 @@ class Fetched:
         into: Tensor | None = None,
     ) -> None:
         self._fetcher, self._backend, self._name, self._stage = fetcher, fetcher.backend, name, stage
-        number, verify, self._step = fetcher.enter(stage)
-        self._source = as_bytes(source)  # kept: the caller may drop its tensor with the copy still queued
+        number, verify, self._step = fetcher.number_transfer(stage)
+        self._source = as_bytes(source)  # kept alive: the caller may drop its tensor while the copy is queued
         self._slot = ExitStack()
         self.digest: Digest | None = None
         begun = time.perf_counter()
@@ -446,23 +451,23 @@ class Fetched:
         self._label = Label(stage, number, 0, (Part(name, 0, size, 0, size),))
         self._backend.follow(mark or self._backend.mark())
         self._expected = self._backend.digest(self._source) if verify else None
-        # Pageable memory is copied to while the caller waits: not before `settle`.
+        # A copy to pageable memory blocks, so it runs in `settle`.
         self._ticket = None if at_once else self._copy()
         self._queueing_seconds = time.perf_counter() - begun
 
     def settle(self) -> None:
-        """Wait for the bytes and prove them.
+        """Wait for the bytes and verify them.
 
         Raises:
-            CorruptionError: no way of reading them helped, or the settings say to stop. `host` then holds wrong bytes.
+            CorruptionError: no way of reading them worked, or the settings say to stop. `host` then holds wrong bytes.
         """
         begun = time.perf_counter()
         (self._ticket or self._copy(blocking=True)).wait()
         if self._expected is not None:
             self.digest = self._expected.result()
-            self._prove(self.digest)
+            self._verify(self.digest)
         else:
-            self._harm(0)
+            self._corrupt(0)
         size = self._memory.numel()
         self._fetcher.report.add(
             self._stage,
@@ -474,46 +479,46 @@ class Fetched:
         )
 
     def release(self) -> None:
-        """Give the staging memory back. Does nothing the second time."""
+        """Release the staging memory. Does nothing the second time."""
         self._slot.close()
 
-    def _prove(self, right: Digest) -> None:
+    def _verify(self, right: Digest) -> None:
         wrong: Tensor | None = None
         for attempt, rung in enumerate(_READINGS):
             if rung == "same_copy":
                 self._copy(blocking=True)
             elif rung == "pageable":
                 self._memory.copy_(self._backend.read_back(self._source))
-            self._harm(attempt)
+            self._corrupt(attempt)
             if digest(self._memory) == right:
                 if wrong is not None:
-                    self._tell(wrong, rung, "recovered")
+                    self._report(wrong, rung, "recovered")
                 return
             wrong = self._memory.clone() if wrong is None else wrong
             if self._fetcher.settings.on_corruption == "stop":
-                self._fail(wrong, rung, "stopped", "--on_corruption stop was asked for")
+                self._fail(wrong, rung, "stopped", "--on_corruption stop is set")
         assert wrong is not None
-        self._fail(wrong, _READINGS[-1], "failed", f"{len(_READINGS)} ways of reading it did not help")
+        self._fail(wrong, _READINGS[-1], "failed", f"{len(_READINGS)} ways of reading it gave wrong bytes")
 
     def _copy(self, *, blocking: bool = False) -> Ticket:
         return self._backend.copy(self._memory, self._source, self._label, blocking=blocking)
 
-    def _harm(self, attempt: int) -> None:
+    def _corrupt(self, attempt: int) -> None:
         if self._fetcher.faulty is not None:
-            self._fetcher.faulty.harm_in_place(self._memory, self._label._replace(attempt=attempt))
+            self._fetcher.faulty.corrupt_in_place(self._memory, self._label._replace(attempt=attempt))
 
     def _fail(self, wrong: Tensor, rung: str, outcome: str, why: str) -> None:
-        self._tell(wrong, rung, outcome)
+        self._report(wrong, rung, outcome)
         raise CorruptionError(
-            f"{self._stage} tensor '{self._name}' came from {self._backend.device} to the host "
-            f"wrong, and {why}. Nothing of it was used; run the doctor"
+            f"{self._stage} tensor '{self._name}' from {self._backend.device} arrived wrong on the host, and {why}. It "
+            "was not used; run the doctor"
         )
 
-    def _tell(self, wrong: Tensor, rung: str, outcome: str) -> None:
+    def _report(self, wrong: Tensor, rung: str, outcome: str) -> None:
         recovered = outcome == "recovered"
         self._fetcher.report.add(self._stage, mismatches=1, recovered=int(recovered))
         row: dict[str, Any] = {"step": self._step, "stage": self._stage, "tensor": self._name}
-        # What was right is known for certain only where a later reading had the right digest.
+        # The right bytes are known only if a later reading had the right digest.
         damage = examine(wrong, self._memory) if recovered else None
         if damage is None:
             row |= {"kind": "unknown", "first_offset": 0, "length": wrong.numel()}

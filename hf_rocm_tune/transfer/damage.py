@@ -1,7 +1,7 @@
-"""How bytes that were read differ from what they should be; and what checks send to find that out.
+"""How wrong bytes differ from the right ones (`examine`), and the test patterns and copies of checks.
 
-Checks (the doctor's, the preflight's) put torch's own copies to the test, not verified and not staged by us; faults can
-be put into these, too (`FaultyCopies`).
+The doctor and the preflight test torch's own copies, neither verified nor staged by the mover; faults can be injected
+into these as well (`FaultyCopies`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, typed_view
 
 POISON = 0xA5
-"""Byte with which memory is filled before bytes are sent again: what is still there never arrived."""
+"""The byte with which memory is filled before data is sent again: where it remains, nothing arrived."""
 ALIGNMENTS = (20 << 20, 2 << 20, 64 << 10, 4 << 10, 256, 64, 4, 1)
 
 _SLAB_BYTES = 4 << 20
@@ -26,19 +26,19 @@ _JOINED_GAP = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """Bytes that are wrong.
+    """A description of wrong bytes.
 
     Attributes:
-        nbytes: bytes that were compared.
-        wrong: how many of them are wrong.
-        first_offset: of the first of them, in bytes.
-        length: bytes of the first wrong run; right bytes between wrong ones count when fewer than 64 stand together.
-        alignment: the largest of 20 MiB, 2 MiB, 64 KiB, 4 KiB, 256, 64, 4, 1 bytes that divides the offset; of offset
+        nbytes: number of compared bytes.
+        wrong: number of wrong bytes.
+        first_offset: offset of the first wrong byte.
+        length: bytes of the first wrong run, which may contain runs of fewer than 64 right bytes.
+        alignment: the largest of 20 MiB, 2 MiB, 64 KiB, 4 KiB, 256, 64, 4, 1 bytes that divides the offset; for offset
             0, that divides the length.
-        zeros, poison, stale, flips: how many wrong bytes are 0, are what the destination was filled with before, are
-            those of an earlier transfer, or differ in one bit. A byte may count as several.
+        zeros, poison, stale, flips: number of wrong bytes that are 0, equal the destination's earlier fill, equal an
+            earlier transfer, or differ in one bit. A byte may count as several.
         found: the first wrong bytes, in hexadecimal.
-        right: what should be there.
+        right: the bytes that should be there.
     """
 
     nbytes: int
@@ -55,12 +55,12 @@ class Damage:
 
     @property
     def kind(self) -> str:
-        """``zeros``, ``poison``, ``stale`` or ``bit_flip`` where all wrong bytes are that; ``mixed``, ``other``;
-        ``late`` where none is wrong any more."""
+        """``zeros``, ``poison``, ``stale`` or ``bit_flip`` if all wrong bytes are of that kind; ``mixed``; ``other``;
+        ``late`` if none is wrong any more."""
         if not self.wrong:
             return "late"
         if self.wrong == self.flips and self.wrong <= 2:
-            return "bit_flip"  # before the others, which a single flipped bit may happen to look like
+            return "bit_flip"  # first, because a flipped bit can look like one of the others
         for kind in ("zeros", "poison", "stale"):
             if getattr(self, kind) == self.wrong:
                 return kind
@@ -73,12 +73,12 @@ def examine(found: Tensor, right: Tensor, *, earlier: Tensor | None = None) -> D
     Args:
         found: uint8[n] on the host, contiguous.
         right: uint8[n] on the host, contiguous.
-        earlier: uint8[m] that was sent to the same place before, for telling stale bytes.
+        earlier: uint8[m] that was sent to the same place before, to recognise stale bytes.
 
     Returns:
-        None when they are equal.
+        The damage; None if the bytes are equal.
     """
-    assert found.numel() == right.numel(), "what is compared is of one size"
+    assert found.numel() == right.numel(), "both sides have the same size"
     if torch.equal(found, right):
         return None
     counts = torch.zeros(5, dtype=torch.int64)
@@ -111,7 +111,7 @@ def examine(found: Tensor, right: Tensor, *, earlier: Tensor | None = None) -> D
 
 
 def _counts(read: Tensor, wanted: Tensor, wrong: Tensor, earlier: Tensor | None) -> Tensor:
-    """int64[5]: wrong bytes, and of these zeros, poison, stale, one bit flipped."""
+    """int64[5]: numbers of wrong bytes, and of these zeros, poison, stale, one bit flipped."""
     stale = torch.zeros((), dtype=torch.int64)
     if earlier is not None:
         size = min(earlier.numel(), read.numel())
@@ -123,7 +123,7 @@ def _counts(read: Tensor, wanted: Tensor, wrong: Tensor, earlier: Tensor | None)
 
 
 def _first_run(wrong: Tensor, *, already_in_one: bool) -> tuple[int, int, bool]:
-    """(begin, end, may go on behind it) of the first run in a bool mask; it begins at 0 when already in one."""
+    """(begin, end, may continue after the mask) of the first run in a bool mask; begins at 0 if already in a run."""
     places = wrong.nonzero().flatten()
     if not places.numel() or (already_in_one and int(places[0]) > _JOINED_GAP):
         return 0, 0, False
@@ -132,25 +132,25 @@ def _first_run(wrong: Tensor, *, already_in_one: bool) -> tuple[int, int, bool]:
     return 0 if already_in_one else int(places[0]), end, not breaks.numel() and wrong.numel() - end <= _JOINED_GAP
 
 
-# ---- bytes of which each tells where it belongs -------------------------------------------------------------
+# ---- position-dependent test patterns -----------------------------------------------------------------------
 #
-# A constant, or random bytes without a key, would not show that something came from the wrong place.
+# A constant pattern would not show that data came from the wrong place.
 
 PIECE_WORDS = 1 << 20
-"""Words that are worth making or comparing at a time: temporaries stay at a few tens of MiB."""
+"""Words that are generated or compared at a time: temporaries stay at a few tens of MiB."""
 
 
 def pattern(number: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Words of one of many patterns.
+    """Words of a test pattern.
 
     A bijective mixing of position and number (multiply, shift, multiply), without the top two bits, and odd: never
     zero, and never NaN when read as float32.
 
     Args:
-        number: of the pattern; two of them have hardly a word in common at the same place.
+        number: of the pattern; two patterns have hardly a word in common at the same position.
         start: position of the first word.
-        count: how many.
-        device: where they are computed; no copy is involved.
+        count: number of words.
+        device: computes the words; nothing is copied.
 
     Returns:
         int32[count].
@@ -162,11 +162,11 @@ def pattern(number: int, start: int, count: int, device: torch.device) -> Tensor
 
 
 def fill_with_pattern(buffer: Tensor, number: int, *, keep: int = 0xFF) -> Tensor:
-    """Write a pattern from its beginning over the bytes of a tensor, on its own device.
+    """Overwrite the bytes of a tensor with a pattern from its beginning, on its own device.
 
     Args:
-        buffer: uint8[n] and contiguous, of any n.
-        keep: bits of each byte that are kept, the others are 0: 1 for bytes that shall be bool.
+        buffer: uint8[n], contiguous.
+        keep: mask of the bits of each byte that are kept, the others are 0: 1 for bool data.
 
     Returns:
         `buffer`.
@@ -178,11 +178,7 @@ def fill_with_pattern(buffer: Tensor, number: int, *, keep: int = 0xFF) -> Tenso
 
 
 def count_wrong(buffer: Tensor, number: int, *, keep: int = 0xFF) -> int:
-    """Bytes of a tensor that are not those of a pattern from its beginning on, counted on its own device.
-
-    Args:
-        buffer: as in `fill_with_pattern`, as `keep`.
-    """
+    """The number of bytes that differ from a pattern, counted on the tensor's device; see `fill_with_pattern`."""
     wrong = torch.zeros((), dtype=torch.int64, device=buffer.device)
     for start in range(0, buffer.numel(), 4 * PIECE_WORDS):
         piece = buffer[start : start + 4 * PIECE_WORDS]
@@ -191,7 +187,7 @@ def count_wrong(buffer: Tensor, number: int, *, keep: int = 0xFF) -> int:
 
 
 def _bytes(number: int, start: int, piece: Tensor, keep: int) -> Tensor:
-    """What should stand in a piece that begins at byte `start`, a multiple of 4."""
+    """The right bytes of a piece that begins at byte `start`, a multiple of 4."""
     right = pattern(number, start // 4, -(-piece.numel() // 4), piece.device).view(torch.uint8)[: piece.numel()]
     return right if keep == 0xFF else right & keep
 
@@ -199,28 +195,28 @@ def _bytes(number: int, start: int, piece: Tensor, keep: int) -> Tensor:
 # ---- torch's own copies, and faulty ones --------------------------------------------------------------------
 
 FAULTS = ("zeros", "zero_range", "flip", "stale", "drop", "unstable")
-"""What can be done to a copy: its destination zeroed wholly or from a 4 KiB boundary on, one bit flipped, the bytes of
-the copy before it, no copy at all, or other wrong bytes each time."""
+"""Faults of a copy: its destination is zero, or zero from a 4 KiB boundary on; one bit is flipped; it has the bytes of
+the previous copy; nothing is copied; or it has different wrong bytes each time."""
 
 _RANGE_BYTES = 4096
 
 
 class Copies(Protocol):
-    """What copies."""
+    """Copies tensors."""
 
     def copy(self, destination: Tensor, source: Tensor, *, what: str, non_blocking: bool = False) -> None:
-        """Copy as ``destination.copy_(source)`` does.
+        """Copy as ``destination.copy_(source, non_blocking=...)`` does.
 
         Args:
             destination: written to.
-            source: of the same shape; any device, any dtype, any strides.
-            what: the case that this copy belongs to, in words.
-            non_blocking: as torch's.
+            source: of the same shape; any device, dtype and strides.
+            what: description of the test case.
+            non_blocking: as in torch.
         """
 
 
 class RawCopies:
-    """As they are."""
+    """torch's copies."""
 
     def copy(self, destination: Tensor, source: Tensor, *, what: str, non_blocking: bool = False) -> None:
         """See `Copies`."""
@@ -228,11 +224,11 @@ class RawCopies:
 
 
 class FaultyCopies:
-    """Copies that go wrong on purpose.
+    """torch's copies with injected faults.
 
     Args:
         kind: one of `FAULTS`.
-        where: only copies whose case has this text in its words.
+        where: only copies whose description contains this text.
     """
 
     def __init__(self, kind: str, where: str = "") -> None:
@@ -248,39 +244,39 @@ class FaultyCopies:
             destination.copy_(source, non_blocking=non_blocking)
         if not hit or self._kind == "drop":
             return
-        wait_for(destination)  # what is written here comes after the copy, whatever stream that used
+        wait_for(destination)  # the corrupted bytes must be written after the copy, whatever stream that used
         data = as_bytes(destination.contiguous()).cpu().clone()
-        harmed = self._harmed(data)
-        destination.copy_(typed_view(harmed, 0, destination.dtype, destination.shape))
+        corrupted = self._corrupted(data)
+        destination.copy_(typed_view(corrupted, 0, destination.dtype, destination.shape))
         wait_for(destination)
 
-    def _harmed(self, data: Tensor) -> Tensor:
-        """The bytes that shall be there instead."""
-        harmed, third = data.clone(), data.numel() // 3
+    def _corrupted(self, data: Tensor) -> Tensor:
+        """The wrong bytes."""
+        corrupted, third = data.clone(), data.numel() // 3
         self._count += 1
         if self._kind == "zeros":
-            harmed.zero_()
+            corrupted.zero_()
         elif self._kind == "zero_range":
-            harmed[data.numel() // 2 // _RANGE_BYTES * _RANGE_BYTES :] = 0
+            corrupted[data.numel() // 2 // _RANGE_BYTES * _RANGE_BYTES :] = 0
         elif self._kind == "flip":
-            harmed[third] ^= 4
+            corrupted[third] ^= 4
         elif self._kind == "unstable":
-            harmed[third:] ^= 1 + self._count % 255
+            corrupted[third:] ^= 1 + self._count % 255
         elif self._earlier is not None:
             size = min(self._earlier.numel(), data.numel())
-            harmed[:size] = self._earlier[:size]
+            corrupted[:size] = self._earlier[:size]
         self._earlier = data
-        return harmed
+        return corrupted
 
 
 def copies_for(request: Mapping[str, Any]) -> Copies:
-    """The copies that a request to a check asks for: faulty ones where its ``fault`` is one of ours."""
+    """The copies for a check's request: faulty ones if its ``fault`` has one of `FAULTS`."""
     fault = request.get("fault") or {}
     kind = fault.get("kind")
     return FaultyCopies(kind, fault.get("where", "")) if kind in FAULTS else RawCopies()
 
 
 def wait_for(*tensors: Tensor) -> None:
-    """Wait until all that was queued on the devices of these tensors has ended."""
+    """Synchronise the devices of these tensors."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)

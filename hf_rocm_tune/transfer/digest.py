@@ -5,33 +5,34 @@ The bytes are read as little-endian unsigned 32-bit words ``w[i]``, the tail pad
     s1 = sum(w[i])            mod 2^64
     s2 = sum(w[i] * h(i))     mod 2^64
 
-together with the byte length. With ``lo = i mod 2^16`` and ``b = i div 2^16`` (the block),
+and the length in bytes. With ``lo = i mod 2^16`` and ``b = i div 2^16`` (the block),
 
     h(i) = A(lo) * m(b) + c(b)    mod 2^64
     A(lo) = mix(lo + 1) << 32 | (mix(lo + 2^16) with its low 16 bits replaced by lo)
     m(b) = 1 + (mix(b + 1) << 32)
     c(b) = (b << 16) + (mix(b + 2^31) << 32)
 
-where ``mix`` is a 32-bit finaliser (Wellons, "lowbias32"). The product form lets a block be reduced with one constant
+where ``mix`` is a 32-bit finaliser (Wellons, "lowbias32"). In this product form a block is reduced with one constant
 table: ``s2 = sum over blocks of m(b) * dot(w, A) + c(b) * sum(w)``.
 
 Certain, for tensors below 16 GiB (2^32 words):
 
-* *Zeroing any set of non-zero words is caught.* ``s1`` of the original cannot wrap, and it shrinks.
-* *Any swap of two different words is caught*, and so is any change confined to two words. If ``s1`` is unchanged, the
+* *Zeroing any set of non-zero words is detected.* ``s1`` of the original cannot wrap, so it decreases.
+* *Any swap of two different words is detected*, and so is any change confined to two words. If ``s1`` is unchanged, the
   two differences are ``d`` and ``-d`` with ``0 < |d| < 2^32``, and ``s2`` changes by ``d * (h(i) - h(j))``. The low 32
   bits of ``h`` are a bijection of ``i`` (the low 16 give ``lo``, then the next 16 give ``b``), so the second factor has
   at most 31 trailing zero bits, as has the first: their product is never 0 modulo 2^64.
 
-Not certain: a change of three words or more must keep ``s1`` *and* hit one value of 64 bits in ``s2``. For changes that
-do not know ``h`` the odds are about 2^-64; structured ones that fool a Fletcher sum (equal and opposite differences at
-regular distances) have no better odds here, because ``h`` is not linear. Nothing here resists an attacker.
+Not certain: a change of three words or more goes undetected if it keeps ``s1`` *and* a 64-bit value ``s2``. For changes
+independent of ``h`` the odds are about 2^-64; structured ones that fool a Fletcher sum (equal and opposite differences
+at regular distances) have no better odds, because ``h`` is not linear. The digest does not resist an attacker.
 
-It is additive: the digest of a range taken with its `word_offset` adds up with its neighbours'. The sums come out the
-same however the range is split, as long as every piece but the last is a multiple of 4 bytes.
+It is additive: the digests of ranges, each taken with its `word_offset`, add up. The sums do not depend on how the
+data is split, as long as every piece but the last is a multiple of 4 bytes.
 
-Three ways compute it, bit-identical; each is used once it has given the same sums as plain torch (`device_method`,
-`host_method`): Triton on an accelerator (`digest_triton`), a small C function on the host, plain torch elsewhere.
+There are three implementations with bit-identical results: Triton on an accelerator (`digest_triton`), a small C
+function on the host, plain torch elsewhere. The first two are used after they have given the same sums as plain torch
+(`device_method`, `host_method`).
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ from hf_rocm_tune.transfer.report import count_crossing
 BLOCK_WORDS = 1 << 16
 """Words per block of the definition; also the host's working set: 256 KiB of input, 512 KiB of table."""
 PIECE_BYTES = 4 * BLOCK_WORDS
-"""Bytes that are gathered from a strided tensor, or digested by plain torch on the host, at a time."""
+"""Bytes gathered from a strided tensor, or digested by plain torch on the host, at a time."""
 CHUNK_BLOCKS = 64
-"""Blocks that plain torch digests in one go on a device: 16 MiB of input, two temporaries of 32 MiB."""
+"""Blocks that plain torch digests at a time on a device: 16 MiB of input, two temporaries of 32 MiB."""
 TABLED_BLOCKS = 1 << 12
 """Blocks whose weights are kept in a table: 1 GiB of data, 64 KiB of table."""
-LOT_BYTES = 32 << 20
-"""How much of what is digested together is packed at a time on a device: the size of a temporary."""
+GROUP_BYTES = 32 << 20
+"""Bytes of tensor groups that are packed at a time on a device: the size of a temporary."""
 
 _M64 = 0xFFFFFFFFFFFFFFFF
 T = TypeVar("T", int, Tensor)
@@ -74,7 +75,7 @@ T = TypeVar("T", int, Tensor)
 
 @dataclass(frozen=True)
 class Digest:
-    """Two sums modulo 2^64 and the number of bytes. Equal digests mean equal bytes, see the module's docstring."""
+    """Two sums modulo 2^64 and the length in bytes; for what equal digests prove see the module's docstring."""
 
     s1: int
     s2: int
@@ -98,12 +99,12 @@ class Digest:
         return cls(s1, s2, nbytes)
 
     def same_words(self, other: Digest) -> bool:
-        """Whether the sums agree, whatever the lengths: for data that is followed by zeros on one side."""
+        """Whether the sums are equal, whatever the lengths: for data with trailing zeros on one side."""
         return (self.s1, self.s2) == (other.s1, other.s2)
 
 
 def combine(parts: Iterable[Digest]) -> Digest:
-    """The digest of ranges that were each digested at their own `word_offset`. No part: the digest of 0 bytes."""
+    """The digest of data from those of its ranges, each taken at its own `word_offset`; without parts: of 0 bytes."""
     s1 = s2 = nbytes = 0
     for part in parts:
         s1, s2, nbytes = s1 + part.s1, s2 + part.s2, nbytes + part.nbytes
@@ -114,11 +115,11 @@ def digest(tensor: Tensor, *, word_offset: int = 0) -> Digest:
     """Digest the bytes of `tensor` in logical order, as if it were contiguous.
 
     Args:
-        tensor: any dense dtype, shape, strides and device. On an accelerator the reading is done there, on the current
-            stream, and this waits for the 16 bytes of the result.
-        word_offset: index of the first word, for a part of something larger.
+        tensor: any dense dtype, shape, strides and device. On an accelerator the digest is computed there, on the
+            current stream, and this function waits for its 16 bytes.
+        word_offset: index of the first word, for a part of larger data.
 
-    Covers the elements only: dtype and shape are not part of the digest.
+    Dtype and shape are not part of the digest.
     """
     if tensor.device.type == "cpu":
         return digest_range(tensor, 0, byte_count(tensor), word_offset=word_offset)
@@ -126,22 +127,22 @@ def digest(tensor: Tensor, *, word_offset: int = 0) -> Digest:
 
 
 def from_sums(sums: Tensor, nbytes: int) -> Digest:
-    """The digest from the int64[2] tensor of `digest_on_device`; waits for the device when it is there."""
+    """The digest from the int64[2] tensor of `digest_on_device`; waits for the device."""
     if sums.is_cuda:
         count_crossing(to_host_bytes=sums.nbytes)
-    with torch._C.DisableTorchFunction():  # `redirected` would take it for somebody else's reading
+    with torch._C.DisableTorchFunction():  # `redirected` must not intercept this read
         s1, s2 = sums.tolist()
     return Digest(s1 & _M64, s2 & _M64, nbytes)
 
 
-class Together:
-    """Tensors of one device that are digested as one: one behind the other, each from a whole word on.
+class TensorGroup:
+    """Tensors of one device that are digested as one, concatenated, each padded to whole words.
 
     Args:
-        parts: uint8[n] each, contiguous; kept. Their memory must stay where it is.
+        parts: uint8[n] each, contiguous; kept alive. Their memory must not move.
 
     Attributes:
-        places: address and bytes of each part.
+        places: address and length in bytes of each part.
     """
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
@@ -159,28 +160,28 @@ class Together:
         return combine(digest(part, word_offset=start) for part, start in zip(self.parts, starts, strict=False))
 
     def padded(self) -> Iterator[Tensor]:
-        """The parts, with zeros between and behind them: whole words, and a multiple of 16 bytes in all."""
-        behind = 0
+        """The parts, each padded with zeros to whole words, and together to a multiple of 16 bytes."""
+        end = 0
         for part in self.parts:
             yield part
-            behind += byte_count(part)
-            if behind % 4:
-                yield part.new_zeros(-behind % 4)
-                behind += -behind % 4
-        if behind % 16:
-            yield self.parts[0].new_zeros(-behind % 16)
+            end += byte_count(part)
+            if end % 4:
+                yield part.new_zeros(-end % 4)
+                end += -end % 4
+        if end % 16:
+            yield self.parts[0].new_zeros(-end % 16)
 
 
 class QueuedDigests:
-    """Digests of tensors as they are at this point of their device's current stream; nothing is waited for.
+    """Digests of tensors, queued on the current streams of their devices without a wait.
 
-    Host tensors are digested at once. Those of an accelerator come back together, in one copy for each device.
+    Host tensors are digested at once. The digests of a device are copied back together.
 
     Args:
-        tensors: as for `digest`, or several `Together`. They need not be kept.
+        tensors: as for `digest`, or `TensorGroup`s. They need not be kept.
     """
 
-    def __init__(self, tensors: Sequence[Tensor | Together]) -> None:
+    def __init__(self, tensors: Sequence[Tensor | TensorGroup]) -> None:
         self._found = {at: _on_host(each) for at, each in enumerate(tensors) if each.device.type == "cpu"}
         self._landing: list[tuple[list[tuple[int, int]], Tensor, torch.cuda.Event]] = []
         for device in {each.device for each in tensors if each.device.type != "cpu"}:
@@ -199,7 +200,7 @@ class QueuedDigests:
         return all(event.query() for _, _, event in self._landing)
 
     def result(self) -> list[Digest]:
-        """The digests, in the order of the tensors; waits for what the device has not done yet."""
+        """The digests, in the order of the tensors; waits for the device."""
         for places, landing, event in self._landing:
             if not event.query():
                 event.synchronize()
@@ -208,34 +209,34 @@ class QueuedDigests:
         return [self._found[at] for at in range(len(self._found))]
 
 
-def _on_host(item: Tensor | Together) -> Digest:
-    return item.on_host() if isinstance(item, Together) else digest(item)
+def _on_host(item: Tensor | TensorGroup) -> Digest:
+    return item.on_host() if isinstance(item, TensorGroup) else digest(item)
 
 
-def _add_on_device(items: Sequence[Tensor | Together], sums: Tensor) -> None:
-    """Add each digest to its row. What is digested together is packed first, a lot at a time in one operation."""
+def _add_on_device(items: Sequence[Tensor | TensorGroup], sums: Tensor) -> None:
+    """Add each digest to its row. Tensor groups are packed first, up to `GROUP_BYTES` in one operation."""
     add = _chosen(sums.device)[0]
-    lot: list[tuple[Tensor, Together]] = []
-    room = LOT_BYTES
+    batch: list[tuple[Tensor, TensorGroup]] = []
+    room = GROUP_BYTES
     for row, item in zip(sums, items, strict=True):
-        if isinstance(item, Together) and len(item.parts) > 1:
+        if isinstance(item, TensorGroup) and len(item.parts) > 1:
             if item.nbytes > room:
-                _add_lot(lot, add)
-                lot, room = [], LOT_BYTES
-            lot.append((row, item))
+                _add_groups(batch, add)
+                batch, room = [], GROUP_BYTES
+            batch.append((row, item))
             room -= item.nbytes
         else:
-            add(_flat(item.parts[0] if isinstance(item, Together) else item), 0, row)
-    _add_lot(lot, add)
+            add(_flat(item.parts[0] if isinstance(item, TensorGroup) else item), 0, row)
+    _add_groups(batch, add)
 
 
-def _add_lot(lot: Sequence[tuple[Tensor, Together]], add: Sums) -> None:
-    if not lot:
+def _add_groups(batch: Sequence[tuple[Tensor, TensorGroup]], add: Sums) -> None:
+    if not batch:
         return
-    pieces = [list(item.padded()) for _, item in lot]
+    pieces = [list(item.padded()) for _, item in batch]
     packed = torch.cat([piece for each in pieces for piece in each])
     begin = 0
-    for (row, _), each in zip(lot, pieces, strict=True):
+    for (row, _), each in zip(batch, pieces, strict=True):
         end = begin + sum(map(byte_count, each))
         add(packed[begin:end], 0, row)
         begin = end
@@ -248,7 +249,7 @@ def _flat(tensor: Tensor) -> Tensor:
 def digest_range(
     tensor: Tensor, start: int, stop: int, *, word_offset: int = 0, copy_to: Tensor | None = None
 ) -> Digest:
-    """Digest the logical bytes [start, stop) of a host tensor, and copy them in the same pass where it is contiguous.
+    """Digest the logical bytes [start, stop) of a host tensor and copy them, in one pass if it is contiguous.
 
     Args:
         tensor: on the host, any dense dtype, shape and strides.
@@ -264,7 +265,7 @@ def digest_range(
             found = sums(as_bytes(tensor)[start:stop], word_offset, copy_to)
         return Digest(*found, stop - start)
     if copy_to is not None:
-        gather(tensor, start, stop, copy_to)  # from the source again: the digest is not one of the copy
+        gather(tensor, start, stop, copy_to)  # from the source, so that the digest is not that of the copy
     return combine(_digest_gathered(tensor, start, stop, word_offset))
 
 
@@ -282,7 +283,7 @@ def _digest_gathered(tensor: Tensor, start: int, stop: int, word_offset: int) ->
 
 
 def mix(x: T) -> T:
-    """Wellons' lowbias32 on a number below 2^32, or on an int64 tensor of such; the same bits in both."""
+    """Wellons' lowbias32 on a number below 2^32, or on an int64 tensor of such numbers."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     return x ^ (x >> 16)
@@ -299,7 +300,7 @@ def block_term(block: T) -> T:
 
 
 class _Once:
-    """Results of a function by its arguments, each made once, whatever the threads."""
+    """Memoises a function by its arguments; each result is computed once, also with several threads."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self._make, self._lock = make, threading.Lock()
@@ -315,7 +316,7 @@ class _Once:
 
 @_Once
 def place_weights(device: torch.device) -> Tensor:
-    """``A`` as int64[BLOCK_WORDS], computed on the device itself: no table crosses the link that is being checked."""
+    """``A`` as int64[BLOCK_WORDS], computed on the device itself: not copied over the link that is being checked."""
     with torch.inference_mode(False):
         low = torch.arange(BLOCK_WORDS, dtype=torch.int64, device=device)
         lower = (mix(low + BLOCK_WORDS) & 0xFFFF0000) | low
@@ -332,7 +333,7 @@ def block_table(device: torch.device) -> Tensor:
 
 
 def _computed(table: Tensor) -> Tensor:
-    """Waits for it, once: other streams use the table too, and have nothing else that makes them wait for it."""
+    """Wait until the table is computed: other streams use it without waiting for this stream."""
     if table.is_cuda:
         torch.cuda.current_stream(table.device).synchronize()
     return table
@@ -341,19 +342,19 @@ def _computed(table: Tensor) -> Tensor:
 # ---- on a device --------------------------------------------------------------------------------------------
 
 Sums = Callable[[Tensor, int, Tensor], object]
-"""Adds ``s1`` and ``s2`` of uint8[n] at a word offset to int64[2], as two's complement."""
+"""Adds ``s1`` and ``s2`` of uint8[n] at a word offset to an int64[2] tensor, as two's complement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DigestMethod:
-    """How digests are computed, and the reason in words for a report."""
+    """The implementation of digests in use, and the reason for the choice."""
 
     name: str
     reason: str
 
 
 def digest_on_device(tensor: Tensor, word_offset: int = 0) -> Tensor:
-    """Digest on the tensor's own device and current stream; nothing is waited for, but once for the choice of a method.
+    """Digest on the tensor's own device and current stream, without a wait, except once to choose the method.
 
     Returns:
         int64[2] on the tensor's device: ``s1`` and ``s2`` as two's complement.
@@ -364,7 +365,7 @@ def digest_on_device(tensor: Tensor, word_offset: int = 0) -> Tensor:
 
 
 def device_method(device: torch.device) -> DigestMethod:
-    """Which method `digest_on_device` uses for tensors of `device`, and why; tries the kernel when it must."""
+    """The method that `digest_on_device` uses on `device`, and why; tests the kernel the first time."""
     method: DigestMethod = _chosen(device)[1]
     return method
 
@@ -381,8 +382,8 @@ def _chosen(device: torch.device) -> tuple[Sums, DigestMethod]:
         return _plain(f"Triton cannot be imported: {error}")
     try:
         differs = _differs(triton_sums, device)
-    # Whatever Triton raises (no C compiler, an architecture that it does not know, a driver that it does not find):
-    # plain torch gives the same digest, and the reason is kept.
+    # Triton can raise anything (no C compiler, an unknown architecture, no driver): plain torch gives the same digest,
+    # and the reason is kept.
     except Exception as error:
         return _plain(f"Triton cannot run the kernel: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     if differs:
@@ -395,7 +396,7 @@ def _plain(reason: str) -> tuple[Sums, DigestMethod]:
 
 
 def _differs(sums: Sums, device: torch.device) -> str:
-    """Where `sums` and plain torch differ on `device`; empty when they agree. Waits for the device."""
+    """A case in which `sums` and plain torch differ on `device`; empty if they agree. Waits for the device."""
     data = place_weights(device).view(torch.uint8)
     for start, stop, offset in ((0, data.numel() - 5, 0), (16, 4003, 70001), (3, 1000, 0)):
         found = torch.zeros(2, 2, dtype=torch.int64, device=device)
@@ -436,7 +437,7 @@ def _words(piece: Tensor) -> Tensor:
 
 
 def _add_rows(words: Tensor, table: Tensor, first_block: int, sums: Tensor) -> None:
-    """Rows that are consecutive blocks, or parts that start at the same place in their block."""
+    """Add rows of words: consecutive blocks, or a part of one block; ``table`` holds the weights of its words."""
     totals = words.sum(1)
     weighted = words.mul_(table).sum(1)
     factors, terms = _block_weights(first_block, words.shape[0], words.device)
@@ -454,17 +455,18 @@ def _block_weights(first: int, count: int, device: torch.device) -> Tensor:
 
 # ---- on the host --------------------------------------------------------------------------------------------
 #
-# A C function is compiled at first use by the system's compiler, for this very processor, into the user's cache
-# directory; without one plain torch does the same. The library is named by its source and the processor, so neither an
-# update nor a home directory shared between machines can bring up one that does not fit.
+# The C function is compiled at first use by the system's compiler, for this processor, into the user's cache directory;
+# without a compiler plain torch is used. The library's name contains a hash of its source and the processor, so that
+# after an update, or in a home directory shared between machines, no wrong library is loaded.
 #
-# Measured with `python benchmarks/digest_host.py --mib 256 --rounds 9` on two cores of an AMD EPYC (AVX-512) that other
-# programs used as well; GB/s, median: C 11.9, NumPy (best of six ways) 5.3, reading alone 20.3. Numba gave 14.2 and
-# would bring LLVM into every installation. A second thread gained nothing, and the callers run beside each other
-# already; a copy made on the way is worth several where it is large, since it writes too.
+# Measured with `python benchmarks/digest_host.py --mib 256 --rounds 9` on two cores of an AMD EPYC (AVX-512) shared
+# with other programs; GB/s, median: C 11.9, NumPy (best of six variants) 5.3, reading alone 20.3. Numba gave 14.2 and
+# would add LLVM to every installation. A second thread gained nothing for digests alone, and callers run concurrently;
+# large copies made in the same pass gain from several threads.
 
 HostSums = Callable[[Tensor, int, Tensor | None], tuple[int, int]]
-"""As `host_sums`."""
+"""The two sums modulo 2^64 of a contiguous uint8[n] on the host, given the index of its first word; copies the bytes to
+the third argument, uint8[n], if that is not None."""
 BYTES_A_THREAD = 4 << 20
 THREADS = 4
 SOURCE = Path(__file__).with_name("digest_host.c")
@@ -472,20 +474,8 @@ FLAGS = ("-O3", "-march=native", "-pthread", "-shared", "-fPIC")
 COMPILE_SECONDS = 60
 
 
-def host_sums(flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
-    """The digest's two sums modulo 2^64, and a copy of the bytes in the same pass over them.
-
-    Args:
-        flat: uint8[n], contiguous, on the host.
-        index: that of its first word.
-        copy_to: uint8[n], contiguous, on the host, apart from `flat`; None for no copy.
-    """
-    sums: tuple[int, int] = _chosen_on_host()[0](flat, index, copy_to)
-    return sums
-
-
 def host_method() -> DigestMethod:
-    """How `host_sums` computes, and why; compiles when it must."""
+    """The method that digests host tensors, and why; compiles the C function the first time."""
     method: DigestMethod = _chosen_on_host()[1]
     return method
 
@@ -495,7 +485,7 @@ def _chosen_on_host() -> tuple[HostSums, DigestMethod]:
     native, reason = load_native()
     if native is None:
         return plain_sums, DigestMethod(name="torch", reason=reason)
-    # Every place of a block, a start within one, the end of one, a tail, an odd address, a copy by threads.
+    # Covers every word of a block, a start inside a block, its end, a tail, an odd address, a copy by several threads.
     data = place_weights(torch.device("cpu")).view(torch.uint8)
     large = data.repeat(1 + 2 * BYTES_A_THREAD // data.numel())
     for piece, index in ((data[:-5], 0), (data[3:4002], 2 * BLOCK_WORDS - 99), (large, 7)):
@@ -506,7 +496,7 @@ def _chosen_on_host() -> tuple[HostSums, DigestMethod]:
     parts = (data[:-5], data[3:4002], data[:9])
     starts = (0, BLOCK_WORDS * 2 - 1, BLOCK_WORDS * 2 + 999)
     expected = tuple(sum(each) & _M64 for each in zip(*map(plain_sums, parts, starts), strict=True))
-    if native.of_parts(Together(parts).places) != expected:
+    if native.of_parts(TensorGroup(parts).places) != expected:
         return plain_sums, DigestMethod(name="torch", reason=f"other sums than plain torch when {reason}")
     return native, DigestMethod(name="native", reason=reason)
 
@@ -515,7 +505,7 @@ _TwoSums = ctypes.c_uint64 * 2
 
 
 class NativeSums:
-    """The compiled functions on tensors, as `host_sums`."""
+    """The compiled functions; an instance is a `HostSums`."""
 
     def __init__(self, library: Path) -> None:
         functions = ctypes.CDLL(str(library))  # a CDLL's functions run without the interpreter's lock
@@ -531,7 +521,7 @@ class NativeSums:
         return self.at(flat.data_ptr(), flat.numel(), index, copy_to)
 
     def at(self, address: int, nbytes: int, index: int, copy_to: Tensor | None) -> tuple[int, int]:
-        """Of contiguous bytes by their address."""
+        """The sums of contiguous bytes at an address."""
         result, copy, threads = _TwoSums(), None, 1
         if copy_to is not None:
             assert copy_to.numel() == nbytes
@@ -540,14 +530,14 @@ class NativeSums:
         return result[0], result[1]
 
     def of_parts(self, places: ctypes.Array[ctypes.c_uint64]) -> tuple[int, int]:
-        """Of tensors one behind the other, each from a whole word on; `places`: address and bytes of each."""
+        """The sums of a `TensorGroup`, given its ``places``."""
         result = _TwoSums()
         self._parts(places, len(places) // 2, self._table, result)
         return result[0], result[1]
 
 
 def plain_sums(flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
-    """The same as `host_sums` in plain torch, on pieces that stay in the cache."""
+    """A `HostSums` in plain torch, on pieces that stay in the cache."""
     sums = torch.zeros(2, dtype=torch.int64)
     for start in range(0, flat.numel(), PIECE_BYTES):
         piece = flat[start : start + PIECE_BYTES]
@@ -559,12 +549,12 @@ def plain_sums(flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple
 
 
 def cache_directory() -> Path:
-    """Where compiled libraries are kept: ``hf_rocm_tune`` in ``XDG_CACHE_HOME``, which is ``~/.cache`` by default."""
+    """The directory of compiled libraries: ``hf_rocm_tune/native`` in ``XDG_CACHE_HOME`` (default ``~/.cache``)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_rocm_tune" / "native"
 
 
 def load_native() -> tuple[NativeSums | None, str]:
-    """The compiled functions, unchecked, or None; and in words what it was compiled with, or why there is none."""
+    """The compiled functions, untested, or None; and how they were compiled, or why there are none."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         return None, "there is no C compiler (cc, or what CC names)"
@@ -576,20 +566,20 @@ def load_native() -> tuple[NativeSums | None, str]:
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         return None, f"{compiler} failed: {lines[0][:200]}"
-    # A home that cannot be found, a directory that cannot be written, a library that cannot be loaded, a time-out.
+    # No home directory, a directory that cannot be written, a library that cannot be loaded, a timeout.
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         return None, f"{type(error).__name__}: {error}"
 
 
 def _key(compiler: str) -> str:
-    """Changes with the source, the flags, the compiler's path and the processor's instruction set."""
+    """A hash of the source, the flags, the compiler's path and the processor's instruction set."""
     content = hashlib.sha256(SOURCE.read_bytes())
     content.update(repr((FLAGS, compiler, platform.machine(), _instruction_set())).encode())
     return content.hexdigest()[:24]
 
 
 def _instruction_set() -> list[str]:
-    """The lines of ``/proc/cpuinfo`` that decide what ``-march=native`` means, without repetition."""
+    """The distinct lines of ``/proc/cpuinfo`` that determine the effect of ``-march=native``."""
     names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return sorted({line for line in lines if line.partition("\t")[0].partition(":")[0].strip() in names})
@@ -601,4 +591,4 @@ def _compile(compiler: str, library: Path) -> None:
         fresh = Path(directory) / library.name
         command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh)]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL)
-        fresh.replace(library)  # at once: other processes may be compiling, or loading, the same
+        fresh.replace(library)  # atomic: other processes may be compiling or loading the same library

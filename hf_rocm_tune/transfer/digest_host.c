@@ -1,5 +1,5 @@
-/* The digest of digest.py on the host, with a copy on the way. Compiled at first use by digest.py, which also checks
-   it. One pass: two sums, the table of place weights from the second-level cache. */
+/* The digest of digest.py on the host, with an optional copy in the same pass. Compiled at first use by digest.py, which
+   also tests it. The table of weights stays in the second-level cache. */
 
 #include <pthread.h>
 #include <stddef.h>
@@ -32,8 +32,8 @@ static uint32_t mix(uint32_t x) {
     return x ^ (x >> 16);
 }
 
-/* Stores past the cache, for what is written is read by the device, and need not be read before it is written. Asks for
-   the bytes that follow meanwhile: 1.5 times as fast. */
+/* Stores past the cache, because only the device reads the copy, and the cache lines need not be read before they are
+   written. Prefetches the next bytes meanwhile: 1.5 times as fast. */
 static void copy_past_cache(unsigned char *to, const unsigned char *from, uint64_t nbytes) {
     uint64_t done = 0;
 #ifdef __SSE2__
@@ -91,8 +91,8 @@ static void *reduce(void *argument) {
     return NULL;
 }
 
-/* Adds s1 and s2 of nbytes at data to sums[0] and sums[1], and copies them to copy, unless that is NULL. index is that
-   of the first word, table holds A. */
+/* Adds s1 and s2 of nbytes at data to sums[0] and sums[1], and copies the bytes to copy unless that is NULL. index is
+   the index of the first word; table holds A. */
 void hf_rocm_tune_digest(const unsigned char *data, unsigned char *copy, uint64_t nbytes, uint64_t index,
                          const uint64_t *table, int threads, uint64_t *sums) {
     part parts[MAX_THREADS];
@@ -104,7 +104,7 @@ void hf_rocm_tune_digest(const unsigned char *data, unsigned char *copy, uint64_
         const uint64_t end = begin + share < nbytes ? begin + share : nbytes;
         parts[i] = (part){data + begin, copy ? copy + begin : NULL, end - begin, index + begin / 4, table, {0, 0}};
         started[i] = i + 1 < count && pthread_create(&ids[i], NULL, reduce, &parts[i]) == 0;
-        if (!started[i]) /* the last one is this thread's, and whatever finds no thread */
+        if (!started[i]) /* this thread runs the last part, and those for which no thread could be started */
             reduce(&parts[i]);
     }
     for (int i = 0; i < count; i++) {
@@ -115,7 +115,7 @@ void hf_rocm_tune_digest(const unsigned char *data, unsigned char *copy, uint64_
     }
 }
 
-/* Adds s1 and s2 of count tensors, one behind the other, each from a whole word on. places holds the address and the
+/* Adds s1 and s2 of count tensors, concatenated, each padded to whole words. places holds the address and the length in
    bytes of each. */
 void hf_rocm_tune_digest_parts(const uint64_t *places, uint64_t count, const uint64_t *table, uint64_t *sums) {
     uint64_t index = 0;

@@ -1,19 +1,19 @@
-"""The digest as one Triton kernel, for HIP and CUDA; the definition and the choice are in `digest`.
+"""The digest as one Triton kernel, for HIP and CUDA; definition and selection are in `digest`.
 
-Work is laid out so that a word costs three multiplications and no table. A program owns ``TILE`` consecutive places of
-a block (256 KiB) and visits the same places of up to `MAX_BLOCKS` blocks. Every place keeps, over the blocks ``b``,
+A word costs three multiplications and no table lookup. A program handles ``TILE`` consecutive word positions of a block
+(256 KiB), for up to `MAX_BLOCKS` blocks. For each position it accumulates, over the blocks ``b``,
 
     plain = sum(w)    factor = sum(w * mix(b + 1)) mod 2^32    term = sum(w * c(b))
 
-so that the weight ``A`` of the place, which is the expensive part, is computed and multiplied in once at the end:
+so that the weight ``A`` of the position, the expensive part, is computed and multiplied once at the end:
 ``s2 = A * (plain + factor << 32) + term``. Integer addition is associative: the atomic sums of the programs are the
 same in any order.
 
-Words are read in granules of 16 bytes, in one 128-bit load each, when the data starts on a multiple of 16; nothing
-outside of the tensor is ever read. The 0 to 15 bytes after the last granule are read one by one by the first program.
-Data that starts on a multiple of 4 only is read in 32-bit loads, any other (odd views) byte by byte, which is slow.
+Data that starts on a multiple of 16 bytes is read in 128-bit loads; nothing outside the tensor is read. The 0 to 15
+bytes after the last 16-byte granule are read one by one by the first program. Data that starts on a multiple of 4 is
+read in 32-bit loads, other data (odd views) byte by byte, which is slow.
 
-One tensor a launch: a list of many would need a table of addresses on the device, sent over the link under suspicion.
+Each launch digests one tensor: several would need a table of addresses, sent over the link that is being checked.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ TILE = 1024
 """Words per program and block: with 4 warps of 32 lanes, two 128-bit loads in flight in each lane."""
 WARPS = 4
 MAX_BLOCKS = 64
-"""Blocks per program at most: one pair of atomics and one ``A`` per 64 words of each place."""
+"""The most blocks per program: one pair of atomics and one ``A`` per 64 words of each position."""
 MIN_GROUPS = 8
-"""Groups of blocks that a large tensor is split into at least: 8 groups of 64 tiles are 512 programs."""
+"""The least number of block groups of a large tensor: 8 groups of 64 tiles are 512 programs."""
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _place_weight(low):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _words_of_bytes(data, first, count, lanes):  # type: ignore[no-untyped-def]
-    """Words `first + lanes`, put together from their bytes; bytes from `count` on are zero."""
+    """Words `first + lanes`, assembled from bytes; bytes from `count` on are zero."""
     start = data + first * 4
     left = count - first * 4
     at = lanes * 4
@@ -79,7 +79,7 @@ def _add(sums, plain, weighted):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _add_tail(data, sums, nbytes, first_block, skew):  # type: ignore[no-untyped-def]
-    """What follows the last whole granule: 0 to 15 bytes, in at most 4 words, the last one padded with zeros."""
+    """Add the 0 to 15 bytes after the last granule, in at most 4 words, the last one padded with zeros."""
     position = nbytes // 16 * 4
     rest = tl.arange(0, 4)
     word = _words_of_bytes(data, position, nbytes, rest)
@@ -105,13 +105,13 @@ def digest_kernel(  # type: ignore[no-untyped-def]
     """Add ``s1`` and ``s2`` of `nbytes` bytes at `data` to ``sums``.
 
     Args:
-        data: uint8 pointer. With a multiple of 16 the loads are 128 bits wide.
+        data: uint8 pointer. If it is a multiple of 16, the loads are 128 bits wide.
         sums: int64[2], zeroed by the caller.
         first_block, skew: quotient and remainder of the index of the first word by 2^16.
         per_program: blocks that each program visits.
-        TILE: places of a block per program. Grid: (tiles in a block, groups of `per_program` blocks).
+        TILE: word positions of a block per program. Grid: (tiles in a block, groups of `per_program` blocks).
         BY_BYTES: the data does not start on a multiple of 4.
-        SKEWED: `skew` is not 0, so that the last places of a block belong to the definition's next block.
+        SKEWED: `skew` is not 0, so that the last positions of a block belong to the definition's next block.
     """
     # The interpreter gives small integers 32 bits, whatever the annotation says.
     nbytes, first_block = nbytes.to(tl.int64), first_block.to(tl.int64)
@@ -151,7 +151,7 @@ def digest_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_sums(flat: Tensor, word_offset: int, sums: Tensor) -> None:
-    """Launch the kernel on the tensor's device and its current stream; nothing is waited for.
+    """Launch the kernel on the tensor's device and its current stream, without a wait.
 
     Args:
         flat: uint8[n], contiguous, at any address.

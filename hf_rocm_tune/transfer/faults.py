@@ -1,7 +1,7 @@
-"""Faults on purpose: ``HF_ROCM_TUNE_FAULT="kind=zero,rate=0.02,seed=7,persist=0"``, and a backend that makes them.
+"""Fault injection into transfers: ``HF_ROCM_TUNE_FAULT="kind=zero,rate=0.02,seed=7,persist=0"``.
 
-Everything above the backend runs unchanged, so a fault that goes by unseen here would go by unseen in a real run. A
-fault that would leave the bytes as they are (zeroing zeros, stale data that is equal) is not made and not counted.
+Everything above the backend runs unchanged, so an injected fault that is missed would be missed in a real run. A fault
+that would not change the bytes (zeroing zeros, equal stale data) is neither injected nor counted.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ from hf_rocm_tune.transfer.report import BETWEEN_CARDS, STAGES
 VARIABLE = "HF_ROCM_TUNE_FAULT"
 KINDS = ("zero", "zero_range", "flip", "stale", "swap", "drop", "late", "after")
 FAULT_STAGES = (*STAGES, BETWEEN_CARDS, "gradients", "gathered")
-"""What can be harmed: all that crosses, and averages of gradients, which other libraries make."""
+"""Where faults can be injected: all transfers, and gradient averages and gathered weights of other libraries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultSpec:
-    """Which transfers to harm, and how.
+    """Which transfers get a fault, and which fault.
 
     Attributes:
         kind: ``zero`` the tensor, ``zero_range`` a part of it, ``flip`` one bit, ``stale`` bytes of an earlier
-            transfer, ``swap`` two words, ``drop`` the copy, ``late``: it lands only after the digest was taken,
-            ``after``: right when verified, one bit flipped just after the verdict.
-        rate: share of matching tensors that is hit, 0 to 1.
-        seed: the same seed hits the same transfers, whatever the order of the threads.
-        persist: whether each retry of a transfer is hit as well.
-        stage: only this stage; in ``gradients`` a bucket's average is harmed, by the kinds that need no copy of ours
-            (``zero zero_range flip stale swap``), and so is in ``buckets`` what comes to the host, and in ``gathered``
-            what FSDP2 gathers of a layer's weights.
+            transfer, ``swap`` two words, ``drop`` the copy, ``late``: the copy arrives only after the digest was taken,
+            ``after``: one bit is flipped just after the tensor was verified.
+        rate: share of matching tensors that get the fault, 0 to 1.
+        seed: the same seed selects the same transfers, whatever the order of the threads.
+        persist: whether each retry of a transfer gets the fault as well.
+        stage: only this stage. In ``gradients`` (averages of buckets), ``buckets`` (copies to the host) and
+            ``gathered`` (weights gathered by FSDP2) only ``zero zero_range flip stale swap`` have an effect.
         tensor: only names that match this pattern (``fnmatch``).
-        first: the matching transfers before this one (counted from 1) are left alone.
+        first: the first matching transfer (from 1) that may get a fault.
         count: stop after this many injections.
     """
 
@@ -69,7 +68,7 @@ class FaultSpec:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> FaultSpec | None:
-        """The faults that `HF_ROCM_TUNE_FAULT` asks for; None when it is unset or empty.
+        """The specification in `HF_ROCM_TUNE_FAULT`; None when it is unset or empty.
 
         Raises:
             UsageError: see `parse`.
@@ -84,7 +83,7 @@ _REMEMBERED_PLANS = 4096
 
 @dataclass
 class _Plan:
-    """What happens to one tensor of one transfer, in coordinates of that tensor."""
+    """The fault of one tensor of one transfer, in coordinates of that tensor."""
 
     rng: random.Random
     anchor: int
@@ -94,7 +93,7 @@ class _Plan:
 
 @dataclass
 class _Later:
-    """Bytes to write into device memory at a later moment."""
+    """Bytes to write into device memory later."""
 
     target: Tensor
     value: Tensor
@@ -106,7 +105,7 @@ class FaultyBackend:
     """Injects the faults of `spec` into the copies of `inner`.
 
     Attributes:
-        injected: tensors harmed so far, each attempt counted; only where the bytes were really changed.
+        injected: number of corrupted tensors so far; each attempt whose bytes were changed counts.
     """
 
     def __init__(self, inner: Backend, spec: FaultSpec) -> None:
@@ -127,21 +126,21 @@ class FaultyBackend:
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
         with self._lock:
             self._land_late_copies(before=label)
-            harmed = self._harm(target, source, label)
-        if harmed is None:
+            corrupted = self._corrupt(target, source, label)
+        if corrupted is None:
             return self.inner.copy(target, source, label, blocking=blocking)
-        # Blocking, so that the harmed bytes need not be kept until the copy's end.
-        return self.inner.copy(target, harmed, label, blocking=True)
+        # Blocking, so that the corrupted bytes need not be kept until the copy's end.
+        return self.inner.copy(target, corrupted, label, blocking=True)
 
-    def harm_in_place(self, data: Tensor, label: Label) -> None:
-        """Harm bytes of the device, uint8[n], that no copy of ours put there. Kinds that need a copy do nothing."""
+    def corrupt_in_place(self, data: Tensor, label: Label) -> None:
+        """Corrupt bytes, uint8[n], that no copy of this backend has written; kinds that need a copy do nothing."""
         if self.spec.kind in ("drop", "late", "after"):
             return
         right = data.cpu()
         with self._lock:
-            harmed = self._harm(right, right, label)
-        if harmed is not None:
-            data.copy_(harmed)
+            corrupted = self._corrupt(right, right, label)
+        if corrupted is not None:
+            data.copy_(corrupted)
 
     def fill(self, target: Tensor, value: int) -> None:
         with self._lock:
@@ -155,7 +154,7 @@ class FaultyBackend:
         with self._lock:
             mine = [later for later in self._after if _same_storage(later.target, target)]
             self._after = [later for later in self._after if not _same_storage(later.target, target)]
-        return _SpoiledAfterVerdict(self, pending, mine)
+        return _CorruptedAfterDigest(self, pending, mine)
 
     def close(self) -> None:
         with self._lock:
@@ -163,8 +162,8 @@ class FaultyBackend:
             self._after.clear()
         self.inner.close()
 
-    def spoil(self, laters: list[_Later]) -> None:
-        """Write what the verdict must not see; called just after it."""
+    def write_late(self, laters: list[_Later]) -> None:
+        """Write bytes that the verification must not see; called just after it."""
         for later in laters:
             self.inner.copy(later.target, later.value, later.label, blocking=True)
             if self.spec.kind == "after":
@@ -172,15 +171,15 @@ class FaultyBackend:
                     self._count(later.plan, later.label.attempt)
 
     def _land_late_copies(self, before: Label | None = None) -> None:
-        """All of them, except those of the sending that `before` is a chunk of: its digest is not taken yet."""
+        """Write all late copies, except those of the attempt to which `before` belongs: it is not digested yet."""
         sending = (before.transfer, before.attempt) if before else None
         late = [later for later in self._late if (later.label.transfer, later.label.attempt) != sending]
         self._late = [later for later in self._late if (later.label.transfer, later.label.attempt) == sending]
-        self.spoil(late)
+        self.write_late(late)
 
-    def _harm(self, target: Tensor, source: Tensor, label: Label) -> Tensor | None:
-        """The bytes to send instead of `source`, or None when this copy goes through unharmed."""
-        harmed: Tensor | None = None
+    def _corrupt(self, target: Tensor, source: Tensor, label: Label) -> Tensor | None:
+        """The bytes to send instead of `source`, or None if this copy gets no fault."""
+        corrupted: Tensor | None = None
         for part in label.parts:
             right = source[part.begin : part.end]
             plan = self._plan(part, label)
@@ -188,11 +187,11 @@ class FaultyBackend:
                 wrong = self._wrong_bytes(plan, part, right, target[part.begin : part.end], label)
                 if wrong is not None and not torch.equal(wrong, right):
                     self._count(plan, label.attempt)
-                    harmed = source.clone() if harmed is None else harmed
-                    harmed[part.begin : part.end] = wrong
+                    corrupted = source.clone() if corrupted is None else corrupted
+                    corrupted[part.begin : part.end] = wrong
             if self.spec.kind == "stale" and label.attempt == 0:
                 self._remember(right)
-        return harmed
+        return corrupted
 
     def _plan(self, part: Part, label: Label) -> _Plan | None:
         """Decided once per tensor and transfer: by seed, stage, name and occurrence, not by the order of threads."""
@@ -252,7 +251,7 @@ class FaultyBackend:
         return wrong
 
     def _remember(self, right: Tensor) -> None:
-        """Keep the bytes of the last transfer of each size class (power of two), a bounded amount."""
+        """Keep the bytes of the last two transfers of each size class (power of two), up to a limit."""
         if right.numel():
             size_class = right.numel().bit_length()
             self._earlier.setdefault(size_class, []).append(right[:_REMEMBERED_BYTES].clone())
@@ -269,14 +268,14 @@ class FaultyBackend:
         return None
 
 
-class _SpoiledAfterVerdict:
+class _CorruptedAfterDigest:
     def __init__(self, backend: FaultyBackend, pending: PendingDigest, laters: list[_Later]) -> None:
         self._backend, self._pending, self._laters = backend, pending, laters
 
     def result(self) -> Digest:
         verdict = self._pending.result()
         laters, self._laters = self._laters, []
-        self._backend.spoil(laters)
+        self._backend.write_late(laters)
         return verdict
 
 
@@ -285,7 +284,7 @@ def _same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def _with_two_words_swapped(right: Tensor, anchor: int) -> Tensor | None:
-    """The word at the anchor changed places with the nearest different one; None when all words are equal."""
+    """Swap the word at the anchor with the nearest different word; None if all words are equal."""
     words = right[: right.numel() // 4 * 4].view(-1, 4)
     if words.shape[0] < 2:
         return None

@@ -1,4 +1,4 @@
-"""Process groups for what must not run over the path between cards: gloo stages everything through the host."""
+"""Gloo process groups for communication that must not use the path between cards: gloo works on host memory."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _averages: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 def host_group() -> ProcessGroup:
-    """A gloo group over all ranks, made once; the default group where that is gloo. Collective the first time."""
+    """A gloo group over all ranks, created once; the default group if it is gloo. Collective the first time."""
     world = _world()
     if dist.get_backend(world) == "gloo":
         return world
-    return _made(_beside, world)
+    return _group(_beside, world)
 
 
 def averages_group() -> ProcessGroup:
-    """A gloo group over all ranks that only averages of gradients use, made once. Collective the first time.
+    """A gloo group over all ranks for averages of gradients only, created once. Collective the first time.
 
-    They are begun by a thread beside the training loop. gloo matches collectives by their order in a group, so whatever
-    the loop and DistributedDataParallel call meanwhile must be in another one.
+    A thread beside the training loop starts these averages. gloo matches collectives by their order in a group, so
+    those of the loop and of DistributedDataParallel must be in another group.
     """
-    return _made(_averages, _world())
+    return _group(_averages, _world())
 
 
 def _world() -> ProcessGroup:
     world = dist.group.WORLD
-    assert world is not None, "asked for before the processes were joined"
+    assert world is not None, "called before init_process_group"
     return world
 
 
-def _made(groups: WeakKeyDictionary[ProcessGroup, ProcessGroup], world: ProcessGroup) -> ProcessGroup:
+def _group(groups: WeakKeyDictionary[ProcessGroup, ProcessGroup], world: ProcessGroup) -> ProcessGroup:
     if world not in groups:
         groups[world] = dist.new_group(backend="gloo")
     return groups[world]

@@ -1,4 +1,4 @@
-"""What happens when a verdict is bad: look, then send again in ever plainer ways."""
+"""The retry ladder: after a mismatch the damage is examined and the data is sent again in ever simpler ways."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, SourceChangedError
 from hf_rocm_tune.transfer.backend import Backend
-from hf_rocm_tune.transfer.copies import DIRECT, Parcel, Route, Sender, Shipment, TransferSettings
+from hf_rocm_tune.transfer.copies import DIRECT, Route, Segment, Sender, Transfer, TransferSettings
 from hf_rocm_tune.transfer.damage import ALIGNMENTS, POISON, Damage, examine
 from hf_rocm_tune.transfer.digest import digest
 from hf_rocm_tune.transfer.raw_bytes import gather, ordinary
@@ -26,9 +26,9 @@ RUNGS = (
     Route("pageable", staging="pageable", blocking=True),
     Route("small_chunks", staging="pageable", blocking=True, chunk_bytes=64 << 10),
 )
-"""In order; each is verified like the first copy, into memory that was poisoned before."""
+"""In order; each fills the destination with poison first, and is verified like the first copy."""
 
-Findings = list[tuple[Parcel, Damage]]
+Findings = list[tuple[Segment, Damage]]
 
 _REMEMBERED_BYTES = 64 << 10
 _LATE = Damage(
@@ -65,11 +65,11 @@ CAUSES = (
         "rocm-libraries#12344",
     ),
 )
-"""Of host-to-device transfers: what is found at the destination, and what has been seen to cause it."""
+"""Causes of wrong host-to-device transfers, by the kind of damage for which each has been reported."""
 
 
 def likely_causes(damage: Damage, device_type: str) -> list[str]:
-    """Causes that fit, the source in brackets. A plain-CPU run has none of an accelerator's."""
+    """Causes that fit, with their sources in brackets. A CPU run has none of an accelerator's."""
     if device_type == "cpu":
         return ["marginal hardware (rocm-libraries#12344)"]
     return [
@@ -80,10 +80,10 @@ def likely_causes(damage: Damage, device_type: str) -> list[str]:
 
 
 class Ladder:
-    """Recovers shipments in place, and keeps the way of sending that helped.
+    """Recovers transfers in place, and keeps a route that repeatedly worked.
 
     Attributes:
-        route: how transfers are sent at first.
+        route: the route of first attempts.
         step: number of the training step, for incidents.
     """
 
@@ -95,62 +95,62 @@ class Ladder:
         self._helped: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def recover(self, shipment: Shipment, buffer: Tensor) -> None:
-        """Make the device memory right after a bad verdict; `buffer` is uint8[shipment.nbytes].
+    def recover(self, transfer: Transfer, buffer: Tensor) -> None:
+        """Correct the device memory after a mismatch; `buffer` is uint8[transfer.nbytes].
 
         Raises:
             SourceChangedError: the source no longer has the bytes that were digested.
-            CorruptionError: no rung helped, or the settings say to stop.
+            CorruptionError: no rung worked, or the settings say to stop.
         """
-        findings = self._differences(shipment, buffer)
-        self._report.add(shipment.stage, mismatches=len(findings))
-        self._check_sources(shipment)
+        findings = self._differences(transfer, buffer)
+        self._report.add(transfer.stage, mismatches=len(findings))
+        self._check_sources(transfer)
         if self._settings.on_corruption == "stop":
-            self._fail(shipment, findings, "first_copy", "stopped", "--on_corruption stop was asked for")
+            self._fail(transfer, findings, "first_copy", "stopped", "--on_corruption stop is set")
         for attempt, route in enumerate(RUNGS, start=1):
             self._backend.fill(buffer, POISON)
-            self._sender.send(shipment, buffer, route, attempt=attempt)
-            if shipment.matches(self._backend.digest(buffer).result()):
-                self._recovered(shipment, findings, route)
+            self._sender.send(transfer, buffer, route, attempt=attempt)
+            if transfer.matches(self._backend.digest(buffer).result()):
+                self._recovered(transfer, findings, route)
                 return
-        last = self._differences(shipment, buffer)
-        self._fail(shipment, last, RUNGS[-1].name, "failed", "five ways of sending it again did not help")
+        last = self._differences(transfer, buffer)
+        self._fail(transfer, last, RUNGS[-1].name, "failed", "five ways of sending it again failed too")
 
-    def _check_sources(self, shipment: Shipment) -> None:
-        for parcel in shipment.parcels:
-            if digest(parcel.source, word_offset=parcel.offset // 4) != parcel.digest:
-                row = {"kind": "source_changed", "outcome": "stopped", **self._where(shipment, parcel)}
+    def _check_sources(self, transfer: Transfer) -> None:
+        for segment in transfer.segments:
+            if digest(segment.source, word_offset=segment.offset // 4) != segment.digest:
+                row = {"kind": "source_changed", "outcome": "stopped", **self._where(transfer, segment)}
                 self._report.incident(row)
                 raise SourceChangedError(
-                    f"the host source of {shipment.stage} tensor '{parcel.name}' changed while it was being sent, so "
+                    f"the host source of {transfer.stage} tensor '{segment.name}' changed while it was being sent, so "
                     "this is not a transfer fault: look for code that writes to a batch after the collator returned "
-                    "it, for a model file that is being rewritten, or for faulty host memory"
+                    "it, a model file that is being rewritten, or faulty host memory"
                 )
 
-    def _recovered(self, shipment: Shipment, findings: Findings, route: Route) -> None:
-        for parcel, difference in findings:
-            self._report.incident(self._row(shipment, parcel, difference, route.name, "recovered"))
-        self._report.add(shipment.stage, recovered=len(findings))
+    def _recovered(self, transfer: Transfer, findings: Findings, route: Route) -> None:
+        for segment, difference in findings:
+            self._report.incident(self._row(transfer, segment, difference, route.name, "recovered"))
+        self._report.add(transfer.stage, recovered=len(findings))
         with self._lock:
             self._helped[route.name] += 1
             if self._helped[route.name] >= self._settings.keep_route_after and route.name != RUNGS[0].name:
                 self.route = route
 
-    def _fail(self, shipment: Shipment, findings: Findings, rung: str, outcome: str, why: str) -> None:
-        for parcel, difference in findings:
-            self._report.incident(self._row(shipment, parcel, difference, rung, outcome))
-        parcel, difference = findings[0]
+    def _fail(self, transfer: Transfer, findings: Findings, rung: str, outcome: str, why: str) -> None:
+        for segment, difference in findings:
+            self._report.incident(self._row(transfer, segment, difference, rung, outcome))
+        segment, difference = findings[0]
         causes = likely_causes(difference, self._backend.device.type)
         more = f" (and {len(findings) - 1} more tensors)" if len(findings) > 1 else ""
         raise CorruptionError(
-            f"{shipment.stage} tensor '{parcel.name}'{more} arrived wrong on {self._backend.device}: {difference.kind} "
-            f"from byte {difference.first_offset} for {difference.length} bytes of {parcel.nbytes}, and {why}. "
-            f"Seen with: {'; '.join(causes)}. Nothing of it was used; run the doctor"
+            f"{transfer.stage} tensor '{segment.name}'{more} arrived wrong on {self._backend.device}: "
+            f"{difference.kind} from byte {difference.first_offset} for {difference.length} bytes of "
+            f"{segment.nbytes}, and {why}. Seen with: {'; '.join(causes)}. It was not used; run the doctor"
         )
 
-    def _row(self, shipment: Shipment, parcel: Parcel, found: Damage, rung: str, outcome: str) -> dict[str, Any]:
+    def _row(self, transfer: Transfer, segment: Segment, found: Damage, rung: str, outcome: str) -> dict[str, Any]:
         return {
-            **self._where(shipment, parcel),
+            **self._where(transfer, segment),
             "kind": found.kind,
             "first_offset": found.first_offset,
             "length": found.length,
@@ -161,49 +161,51 @@ class Ladder:
             "outcome": outcome,
         }
 
-    def _where(self, shipment: Shipment, parcel: Parcel) -> dict[str, Any]:
-        place: dict[str, Any] = {"step": self.step, "stage": shipment.stage, "tensor": parcel.name}
-        return {**place, "source": parcel.file} if parcel.file else place
+    def _where(self, transfer: Transfer, segment: Segment) -> dict[str, Any]:
+        place: dict[str, Any] = {"step": self.step, "stage": transfer.stage, "tensor": segment.name}
+        return {**place, "source": segment.file} if segment.file else place
 
-    # ---- looking --------------------------------------------------------------------------------------------
+    # ---- examining ------------------------------------------------------------------------------------------
 
-    def remember(self, shipment: Shipment) -> None:
-        """Keep up to 64 KiB of each tensor of a shipment that arrived right, to tell stale bytes from others."""
-        source = shipment.source
-        if shipment.nbytes <= _REMEMBERED_BYTES and source is not shipment.parcels[0].source:
-            heads = [source[each.offset : each.offset + each.nbytes] for each in shipment.parcels]  # a pack of ours
+    def remember(self, transfer: Transfer) -> None:
+        """Keep up to 64 KiB of each tensor of a verified transfer, to recognise stale bytes later."""
+        source = transfer.source
+        if transfer.nbytes <= _REMEMBERED_BYTES and source is not transfer.segments[0].source:
+            heads = [
+                source[each.offset : each.offset + each.nbytes] for each in transfer.segments
+            ]  # the source is a pack
         else:
-            heads = [_head(parcel) for parcel in shipment.parcels if parcel.nbytes]
+            heads = [_head(segment) for segment in transfer.segments if segment.nbytes]
         with self._lock:
             self._recent.extend(heads)
 
-    def _differences(self, shipment: Shipment, buffer: Tensor) -> Findings:
-        """The tensors that are wrong in device memory. Never empty: if all is right now, it arrived late."""
+    def _differences(self, transfer: Transfer, buffer: Tensor) -> Findings:
+        """The tensors that are wrong in device memory. Never empty: if all are right now, the bytes arrived late."""
         wrong = []
-        for parcel in shipment.parcels:
-            place = buffer[parcel.offset : parcel.offset + parcel.nbytes]
-            if parcel.nbytes and self._backend.digest(place, parcel.offset // 4).result() != parcel.digest:
-                wrong.append((parcel, self._difference(shipment, parcel, place)))
-        return wrong or [(shipment.parcels[0], _LATE)]
+        for segment in transfer.segments:
+            place = buffer[segment.offset : segment.offset + segment.nbytes]
+            if segment.nbytes and self._backend.digest(place, segment.offset // 4).result() != segment.digest:
+                wrong.append((segment, self._difference(transfer, segment, place)))
+        return wrong or [(transfer.segments[0], _LATE)]
 
-    def _difference(self, shipment: Shipment, parcel: Parcel, place: Tensor) -> Damage:
+    def _difference(self, transfer: Transfer, segment: Segment, place: Tensor) -> Damage:
         found = self._backend.read_back(place)
         expected = torch.empty_like(found)
-        gather(parcel.source, 0, parcel.nbytes, expected)
+        gather(segment.source, 0, segment.nbytes, expected)
         damage = examine(found, expected) or _LATE
         with self._lock:
             recent = list(self._recent)
         first = damage.first_offset
-        for head in chain(recent, (_head(other) for other in shipment.parcels if other is not parcel)):
+        for head in chain(recent, (_head(other) for other in transfer.segments if other is not segment)):
             earlier = head[first : first + damage.length]
             if earlier.numel() >= 8 and torch.equal(earlier, found[first : first + earlier.numel()]):
                 return replace(damage, stale=damage.wrong)
         return damage
 
 
-def _head(parcel: Parcel) -> Tensor:
-    end = min(parcel.nbytes, _REMEMBERED_BYTES)
+def _head(segment: Segment) -> Tensor:
+    end = min(segment.nbytes, _REMEMBERED_BYTES)
     with ordinary():
         head = torch.empty(end, dtype=torch.uint8)
-    gather(parcel.source, 0, end, head)
+    gather(segment.source, 0, end, head)
     return head

@@ -1,4 +1,4 @@
-"""The one door to the device: everything that crosses does it here, verified on arrival."""
+"""The mover: the only way to the device. Everything is sent through it and verified on arrival."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.transfer.backend import Backend, Label, Part, backend_for
-from hf_rocm_tune.transfer.copies import Fetched, Fetcher, Pack, Parcel, Ring, Sender, Shipment, TransferSettings, pack
+from hf_rocm_tune.transfer.copies import Fetched, Fetcher, Pack, Ring, Segment, Sender, Transfer, TransferSettings, pack
 from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, digest
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.ladder import Ladder
@@ -42,15 +42,15 @@ class Entry:
     """Provenance of one storage.
 
     Attributes:
-        provenance: ``transferred`` (verified on the way), ``derived`` (computed from such), ``unverified``.
+        provenance: ``transferred`` (and verified), ``derived`` (computed from verified tensors), ``unverified``.
         reason: why it counts as derived or unverified.
-        shipment: of a batch, for its sources and verdict; None for weights, whose host source is not kept.
-        digest: of all bytes of the storage, as they arrived or were computed; not known for batches.
+        transfer: of a batch, for its sources and verdict; None for weights, whose host source is not kept.
+        digest: of all bytes of the storage, as they arrived or were computed; None for batches.
     """
 
     provenance: str
     reason: str | None = None
-    shipment: Shipment | None = None
+    transfer: Transfer | None = None
     digest: Digest | QueuedDigests | None = None
 
     def known_digest(self) -> Digest | None:
@@ -64,24 +64,24 @@ Known = TypeVar("Known")
 
 
 class Registry(Generic[Known]):
-    """What is known of tensors, by the storage that they share, without keeping them alive.
+    """Maps the storages of tensors to entries, without keeping them alive.
 
-    By storage, so that views, ``param.data = moved`` and a ``Parameter`` made from a moved tensor are known too, and a
-    new tensor that happens to get the same address is not. Each step is one dict operation, so it needs no lock, not
-    even in a weak reference's end.
+    By storage, so that views, ``param.data = moved`` and a ``Parameter`` made from a moved tensor are found too, and a
+    new tensor that happens to get the same address is not. Each method is one dict operation, so it needs no lock, not
+    even in a weak reference's callback.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], Known]] = {}
 
     def put(self, tensor: Tensor, entry: Known) -> None:
-        """Remember `entry` for the storage of `tensor`, in place of what was known before."""
+        """Set the entry for the storage of `tensor`."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._entries[key] = (weakref.ref(storage, partial(self._forget, key)), entry)
 
     def get(self, tensor: Tensor) -> Known | None:
-        """What is known of the storage of `tensor`; None for sparse tensors, which have none."""
+        """The entry for the storage of `tensor`; None without one, and for sparse tensors, which have no storage."""
         if tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
@@ -98,25 +98,24 @@ _live: weakref.WeakSet[Mover] = weakref.WeakSet()
 
 
 class Mover:
-    """Moves host tensors to one device and proves that they arrived.
+    """Moves host tensors to one device and verifies that they arrived.
 
-    Weights go through `move`, which returns when the bytes are right. Batches go through `begin`, which returns at once
-    with device tensors in flight, and `settle`, which waits for the verdict and must be called before they are used.
+    Weights go through `move`, which returns verified tensors. Batches go through `begin`, which returns at once with
+    device tensors in flight, and `settle`, which waits for the verdict and must be called before they are used.
 
     Args:
-        device: ``cuda`` (HIP and CUDA alike) or ``cpu``; on the CPU a worker thread plays the copy engine.
+        device: ``cuda`` (also for HIP) or ``cpu``, where a worker thread stands in for the copy engine.
         settings: what is verified, and the size of the ring.
         report: counters to add to; a new one by default.
         faults: faults to inject into the copies.
-        backend: replaces the one chosen by device; faults still go round it.
+        backend: replaces the device's backend; faults are injected around it.
 
     Attributes:
         step: training step for incidents, set by the training loop.
-        loaded: digests of what was read from files, by name of the file and of the tensor.
+        loaded: digests of tensors read from files, by the names of file and tensor.
 
-    All methods may be called from several threads. A mover belongs to the process that made it: in a
-    fork of it, where its queue's threads do not exist, it raises. Not covered: what happens to device memory after the
-    verdict.
+    All methods may be called from several threads. In a fork of the process that created it, where its threads do not
+    exist, a mover raises. Not covered: changes of device memory after the verdict.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Mover:
         slot_bytes = self.settings.slot_bytes or plain.default_slot_bytes
         self._sender = Sender(self._backend, Ring(self._backend, slot_bytes=slot_bytes, slots=self.settings.slots))
         self._ladder = Ladder(self._backend, self._sender, self.settings, self.report)
-        self._fetcher = Fetcher(plain, self._faulty, self.settings, self.report, self._enter)
+        self._fetcher = Fetcher(plain, self._faulty, self.settings, self.report, self._number_transfer)
         self._registry: Registry[Entry] = Registry()
         self._packs: Registry[Pack] = Registry()  # of host memory
         self.loaded: dict[tuple[str, str], Digest] = {}
@@ -159,76 +158,80 @@ class Mover:
         source: str | None = None,
         transient: bool = False,
     ) -> Tensor:
-        """Send one host tensor and wait for its verdict.
+        """Send one host tensor and wait until it is verified.
 
         Args:
             tensor: host tensor of any dense dtype, shape and strides.
             name: for incidents, for example the parameter's name.
             stage: ``weights``, ``batches``, ``adapter`` or ``optimizer``.
             source: the file it came from, for incidents.
-            transient: it is not kept: its memory is taken without a wait for what the caller has queued.
+            transient: a short-lived tensor, whose memory is allocated without a wait for the caller's stream.
 
         Returns:
             A new tensor on the device, same dtype and shape, contiguous, without gradient history, that owns its
             storage.
 
         Raises:
-            CorruptionError: it could not be brought over right (`SourceChangedError`: `tensor` changed meanwhile).
+            CorruptionError: it could not be transferred correctly (`SourceChangedError`: `tensor` changed meanwhile).
             UsageError: it is not a dense host tensor.
         """
         self._check_host(tensor, name)
-        parcel = Parcel(name, tensor, 0, source)
-        shipment = self._new_shipment(stage, [parcel], tensor)
-        buffer = self._backend.allocate(shipment.nbytes, long_lived=not transient)
-        self._sender.send(shipment, buffer, self._ladder.route, attempt=0)
-        parcel.digest = arrived = shipment.expected
-        self._finish(shipment, buffer)
+        segment = Segment(name, tensor, 0, source)
+        transfer = self._new_transfer(stage, [segment], tensor)
+        buffer = self._backend.allocate(transfer.nbytes, long_lived=not transient)
+        self._sender.send(transfer, buffer, self._ladder.route, attempt=0)
+        segment.digest = arrived = transfer.expected
+        self._finish(transfer, buffer)
         with ordinary():
             moved = typed_view(buffer, 0, tensor.dtype, tensor.shape)
-        self._registry.put(moved, Entry("transferred", digest=arrived) if shipment.verify else self._not_verified())
-        if source is not None and shipment.verify:
+        self._registry.put(moved, Entry("transferred", digest=arrived) if transfer.verify else self._not_verified())
+        if source is not None and transfer.verify:
             self.loaded[source.rpartition("/")[2], name] = arrived
         return moved
 
     def serves(self, device: torch.device) -> bool:
-        """Whether `move_to` brings tensors to this device."""
+        """Whether `move_to` moves tensors to this device."""
         return device.type == self.device.type and (device.index or 0) == (self.device.index or 0)
 
     def move_to(
         self, device: torch.device, tensor: Tensor, *, name: str, stage: str = "weights", source: str | None = None
     ) -> Tensor:
-        """As `move` for a weight whose device is known; a mover of several devices needs to be told which."""
-        assert self.serves(device), "asked before"
+        """As `move`, to a given device, which a mover of several devices needs."""
+        assert self.serves(device), "the caller has checked that"
         return self.move(tensor, name=name, stage=stage, source=source)
 
     def fetched(self, tensor: Tensor, *, name: str, stage: str) -> AbstractContextManager[Fetched]:
-        """The bytes of a tensor of this device on the host, verified, for the length of a block; see `copies.Fetcher`.
+        """The bytes of a device tensor on the host, verified, within the block; see `copies.Fetcher`.
 
         Raises:
-            CorruptionError: it could not be brought over right.
+            CorruptionError: it could not be transferred correctly.
         """
         self._check_open()
         return self._fetcher.fetched(tensor, name=name, stage=stage)
 
     def mark(self) -> Any:
-        """The place in the caller's compute stream behind all that it has queued, for `Fetcher.begin`."""
+        """The current end of the caller's compute stream, for `Fetcher.begin`."""
         return self._backend.mark()
 
     def another_fetcher(self) -> Fetcher:
-        """A way to the host with a queue and slots of its own, for tensors that cross beside what is sent."""
-        return Fetcher(backend_for(self.device), self._faulty, self.settings, self.report, self._enter)
+        """A fetcher with its own queue and slots, for copies to the host that run concurrently with others."""
+        return Fetcher(backend_for(self.device), self._faulty, self.settings, self.report, self._number_transfer)
 
     def begin(self, tree: Any, *, stage: str = "batches") -> Any:
         """Start the transfer of all host tensors of a nested batch, in one copy into one device allocation.
 
         Args:
-            tree: dicts, mappings, lists, tuples, named tuples and dataclasses of tensors and anything else. What is
-                not from `pack` is packed here.
+            tree: nested dicts, mappings, lists, tuples, named tuples and dataclasses of tensors and other objects.
+                Tensors that are not from `pack` are packed here.
             stage: as in `move`.
 
         Returns:
             The same structure with device tensors in flight: call `settle` before using them. Tensors that are already
-            on the device, or already moved, and everything that is no tensor are the same objects as before.
+            on the device, or moved already, and other objects are returned as they are.
+
+        Raises:
+            MemoryFaultError: the tensors have changed since `pack`.
+            UsageError: a tensor is not a dense host tensor.
         """
         self._check_open()
         given: dict[int, tuple[str, Tensor]] = {}
@@ -244,28 +247,28 @@ class Mover:
                 self._check_host(tensor, name)
             return self.begin(self.pack(tree), stage=stage)
         source = storage_bytes(tensors[0])
-        parcels = [
-            Parcel(known.name, tensor, known.offset, digest=known.digest)
+        segments = [
+            Segment(known.name, tensor, known.offset, digest=known.digest)
             for tensor, known in zip(tensors, packed.tensors, strict=True)
         ]
-        shipment = self._new_shipment(stage, parcels, source)
-        buffer = self._backend.allocate(max(shipment.nbytes, 1), long_lived=False)
-        self._sender.send(shipment, buffer[: shipment.nbytes], self._ladder.route, attempt=0)
-        # It may have waited, and what was sent is what was packed.
-        self._require_equal(packed, source, shipment.expected if shipment.verify else None)
+        transfer = self._new_transfer(stage, segments, source)
+        buffer = self._backend.allocate(max(transfer.nbytes, 1), long_lived=False)
+        self._sender.send(transfer, buffer[: transfer.nbytes], self._ladder.route, attempt=0)
+        # The pack may have changed since it was made; the digest of what was sent shows it.
+        self._require_equal(packed, source, transfer.expected if transfer.verify else None)
         with ordinary():
             arrived = {
                 id(tensor): typed_view(buffer, known.offset, known.dtype, known.shape)
                 for tensor, known in zip(tensors, packed.tensors, strict=True)
             }
-        self._registry.put(buffer, Entry("unverified", "its verdict is still awaited", shipment))
+        self._registry.put(buffer, Entry("unverified", "its verification is still pending", transfer))
         return map_tensors(tree, lambda tensor: arrived.get(id(tensor), tensor))
 
     def pack(self, tree: Any) -> Any:
-        """Copies of the host tensors of a nested batch, side by side, for `begin`: the originals may be written to.
+        """Copy the host tensors of a nested batch into one memory, for `begin`: the originals may then be written to.
 
-        The copies are compared with the originals unless nothing is to be verified. Tensors that are on the device, or
-        have no plain bytes, are the same objects as before.
+        The copies are compared with the originals unless ``verify`` is ``off``. Tensors on the device, and those
+        without plain bytes, are returned as they are.
         """
         given: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in named_tensors(tree):
@@ -283,10 +286,10 @@ class Mover:
         return map_tensors(tree, lambda tensor: copies.get(id(tensor), tensor))
 
     def require_unchanged(self, tree: Any) -> None:
-        """Look again at host tensors that were packed; others are passed by.
+        """Check that packed host tensors have not changed; other tensors are ignored.
 
         Raises:
-            MemoryFaultError: they have changed since.
+            MemoryFaultError: one has changed.
         """
         looked_at: list[Pack] = []
         for tensor in tree_tensors(tree):
@@ -308,66 +311,66 @@ class Mover:
         )
 
     def settle(self, tree: Any) -> None:
-        """Wait for the verdict of every transfer in flight that tensors of `tree` belong to, and put it right if bad.
+        """Wait until every transfer of tensors in `tree` is verified, with retries after a mismatch.
 
-        Afterwards the tensors may be used on the caller's current stream. Tensors that are not in flight are passed by.
+        Afterwards the tensors may be used on the caller's current stream. Tensors that are not in flight are ignored.
 
         Raises:
-            CorruptionError: a tensor could not be brought over right; raised again each time it is asked.
+            CorruptionError: a tensor could not be transferred correctly; raised again by each later call.
         """
         for tensor in tree_tensors(tree):
             entry = self._registry.get(tensor)
-            if entry is None or entry.shipment is None:
+            if entry is None or entry.transfer is None:
                 continue
-            shipment = entry.shipment
-            if not shipment.settled and shipment.failure is None:
+            transfer = entry.transfer
+            if not transfer.settled and transfer.failure is None:
                 self._check_open()
-            with shipment.lock:
-                if shipment.failure is not None:
-                    raise shipment.failure
-                if not shipment.settled:
+            with transfer.lock:
+                if transfer.failure is not None:
+                    raise transfer.failure
+                if not transfer.settled:
                     with ordinary():
                         everything = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                        everything.set_(tensor.untyped_storage(), 0, (shipment.nbytes,), (1,))
-                    self._finish(shipment, everything)
-                    known = Entry("transferred") if shipment.verify else self._not_verified()
+                        everything.set_(tensor.untyped_storage(), 0, (transfer.nbytes,), (1,))
+                    self._finish(transfer, everything)
+                    known = Entry("transferred") if transfer.verify else self._not_verified()
                     entry.provenance, entry.reason = known.provenance, known.reason
 
-    def _finish(self, shipment: Shipment, buffer: Tensor) -> None:
-        """Wait for the verdict, recover if need be, hand out, count."""
+    def _finish(self, transfer: Transfer, buffer: Tensor) -> None:
+        """Verify, recover if needed, hand out, count."""
         begun = time.perf_counter()
         try:
-            if shipment.ticket is not None:
-                self._judge(shipment, buffer)
-                self._backend.hand_out(buffer, shipment.ticket)
+            if transfer.ticket is not None:
+                self._judge(transfer, buffer)
+                self._backend.hand_out(buffer, transfer.ticket)
         except CorruptionError as failure:
-            shipment.failure = failure
+            transfer.failure = failure
             raise
-        shipment.settled = True
-        shipment.verify_seconds += time.perf_counter() - begun
-        nbytes = sum(parcel.nbytes for parcel in shipment.parcels)
+        transfer.settled = True
+        transfer.verify_seconds += time.perf_counter() - begun
+        nbytes = sum(segment.nbytes for segment in transfer.segments)
         self.report.add(
-            shipment.stage,
-            tensors=len(shipment.parcels),
+            transfer.stage,
+            tensors=len(transfer.segments),
             bytes=nbytes,
-            verified_bytes=nbytes if shipment.verify else 0,
-            transfer_seconds=shipment.transfer_seconds,
-            verify_seconds=shipment.verify_seconds,
+            verified_bytes=nbytes if transfer.verify else 0,
+            transfer_seconds=transfer.transfer_seconds,
+            verify_seconds=transfer.verify_seconds,
         )
 
-    def _judge(self, shipment: Shipment, buffer: Tensor) -> None:
-        if not shipment.verify or not shipment.nbytes:
+    def _judge(self, transfer: Transfer, buffer: Tensor) -> None:
+        if not transfer.verify or not transfer.nbytes:
             return
-        # Only now, not behind the copy: a batch may have waited for its use since, and memory changes bits.
-        if not shipment.matches(self._backend.digest(buffer).result()):
-            self._ladder.recover(shipment, buffer)
-        self._ladder.remember(shipment)
+        # Digested now, not right after the copy: memory may have changed while the batch waited.
+        if not transfer.matches(self._backend.digest(buffer).result()):
+            self._ladder.recover(transfer, buffer)
+        self._ladder.remember(transfer)
 
-    def _new_shipment(self, stage: str, parcels: list[Parcel], source: Tensor) -> Shipment:
-        number, verify, _ = self._enter(stage)
-        return Shipment(number, stage, parcels, source, verify=verify)
+    def _new_transfer(self, stage: str, segments: list[Segment], source: Tensor) -> Transfer:
+        number, verify, _ = self._number_transfer(stage)
+        return Transfer(number, stage, segments, source, verify=verify)
 
-    def _enter(self, stage: str) -> tuple[int, bool, int | None]:
+    def _number_transfer(self, stage: str) -> tuple[int, bool, int | None]:
         """The number of a new transfer, whether it is verified, and the training step."""
         self._check_open()
         with self._lock:
@@ -377,15 +380,15 @@ class Mover:
         return number, self.settings.verify == "full" or sampled, self.step
 
     def _not_verified(self) -> Entry:
-        return Entry("unverified", f"moved under --verify {self.settings.verify}, not among the verified")
+        return Entry("unverified", f"moved with --verify {self.settings.verify}, not verified")
 
     def _check_open(self) -> None:
-        # Before any lock is touched: a thread that does not exist here may have held it at the fork.
+        # Before any lock is taken: a thread that does not exist here may have held it at the fork.
         if self._process != os.getpid():
             raise UsageError(
-                f"this mover was made by process {self._process}, and process {os.getpid()} was forked from it: the "
-                "threads and the device behind a mover do not survive a fork. Make a mover of its own in each process, "
-                "after the fork"
+                f"this mover was created by process {self._process}, and process {os.getpid()} was forked from it: the "
+                "threads and the device of a mover do not survive a fork. Create one mover in each process, after the "
+                "fork"
             )
         if self._closed:
             raise RuntimeError("the mover is closed")
@@ -400,11 +403,11 @@ class Mover:
         if tensor.device.type != "cpu":
             raise UsageError(f"tensor '{name}' is on {tensor.device}; only host tensors are moved to {self.device}")
 
-    # ---- what is known --------------------------------------------------------------------------------------
+    # ---- provenance -----------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int | None:
-        """Training step that incidents carry."""
+        """Training step for incidents."""
         return self._ladder.step
 
     @step.setter
@@ -412,28 +415,28 @@ class Mover:
         self._ladder.step = value
 
     def host_source(self, tensor: Tensor) -> Tensor | None:
-        """The host tensor that a batch tensor came from; kept as long as the device memory lives. None for views."""
+        """The host tensor from which a batch tensor was copied; kept as long as the device memory. None for views."""
         entry = self._registry.get(tensor)
-        if entry is None or entry.shipment is None:
+        if entry is None or entry.transfer is None:
             return None
         start = tensor.storage_offset() * tensor.element_size()
-        for parcel in entry.shipment.parcels:
-            same_type = parcel.source.dtype == tensor.dtype and parcel.source.shape == tensor.shape
-            if parcel.offset == start and same_type and tensor.is_contiguous():
-                return parcel.source
+        for segment in entry.transfer.segments:
+            same_type = segment.source.dtype == tensor.dtype and segment.source.shape == tensor.shape
+            if segment.offset == start and same_type and tensor.is_contiguous():
+                return segment.source
         return None
 
     def was_verified(self, tensor: Tensor) -> bool:
-        """Whether its bytes were proven on arrival, or were computed on the device from such bytes."""
+        """Whether its bytes were verified on arrival, or computed on the device from verified bytes."""
         return self.provenance(tensor) in ("transferred", "derived")
 
     def is_pending(self, tensor: Tensor) -> bool:
-        """Whether it is in flight: `settle` has not been called for it."""
+        """Whether it is in flight: not settled yet."""
         entry = self._registry.get(tensor)
-        return entry is not None and entry.shipment is not None and not entry.shipment.settled
+        return entry is not None and entry.transfer is not None and not entry.transfer.settled
 
     def provenance(self, tensor: Tensor) -> str | None:
-        """``transferred``, ``derived``, ``unverified`` (also while in flight), or None: not known here."""
+        """``transferred``, ``derived``, ``unverified`` (also while in flight), or None: unknown to this mover."""
         entry = self._registry.get(tensor)
         return None if entry is None else entry.provenance
 
@@ -453,37 +456,37 @@ class Mover:
 
         Args:
             tensor: on the device.
-            reason: how.
-            digest: of its bytes as they must be, where known. Otherwise it is taken now, without a wait: call this as
-                soon as the tensor is computed, and again when it is rewritten.
+            reason: how it was computed.
+            digest: of the right bytes, if known. Otherwise the tensor is digested now, without a wait: call this as
+                soon as it is computed, and again when it is rewritten.
         """
         self._registry.put(tensor, Entry("derived", reason, digest=digest or QueuedDigests([storage_bytes(tensor)])))
 
     def mark_trained(self, tensor: Tensor, reason: str) -> None:
-        """Declare that `tensor`, verified until now, is changed by training from here on: its bytes are not known."""
+        """Declare that `tensor`, verified until now, will be changed by training: its digest is no longer known."""
         self._registry.put(tensor, Entry("derived", reason))
 
     def mark_unverified(self, tensor: Tensor, reason: str) -> None:
-        """Declare that `tensor` came to the device unverified, and why."""
+        """Declare that `tensor` was moved to the device unverified, with the reason."""
         self._registry.put(tensor, Entry("unverified", reason))
 
     def inject(self, tensor: Tensor, *, name: str, stage: str, number: int, attempt: int) -> None:
-        """Let injected faults, where they are asked for, harm a contiguous tensor that did not come through this door.
+        """Inject the faults that were asked for, if any, into a contiguous tensor that this mover did not send.
 
         Args:
-            tensor: on the device; harmed in place.
-            name: for the patterns of the fault specification.
-            stage: likewise.
-            number: the caller's own count, so that attempts at the same thing are known as such.
-            attempt: from 0 on.
+            tensor: on the device; corrupted in place.
+            name, stage: matched by the fault specification.
+            number: the caller's own count; attempts with the same number belong together.
+            attempt: from 0.
         """
         if self._faulty is not None:
             data = as_bytes(tensor.detach())
             whole = Part(name, 0, data.numel(), 0, data.numel())
-            self._faulty.harm_in_place(data, Label(stage, -1 - number, attempt, (whole,)))  # below 0: no shipment's
+            # Below 0: not the number of a transfer.
+            self._faulty.corrupt_in_place(data, Label(stage, -1 - number, attempt, (whole,)))
 
     def fault_injection(self) -> dict[str, Any] | None:
-        """The fault specification and how many faults were injected so far; None when none are asked for."""
+        """The fault specification and the number of faults injected so far; None without faults."""
         if self._faulty is None:
             return None
         return {**dataclasses.asdict(self._faulty.spec), "injected": self._faulty.injected}
@@ -491,7 +494,7 @@ class Mover:
     # ---- end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the copy queue after what is in it. What is known of tensors stays. Does nothing the second time."""
+        """End the copy queue after its last copy. Provenance stays known. Does nothing the second time."""
         if not self._closed and self._process == os.getpid():
             self._closed = True
             self._backend.close()

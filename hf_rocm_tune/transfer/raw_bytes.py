@@ -19,7 +19,7 @@ from hf_rocm_tune.errors import UsageError
 
 
 def byte_count(tensor: Tensor) -> int:
-    """Bytes of the tensor's elements as if it were contiguous."""
+    """Bytes of the tensor's elements, as if it were contiguous."""
     return tensor.nbytes
 
 
@@ -27,15 +27,15 @@ _HERE = nullcontext()
 
 
 def ordinary() -> AbstractContextManager[Any]:
-    """Within it tensors are made that autograd may use later, whether or not the caller is in inference mode."""
+    """Within it, new tensors can be used by autograd later, even if the caller is in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _HERE
 
 
 def check_plain(tensor: Tensor, name: str) -> None:
-    """Refuse what has no plain bytes to send.
+    """Refuse tensors without plain bytes.
 
     Raises:
-        UsageError: sparse, quantised with ``torch.quantize_*``, meta, or lazily conjugated or negated.
+        UsageError: the tensor is sparse, quantised with ``torch.quantize_*``, meta, or lazily conjugated or negated.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise UsageError(f"tensor '{name}' is {tensor.layout}, only dense tensors can be moved; call .to_dense() first")
@@ -46,16 +46,16 @@ def check_plain(tensor: Tensor, name: str) -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether `check_plain` has nothing to say."""
+    """Whether `check_plain` accepts the tensor."""
     strided = tensor.layout is torch.strided and not tensor.is_quantized
     return strided and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
 
 
 def typed_view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A contiguous tensor of `dtype` and `shape` over the bytes of a uint8 `buffer`, from byte `offset` on.
+    """A contiguous tensor of `dtype` and `shape` over the bytes of a uint8 `buffer`, starting at byte `offset`.
 
-    It shares the storage and not the autograd version counter, so that writing in place to one tensor of a batch does
-    not invalidate another that was saved for backward.
+    It shares the storage but not the autograd version counter, so that an in-place write to one tensor of a batch does
+    not invalidate another one saved for backward.
     """
     view = torch.empty(0, dtype=dtype, device=buffer.device)
     start = buffer.storage_offset() + offset
@@ -108,7 +108,7 @@ def _gather_elements(tensor: Tensor, start: int, stop: int, out: Tensor) -> None
     if first == last:
         _gather_elements(tensor[first], start - first * row, stop - first * row, out)
         return
-    done = -start % row  # of a row that is cut by `start`
+    done = -start % row  # the rest of a row that begins before `start`
     if done:
         _gather_elements(tensor[first], row - done, row, out[:done])
         first += 1
@@ -120,13 +120,13 @@ def _gather_elements(tensor: Tensor, start: int, stop: int, out: Tensor) -> None
 
 
 def tree_tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a nested structure, in order; one that stands in two places comes twice."""
+    """The tensors of a nested structure, in order; one that occurs twice is yielded twice."""
     for _, tensor in named_tensors(tree):
         yield tensor
 
 
 def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Tensors with their dotted path; a bare tensor is called ``tensor``."""
+    """The tensors with their dotted paths; a bare tensor is named ``tensor``."""
     if isinstance(tree, Tensor):
         yield prefix or "tensor", tree
         return
@@ -139,16 +139,16 @@ def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def map_tensors(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure, each container rebuilt with its own type, with `replace` applied to the tensors.
+    """Apply `replace` to the tensors of a nested structure; each container is rebuilt with its own type.
 
-    Everything else is kept as it is, the very same object; the containers given are not changed.
+    Other objects are kept as they are, and the given containers are not changed.
     """
     if isinstance(tree, Tensor):
         return replace(tree)
     values = {key: map_tensors(value, replace) for key, value in _children(tree)}
     if isinstance(tree, Mapping):
         if isinstance(tree, (dict, UserDict)):
-            # A copy keeps what such types carry beside their items (default factory, token encodings).
+            # A copy keeps other state of such types (default factory, token encodings).
             rebuilt = copy.copy(tree)
             for key, value in values.items():
                 rebuilt[key] = value

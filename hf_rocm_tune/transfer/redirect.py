@@ -1,11 +1,11 @@
-"""Copies that other libraries make between host and device, taken over by the mover.
+"""Redirects copies that other libraries make between host and device through the mover.
 
-PEFT, bitsandbytes and torch's optimizers bring what they make to the device by themselves: ``module.to(device)``,
+PEFT, bitsandbytes and torch's optimizers move tensors to the device themselves: ``module.to(device)``,
 ``torch.tensor(..., device=...)``, ``parameter.copy_(host)``. Within `redirected` each such call goes through the mover
-and is verified, in both directions, whichever class makes it: nothing here knows the classes.
+and is verified, in both directions, whichever class makes it.
 
-Covered: the calling thread, and torch's Python functions in `_CROSSING`. Not covered: copies made inside torch's own
-C++ code, by storages (``torch.load(map_location="cuda")``), and by other threads. Autograd history does not cross: for
+Covered: the calling thread, and torch's Python functions in `_HANDLERS`. Not covered: copies made inside torch's own
+C++ code, by storages (``torch.load(map_location="cuda")``), and by other threads. Autograd history is lost: use it for
 construction, loading and resuming, not for training.
 """
 
@@ -25,24 +25,24 @@ from hf_rocm_tune.transfer.mover import Mover
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 READERS = (Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.tolist)
-"""Calls that bring a number from the device, for which the caller waits."""
+"""Calls that read numbers from the device, for which the caller waits."""
 
 
 def redirected(mover: Mover, *, stage: str) -> AbstractContextManager[Any]:
-    """Within the block what crosses between the host and the mover's device passes the mover.
+    """Within the block, copies between the host and the mover's device go through the mover.
 
     Args:
-        mover: the only way to the device. Where its device is the host, nothing crosses and nothing is done.
-        stage: ``weights``, ``adapter`` or ``optimizer``: where it is counted.
+        mover: nothing is redirected if its device is the CPU.
+        stage: ``weights``, ``batches``, ``adapter`` or ``optimizer``, for the counters.
 
     Raises:
-        CorruptionError: from the redirected call, when something could not be brought over right.
+        CorruptionError: from the redirected call: a tensor could not be transferred correctly.
     """
     return nullcontext() if mover.device.type == "cpu" else _Redirect(mover, stage)
 
 
 class _Redirect(TorchFunctionMode):
-    """Its own calls of torch are not redirected: torch suspends a mode while it runs."""
+    """The mode's own calls of torch are not redirected: torch suspends a mode while it runs."""
 
     def __init__(self, mover: Mover, stage: str) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class _Redirect(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        handler = _CROSSING.get(func)
+        handler = _HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
     def _up(self, tensor: Tensor, device: torch.device) -> Tensor:
         name = _described(tensor)
-        with torch._C.DisableTorchFunction():  # a subclass is sent as what it holds
+        with torch._C.DisableTorchFunction():  # a subclass is sent as plain data
             return self._mover.move_to(device, tensor.detach(), name=name, stage=self._stage)
 
     def _down(self, tensor: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class _Redirect(TorchFunctionMode):
 
     def _carried(self, func: Any, args: Any, kwargs: Any, tensor: Tensor, device: Any, dtype: Any) -> Any:
         if self._goes_there(tensor, device):
-            # Cast before: the digest then is that of the values that are used.
+            # Cast first: the digest is then that of the values that are used.
             moved = self._up(tensor if dtype is None else tensor.detach().to(dtype), device)
         elif device is not None and device.type == "cpu" and self._is_here(tensor):
             moved = self._down(tensor)
@@ -104,7 +104,7 @@ class _Redirect(TorchFunctionMode):
         return moved.requires_grad_(tensor.requires_grad)
 
     def _copied(self, tensor: Tensor, copy: Tensor) -> None:
-        """What is known of a tensor holds for its copy on the device too, when the bytes are the same."""
+        """A copy on the device inherits the provenance of its source if the bytes are the same."""
         with torch._C.DisableTorchFunction():
             known = self._mover.digest_of(tensor)
             if known is not None and self._mover.provenance(copy) is None and digest(copy) == known:
@@ -126,7 +126,7 @@ class _Redirect(TorchFunctionMode):
 
     def _get_item(self, func: Any, args: Any, kwargs: Any) -> Any:
         target, index = args
-        if self._is_here(target) and self._goes_there(index, target.device):  # torch would send it by itself
+        if self._is_here(target) and self._goes_there(index, target.device):  # torch would send it itself
             index = self._up(index, target.device)
         return func(target, index, **kwargs)
 
@@ -141,7 +141,7 @@ class _Redirect(TorchFunctionMode):
         return func(self._down(args[0]) if self._is_here(args[0]) else args[0], *args[1:], **kwargs)
 
 
-_CROSSING: dict[Any, Callable[[_Redirect, Any, Any, Any], Any]] = {
+_HANDLERS: dict[Any, Callable[[_Redirect, Any, Any, Any], Any]] = {
     Tensor.to: _Redirect._to,
     Tensor.cuda: _Redirect._cuda,
     Tensor.cpu: _Redirect._cpu,
@@ -154,7 +154,7 @@ _CROSSING: dict[Any, Callable[[_Redirect, Any, Any, Any], Any]] = {
 
 
 def _described(tensor: Tensor) -> str:
-    """Shape and dtype, and who asked for the copy: the innermost caller outside torch and this package."""
+    """Shape, dtype and the requester of the copy: the innermost caller outside torch and this package."""
     frame = sys._getframe(3)
     while frame.f_back is not None and any(part in frame.f_code.co_filename for part in ("/torch/", "hf_rocm_tune/")):
         frame = frame.f_back

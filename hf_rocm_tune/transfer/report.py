@@ -1,4 +1,4 @@
-"""Counters of what crossed, what was verified and what went wrong; the numbers of ``transfer_report.json``."""
+"""Counters of transfers, verifications and faults: the numbers in ``transfer_report.json``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 STAGES = ("weights", "batches", "adapter", "optimizer", "buckets")
-"""What crosses: model weights, training and evaluation batches, adapter weights, optimizer state, and buckets of
-gradients that are averaged on the host, both ways."""
+"""What is transferred: model weights, training and evaluation batches, adapter weights, optimizer state, and buckets of
+gradients that are averaged on the host (both directions)."""
 BETWEEN_CARDS = "activations"
-"""What crosses between the cards of a model that is split: activations, their gradients, masks; each way counts."""
+"""Transfers between the cards of a split model: activations, their gradients, masks; each direction counts."""
 _COUNTED = (*STAGES, BETWEEN_CARDS)
 _SUMMED: dict[str, tuple[str, ...]] = {
     "casts": ("checked", "mismatches", "recovered"),
@@ -41,22 +41,22 @@ _crossed_lock = threading.Lock()
 
 
 def count_crossing(*, to_device_bytes: int = 0, to_host_bytes: int = 0) -> None:
-    """Count bytes that the engine sends over the link, whatever they are: gaps, retries, results of digests too."""
+    """Count all bytes that the engine sends over the link, with gaps, retries and results of digests."""
     with _crossed_lock:
         _crossed["to_device_bytes"] += to_device_bytes
         _crossed["to_host_bytes"] += to_host_bytes
 
 
 def gb_per_s(nbytes: float, seconds: float) -> float:
-    """10^9 bytes a second; 0 when no time has passed."""
+    """Rate in 10^9 bytes per second; 0 for no time."""
     return nbytes / seconds / 1e9 if seconds > 0 else 0.0
 
 
 class TransferReport:
     """Thread-safe counters of one process.
 
-    Seconds are those that the calling threads spent, so threads that load side by side add up. ``verify_seconds`` is
-    the pass that digests the source and packs it, and the wait for the verdict; ``transfer_seconds`` is the rest.
+    Seconds are those spent by the calling threads, so concurrent threads add up. ``verify_seconds``: digesting and
+    packing the source, and waiting for the verdict; ``transfer_seconds``: the rest.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class TransferReport:
                 counters[key] += value
 
     def count(self, section: str, **increments: int) -> None:
-        """Add to ``casts`` (of weights), ``gradients``, ``replicas`` or ``files``."""
+        """Add to the counters of a section, such as ``casts``, ``gradients``, ``replicas`` or ``files`` read back."""
         with self._lock:
             counters = self._sections[section]
             for key, value in increments.items():
@@ -83,19 +83,15 @@ class TransferReport:
                 counters[key] += value
 
     def watched(self, section: str, *, new_mismatches: int, **state: int) -> None:
-        """State of the sentinel over ``frozen`` or ``trained`` tensors, and mismatches newly found."""
+        """Set the state of the sentinel over ``frozen`` or ``trained`` tensors, and add new mismatches."""
         with self._lock:
             counters = self._sections[section]
             counters.update(state, mismatches=counters["mismatches"] + new_mismatches)
 
     def rebaselined(self, tensor: str, reason: str, step: int | None = None) -> None:
-        """A frozen tensor was made anew or rewritten on purpose, and is watched as it is since then."""
+        """Record that a frozen tensor was replaced or rewritten on purpose, and got a new baseline."""
         with self._lock:
             self._rebaselined.append({"step": step, "tensor": tensor, "reason": reason})
-
-    def files(self, *, verified: int, mismatches: int) -> None:
-        """Files that were read back and equal what they were written from, and tensors in files that did not."""
-        self.count("files", verified=verified, mismatches=mismatches)
 
     def incident(self, row: Mapping[str, Any]) -> None:
         """Add one incident: a flat dict that JSON can hold."""
@@ -103,7 +99,7 @@ class TransferReport:
             self._incidents.append(dict(row))
 
     def settle_incidents(self, stages: Collection[str], outcome: str) -> None:
-        """Give the incidents of these stages that stopped the work a new outcome: it went on after all."""
+        """Give the ``stopped`` incidents of these stages a new outcome, after the run has continued."""
         with self._lock:
             for row in self._incidents:
                 if row.get("stage") in stages and row.get("outcome") == "stopped":
@@ -116,9 +112,9 @@ class TransferReport:
             return [dict(row) for row in self._incidents]
 
     def to_dict(self) -> dict[str, Any]:
-        """The stages, sections and incidents, as they stand in ``transfer_report.json``.
+        """The stages, sections and incidents, as in ``transfer_report.json``.
 
-        ``crossings`` are the bytes that the engine has sent in this process, for whomever: what a driver would count.
+        ``crossings``: all bytes that the engine has sent in this process, as a driver would count them.
         """
         with self._lock, _crossed_lock:
             rows = ([dict(row) for row in each] for each in (self._rebaselined, self._incidents))
@@ -126,7 +122,7 @@ class TransferReport:
 
     @staticmethod
     def merge(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Add up what `to_dict` gave on each rank; incidents get the rank when there are several."""
+        """Add up the results of `to_dict` of all ranks; with several ranks incidents get their rank."""
         reports = list(reports)
         stages = {
             stage: {key: sum(report[stage][key] for report in reports) for key in _STAGE_SUMS} for stage in _COUNTED

@@ -28,7 +28,7 @@ from hf_rocm_tune.doctor.drill import (
     send_clean,
 )
 from hf_rocm_tune.transfer import STAGES, Digest, HostBackend, Mover
-from hf_rocm_tune.transfer.copies import Shipment
+from hf_rocm_tune.transfer.copies import Transfer
 from hf_rocm_tune.transfer.faults import KINDS
 from hf_rocm_tune.transfer.raw_bytes import byte_count
 
@@ -86,7 +86,7 @@ def test_samples_are_of_every_dtype_and_size_from_one_byte() -> None:
 
 
 def test_an_engine_that_accepts_everything_fails_the_drill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shipment, "matches", lambda self, found: True)
+    monkeypatch.setattr(Transfer, "matches", lambda self, found: True)
     found = small()
     on_the_way = [tally for (kind, _), tally in found.tallies.items() if kind != "after"]
     assert failures(found)
@@ -94,10 +94,10 @@ def test_an_engine_that_accepts_everything_fails_the_drill(monkeypatch: pytest.M
 
 
 def test_an_engine_that_sees_sums_only_is_caught_by_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sums_only(self: Shipment, found: Digest) -> bool:
+    def sums_only(self: Transfer, found: Digest) -> bool:
         return found.s1 == self.expected.s1
 
-    monkeypatch.setattr(Shipment, "matches", sums_only)
+    monkeypatch.setattr(Transfer, "matches", sums_only)
     found = small()
     missed = {kind for (kind, _), tally in found.tallies.items() if tally.missed}
     assert "swap" in missed and not missed & {"zero", "zero_range", "flip"}
@@ -173,7 +173,7 @@ def test_the_command_shows_a_table_and_writes_only_what_it_is_asked_for(
 def test_a_failed_drill_says_so_in_one_line_and_ends_with_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Shipment, "matches", lambda self, found: True)
+    monkeypatch.setattr(Transfer, "matches", lambda self, found: True)
     assert cli.main(["drill", "--device", "cpu", "--faults", "60", "--clean", "20"]) == 3
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1

@@ -214,8 +214,8 @@ class StockInputs(VerifiedSFTTrainer):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         for tensor in inputs.values():
             entry = self.mover._registry.get(tensor)
-            if entry is not None and entry.shipment is not None and entry.shipment.ticket is not None:
-                entry.shipment.ticket.wait()
+            if entry is not None and entry.transfer is not None and entry.transfer.ticket is not None:
+                entry.transfer.ticket.wait()
         return SFTTrainer._prepare_inputs(self, inputs)
 
 

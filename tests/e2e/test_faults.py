@@ -334,7 +334,7 @@ def test_without_verification_nothing_is_caught_and_the_report_says_so(job: Job,
     assert report["verify"] == "off"
     assert report["fault_injection"]["injected"] > 0
     assert report["coverage"]["verified_bytes"] == 0 < report["coverage"]["device_bytes"]
-    assert {row["reason"].split(",")[0] for row in report["coverage"]["unverified"]} == {"moved under --verify off"}
+    assert {row["reason"].split(",")[0] for row in report["coverage"]["unverified"]} == {"moved with --verify off"}
     assert stages(report, "mismatches") == 0
     assert losses_of(output) != losses_of(job.clean)  # the harm was done
     assert " 0 % of the bytes on the device verified" in result.stdout.splitlines()[-1]

@@ -215,7 +215,7 @@ def test_qlora_like_ddp(accumulation: int, shared: list[str], server: CommandSer
         ("kind=after,stage=weights,tensor=*embed_tokens*", 3, "embed_tokens.weight do not make the tensor"),
         ("kind=flip,stage=gathered,first=20,count=1", 3, "gathered from the other cards arrived wrong"),
         ("kind=zero,stage=gradients,first=3,count=2", 0, ""),
-        ("kind=zero,stage=gradients,first=3,persist=1", 3, "averaging it again through the host did not help"),
+        ("kind=zero,stage=gradients,first=3,persist=1", 3, "averaging it again through the host failed too"),
     ],
 )
 def test_faults_between_the_ranks(

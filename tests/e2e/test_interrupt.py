@@ -163,7 +163,7 @@ def test_a_step_that_is_left_out_computes_nothing_and_the_rest_is_trained(job: J
     skip_step(output, 3)
     result = job.server.run(*argv, env=env)
     assert result.code == 0, result.stderr[-2000:]
-    assert "left out as run.json says, because the run died in them twice: steps 3" in result.stdout
+    assert "left out, because the run died in them twice (run.json): steps 3" in result.stdout
     assert "steps left out: 3" in result.stdout.splitlines()[-1]
     report = json.loads((output / "transfer_report.json").read_text())
     assert report["survival"]["skipped_steps"] == [3]

@@ -328,5 +328,5 @@ def test_with_every_checkpoint_damaged_it_starts_again(jobs: dict[str, Job], int
     for step in (2, 4):
         _flip(checkpoint(output, step) / "adapter_model.safetensors")
     result = jobs["lora"].finish(output)
-    assert "no sound checkpoint is left: starting at step 0" in result.stdout
+    assert "no intact checkpoint is left: starting at step 0" in result.stdout
     assert_same_result(jobs["lora"], output)

@@ -192,7 +192,7 @@ def test_through_the_launcher_beside_a_wrong_average(job: Job, tmp_path: Path, m
     assert report["step_fault_injection"]["kind"] == "oom" and report["step_fault_injection"]["rank"] == 1
     assert "faults in steps are injected on request" in launched.stdout
     last = launched.stdout.splitlines()[-1]
-    assert "cut into up to" in last and "faults were injected on request" in last
+    assert "split into up to" in last and "faults were injected on request" in last
 
 
 @pytest.mark.long

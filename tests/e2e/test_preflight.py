@@ -86,7 +86,7 @@ def test_what_the_user_insists_on_ends_the_run_before_a_model_is_loaded(
         ("trial=pairs,kind=zeros,where=cold", 0, "copies cpu -> cpu: 1 of"),
         ("trial=ranks,kind=kill", 4, "ended while it tried the cards"),
         ("trial=ranks,kind=stop", 4, "no decision within 35 s"),
-        ("trial=ranks,kind=absent", 4, "rank 1 of 2 did not come to the preflight within 90 s"),
+        ("trial=ranks,kind=absent", 4, "rank 1 of 2 did not join the preflight within 90 s"),
     ],
 )
 def test_the_launcher_ends_as_the_preflight_decides(

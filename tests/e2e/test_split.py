@@ -195,7 +195,7 @@ def test_a_fault_that_stays_ends_the_run_with_code_3(
     fault = f"kind=flip,stage=activations,tensor={way}*to?,first={first},persist=1"
     done = command("out", split_layers="auto", save_strategy="no", fault=fault)
     assert done.code == 3 and len(done.error_lines) == 1
-    assert f"activations tensor '{way}.layers.1" in done.error_lines[0] and "Nothing of it was used" in done.stderr
+    assert f"activations tensor '{way}.layers.1" in done.error_lines[0] and "It was not used" in done.stderr
     assert not (tmp_path / "out" / ADAPTER).exists()
     report = report_of(tmp_path / "out")
     assert report["incidents"][-1]["outcome"] == "failed"

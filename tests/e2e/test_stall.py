@@ -130,7 +130,7 @@ def test_the_death_of_a_rank_is_one_line_of_the_other(job: Job, tmp_path: Path) 
     assert "Traceback" not in first.stderr
     told = json.loads((tmp_path / "exit.json").read_text())
     assert told["code"] == 4 and told["follows"], "a launcher that knows of the signal says that instead"
-    assert "rank 1 (pid " in told["message"] and "is gone without a word" in told["message"]
+    assert "rank 1 (pid " in told["message"] and "ended without a message" in told["message"]
     assert not (output / "stall_report.json").exists()
 
 

@@ -114,7 +114,7 @@ def test_a_run_that_is_killed_continues_to_the_same_adapter(
         ({"use_peft": False}, "it is for adapters"),
         ({"use_dora": True}, "DoRA computes with whole weights"),
         ({"split_layers": "auto"}, "it does not go with --split_layers"),
-        ({"lora_modules_to_save": "lm_head"}, "lm_head.modules_to_save.default.weight is trained, and is no LoRA"),
+        ({"lora_modules_to_save": "lm_head"}, "lm_head.modules_to_save.default.weight is trained but is not a LoRA"),
     ],
 )
 def test_what_it_cannot_do_is_refused_in_one_line(

@@ -114,7 +114,7 @@ def _error_lines(texts: Iterable[str]) -> list[str]:
 
 def _assert_stopped_for_unequal_ranks(codes: list[int], lines: list[str], tmp_path: Path) -> None:
     assert codes == [3, 3]
-    assert len(lines) == 1 and "ranks hold other bits than rank 0" in lines[0]
+    assert len(lines) == 1 and "ranks differ from rank 0" in lines[0]
     assert not list((tmp_path / "out").glob("**/adapter_model.safetensors"))
     said = json.loads((tmp_path / "exit.json").read_text())
     assert said["code"] == 3 and said["message"] in lines[0]

@@ -115,10 +115,10 @@ def test_a_directory_of_the_users_own_files_is_refused(place: Place, more: list[
     for name in (*USERS_FILES, "model.safetensors", "README.md", "checkpoint-99/thesis.tex"):
         place.file(f"mine/{name}", "{}")
     line = place.refused(*more, output_dir=place.room / "mine")
-    assert "run.json cannot be read" in line or "no run of ours has written" in line
+    assert "run.json cannot be read" in line or "no run of hf-rocm-tune has written" in line
     (place.room / "mine" / "run.json").unlink()
     line = place.refused(*more, output_dir=place.room / "mine")
-    assert "no run of ours has written" in line and "checkpoint-99" in line and "config.json" in line
+    assert "no run of hf-rocm-tune has written" in line and "checkpoint-99" in line and "config.json" in line
 
 
 def test_what_is_read_does_not_lie_where_is_written(place: Place) -> None:

@@ -25,7 +25,7 @@ from hf_rocm_tune.models.placement import findable_tensors_of, tensors_of
 from hf_rocm_tune.models.sharding import shard
 from hf_rocm_tune.models.shards import fsdp_modules, local, own_part
 from hf_rocm_tune.ranks.fsdp import Traffic
-from hf_rocm_tune.training.ranks import WholeState
+from hf_rocm_tune.training.ranks import FullState
 from hf_rocm_tune.training.sentinels import FrozenSentinel
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, combine, digest
 
@@ -144,7 +144,7 @@ def _train(model: nn.Module, traffic: Traffic | None, steps: int) -> list[float]
 
 def _whole(model: nn.Module, mover: Mover, traffic: Traffic | None) -> dict[str, Any]:
     """What is saved is what the ranks have together."""
-    saved = WholeState(model).model()
+    saved = FullState(model).model()
     expected = {name: each.full_tensor() for name, each in model.named_parameters() if each.requires_grad}
     first = dist.get_rank() == 0
     equal = saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)

@@ -117,7 +117,7 @@ def test_the_reason_is_told_by_the_rank_that_has_it(outcomes: Outcomes) -> None:
     _, second = outcomes
     assert "--on_corruption stop" in second["asked to stop"]["error"]
     assert "changed in memory" in second["copy spoilt"]["error"]
-    assert "came from cpu to the host wrong" in second["persistent everywhere on one"]["error"]
+    assert "from cpu arrived wrong on the host" in second["persistent everywhere on one"]["error"]
 
 
 def test_nan_that_backward_made_is_named_once_and_passed_on(outcomes: Outcomes) -> None:

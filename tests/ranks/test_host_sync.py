@@ -163,12 +163,12 @@ def test_of_powersgd_what_differs_between_the_ranks_is_replaced_by_the_average(o
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("to host, for good", "came from cpu to the host wrong"),
-        ("to device, for good", "could not be brought back to cpu"),
-        ("to device, for good on both", "could not be brought back to cpu"),
-        ("average, for good", "averaging it again through the host did not help"),
-        ("to host, stop", "--on_corruption stop was asked for"),
-        ("to device, stop", "--on_corruption stop was asked for"),
+        ("to host, for good", "from cpu arrived wrong on the host"),
+        ("to device, for good", "could not be copied back to cpu"),
+        ("to device, for good on both", "could not be copied back to cpu"),
+        ("average, for good", "averaging it again through the host failed too"),
+        ("to host, stop", "--on_corruption stop is set"),
+        ("to device, stop", "--on_corruption stop is set"),
     ],
 )
 def test_what_cannot_be_made_right_stops_both_ranks_in_the_same_step(outcomes: Outcomes, case: str, said: str) -> None:
@@ -196,7 +196,7 @@ def test_a_rank_that_dies_in_a_step_leaves_no_other_waiting(tmp_path: Path, chec
         ({"way": "host", "compression": "powersgd"}, "powersgd does not go with --grad_sync host"),
         ({"way": "rccl"}, "choose one of ddp, host"),
         ({"compression": "fp8"}, "choose one of none, fp16, bf16, powersgd"),
-        ({"powersgd_after": 1}, "from 2 on"),
+        ({"powersgd_after": 1}, "of at least 2"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, object], said: str) -> None:

@@ -94,7 +94,7 @@ def test_the_strongest_way_that_was_shown_to_work_is_taken(
 
 def test_where_nothing_could_be_tried_nothing_is_claimed() -> None:
     chosen = choose([pair("untried")], all_sums({"ddp": "untried", "host": "untried"}))
-    assert (chosen.way, chosen.shown) == ("ddp", False) and "say nothing" in chosen.reason
+    assert (chosen.way, chosen.shown) == ("ddp", False) and "gave no result" in chosen.reason
     assert not choose([], {}).shown
 
 
@@ -318,8 +318,8 @@ def test_where_all_is_right_both_ranks_hear_so(ended: dict[str, Answers]) -> Non
     ("fault", "teller", "words"),
     [
         ("kill", 1, "rank 0 (process"),
-        ("absent", 0, "rank 1 of 2 did not come to the preflight within 4 s"),
-        ("stop", 1, "gave no decision within 6 s"),
+        ("absent", 0, "rank 1 of 2 did not join the preflight within 4 s"),
+        ("stop", 1, "made no decision within 6 s"),
     ],
 )
 def test_a_rank_that_is_gone_or_stands_still_is_named_by_the_other(
@@ -336,6 +336,6 @@ def test_what_is_left_of_another_job_does_not_count(tmp_path: Path) -> None:
     stall_report.write_note(tmp_path / "place" / "rank-1", {"rank": 1, "pid": os.getpid(), "born": 1.0, "device": {}})
     (tmp_path / "place" / "left-0").touch()
     environ = {"WORLD_SIZE": "2", "RANK": "0"}
-    with pytest.raises(StallError, match="rank 1 of 2 did not come"):
+    with pytest.raises(StallError, match="rank 1 of 2 did not join"):
         preflight.run(asked="auto", device={"device": "cpu"}, environ=environ, place=tmp_path / "place", meet_s=0.2)
     assert not (tmp_path / "place").exists()

@@ -121,7 +121,7 @@ def test_a_rank_that_was_killed_is_said_to_be_gone(ranks: Ranks) -> None:
     ranks.start(["work", 0.3], ["wait"])
     bad = ranks.start(["work", 0.3], ["kill"])
     assert ranks.wait() == [4, -signal.SIGKILL]
-    assert f"rank 1 (pid {bad.pid})" in ranks.report()["cause"] and "is gone" in ranks.report()["cause"]
+    assert f"rank 1 (pid {bad.pid})" in ranks.report()["cause"] and "has ended" in ranks.report()["cause"]
     assert not ranks.place.exists()
 
 

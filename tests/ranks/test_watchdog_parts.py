@@ -140,7 +140,7 @@ def test_a_place_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     (tmp_path / "link").symlink_to(tmp_path)
     for name in ("open", "link"):
-        with pytest.raises(UsageError, match="not a directory that only you can use"):
+        with pytest.raises(UsageError, match="not a directory that only you can access"):
             Board(tmp_path / name, 0)
 
 
@@ -178,7 +178,7 @@ def test_the_rank_that_is_gone_is_named(tmp_path: Path) -> None:
     here = standing(2, os.getpid(), stall_report.born(os.getpid()))
     error = RuntimeError("Connection closed by peer")
     message = str(lost_peer(error, [gone, here], where="in step 3"))
-    assert f"broke in step 3: rank 1 (pid {ended.pid}) is gone without a word" in message and "rank 2" not in message
+    assert f"broke in step 3: rank 1 (pid {ended.pid}) ended without a message" in message and "rank 2" not in message
     began = time.monotonic()
     assert "rank on another machine" in str(lost_peer(error, [here], where="in step 3"))
     assert time.monotonic() - began < 30
@@ -260,8 +260,8 @@ WAITS_TEXT = "rank 0 (pid 100) waits for it in all_reduce (called by highest() i
     [
         (rank(1, state="T"), "is stopped (state T)"),
         (rank(1, state="t", tracer=55), "is held by a debugger (state t, pid 55)"),
-        (rank(1, state=None), "is gone: it was killed, or it crashed"),
-        (rank(1, state="Z"), "is gone: it was killed, or it crashed"),
+        (rank(1, state=None), "has ended: it was killed, or it crashed"),
+        (rank(1, state="Z"), "has ended: it was killed, or it crashed"),
         (rank(1, state="D", waits_in="amdgpu_fence_wait"), "hangs in the kernel (state D in amdgpu_fence_wait)"),
         (
             rank(1, USER, state="D", waits_in="nfs_wait"),
@@ -320,9 +320,9 @@ def test_ranks_that_wait_in_the_same_collective_blame_the_connection() -> None:
 def test_of_ranks_elsewhere_nothing_is_claimed() -> None:
     line = explain([WAITS], elsewhere=1)
     assert line.startswith("rank 0 (pid 100) waits in all_reduce")
-    assert "of the rank on other machines nothing is known here" in line and "connection" not in line
-    assert "of the 3 ranks on other machines nothing is known here" in explain([WAITS], elsewhere=3)
-    assert "nothing is known" in explain([WAITS, rank(1, state="T")], elsewhere=2)
+    assert "the state of the rank on other machines is unknown here" in line and "connection" not in line
+    assert "the state of the 3 ranks on other machines is unknown here" in explain([WAITS], elsewhere=3)
+    assert "is unknown here" in explain([WAITS, rank(1, state="T")], elsewhere=2)
 
 
 def test_without_a_recorder_the_stack_names_the_collective() -> None:

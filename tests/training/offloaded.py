@@ -74,8 +74,8 @@ MUTANTS: dict[str, Callable[[], None]] = {
 
 
 def _reclaim_at_once(memory: Any) -> None:
-    while memory._given_back:
-        memory._given_back.popleft()
+    while memory._released:
+        memory._released.popleft()
     for slab in memory._slabs:
         slab.filled = 0
 

@@ -108,7 +108,7 @@ def test_what_has_no_room_on_the_host_stays(caplog: pytest.LogCaptureFixture) ->
         assert same(plain, steps(model, mover, offloading))
         assert counted(offloading, mover)["tensors"] == 0 == offloading.host_bytes
     assert [record.message for record in caplog.records if "host memory" in record.message] == [
-        "--activation_offloading: 0.0 GiB of host memory are full, the other activations stay on the card"
+        "--activation_offloading: 0.0 GiB of host memory are in use, the other activations stay on the card"
     ]
 
 
@@ -149,7 +149,7 @@ def test_one_that_stays_wrong_ends_the_run(way: str, stop: bool) -> None:
     settings, often = ({"on_corruption": "stop"}, "count=1") if stop else ({}, "persist=1")
     with mover_of(CPU, fault=f"kind=flip,stage={STAGE},tensor=*.{way},{often}", **settings) as mover:
         model = llama(mover)
-        with pytest.raises(CorruptionError, match="--on_corruption stop" if stop else "did not help"):
+        with pytest.raises(CorruptionError, match="--on_corruption stop" if stop else "failed too|gave wrong bytes"):
             steps(model, mover, offload(model, mover))
         assert mover.report.incidents[-1]["outcome"] == ("stopped" if stop else "failed")
 

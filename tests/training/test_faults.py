@@ -55,7 +55,7 @@ from hf_rocm_tune.training.faults import Crashes
 crashes = Crashes({"HF_ROCM_TUNE_CRASH": sys.argv[2], "RANK": sys.argv[3]})
 for step in range(1, 6):
     for at in ("step", "save"):
-        crashes.strike(at, step, directory=Path(sys.argv[1]), run_id=sys.argv[4])
+        crashes.crash_if_due(at, step, directory=Path(sys.argv[1]), run_id=sys.argv[4])
         print(at, step, flush=True)
 """
 

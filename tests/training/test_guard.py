@@ -152,7 +152,7 @@ def test_a_step_with_nan_gradients_changes_no_weight_and_no_optimizer_state(
     assert not same(first, second) and not same(second, third) and not same(fourth, end)
     assert all(tensor.isfinite().all() for tensor in end)
     assert guarded(trainer) == [(3, "not finite", "skipped")]
-    assert "step 3: loss 6" in caplog.text and "gradient norm nan: the step was not used" in caplog.text
+    assert "step 3: loss 6" in caplog.text and "gradient norm nan: the step was skipped" in caplog.text
     assert trainer.state.global_step == 4
 
 

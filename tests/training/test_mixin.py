@@ -22,7 +22,7 @@ from transformers import (
 )
 from trl import SFTTrainer
 
-from hf_rocm_tune import was_verified
+from hf_rocm_tune import VerifiedTransferMixin, was_verified
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.models.quantised import BIAS_CAST
 from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
@@ -64,6 +64,23 @@ def make(model_path: Path, tokens: Dataset, tmp_path: Path) -> Make:
         return build(kind, model or model_path, tokens, tmp_path / "out", ours=ours, **{**OPTIONS, **options})
 
     return make
+
+
+class AlignedPlain(Trainer):
+    """Takes a second model before its arguments, as TRL's DPOTrainer does."""
+
+    def __init__(self, model: Any, ref_model: Any, args: TrainingArguments, **keywords: Any) -> None:
+        super().__init__(model, args, **keywords)
+
+
+class VerifiedAligned(VerifiedTransferMixin, AlignedPlain):
+    """As a user would define it."""
+
+
+def test_positional_arguments_are_found_wherever_the_trainer_takes_them(model_path: Path, tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    trainer = VerifiedAligned(AutoModelForCausalLM.from_pretrained(model_path), None, args)
+    assert args.logging_nan_inf_filter and not trainer.args.logging_nan_inf_filter
 
 
 @contextmanager

@@ -262,7 +262,7 @@ def test_a_batch_that_must_stay_whole_ends_the_run_and_says_why(make: Make) -> N
             return super().compute_loss(model, known, **more)
 
     trainer = make(Ignoring, fault="kind=oom,count=1", extra={"data_collator": collate})
-    with pytest.raises(OutOfMemoryError, match="how to cut its labels_of_pairs"):
+    with pytest.raises(OutOfMemoryError, match="how to split its labels_of_pairs"):
         trainer.train()
 
 

@@ -103,7 +103,7 @@ def test_with_no_sound_checkpoint_it_starts_at_step_0_and_says_so(tmp_path: Path
     (out / "checkpoint-1" / "trainer_state.json").unlink()
     plan = _start(out)
     assert plan.action == "fresh" and "starting at step 0" in plan.notes[-1]
-    with pytest.raises(UsageError, match=r"none of its checkpoints is sound.*trainer_state\.json is missing"):
+    with pytest.raises(UsageError, match=r"none of its checkpoints is usable.*trainer_state\.json is missing"):
         _start(out, resume="true")
 
 
@@ -116,7 +116,7 @@ def test_a_finished_run_is_finished_until_its_result_is_damaged(tmp_path: Path) 
     assert _start(out).action == "finished"
     (out / "adapter_model.safetensors").write_bytes(b"resulT")
     plan = _start(out)
-    assert plan.action == "resume" and plan.checkpoint == out / "checkpoint-4" and "made again" in plan.notes[0]
+    assert plan.action == "resume" and plan.checkpoint == out / "checkpoint-4" and "trained again" in plan.notes[0]
     plan.commit()
     record = read_record(out)
     assert record is not None and not (out / manifest.MANIFEST_NAME).exists()
@@ -148,7 +148,7 @@ def test_artefacts_without_a_record_are_another_run(tmp_path: Path, name: str) -
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("x")
     for overwrite in (False, True):
-        with pytest.raises(UsageError, match=f"no run of ours has written .*{name.partition('/')[0]}"):
+        with pytest.raises(UsageError, match=f"no run of hf-rocm-tune has written .*{name.partition('/')[0]}"):
             _start(tmp_path, overwrite=overwrite)
     assert (tmp_path / name).read_text() == "x"
 
@@ -157,7 +157,7 @@ def test_artefacts_without_a_record_are_another_run(tmp_path: Path, name: str) -
 def test_a_record_that_is_not_ours_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     for overwrite in (False, True):
-        with pytest.raises(UsageError, match=r"run\.json cannot be read .* move that file away"):
+        with pytest.raises(UsageError, match=r"run\.json cannot be read .* move that file elsewhere"):
             _start(tmp_path, overwrite=overwrite)
     assert (tmp_path / "run.json").read_text() == content
 
@@ -182,7 +182,7 @@ def test_overwriting_deletes_runs_and_nothing_foreign(tmp_path: Path) -> None:
     mine = {"notes.txt", "checkpoint-final", "my.safetensors", "checkpoint-12b", "checkpoint-7"}
     assert left == mine | {"README.md", "run.json", "checkpoint-2/thesis.tex"} and (elsewhere / "data").is_dir()
     (out / "tokenizer.json").write_text("mine")
-    with pytest.raises(UsageError, match=r"no run of ours has written .*\(tokenizer\.json\)"):
+    with pytest.raises(UsageError, match=r"no run of hf-rocm-tune has written .*\(tokenizer\.json\)"):
         _start(out, overwrite=True)
 
 
@@ -206,7 +206,7 @@ def test_what_a_run_reads_is_not_where_it_writes(tmp_path: Path, overwrite: bool
         {"datasets": [{"path": "json", "data_files": f"{data}/**/*.json*"}]},
         {"datasets": [{"path": str(tmp_path)}]},
     ):
-        with pytest.raises(UsageError, match="would be read as data when it goes on"):
+        with pytest.raises(UsageError, match="would be read as data when it resumes"):
             _start(data / "train" / "out", {**SETTINGS, **reads}, overwrite=overwrite)
     assert not (data / "train" / "out").exists()
 
@@ -214,7 +214,7 @@ def test_what_a_run_reads_is_not_where_it_writes(tmp_path: Path, overwrite: bool
 def test_overwriting_never_deletes_the_checkpoint_that_is_named(tmp_path: Path) -> None:
     out = tmp_path / "out"
     _begin(out, 1)
-    with pytest.raises(UsageError, match="would delete what --resume_from_checkpoint"):
+    with pytest.raises(UsageError, match="would delete --resume_from_checkpoint"):
         _start(out, resume=str(out / "checkpoint-1"), overwrite=True)
     with pytest.raises(UsageError, match="give one of them"):
         _start(out, resume=True, overwrite=True)
@@ -250,7 +250,7 @@ def test_named_checkpoints(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_a_manifest_counts_only_when_named(tmp_path: Path) -> None:
     plain = _checkpoint(tmp_path / "trl" / "checkpoint-8", "", 8, attested=False)
-    with pytest.raises(UsageError, match=r"no run of ours has written .*\(checkpoint-8\)"):
+    with pytest.raises(UsageError, match=r"no run of hf-rocm-tune has written .*\(checkpoint-8\)"):
         _start(tmp_path / "trl")
     for out in (tmp_path / "new", tmp_path / "trl"):
         plan = _start(out, resume=str(plain))

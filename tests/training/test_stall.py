@@ -17,8 +17,8 @@ from hf_rocm_tune.ranks.stall_report import PeerLostError
 from hf_rocm_tune.settings.arguments import RanksArguments
 from hf_rocm_tune.supervisor import Settings, Watch
 from hf_rocm_tune.training import supervised
-from hf_rocm_tune.training.stall import Limits, Pace, watched
-from hf_rocm_tune.training.supervised import Heartbeat, Patience, Phase, hold_on, read_pulse
+from hf_rocm_tune.training.stall import Limits, Progress, watched
+from hf_rocm_tune.training.supervised import Heartbeat, Patience, Phase, read_pulse, touch_pulse
 
 AUTO = Limits.of("auto", None)
 assert AUTO is not None
@@ -37,29 +37,29 @@ class Run:
 
     def __init__(self, limits: Limits = AUTO) -> None:
         self.clock, self.marks = Clock(), list[str]()
-        self.pace = Pace(limits, self.marks.append, self.clock)
+        self.progress = Progress(limits, self.marks.append, self.clock)
         self.done = 0
 
-    def hear(self, phase: Phase, *, after: float = 0.0, fresh: bool = False) -> None:
+    def beat(self, phase: Phase, *, after: float = 0.0, fresh: bool = False) -> None:
         self.clock.now += after
-        self.pace.hear(step=self.done, phase=phase, fresh=fresh)
+        self.progress.beat(step=self.done, phase=phase, fresh=fresh)
 
     def steps(self, count: int, seconds: float) -> None:
         for _ in range(count):
-            self.hear("step")
+            self.beat("step")
             self.clock.now += seconds
             self.done += 1
-            self.hear("between")
+            self.beat("between")
 
     @property
     def limit(self) -> float | None:
-        return self.pace.look().limit_s
+        return self.progress.look().limit_s
 
 
 def test_before_the_training_and_in_the_first_steps_it_is_patient() -> None:
     run = Run()
     assert run.limit == 7200
-    run.hear("between", fresh=True)
+    run.beat("between", fresh=True)
     assert run.limit == 1200
     run.steps(1, 500.0)  # kernels are compiled
     assert run.limit == 1200
@@ -69,9 +69,9 @@ def test_before_the_training_and_in_the_first_steps_it_is_patient() -> None:
 
 def test_a_step_is_held_to_the_median_of_the_last_ones() -> None:
     run = Run()
-    run.hear("between", fresh=True)
+    run.beat("between", fresh=True)
     run.steps(9, 50.0)
-    run.hear("step")
+    run.beat("step")
     assert run.limit == 500
     run.steps(100, 1.0)
     assert run.limit == 300
@@ -83,27 +83,27 @@ def test_a_step_is_held_to_the_median_of_the_last_ones() -> None:
 def test_what_is_not_measured_gets_longer(phase: Phase) -> None:
     run = Run()
     run.steps(9, 1.0)
-    run.hear(phase)
+    run.beat(phase)
     assert run.limit == 1200
-    run.hear("between")
+    run.beat("between")
     assert run.limit == 300
 
 
 def test_a_new_pass_over_the_data_gets_longer_until_its_first_step_is_done() -> None:
     run = Run()
     run.steps(9, 1.0)
-    run.hear("between", fresh=True)
+    run.beat("between", fresh=True)
     assert run.limit == 1200
-    run.hear("step")
-    run.hear("step", after=1.0)  # one of several micro-steps
+    run.beat("step")
+    run.beat("step", after=1.0)  # one of several micro-steps
     assert run.limit == 1200
-    run.hear("between", after=1.0)
+    run.beat("between", after=1.0)
     assert run.limit == 300
 
 
 def test_an_upload_has_no_limit() -> None:
     run = Run()
-    run.hear("publish")
+    run.beat("publish")
     assert run.limit is None
 
 
@@ -111,10 +111,10 @@ def test_every_phase_has_a_place_and_every_beat_is_marked() -> None:
     run = Run()
     for number, phase in enumerate(get_args(Phase)):
         run.done = number
-        run.hear(phase)
-        assert run.pace.look().where == run.marks[-1]
+        run.beat(phase)
+        assert run.progress.look().where == run.marks[-1]
     assert "in step 2" in run.marks and "between steps 2 and 3" in run.marks
-    assert len(set(run.marks)) == len(get_args(Phase)) == run.pace.look().beats
+    assert len(set(run.marks)) == len(get_args(Phase)) == run.progress.look().beats
 
 
 def test_seconds_of_the_user_are_the_limit_of_a_step() -> None:
@@ -123,7 +123,7 @@ def test_seconds_of_the_user_are_the_limit_of_a_step() -> None:
     run = Run(limits)
     run.steps(9, 50.0)
     assert run.limit == 20
-    run.hear("save")
+    run.beat("save")
     assert run.limit == 80
     assert limits.tick_s == 1.0
     short = Limits.of("0.5", None)
@@ -137,7 +137,7 @@ def test_the_supervisor_comes_after_the_watchdog() -> None:
         assert limits is not None
         run = Run(limits)
         assert run.limit is not None and run.limit < 100
-        run.hear("between", fresh=True)
+        run.beat("between", fresh=True)
         assert run.limit < 50
         run.steps(9, 40.0)
         assert run.limit < 50
@@ -161,7 +161,7 @@ def test_the_supervisor_says_how_long_it_waits_and_holds_on_when_asked(
     monkeypatch.setenv(supervised.VARIABLE, str(tmp_path))
     assert supervised.patience() == Patience(start_seconds=100, stall_seconds=10)
     now.now = 99.0
-    hold_on()
+    touch_pulse()
     watch.look()
     now.now = 150.0
     assert watch.silence() is None, "it waits as long again"
@@ -169,7 +169,7 @@ def test_the_supervisor_says_how_long_it_waits_and_holds_on_when_asked(
     watch.look()
     now.now = 161.0
     assert watch.silence() == 11.0
-    hold_on()
+    touch_pulse()
     watch.look()
     assert watch.silence() is None
     assert read_pulse(tmp_path / supervised.PULSE_FILE)[0] == supervised.Pulse(step=3, phase="step")
@@ -225,7 +225,7 @@ from hf_rocm_tune import exits
 from hf_rocm_tune.training.stall import watched
 def main():
     with watched("0.2", place=None, tell=exits.speak, environ={}) as guard:
-        guard._pace.hear(step=0, phase="save")  # before a trainer is there: the report goes to the temporary directory
+        guard._progress.beat(step=0, phase="save")  # no trainer yet: the report goes to the temporary directory
         time.sleep(600)
 exits.run_guarded(main, environ={})
 """

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Digest, combine, digest, digest_on_device
-from hf_rocm_tune.transfer.digest import BYTES_A_THREAD, HostSums, Together, plain_sums
+from hf_rocm_tune.transfer.digest import BYTES_A_THREAD, HostSums, TensorGroup, plain_sums
 from tests.transfer.digest_reference import BLOCK, reference, weight
 
 DTYPES = [
@@ -72,7 +72,7 @@ def test_across_blocks_equals_the_reference(size: int, word_offset: int) -> None
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=9))
 def test_together_is_one_tensor_padded_to_words(pieces: list[bytes]) -> None:
     """By C, by plain torch, and as a device packs it."""
-    together = Together([tensor_of(piece) for piece in pieces])
+    together = TensorGroup([tensor_of(piece) for piece in pieces])
     padded = b"".join(piece + bytes(-len(piece) % 4) for piece in pieces)
     expected = reference(padded, 0)
     packed = torch.cat(list(together.padded()))
@@ -88,14 +88,14 @@ def test_a_device_packs_small_tensors_a_lot_at_a_time(
     lot_bytes: int, packings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each packing is a launch or two, whatever the number of tensors."""
-    monkeypatch.setattr(digest_host, "LOT_BYTES", lot_bytes)
-    items = [Together([tensor_of(bytes([k + 1]) * size) for size in (90, 1001, 3)]) for k in range(5)]
+    monkeypatch.setattr(digest_host, "GROUP_BYTES", lot_bytes)
+    items = [TensorGroup([tensor_of(bytes([k + 1]) * size) for size in (90, 1001, 3)]) for k in range(5)]
     alone = torch.ones(70, dtype=torch.uint8)
     packed: list[int] = []
     cat = torch.cat
     monkeypatch.setattr(torch, "cat", lambda tensors: packed.append(len(tensors)) or cat(tensors))
     sums = torch.zeros(7, 2, dtype=torch.int64)
-    digest_host._add_on_device([*items[:2], alone, *items[2:], Together([alone])], sums)
+    digest_host._add_on_device([*items[:2], alone, *items[2:], TensorGroup([alone])], sums)
     assert len(packed) == packings
     expected = [*(each.on_host() for each in items), digest(alone), digest(alone)]
     expected.insert(2, expected.pop(5))
@@ -337,7 +337,8 @@ def test_falls_back_to_torch_and_says_why(
     method = digest_host.host_method()
     assert method.name == "torch" and method.reason == said and "\n" not in said
     assert re.search(reason, said)
-    assert digest_host.host_sums(torch.arange(9, dtype=torch.uint8), 3) == plain_sums(torch.arange(9).byte(), 3)
+    nine = torch.arange(9, dtype=torch.uint8)
+    assert digest_host.digest(nine, word_offset=3) == digest_host.Digest(*plain_sums(nine, 3), 9)
 
 
 def _write_rubbish(library: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_fault_is_found_and_read_again(kind: str) -> None:
 
 def test_one_that_stays_is_not_handed_out() -> None:
     with mover_with(f"kind=flip,stage={STAGE},persist=1") as mover:
-        with pytest.raises(CorruptionError, match="'hidden' came from cpu to the host wrong"):
+        with pytest.raises(CorruptionError, match="'hidden' from cpu arrived wrong on the host"):
             fetch(mover, torch.randn(50))
         assert mover.report.incidents[-1]["outcome"] == "failed"
         assert mover.report.to_dict()[STAGE]["recovered"] == 0
@@ -155,7 +155,7 @@ def test_what_cannot_be_read_right_gives_its_slot_back() -> None:
     with mover_with("kind=zero,tensor=bad,persist=1", slot_bytes=4096, slots=2) as mover:
         for _ in range(3):  # more often than there are slots
             with (
-                pytest.raises(CorruptionError, match="3 ways of reading it did not help"),
+                pytest.raises(CorruptionError, match="3 ways of reading it gave wrong bytes"),
                 mover.fetched(tensor, name="bad", stage="buckets"),
             ):
                 pass

@@ -82,8 +82,8 @@ def test_a_mover_of_the_process_before_the_fork_says_so_at_once(held: bool) -> N
         mover.settle(begun)
     assert closed == "None"
     for text in said.values():
-        assert text.startswith(f"{UsageError.__name__}: this mover was made by process {os.getpid()}, and process ")
-        assert text.endswith("Make a mover of its own in each process, after the fork")
+        assert text.startswith(f"{UsageError.__name__}: this mover was created by process {os.getpid()}, and process ")
+        assert text.endswith("Create one mover in each process, after the fork")
 
 
 class Frozen(Dataset[dict[str, torch.Tensor]]):
