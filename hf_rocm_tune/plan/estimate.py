@@ -148,6 +148,7 @@ class Peak:
     role: str  # the segment in which it is reached
     layer: int  # of the real model, from 0; -1: none
     kept: float  # activations kept for backward at the start of that segment
+    most_kept: float  # the most kept at the start of any segment: what a concurrent micro-batch holds, masks included
     gradients: float  # gradients of parameters at the start of that segment
     by_role: dict[str, float]  # the highest level in each kind of segment
     all_gradients: float  # bytes of the gradients at the end of the step
@@ -225,6 +226,7 @@ class Step:
             role=found[0],
             layer=layer,
             kept=float(kept[at]),
+            most_kept=float(kept.max()),
             gradients=float(gradients[at]),
             by_role=by_role,
             all_gradients=all_gradients,
@@ -502,7 +504,7 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     if case.cards > 1:
         parts["gradient buckets"] = float(sum(tensor.nbytes for tensor in weights.trained))
     held = sum(parts.values())
-    others = (case.flights - 1) * peak.kept  # an upper bound: as much as the one at its peak
+    others = (case.flights - 1) * peak.most_kept  # an upper bound: each at its highest
     moments = {f"{role} pass" if role in _OF_LAYERS else role: held + others + at for role, at in peak.by_role.items()}
     moments["optimizer step"] = held + peak.all_gradients + variant.optimizer.taken(weights.trained)
     moments["loading"] = weights.parts["weights"] + weights.parts["quantisation constants"] + weights.largest

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from trl import SFTConfig
 from hf_rocm_tune import VerifiedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.split import Split, SplitMover, tell_of_devices
+from hf_rocm_tune.plan import recorder
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
 from hf_rocm_tune.plan.fit import split_plan
 from hf_rocm_tune.plan.request import PlanRequest
@@ -211,10 +213,10 @@ def test_on_two_cards_whose_kernels_and_copies_are_late(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flights", [1, 4])
 def test_the_memory_of_each_card_is_what_was_planned(tmp_path: Path, flights: int) -> None:
-    """Of torch's allocator at the peak: 70 to 112 % of the plan. Why the card with the loss takes more is not known."""
+    """Of torch's allocator at the peak."""
     found = on_two_cards(tmp_path, f"memory{flights}")
     for measured, planned in zip(found["measured"], found["planned"], strict=True):
-        assert 0.7 * planned <= measured <= 1.12 * planned, found
+        assert 0.94 * planned <= measured <= 1.03 * planned, found
 
 
 def main(place: Path, what: str) -> dict[str, Any]:
@@ -235,7 +237,10 @@ def main(place: Path, what: str) -> dict[str, Any]:
         attention="eager",
     )  # fmt: skip
     cards = [CardMemory(name="a card", usable=GIB, desktop=0, context=0)] * 2
-    plan = split_plan(request, cards=cards, counts=(2, 2), config=runs.config, flights=flights)
+    # Without Triton, which the simulated card has not, TRL's loss keeps copies of the logits, as it does on a CPU.
+    stock = recorder._loss_of
+    with mock.patch.object(recorder, "_loss_of", lambda *given, cpu: stock(*given, cpu=True)):
+        plan = split_plan(request, cards=cards, counts=(2, 2), config=runs.config, flights=flights)
     measured = [torch.cuda.max_memory_allocated(card) for card in range(2)]
     return {"measured": measured, "planned": [each.allocated for each in plan.estimates]}
 
