@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import tiny
+from tests import simcard, tiny
 from tests.e2e.command import CommandServer
 from tests.e2e.conftest import flags, losses_of, report_of
 from tests.e2e.test_fsdp import launched, ranks
@@ -181,16 +181,35 @@ def test_with_evaluation_like_one_process(
 
 
 @pytest.mark.long
-def test_two_cards_through_the_host(
-    shared: list[str], server: CommandServer, card_server: CommandServer, tmp_path: Path
-) -> None:
-    """On simulated cards, whose tensors gloo cannot send: the losses of two processes on the CPU."""
-    argv = [*shared, *TOGETHER, *flags(max_steps=6, grad_sync="host", preflight="off", dtype="float32", bf16=False)]
-    for name, by in (("cpu", server), ("card", card_server)):
-        env = {"SIMCARD_DEVICES": "2"} if by is card_server else {}
-        for each in ranks(by, tmp_path, *argv, *flags(output_dir=tmp_path / name, save_steps=6), env=env):
-            assert each.code == 0, each.stderr[-3000:]
-    report = report_of(tmp_path / "card")
+@pytest.mark.parametrize("way", ["ddp", "host"])
+def test_the_launcher_on_two_cards(way: str, shared: list[str], server: CommandServer, tmp_path: Path) -> None:
+    """On simulated cards, by the stand-in for RCCL and through the host: the losses of one process; killed and resumed;
+    a wrong summand."""
+    try:
+        card = {**simcard.environment(), "SIMCARD_DEVICES": "2"}
+    except simcard.NoCompiler as missing:
+        pytest.skip(str(missing))
+    argv = [*shared, *flags(max_steps=6, save_steps=3, dtype="float32", bf16=False)]
+    done = server.run(*argv, *flags(output_dir=tmp_path / "one"))
+    assert done.code == 0, done.stderr[-3000:]
+
+    def launch(name: str, **env: str) -> tuple[int, str]:
+        more = flags(grad_sync=way, preflight="off", output_dir=tmp_path / name)
+        ended = launched("dual_rx7900xt", *argv, *TOGETHER, *more, env={**card, **env})
+        return ended.returncode, ended.stderr[-3000:]
+
+    assert launch("two")[0] == 0
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
+    report = report_of(tmp_path / "two")
     assert report["coverage"]["unverified"] == [] and report["gathered"]["mismatches"] == 0
-    assert report["activations"]["verified_bytes"] == report["activations"]["bytes"] > 0
-    assert losses_of(tmp_path / "card") == pytest.approx(losses_of(tmp_path / "cpu"), rel=1e-6)
+    assert report["grad_sync"]["process_group"] == ("gloo" if way == "host" else "nccl")
+    crossed = report["activations"]
+    assert crossed["verified_bytes"] == crossed["bytes"] and (crossed["bytes"] > 0) == (way == "host")
+    assert launch("again", HF_ROCM_TUNE_CRASH="step=5,kind=kill,rank=1")[0] == 137
+    assert not (tmp_path / "again" / "adapter_model.safetensors").exists()
+    assert launch("again")[0] == 0
+    whole, continued = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("two", "again"))
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)
+    assert losses_of(tmp_path / "again") == losses_of(tmp_path / "two")
+    code, said = launch("wrong", HF_ROCM_TUNE_FAULT="kind=flip,stage=gathered,first=9,count=1")
+    assert code == 3 and "summands of model.layers" in said

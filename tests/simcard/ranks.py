@@ -119,6 +119,7 @@ class Rccl(_Group):
 
     takes_host_tensors = False
     _device_types = (torch.device("cuda"),)
+    _name = ""
 
     class Options:
         """What torch sets."""
@@ -131,3 +132,11 @@ class Rccl(_Group):
     def getBackendName(self) -> str:
         """DistributedDataParallel asks."""
         return "nccl"
+
+    def setGroupName(self, name: str) -> None:
+        """torch's own keeps it in its backends, and this has none."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """DeviceMesh asks."""
+        return self._name
