@@ -27,6 +27,8 @@ from tests.e2e.test_killed import Job, wait_for
 from tests.two_ranks import environments
 
 STEPS = 6
+TOGETHER = {"tensor_parallel": True}
+WAYS = pytest.mark.parametrize("way", [{}, TOGETHER], ids=["ddp", "tensor-parallel"])
 LAUNCHED = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual"]
 
 
@@ -83,36 +85,44 @@ def nothing_is_left(output: Path, tmp_path: Path) -> bool:
     return True
 
 
-def test_a_stopped_rank_ends_the_job_and_the_same_command_goes_on(job: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "waits"),
+    [({}, "all_reduce of gradients"), (TOGETHER, "all_gather (called by _exchanged() in ")],
+    ids=["ddp", "tensor-parallel"],
+)
+def test_a_stopped_rank_ends_the_job_and_the_same_command_goes_on(
+    job: Job, tmp_path: Path, way: dict[str, Any], waits: str
+) -> None:
     output = tmp_path / "out"
-    crash = "kind=stop,step=4,rank=1"
-    result = run([*LAUNCHED, *job.argv(output, stall_timeout=3)], tmp_path, HF_ROCM_TUNE_CRASH=crash)
+    crash, settings = "kind=stop,step=4,rank=1", {"stall_timeout": 3, **way}
+    result = run([*LAUNCHED, *job.argv(output, **settings)], tmp_path, HF_ROCM_TUNE_CRASH=crash)
     assert result.code == 4
     (line,) = result.error_lines
     assert "in step 4: rank 1 (pid " in line and "is stopped (state T)" in line
-    assert "waits for it in all_reduce of gradients" in line
+    assert f"waits for it in {waits}" in line
     assert "Traceback" not in result.stderr
     assert nothing_is_left(output, tmp_path)
     told = stall_report(output)
     assert told["cause"] in line and str(output / "stall_report.txt") in line
     page = (output / "stall_report.txt").read_text()
-    assert "in all_reduce" in page and "main thread: state T" in page and "it did not answer" in page
+    assert f"in {waits}" in page and "main thread: state T" in page and "it did not answer" in page
     first, second = told["ranks"]
     assert first["statement"]["stacks"][0]["frames"] and first["statement"]["collectives"]["pending"]
     assert second["process"]["state"] == "T" and not psutil.pid_exists(second["pid"])
     (incident,) = report_of(output)["incidents"]
     assert (incident["kind"], incident["step"], incident["cause"]) == ("stall", 4, told["cause"])
     assert manifest.verify(output / "checkpoint-2") == []
-    results = run_ranks(job, output, tmp_path, crash, stall_timeout=3)  # it has struck
+    results = run_ranks(job, output, tmp_path, crash, **settings)  # it has struck
     assert [result.code for result in results] == [0, 0], [result.stderr[-2000:] for result in results]
     assert len(log_rows(results[0].stdout)) == STEPS - 2
     assert nothing_is_left(output, tmp_path)
 
 
 @pytest.mark.long
-def test_an_endless_loop_is_named_with_its_line(job: Job, tmp_path: Path) -> None:
+@WAYS
+def test_an_endless_loop_is_named_with_its_line(job: Job, tmp_path: Path, way: dict[str, Any]) -> None:
     output = tmp_path / "out"
-    results = run_ranks(job, output, tmp_path, "kind=spin,step=5,rank=1", stall_timeout=2)
+    results = run_ranks(job, output, tmp_path, "kind=spin,step=5,rank=1", stall_timeout=2, **way)
     assert [result.code for result in results] == [4, 4], [result.stderr[-2000:] for result in results]
     assert "Traceback" not in results[0].stderr + results[1].stderr
     told = stall_report(output)
@@ -123,9 +133,28 @@ def test_an_endless_loop_is_named_with_its_line(job: Job, tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.endswith("-ranks")) == []
 
 
-def test_the_death_of_a_rank_is_one_line_of_the_other(job: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "by", ["server", pytest.param("card_server", marks=pytest.mark.long)], ids=["processes", "simulated-cards"]
+)
+def test_a_rank_that_stops_while_summands_of_a_backward_pass_are_added_up(
+    by: str, job: Job, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """On cards the backward pass runs in a thread of autograd's, and the main thread waits for that."""
+    server: CommandServer = request.getfixturevalue(by)
     output = tmp_path / "out"
-    first, second = run_ranks(job, output, tmp_path, "kind=kill,step=3,rank=1")
+    settings = {**TOGETHER, "stall_timeout": 3, "grad_sync": "host", "preflight": "off"}
+    common = {"SIMCARD_DEVICES": "2"}
+    each = environments(tmp_path / "exit.json", [{}, {"STOPS_IN_SUM": "40"}], **common)
+    ended = [running.wait() for running in [server.start(*job.argv(output, **settings), env=env) for env in each]]
+    assert [result.code for result in ended] == [4, -signal.SIGKILL], [each.stderr[-2000:] for each in ended]
+    (line,) = ended[0].error_lines
+    assert "is stopped (state T)" in line and "waits for it in all_gather" in line
+
+
+@WAYS
+def test_the_death_of_a_rank_is_one_line_of_the_other(job: Job, tmp_path: Path, way: dict[str, Any]) -> None:
+    output = tmp_path / "out"
+    first, second = run_ranks(job, output, tmp_path, "kind=kill,step=3,rank=1", **way)
     assert (first.code, second.code) == (4, -signal.SIGKILL)
     assert "Traceback" not in first.stderr
     told = json.loads((tmp_path / "exit.json").read_text())
@@ -156,9 +185,10 @@ def test_slow_evaluations_and_saves_are_no_stall(job: Job, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_a_killed_rank_is_named_by_the_launcher_alone(job: Job, tmp_path: Path) -> None:
+@WAYS
+def test_a_killed_rank_is_named_by_the_launcher_alone(job: Job, tmp_path: Path, way: dict[str, Any]) -> None:
     output = tmp_path / "out"
-    result = run([*LAUNCHED, *job.argv(output)], tmp_path, HF_ROCM_TUNE_CRASH="kind=kill,step=3,rank=1")
+    result = run([*LAUNCHED, *job.argv(output, **way)], tmp_path, HF_ROCM_TUNE_CRASH="kind=kill,step=3,rank=1")
     assert result.code == 137
     (line,) = result.error_lines
     assert "the training process of rank 1 was ended by SIGKILL" in line

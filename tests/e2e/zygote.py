@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -49,6 +51,20 @@ def _rename(method: str) -> None:
     delattr(Trainer, method)
 
 
+def _stop_in_sum(number: int) -> None:
+    """This rank is stopped in a backward pass, at the n-th gradient that tensor parallelism adds up."""
+    from hf_rocm_tune.ranks.tensor_parallel import Reductions
+
+    stock, left = Reductions.total, itertools.count(1 - number)
+
+    def total(self: Any, summand: Any, name: str) -> Any:
+        if "gradient" in name and next(left) == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return stock(self, summand, name)
+
+    Reductions.total = total
+
+
 def _child(request: dict[str, Any]) -> None:
     for stream, name in ((1, "stdout"), (2, "stderr")):
         handle = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -75,6 +91,8 @@ def _child(request: dict[str, Any]) -> None:
             pretend(os.environ["PRETENDED_MACHINE"])
         if "RENAMED" in os.environ:
             _rename(os.environ["RENAMED"])
+        if "STOPS_IN_SUM" in os.environ:
+            _stop_in_sum(int(os.environ["STOPS_IN_SUM"]))
         if "MEMORY_ATTACK" in os.environ:
             from tests.e2e.memory_attacks import arm
 
