@@ -144,7 +144,7 @@ def test_a_rank_that_stops_while_summands_of_a_backward_pass_are_added_up(
     output = tmp_path / "out"
     settings = {**TOGETHER, "stall_timeout": 3, "grad_sync": "host", "preflight": "off"}
     common = {"SIMCARD_DEVICES": "2"}
-    each = environments(tmp_path / "exit.json", [{}, {"STOPS_IN_SUM": "40"}], **common)
+    each = environments(tmp_path / "exit.json", [{}, {"STOPS_IN_SUM": "75"}], **common)
     ended = [running.wait() for running in [server.start(*job.argv(output, **settings), env=env) for env in each]]
     assert [result.code for result in ended] == [4, -signal.SIGKILL], [each.stderr[-2000:] for each in ended]
     (line,) = ended[0].error_lines
