@@ -99,7 +99,7 @@ def _make(folder: Path, recipe: BaseRecipe, say: Callable[[str], None]) -> None:
     model = _new_model(tokenizer, recipe)
     say(
         f"base model: Llama, {model.num_parameters() / 1e6:.1f} million parameters with random weights, "
-        f"{len(tokenizer)} tokens; now {recipe.steps} steps of pretraining on the plain answers"
+        f"{len(tokenizer)} tokens; now {recipe.steps} steps on the plain answers, to give it words before it is tuned"
     )
     started = time.perf_counter()
     loss = _pretrain(model, _blocks(tokenizer, [pair.answer for pair in training]), recipe)

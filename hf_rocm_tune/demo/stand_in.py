@@ -45,8 +45,8 @@ def choose(model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UsageError(f"the small model could not be created: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-    *told, found = done.stdout.splitlines()
-    print(*told, sep="\n")
+    *lines, found = done.stdout.splitlines()
+    print(*lines, sep="\n")
     where = json.loads(found)
     return NotebookModel(where["model"], where["data"], True) if where else NotebookModel(model, data, False)
 
@@ -76,7 +76,7 @@ def main() -> int:
         print(f"model: {model}")
         print(json.dumps(None))
         return 0
-    print(f"{reason}: a small model and its data, created on this machine, are used instead")
+    print(f"{reason}: a small model and its data stand in, made on this machine")
     try:
         made = assets.prepare(Path(folder) / "assets", recipe=RECIPE, say=print)
     except UsageError as error:

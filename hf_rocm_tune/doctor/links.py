@@ -229,7 +229,7 @@ def bandwidth(request: Mapping[str, Any]) -> list[Finding]:
     import torch
 
     from hf_rocm_tune.transfer import gb_per_s
-    from hf_rocm_tune.transfer.damage import RawCopies, wait_for
+    from hf_rocm_tune.transfer.damage import Copies, wait_for
 
     device = device_of(request)
     slow = (request.get("fault") or {}).get("kind") == "slow"
@@ -243,7 +243,7 @@ def bandwidth(request: Mapping[str, Any]) -> list[Finding]:
             step(f"copying {request['mib']} MiB {way} {device}")
             began = time.perf_counter()
             for _ in range(_QUEUED):
-                RawCopies().copy(target, source, what="", non_blocking=True)
+                Copies().copy(target, source, what="", non_blocking=True)
             if request.get("address") is not None:  # during the copies: an idle link may be slower
                 path = read_upward(LiveTree(Path(request.get("root", "/"))), request["address"]).links
                 known = [(link.width.value, link.speed.value, link.device) for link in path]

@@ -556,9 +556,9 @@ def _await_choice(place: Path, first: Mapping[str, Any], limit_s: float) -> dict
     try:
         while True:
             alive = is_alive(first["pid"], first["born"])  # checked before its file is read
-            told = read_note(place / "choice")
-            if told is not None and told["pid"] == first["pid"]:
-                return dict(told["choice"])
+            note = read_note(place / "choice")
+            if note is not None and note["pid"] == first["pid"]:
+                return dict(note["choice"])
             if not alive:
                 raise StallError(
                     f"{who} ended while it tried the cards for the preflight, without a message: it was killed, or the "

@@ -112,14 +112,14 @@ def failed(stage: StagedSave) -> bool:
     if error is not None:
         kind = _FULL if is_disk_full(error, stage.root, stage.need_bytes) else type(error).__name__
         own = [(kind, str(error))]
-    told = gather_object(own)
-    others = [(kind, text) for kind, text in told if kind != _FULL]
+    failures = gather_object(own)
+    others = [(kind, text) for kind, text in failures if kind != _FULL]
     if error is not None and own[0][0] != _FULL:
         raise error
     if others:
         kind, text = others[0]
         raise CorruptionError(text) if kind == CorruptionError.__name__ else TuneError(f"another rank: {kind}: {text}")
-    return bool(told)
+    return bool(failures)
 
 
 def drop_stage(stage: StagedSave, *, rank: int) -> None:

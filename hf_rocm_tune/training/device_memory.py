@@ -224,7 +224,7 @@ def _refusal(error: RuntimeError, device: torch.device) -> TuneError:
     if said is not None and free < _GIB:
         return OutOfMemoryError(f"{room} on the card before a weight is loaded ({said}): end other users of the card")
     why = said or str(error).strip().partition("\n")[0]
-    # hipBLAS reports a shortage that is none with some installations, TheRock#1708.
+    # With some installations hipBLAS reports a shortage although memory is free, TheRock#1708.
     beside = f" although {room}" if said is not None else ""
     return StallError(f"the card cannot do what training needs{beside} ({why}): see `hf-rocm-tune doctor`")
 

@@ -316,8 +316,8 @@ def written_by(directory: Path, run_id: str, names: Iterable[str]) -> list[Path]
             continue
         if path.name == EVIDENCE_DIRECTORY:
             found += [each for each in sorted(path.iterdir()) if _EVIDENCE_FILE.match(each.name)]
-        elif _LISTED_DIRECTORY.match(path.name) and (listed := listed_by(path, run_id)) is not None:
-            found += [path / name for name in (manifest.MANIFEST_NAME, *listed)]
+        elif _LISTED_DIRECTORY.match(path.name) and (inside := listed_by(path, run_id)) is not None:
+            found += [path / name for name in (manifest.MANIFEST_NAME, *inside)]
     return [path for path in found if _is_plain(path)]
 
 
@@ -353,8 +353,8 @@ def unlisted(directory: Path, run_id: str) -> list[str]:
     """Names below a directory that are not in its manifest of this run; all of them without such a manifest."""
     if not directory.is_dir():
         return [directory.name]
-    listed = listed_by(directory, run_id)
-    ours = set() if listed is None else {*listed, manifest.MANIFEST_NAME}
+    inside = listed_by(directory, run_id)
+    ours = set() if inside is None else {*inside, manifest.MANIFEST_NAME}
     found = []
     for folder, folders, files in os.walk(directory):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]

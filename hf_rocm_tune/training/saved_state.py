@@ -97,9 +97,7 @@ def compare_model(
 
 
 def compare_recorded(
-    recorded: Mapping[str, str],
-    model: nn.Module,
-    trained: Mapping[str, Tensor] | None = None,
+    recorded: Mapping[str, str], model: nn.Module, trained: Mapping[str, Tensor] | None = None
 ) -> list[str] | None:
     """Labels of live tensors that differ from the digests recorded in a manifest; None if it records none of them."""
     stored: dict[str, set[str]] = {}

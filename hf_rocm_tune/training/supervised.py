@@ -98,13 +98,13 @@ def touch_pulse(environ: Mapping[str, str] = os.environ) -> None:
 def tell_begun(*, run_id: str, output_dir: Path, resumed_from: str | None, leads: bool = True) -> None:
     """Tell the supervisor, if there is one, which run this is."""
     if directory := _directory(os.environ):
-        told = Begun(
+        begun = Begun(
             run_id=run_id,
             output_dir=str(output_dir.absolute()),
             resumed_from=resumed_from,
             leads=leads,
         )
-        write_text_atomic(directory / BEGUN_FILE, json.dumps(asdict(told)))
+        write_text_atomic(directory / BEGUN_FILE, json.dumps(asdict(begun)))
 
 
 def is_restart_of(run_id: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -252,12 +252,12 @@ def survival(
     directory: Path, run_id: str, *, skipped_steps: list[int], supervised: bool, crash_injection: str | None
 ) -> dict[str, Any]:
     """The report's section ``survival``: starts and ends of this run as recorded by the supervisor."""
-    told = journal_of(directory, run_id)
-    ends = [entry for entry in told if entry.get("event") == "end"]
+    entries = journal_of(directory, run_id)
+    ends = [entry for entry in entries if entry.get("event") == "end"]
     keys = ("time", "how", "code", "phase", "step", "message", "evidence", "decision")
     return {
         "supervised": supervised,
-        "starts": sum(entry.get("event") == "start" for entry in told),
+        "starts": sum(entry.get("event") == "start" for entry in entries),
         "ends": [{key: entry[key] for key in keys if key in entry} for entry in ends],
         "skipped_steps": skipped_steps,
         "crash_injection": crash_injection,

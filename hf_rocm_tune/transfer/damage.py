@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -201,29 +201,15 @@ the previous copy; nothing is copied; or it has different wrong bytes each time.
 _RANGE_BYTES = 4096
 
 
-class Copies(Protocol):
-    """Copies tensors."""
-
-    def copy(self, destination: Tensor, source: Tensor, *, what: str, non_blocking: bool = False) -> None:
-        """Copy as ``destination.copy_(source, non_blocking=...)`` does.
-
-        Args:
-            destination: written to.
-            source: of the same shape; any device, dtype and strides.
-            what: description of the test case.
-            non_blocking: as in torch.
-        """
-
-
-class RawCopies:
+class Copies:
     """torch's copies."""
 
     def copy(self, destination: Tensor, source: Tensor, *, what: str, non_blocking: bool = False) -> None:
-        """See `Copies`."""
+        """Call ``destination.copy_(source, non_blocking=non_blocking)``; ``what`` describes the test case."""
         destination.copy_(source, non_blocking=non_blocking)
 
 
-class FaultyCopies:
+class FaultyCopies(Copies):
     """torch's copies with injected faults.
 
     Args:
@@ -238,7 +224,7 @@ class FaultyCopies:
         self._count = 0
 
     def copy(self, destination: Tensor, source: Tensor, *, what: str, non_blocking: bool = False) -> None:
-        """See `Copies`."""
+        """Copy, then corrupt the destination if this copy is selected."""
         hit = self._where in what and destination.numel() > 0
         if not (hit and self._kind == "drop"):
             destination.copy_(source, non_blocking=non_blocking)
@@ -273,7 +259,7 @@ def copies_for(request: Mapping[str, Any]) -> Copies:
     """The copies for a check's request: faulty ones if its ``fault`` has one of `FAULTS`."""
     fault = request.get("fault") or {}
     kind = fault.get("kind")
-    return FaultyCopies(kind, fault.get("where", "")) if kind in FAULTS else RawCopies()
+    return FaultyCopies(kind, fault.get("where", "")) if kind in FAULTS else Copies()
 
 
 def wait_for(*tensors: Tensor) -> None:

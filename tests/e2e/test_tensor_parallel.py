@@ -136,7 +136,7 @@ def test_one_process_is_refused(shared: list[str], server: CommandServer, tmp_pa
     ("fault", "code", "says"),
     [
         ("kind=after,stage=weights,tensor=*o_proj*,count=1", 0, ""),
-        ("kind=flip,stage=gathered,first=9,count=1", 3, "summands of model.layers.1.self_attn.o_proj"),
+        ("kind=flip,stage=gathered,first=9,count=1", 3, "partial sums of model.layers.1.self_attn.o_proj"),
         pytest.param(
             "kind=zero,stage=gathered,tensor=*gradient of its input,count=1",
             3,

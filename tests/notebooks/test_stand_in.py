@@ -58,4 +58,4 @@ def test_choosing_imports_no_torch_and_a_failure_is_one_line(tmp_path: Path) -> 
     env = {**os.environ, stand_in.VARIABLE: stand_in.DEMO}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
-    assert "could not be made" in done.stdout and str(tmp_path / "assets") in done.stdout
+    assert "could not be created" in done.stdout and str(tmp_path / "assets") in done.stdout

@@ -11,9 +11,9 @@ from torch import Tensor
 from hf_rocm_tune.transfer.damage import (
     FAULTS,
     POISON,
+    Copies,
     Damage,
     FaultyCopies,
-    RawCopies,
     copies_for,
     count_wrong,
     examine,
@@ -142,5 +142,5 @@ def test_a_fault_that_is_different_each_time_is() -> None:
 
 def test_only_faults_of_copies_make_faulty_copies() -> None:
     for request in ({}, {"fault": None}, {"fault": {"kind": "hang"}}, {"fault": {"kind": "slow"}}):
-        assert isinstance(copies_for(request), RawCopies)
+        assert type(copies_for(request)) is Copies
     assert isinstance(copies_for({"fault": {"kind": "flip"}}), FaultyCopies)
