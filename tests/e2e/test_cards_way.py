@@ -77,15 +77,26 @@ def test_the_way_follows_from_the_memory_and_the_effective_batch_stays(
     assert sequences * (2 if way in ("ddp", "fsdp2") else 1) == EFFECTIVE
 
 
-def test_the_launcher_starts_the_job_in_that_way(job: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("megabytes", "way", "judged", "batch"),
+    [
+        (2000, "ddp: lora fits each card whole", "ddp", "accumulated x 2 = 4 effective"),
+        pytest.param(820, "fsdp2: lora fits no", "fsdp2", "accumulated x 2 = 4 effective", marks=pytest.mark.long),
+        pytest.param(
+            770, "tensor: lora fits no", "tensor_parallel", "accumulated x 1 = 4 effective", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_the_launcher_starts_the_job_in_that_way(
+    job: list[str], megabytes: int, way: str, judged: str, batch: str, tmp_path: Path
+) -> None:
     out = flags(output_dir=tmp_path / "out", preflight="off")
-    done = command("hf_rocm_tune", "sft", *job, *out, "--cards_way", "auto")
+    done = command("hf_rocm_tune", "sft", *job, *out, "--cards_way", "auto", SIMCARD_CAPACITY=f"{megabytes}000000")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "# hf-rocm-tune: --cards_way ddp: lora fits on each card" in done.stdout
-    assert "1 x 2 accumulated x 2 = 4 effective" in done.stdout
+    assert f"# hf-rocm-tune: --cards_way {way}" in done.stdout and batch in done.stdout
     report = report_of(tmp_path / "out")
     assert report["coverage"]["verified_bytes"] == report["coverage"]["device_bytes"] > 0
-    assert report["grad_sync"]["way"] in ("ddp", "host")
+    assert report["grad_sync"]["way"] == judged
 
 
 @pytest.mark.parametrize(

@@ -1081,6 +1081,12 @@ extern "C" {
 __attribute__((visibility("default"))) void sim_sleep(int us) {  // on the current stream, as torch.cuda._sleep
   sim::queue(sim::stream_of(sim::current_device)).push([us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
 }
+__attribute__((visibility("default"))) void sim_resize(void* storage, size_t n) {  // what was there is not kept
+  auto* impl = static_cast<c10::StorageImpl*>(storage);
+  c10::DeviceGuard guard(impl->device());
+  impl->set_data_ptr(sim::allocator()->allocate(n));
+  impl->set_nbytes(n);
+}
 __attribute__((visibility("default"))) void sim_delay(int compute_low, int compute_high, int copy_low, int copy_high) {
   sim::compute_delay.low = compute_low; sim::compute_delay.high = compute_high;
   sim::copy_delay.low = copy_low; sim::copy_delay.high = copy_high;

@@ -106,6 +106,7 @@ def load() -> None:
     lib.sim_refusal.argtypes = [ctypes.c_int, ctypes.c_int64]
     lib.sim_seed.argtypes = [ctypes.c_uint64]
     lib.sim_harm.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_double, ctypes.c_int64]
+    lib.sim_resize.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     lib.sim_rng_seed.argtypes = [ctypes.c_int, ctypes.c_uint64]
     lib.sim_rng_get.argtypes = lib.sim_rng_set.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
     lib.sim_blocks.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]

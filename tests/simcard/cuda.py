@@ -32,9 +32,10 @@ def install() -> None:
     torch._C._cuda_getDeviceCount = device_count
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch.UntypedStorage.__new__ = _new_storage
+    torch.UntypedStorage.resize_ = _resize
 
 
-_stock_storage = torch.UntypedStorage.__new__
+_stock_storage, _stock_resize = torch.UntypedStorage.__new__, torch.UntypedStorage.resize_
 
 
 def _new_storage(cls: type, *args: Any, device: Any = None, **more: Any) -> torch.UntypedStorage:
@@ -42,6 +43,14 @@ def _new_storage(cls: type, *args: Any, device: Any = None, **more: Any) -> torc
     if device is not None and torch.device(device).type == "cuda":
         return torch.empty(*args, dtype=torch.uint8, device=device).untyped_storage()
     return _stock_storage(cls, *args, **({} if device is None else {"device": device}), **more)
+
+
+def _resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+    """FSDP2 frees and allocates so what it has gathered."""
+    if storage.device.type != "cuda":
+        return _stock_resize(storage, nbytes)
+    card.lib.sim_resize(storage._cdata, nbytes)
+    return storage
 
 
 def index_of(device: Any = None) -> int:
