@@ -62,10 +62,11 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
     memory = f", {device['memory_bytes'] / 2**30:.1f} GiB" if "memory_bytes" in device else ""
     micro, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     ranks = training.world_size
+    shares = 1 if arguments.ranks.tensor_parallel else ranks  # all ranks get the same rows
     lines = [
         f"data {data}",
         f"device {device['type']} ({device['name']}{memory}), {ranks} process{'es' if ranks > 1 else ''}, "
-        f"batch {micro} x {accumulation} accumulated x {ranks} = {micro * accumulation * ranks} effective, "
+        f"batch {micro} x {accumulation} accumulated x {shares} = {micro * accumulation * shares} effective, "
         f"verification {mover.settings.verify}",
     ]
     sync = arguments.grad_sync

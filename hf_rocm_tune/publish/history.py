@@ -231,7 +231,8 @@ def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None and value is not False and value != [] and not without_effect:
             found[name] = value
     found.pop("num_train_epochs" if (number(settings, "max_steps") or 0) > 0 else "max_steps", None)
-    parts = [number(settings, name) for name in _BATCH]
+    shared = settings.get("tensor_parallel") is True  # all ranks get the same rows
+    parts = [number(settings, name) for name in (_BATCH[:2] if shared else _BATCH)]
     if None not in parts:
         found["effective_batch_size"] = prod(int(part or 0) for part in parts)
     return found

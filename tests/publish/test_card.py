@@ -311,6 +311,9 @@ def test_settings_without_effect_are_left_out() -> None:
     assert not {"lora_r", "bnb_4bit_quant_type", "num_train_epochs", "packing"} & found.keys()
     assert found["max_steps"] == 10
     assert "effective_batch_size" not in shown_settings({})
+    together = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "world_size": 2}
+    assert shown_settings(together)["effective_batch_size"] == 16
+    assert shown_settings({**together, "tensor_parallel": True})["effective_batch_size"] == 8
     assert shown_settings({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})["bnb_4bit_quant_type"] == "nf4"
 
 
