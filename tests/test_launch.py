@@ -54,6 +54,7 @@ STUB = """
                 time.sleep(0.02)
             time.sleep(1.5)
             os.write(1, f"caught {' '.join(str(int(each)) for each in caught)}\\n".encode())  # in one piece
+            time.sleep(1)  # torch's agent sends SIGTERM to the ranks that are left when the first has ended
             raise KeyboardInterrupt
         if int(how):
             raise KINDS[int(how)](f"ended on purpose with {how}: {os.environ.get('FROM_RECIPE', '-')}")
