@@ -80,10 +80,10 @@ def test_the_way_follows_from_the_memory_and_the_effective_batch_stays(
 @pytest.mark.parametrize(
     ("megabytes", "way", "judged", "batch"),
     [
-        (2000, "ddp: lora fits each card whole", "ddp", "accumulated x 2 = 4 effective"),
-        pytest.param(820, "fsdp2: lora fits no", "fsdp2", "accumulated x 2 = 4 effective", marks=pytest.mark.long),
+        (2000, "ddp: lora fits on each card", "ddp", "accumulated x 2 = 4 effective"),
+        pytest.param(820, "fsdp2: lora does not fit", "fsdp2", "accumulated x 2 = 4 effective", marks=pytest.mark.long),
         pytest.param(
-            770, "tensor: lora fits no", "tensor_parallel", "accumulated x 1 = 4 effective", marks=pytest.mark.long
+            770, "tensor: lora does not fit", "tensor_parallel", "accumulated x 1 = 4 effective", marks=pytest.mark.long
         ),
     ],
 )
