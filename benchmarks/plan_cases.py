@@ -32,7 +32,8 @@ class Case:
     def label(self) -> str:
         """The way in words."""
         asked = self.request
-        more = [word for word, is_on in (("packed", asked.packing), ("DoRA", asked.dora)) if is_on]
+        ways = (("packed", asked.packing), ("DoRA", asked.dora), ("one-pass loss", asked.one_pass_loss))
+        more = [word for word, is_on in ways if is_on]
         more += [f"saves {', '.join(asked.modules_to_save)}"] if asked.modules_to_save else []
         more += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         more += [asked.optim] if asked.optim != PlanRequest().optim else []
@@ -113,6 +114,8 @@ SIMULATED_CASES: tuple[Case, ...] = (
     _case("Qwen3", QWEN3, "lora", 2, 192, True, **_BF16, **_EAGER),
     _case("Llama, mix", LLAMA, "lora", 2, 192, True, recompute=(1, 3), **_BF16, **_EAGER),
     _case("Qwen3, mix", QWEN3, "lora", 2, 256, True, recompute=(0, 6), **_EAGER),
+    _case("Llama", LLAMA, "lora", 2, 256, False, one_pass_loss=True, **_EAGER),
+    _case("Llama, mix", LLAMA, "lora", 2, 192, True, recompute=(1, 3), one_pass_loss=True, **_BF16, **_EAGER),
 )
 
 CPU_CASES: tuple[Case, ...] = (
@@ -159,6 +162,10 @@ CPU_CASES: tuple[Case, ...] = (
     _case("Gemma 3, mix", GEMMA3, "lora", 2, 256, True, recompute=(2, 2), dora=True),
     _case("GPT-2, mix", GPT2, "lora", 2, 256, True, recompute=(2, 3)),
     _case("Qwen3-MoE, mix", MOE, "lora", 2, 256, True, recompute=(1, 4), targets=_ATTENTION),
+    _case("Llama", LLAMA, "lora", 2, 256, False, one_pass_loss=True),
+    _case("Llama", {**LLAMA, "vocab_size": 65536}, "qlora", 3, 200, True, one_pass_loss=True, **_BF16),
+    _case("Qwen3, mix", QWEN3, "lora", 2, 256, True, recompute=(0, 4), one_pass_loss=True),
+    _case("Llama", LLAMA, "lora", 2, 256, False, one_pass_loss=True, modules_to_save=("lm_head",)),
 )
 
 

@@ -68,6 +68,7 @@ def measure(case: Case, *, device: str) -> dict[str, float]:
         trainer = VerifiedSFTTrainer(
             **_job(case, device, Path(scratch)),
             recompute_layers=case.request.recompute,
+            one_pass_loss=case.request.one_pass_loss,
             consent_unverified=True,
             sentinel_every=0,
         )
@@ -316,14 +317,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
-    parser.add_argument("--only", default="", help="cases whose model's name contains this")
+    parser.add_argument("--only", default="", help="cases whose name or way contains this")
     parser.add_argument("--simulated", action="store_true", help="the cases of the simulated card of the tests")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     if wanted.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     cases = CPU_CASES if wanted.device == "cpu" else SIMULATED_CASES if wanted.simulated else tuple(gpu_cases())
-    cases = [case for case in cases if wanted.only in case.name]
+    cases = [case for case in cases if wanted.only in f"{case.name}, {case.label()}"]
     rows = compare(cases, device=wanted.device)
     errors = [abs(row["error_percent"]) for row in rows if row["error_percent"] is not None]
     device = torch.cuda.get_device_name() if wanted.device == "cuda" else platform.processor() or platform.machine()

@@ -245,6 +245,7 @@ def request_of(arguments: Arguments, wanted: Demand, platform: str) -> PlanReque
         effective_batch=wanted.effective_batch,
         micro_batch=wanted.micro_batch,
         checkpointing=wanted.checkpointing,
+        one_pass_loss=arguments.one_pass_loss,
     )
 
 
@@ -269,6 +270,8 @@ def _why(found: Fit, wanted: Demand, arguments: Arguments) -> list[str]:
     flags = ("torch_compile", "use_liger_kernel", "activation_offloading")
     if uncounted := [f"--{name}" for name in flags if getattr(arguments.training, name, False)]:
         lines.append(f"auto-fit: the plan does not count what {' and '.join(uncounted)} would change")
+    if arguments.one_pass_loss:
+        lines.append("auto-fit: --one_pass_loss true: losses and gradients equal TRL's to rounding, not bit for bit")
     if kept:
         lines.append(f"auto-fit: kept as given: {' and '.join(kept)}")
     if wanted.micro_batch is not None and arguments.tune.effective_batch is None:

@@ -77,10 +77,13 @@ def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
             "--mask_thinking",
             {"--packing_strategy wrapped, which cuts examples": arguments.tune.mask_thinking and wrapped},
         )
+        compiled = bool(arguments.tune.one_pass_loss and training.torch_compile)
+        refuse("--one_pass_loss", {"--torch_compile": compiled})
         return
     reasons = {
         "FSDP and DeepSpeed": bool(training.fsdp or training.deepspeed or is_sharded(environ)),
         "--mask_thinking, which is for supervised fine-tuning": arguments.tune.mask_thinking,
+        "--one_pass_loss, which is for supervised fine-tuning": bool(arguments.tune.one_pass_loss),
         "--split_layers": arguments.ranks.split_layers is not None,
         "--tensor_parallel": arguments.ranks.tensor_parallel,
         "--precompute_ref_log_probs, whose batches are moved unverified": getattr(

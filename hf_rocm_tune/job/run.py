@@ -413,6 +413,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             compare_optimizer_every=tune.compare_optimizer_every,
             consent_unverified=tune.consent_unverified,
             recompute_layers=job.fit.choice.recompute if job.fit else tune.recompute,
+            one_pass_loss=job.arguments.one_pass_loss,
             pipeline=job.arguments.ranks.pipeline == "auto",
             on_oom=tune.on_oom,
             max_skipped_steps=tune.max_skipped_steps,

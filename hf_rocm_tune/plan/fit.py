@@ -165,8 +165,11 @@ class Recordings:
     def _record(self, sample: Sample, case: Case, batch: int, length: int) -> Tape:
         from hf_rocm_tune.plan import recorder
 
-        platform, autocast = self.request.platform, self.request.autocast
-        return recorder.record(sample, case, batch, length, platform=platform, autocast=autocast)
+        asked = self.request
+        return recorder.record(
+            sample, case, batch, length,
+            platform=asked.platform, autocast=asked.autocast, one_pass=asked.one_pass_loss,
+        )  # fmt: skip
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------

@@ -42,7 +42,14 @@ _SELECTIVE_LAUNCHES = 3
 
 
 def record(
-    sample: Sample, case: Case, batch: int, length: int, *, platform: str = "hip", autocast: bool = True
+    sample: Sample,
+    case: Case,
+    batch: int,
+    length: int,
+    *,
+    platform: str = "hip",
+    autocast: bool = True,
+    one_pass: bool = False,
 ) -> Tape:
     """Records one training step of a sample.
 
@@ -53,6 +60,7 @@ def record(
         batch, length: rows, and tokens of each.
         platform: ``hip``, ``cuda`` or ``cpu``: the device whose kernels are recorded.
         autocast: mixed precision in bfloat16.
+        one_pass: the gradient of the loss is computed in forward (`models.loss`).
 
     Raises:
         TooManyOperations: recording takes too long.
@@ -70,7 +78,7 @@ def record(
         with warnings.catch_warnings(), torch.enable_grad(), autocast_flags(platform, autocast), recorder:
             warnings.simplefilter("ignore")
             with mode:
-                loss = _forward(sample, (batch, length), case.packing, cpu=platform == "cpu")
+                loss = _forward(sample, (batch, length), case.packing, cpu=platform == "cpu", one_pass=one_pass)
             mode.forget_casts()
             recorder.segment("loss")
             loss.backward()
@@ -92,7 +100,7 @@ def record(
             parameter.grad = None
 
 
-def _forward(sample: Sample, shape: tuple[int, int], packed: bool, *, cpu: bool) -> Tensor:
+def _forward(sample: Sample, shape: tuple[int, int], packed: bool, *, cpu: bool, one_pass: bool) -> Tensor:
     ids, labels, second = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3))
     extra: dict[str, Any] = {"position_ids" if packed else "attention_mask": second}
     config = sample.config
@@ -100,7 +108,8 @@ def _forward(sample: Sample, shape: tuple[int, int], packed: bool, *, cpu: bool)
     if balanced:
         extra["output_router_logits"] = True
     outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra)
-    loss = _loss_of(outputs.last_hidden_state, labels, sample.base.get_output_embeddings(), cpu=cpu)
+    head = sample.base.get_output_embeddings()
+    loss = _loss_of(outputs.last_hidden_state, labels, head, cpu=cpu, one_pass=one_pass)
     if balanced and outputs.router_logits:  # the auxiliary loss of experts, by the function that TRL calls
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -592,16 +601,26 @@ _BACKWARD_TILES = 7
 
 
 class FusedHead(torch.autograd.Function):
-    """Per-token log-probabilities; allocates as TRL's ``ChunkedLogProbFunction`` does."""
+    """Per-token log-probabilities; allocates as TRL's ``ChunkedLogProbFunction`` does, or as `models.loss`."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, cpu: bool) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, cpu: bool, one_pass: bool) -> Tensor:
         """``hidden`` (N, H), ``weight`` (V, H), ``bias`` (V) or None; returns (N,) in float32."""
-        ctx.save_for_backward(hidden, weight, bias)
+        tokens, vocabulary = hidden.shape[0], weight.shape[0]
+        rows = min(tokens, TILE_TOKENS)
+        trained = any(each is not None and each.requires_grad for each in (weight, bias))
+        ctx.one_pass = one_pass and not trained and weight.dtype == _computed_in(hidden, cpu)
         ctx.cpu = cpu
-        tokens = hidden.shape[0]
         statistics = [hidden.new_empty(tokens, dtype=torch.float32) for _ in range(_STATISTICS)]
-        _project(hidden, weight, cpu, _FORWARD_TILES)
+        if ctx.one_pass:
+            gradient = torch.empty_like(hidden, dtype=torch.float32)
+            rows = max(1, rows * TILE_WIDTH // max(vocabulary, TILE_WIDTH))
+            _project(hidden, weight, cpu, _BACKWARD_TILES, rows, vocabulary)
+            ctx.save_for_backward(gradient)
+            ctx.dtype = hidden.dtype
+        else:
+            _project(hidden, weight, cpu, _FORWARD_TILES, rows, TILE_WIDTH)
+            ctx.save_for_backward(hidden, weight, bias)
         result = hidden.new_empty(tokens, dtype=torch.float32)
         ctx.kept = [hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2)]  # log of the sum, entropy
         del statistics
@@ -610,26 +629,31 @@ class FusedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Gradients are accumulated in float32, then cast."""
+        if ctx.one_pass:
+            (gradient,) = ctx.saved_tensors
+            return ((gradient * grad.unsqueeze(-1)).to(ctx.dtype), *[None] * 4)
         hidden, weight, bias = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         sums = [
             torch.empty_like(tensor, dtype=torch.float32) if need else None
             for tensor, need in zip((hidden, weight, bias), wanted, strict=True)
         ]
-        _project(hidden, weight, ctx.cpu, _BACKWARD_TILES)
+        _project(hidden, weight, ctx.cpu, _BACKWARD_TILES, min(hidden.shape[0], TILE_TOKENS), TILE_WIDTH)
         cast = [
             None if total is None else total.to(tensor.dtype)
             for total, tensor in zip(sums, (hidden, weight, bias), strict=True)
         ]
-        return (*cast, None)
+        return (*cast, None, None)
 
 
-def _project(hidden: Tensor, weight: Tensor, cpu: bool, copies: int) -> None:
-    """The tiles of logits, one at a time."""
-    rows, columns = min(hidden.shape[0], TILE_TOKENS), min(weight.shape[0], TILE_WIDTH)
-    mixed = torch.is_autocast_enabled(autocast_device("cpu" if cpu else "hip"))
-    dtype = torch.bfloat16 if mixed else hidden.dtype
-    tiles = [hidden.new_empty((rows, TILE_WIDTH), dtype=dtype)]
+def _computed_in(hidden: Tensor, cpu: bool) -> torch.dtype:
+    return torch.bfloat16 if torch.is_autocast_enabled(autocast_device("cpu" if cpu else "hip")) else hidden.dtype
+
+
+def _project(hidden: Tensor, weight: Tensor, cpu: bool, copies: int, rows: int, width: int) -> None:
+    """The tiles of logits, ``rows`` tokens by ``width`` words, one at a time."""
+    columns, dtype = min(weight.shape[0], width), _computed_in(hidden, cpu)
+    tiles = [hidden.new_empty((rows, width), dtype=dtype)]
     casts = [piece.to(dtype) for piece in (hidden[:rows], weight[:columns])]
     if cpu:
         tiles += [hidden.new_empty((rows, columns), dtype=torch.float32) for _ in range(copies)]
@@ -637,7 +661,7 @@ def _project(hidden: Tensor, weight: Tensor, cpu: bool, copies: int) -> None:
     del casts, tiles
 
 
-def _loss_of(hidden: Tensor, labels: Tensor, head: nn.Module, *, cpu: bool) -> Tensor:
+def _loss_of(hidden: Tensor, labels: Tensor, head: nn.Module, *, cpu: bool, one_pass: bool) -> Tensor:
     """The loss of a batch from the last hidden states (B, S, H) and int64 labels (B, S), as in TRL's fused forward.
 
     Without Triton every position is projected, with it only those that have a label, here all.
@@ -646,7 +670,7 @@ def _loss_of(hidden: Tensor, labels: Tensor, head: nn.Module, *, cpu: bool) -> T
     mask = targets != IGNORED
     # not `states[mask]`: the number of selected ones is unknown on the meta device
     flat = states.reshape(-1, states.shape[-1]) if cpu else _Selected.apply(states)
-    per_token = FusedHead.apply(flat, head.weight, getattr(head, "bias", None), cpu)
+    per_token = FusedHead.apply(flat, head.weight, getattr(head, "bias", None), cpu, one_pass)
     log_probs = per_token.view(mask.shape) * mask
     return -log_probs.sum()
 

@@ -66,6 +66,7 @@ class PlanRequest:
     checkpointing: bool | None = None  # only with (True) or without (False)
     recompute: tuple[int, int] | None = None  # only this mix; see `estimate.Case`
     mixes: bool = True  # consider mixes of recomputation
+    one_pass_loss: bool = False  # see `models.loss`
 
     def __post_init__(self) -> None:
         least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1)}

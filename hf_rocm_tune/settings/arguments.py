@@ -115,6 +115,11 @@ class TuneArguments:
         " results of matrix products and attention (8 or 8,20). --auto_fit chooses it where it is fastest. "
         "Default: all layers or none, by --activation_checkpointing.",
     )
+    one_pass_loss: bool | None = _option(
+        None,
+        "Compute the gradient of the loss together with the loss, where the output head is not trained: a third less "
+        "work at the head. Losses equal TRL's to rounding, not bit for bit. Default: with --auto_fit.",
+    )
     init_lora_weights: str = _option(
         "default",
         "Initial values of LoRA's matrices: default (their product is zero), gaussian, orthogonal, or taken from the "
@@ -317,6 +322,12 @@ class Arguments:
     def grad_sync(self) -> SyncSettings:
         """How gradients are averaged: as the user set it, else by the preflight."""
         return self.ranks.sync(self.preflight.choice.way if self.preflight else None)
+
+    @property
+    def one_pass_loss(self) -> bool:
+        """Whether the gradient of the loss is computed in forward, see `models.loss`."""
+        fitted = self.method == "sft" and self.tune.auto_fit != "off" and not self.training.torch_compile
+        return fitted if self.tune.one_pass_loss is None else self.tune.one_pass_loss
 
     def resolved(self) -> dict[str, object]:
         """Every setting by name, as plain JSON values, without secrets."""

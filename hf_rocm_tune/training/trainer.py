@@ -34,6 +34,7 @@ from typing_extensions import override
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.errors import CorruptionError, UsageError, listed
+from hf_rocm_tune.models import loss
 from hf_rocm_tune.models.adapter import LearningRates, share_inputs
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import (
@@ -111,6 +112,8 @@ class VerifiedTransferMixin(_Base):
         consent_unverified: train although ``verify="full"`` did not reach every byte.
         recompute_layers: with activation checkpointing: how many layers, from the first, are recomputed fully, and how
             many after them except matrix products and attention; None: all fully. See `models.recompute`.
+        one_pass_loss: compute the gradient of TRL's fused head in forward where the head is not trained, see
+            `models.loss`; only for losses without a gradient of the entropy, as `SFTTrainer`'s.
         pipeline: run several micro-batches of a split model concurrently where possible; only for losses that run the
             model once, through all of its layers. See :mod:`~hf_rocm_tune.training.pipeline`.
         on_oom: ``step_down``: a step that runs out of memory is repeated with smaller micro-batches, see
@@ -159,6 +162,7 @@ class VerifiedTransferMixin(_Base):
         compare_optimizer_every: int = 0,
         consent_unverified: bool = False,
         recompute_layers: tuple[int, int] | None = None,
+        one_pass_loss: bool = False,
         pipeline: bool = False,
         on_oom: Literal["step_down", "stop"] = "step_down",
         max_skipped_steps: int = 5,
@@ -185,6 +189,9 @@ class VerifiedTransferMixin(_Base):
         self.stop_requests = StopRequests()
         self.grad_sync = ranks.GradientSync(SyncSettings(way=grad_sync, compression=grad_compression))
         self.recompute_layers = recompute_layers
+        self._loss_way = loss.one_pass_loss if one_pass_loss else nullcontext
+        if one_pass_loss:
+            loss.install()
         self._checkpoints, self._card_writer = Checkpoints(self, publisher), card_writer
         self._consent_unverified, self._on_oom = consent_unverified, on_oom
         self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=listener)
@@ -461,7 +468,12 @@ class VerifiedTransferMixin(_Base):
     @override
     def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; the mean of a part of a micro-batch is weighted by the part's labels."""
-        with self._metrics_queue.deferring(), self._keep_checkpointing_choice(), self._offload or nullcontext():
+        with (
+            self._metrics_queue.deferring(),
+            self._keep_checkpointing_choice(),
+            self._offload or nullcontext(),
+            self._loss_way(),
+        ):
             result = super().compute_loss(*arguments, **keywords)
         factor = 1.0 if self._recovery is None else self._recovery.loss_factor
         if factor == 1.0:

@@ -99,6 +99,7 @@ METHODS = {
     "qlora": Method(settings={"load_in_4bit": True}, tolerance=1e-2),
     "8bit": Method(settings={"load_in_8bit": True}, tolerance=1e-2),
     "full": Method(settings={"use_peft": False, **FLOAT32, "optim": "adamw_torch_fused"}),
+    "one-pass loss": Method(settings={"one_pass_loss": True, **FLOAT32}),
     "dora": Method(settings={"use_dora": True, **FLOAT32}),
     "rslora": Method(settings={"use_rslora": True, **FLOAT32}),
     "pissa": Method(settings={"init_lora_weights": "pissa", **FLOAT32}),

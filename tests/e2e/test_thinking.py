@@ -77,6 +77,7 @@ def test_the_loss_is_that_of_all_other_tokens_of_the_answer(
         ("sft", {"max_length": 24, "assistant_only_loss": True}, "masks all labels of the 'train' rows"),
         ("sft", {"packing": True, "packing_strategy": "wrapped"}, "--packing_strategy wrapped, which cuts examples"),
         ("dpo", {}, "--mask_thinking, which is for supervised fine-tuning"),
+        ("dpo", {"one_pass_loss": True}, "--one_pass_loss, which is for supervised fine-tuning"),
     ],
 )
 def test_what_it_does_not_go_with_is_one_line(

@@ -239,7 +239,7 @@ def main(place: Path, what: str) -> dict[str, Any]:
     cards = [CardMemory(name="a card", usable=GIB, desktop=0, context=0)] * 2
     # Without Triton, which the simulated card has not, TRL's loss keeps copies of the logits, as it does on a CPU.
     stock = recorder._loss_of
-    with mock.patch.object(recorder, "_loss_of", lambda *given, cpu: stock(*given, cpu=True)):
+    with mock.patch.object(recorder, "_loss_of", lambda *given, **ways: stock(*given, **(ways | {"cpu": True}))):
         plan = split_plan(request, cards=cards, counts=(2, 2), config=runs.config, flights=flights)
     measured = [torch.cuda.max_memory_allocated(card) for card in range(2)]
     return {"measured": measured, "planned": [each.allocated for each in plan.estimates]}

@@ -1,0 +1,142 @@
+"""The loss of a frozen output head, with its gradient computed in the forward pass.
+
+TRL's fused head computes the logits tile by tile in forward and again in backward: three products with the head. Each
+token's log-probability is multiplied by one number in backward, so the gradient for a factor of 1 can be computed while
+a tile of logits is there: two products, and no tile is recomputed. Tiles are rows of all the vocabulary, because a
+token's gradient needs its normaliser; they have no more elements than TRL's. Values agree with TRL's to rounding, not
+bit for bit. Used only in a `one_pass_loss` block, and only where TRL's own way would not also train the head.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+import trl
+from torch import Tensor
+from trl.kernels import chunked_logprob as upstream_head
+
+from hf_rocm_tune.errors import UsageError
+
+_PLACES = {
+    "forward": (
+        "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
+        "logit_scale", "outputs",
+    ),
+    "backward": ("ctx", "grad_logprobs", "grad_entropy", "_"),
+}  # fmt: skip
+_WANTED: ContextVar[bool] = ContextVar("one_pass_loss", default=False)
+
+
+def install() -> None:
+    """Let TRL's fused head heed `one_pass_loss`, in this process. A second call does nothing.
+
+    Raises:
+        UsageError: upstream has changed the fused head.
+    """
+    head = upstream_head.ChunkedLogProbFunction
+    stock = {name: getattr(head, name) for name in _PLACES}
+    if any(hasattr(each, "__wrapped__") for each in stock.values()):
+        return
+    for name, parameters in _PLACES.items():
+        if tuple(inspect.signature(stock[name]).parameters) != parameters:
+            raise UsageError(f"--one_pass_loss does not know the fused head of TRL {trl.__version__}: give false")
+    for name, ours in (("forward", _forward), ("backward", _backward)):
+        setattr(head, name, staticmethod(functools.wraps(stock[name])(partial(ours, stock[name]))))
+
+
+@contextmanager
+def one_pass_loss() -> Iterator[None]:
+    """Within the block, and its thread, TRL's fused head computes its gradient in forward; see `install`."""
+    before = _WANTED.set(True)
+    try:
+        yield
+    finally:
+        _WANTED.reset(before)
+
+
+def _forward(
+    stock: Callable[..., Any],
+    ctx: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = upstream_head.OPTIONAL_OUTPUTS,
+) -> tuple[Tensor | None, ...]:
+    """As ``ChunkedLogProbFunction.forward``: ``hidden`` (N, H), ``weight`` (V, H); returns tensors of shape (N,)."""
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    only_hidden = ctx.needs_input_grad[:3] == (True, False, False)
+    ctx.one_pass = _WANTED.get() and only_hidden and weight.dtype == dtype  # else tiles of it are cast
+    if not ctx.one_pass:
+        given = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
+        return tuple(stock(ctx, hidden, weight, bias, targets, *given))
+    ctx.set_materialize_grads(False)
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    options = {
+        "logit_scale": logit_scale,
+        "softcap": final_logit_softcapping or 1.0,
+        "inv_t": 1 / temperature,
+        "HAS_SOFTCAP": final_logit_softcapping is not None,
+        "BLOCK_SIZE": upstream_head._BLOCK_SIZE,
+    }
+    kept = {f"HAS_{name.upper()}": name in outputs for name in upstream_head.OPTIONAL_OUTPUTS}
+    begun = (-torch.inf, 0.0, 0.0, 0.0, 0.0, -torch.inf, 0.0)
+    statistics = [hidden.new_full((tokens,), value, dtype=torch.float32) for value in begun]
+    highest, total, weighted, squares, plain, before_target, of_target = statistics
+    normaliser, ones = torch.empty_like(highest), torch.ones_like(highest)
+    gradient = torch.zeros_like(hidden, dtype=torch.float32)
+    # a tile has no more elements than upstream's
+    rows = max(1, min(tokens, upstream_head.TOKEN_CHUNK_SIZE) * chunk_size // max(vocabulary, chunk_size))
+    for first in range(0, tokens, rows):
+        part = slice(first, first + rows)
+        tile = torch.mm(hidden[part].to(dtype), weight.t())
+        if bias is not None:
+            tile += bias.to(dtype)
+        count, blocks = tile.shape[0], -(-vocabulary // upstream_head._BLOCK_SIZE)
+        place = (tile, tile.stride(0), targets[part])
+        fold = upstream_head._forward_tile
+        turn = upstream_head._backward_tile
+        if upstream_head._use_triton(hidden.device):
+            fold = upstream_head._forward_kernel[(count,)]
+            turn = upstream_head._backward_kernel[(count, blocks)]
+        fold(*place, *(each[part] for each in statistics), 0, vocabulary, **kept, **options)
+        normaliser[part] = highest[part] + torch.log(total[part])
+        factors = (normaliser[part], normaliser[part], ones[part], ones[part])  # entropy has no gradient
+        turn(*place, *factors, 0, vocabulary, HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, **options)
+        upstream_head._addmm_fp32(gradient[part], tile, weight)
+        del tile, place  # before the next one
+    ctx.save_for_backward(gradient)
+    ctx.dtype = hidden.dtype
+    results = {
+        "entropy": lambda: normaliser - weighted / total,
+        "log_sum_sq_probs": lambda: torch.log(squares) - 2 * torch.log(total),
+        "mean_logits": lambda: plain / vocabulary,
+        "is_top1": lambda: (of_target >= highest) & (of_target > before_target),
+    }
+    found = {name: results[name]() if name in outputs else None for name in upstream_head.OPTIONAL_OUTPUTS}
+    ctx.mark_non_differentiable(*(each for name, each in found.items() if each is not None and name != "entropy"))
+    return of_target - normaliser, *found.values()
+
+
+def _backward(
+    stock: Callable[..., Any], ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None, *others: Any
+) -> tuple[Any, ...]:
+    if not ctx.one_pass:
+        return tuple(stock(ctx, of_log_probs, of_entropy, *others))
+    if of_entropy is not None:
+        raise NotImplementedError("--one_pass_loss computes no gradient of the entropy: turn it off for this loss")
+    (gradient,) = ctx.saved_tensors
+    scaled = None if of_log_probs is None else (gradient * of_log_probs.float().unsqueeze(-1)).to(ctx.dtype)
+    return (scaled, *[None] * 8)
