@@ -164,7 +164,9 @@ def test_a_checkpoint_of_ddp_is_continued_with_fsdp2(
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["llama3", "qwen3", "gemma3"])
-@pytest.mark.parametrize("window", [{}, {"gradient_accumulation_steps": 2, "packing": True, "lora_r": 3}])
+@pytest.mark.parametrize(
+    "window", [{}, {"one_pass_loss": True}, {"gradient_accumulation_steps": 2, "packing": True, "lora_r": 3}]
+)
 def test_lora_like_one_process(
     arch: str,
     window: dict[str, object],

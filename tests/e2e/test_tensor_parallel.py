@@ -163,7 +163,7 @@ def test_faults_on_loading_and_on_sums(
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["llama3", "qwen3", "gemma3"])
-@pytest.mark.parametrize("window", [{}, {"gradient_accumulation_steps": 2, "packing": True}])
+@pytest.mark.parametrize("window", [{}, {"gradient_accumulation_steps": 2, "packing": True, "one_pass_loss": True}])
 def test_with_evaluation_like_one_process(
     arch: str, window: dict[str, object], shared: list[str], server: CommandServer, model_of: Any, tmp_path: Path
 ) -> None:

@@ -48,7 +48,14 @@ class Runs:
         self.prepare: Callable[[Any], None] = lambda layers: None
 
     def __call__(
-        self, *, pipeline: bool, counts: tuple[int, ...] = (2, 2), fault: str = "", lora: bool = True, **options: Any
+        self,
+        *,
+        pipeline: bool,
+        counts: tuple[int, ...] = (2, 2),
+        fault: str = "",
+        lora: bool = True,
+        one_pass_loss: bool = False,
+        **options: Any,
     ) -> tuple[Losses, dict[str, Tensor]]:
         """Losses and trained weights."""
         self.config = config = AutoConfig.from_pretrained(self._path)
@@ -83,6 +90,7 @@ class Runs:
                 peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
                 mover=mover,
                 pipeline=pipeline,
+                one_pass_loss=one_pass_loss,
             )
             self.trainer.train()
         losses = [row["loss"] for row in self.trainer.state.log_history if "loss" in row]
@@ -125,8 +133,8 @@ def assert_same(one: tuple[Losses, dict[str, Tensor]], other: tuple[Losses, dict
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"activation_checkpointing": True}, {"lora": False}, {"counts": (1, 2, 1)}],
-    ids=["lora", "checkpointing", "all-weights", "three-cards"],
+    [{}, {"activation_checkpointing": True}, {"lora": False}, {"counts": (1, 2, 1)}, {"one_pass_loss": True}],
+    ids=["lora", "checkpointing", "all-weights", "three-cards", "one-pass-loss"],
 )
 def test_losses_and_weights_are_those_of_one_after_the_other(runs: Runs, settings: dict[str, Any]) -> None:
     one_by_one = runs(pipeline=False, **settings)
