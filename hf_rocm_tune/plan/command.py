@@ -267,6 +267,8 @@ def _savings(plan: Plan) -> list[dict[str, Any]]:
     changes: dict[str, dict[str, Any]] = {"as asked": {}}
     if plan.nearest.variant != "full" and request.dropout:
         changes["--dropout 0"] = {"dropout": 0.0}
+    if plan.nearest.variant != "full" and not request.modules_to_save:
+        changes["--one_pass_loss true"] = {"one_pass_loss": True}
     if not request.packing:
         changes["--packing"] = {"packing": True}
     if request.optim == DEFAULT_OPTIMIZER:
@@ -443,7 +445,11 @@ def _parser() -> argparse.ArgumentParser:
     over = "split the layers of one model over the cards: balanced by memory, or as given (18 or 18,22)"
     flag("--split", nargs="?", const="auto", metavar="N,N", help=over)
     flag("--measure", action="store_true", help="time this machine's card first, and keep the result for later plans")
-    flag("--savings", action="store_true", help="compare dropout 0, packing, 8-bit states, two cards and a split")
+    flag(
+        "--savings",
+        action="store_true",
+        help="compare single changes, as dropout 0, packing or a second card",
+    )
     flag("--rows", type=int, default=0, help="rows of the dataset, to estimate hours; each counts as --seq tokens")
     recompute = "only with, or only without, checkpointing (default: the faster that fits)"
     flag("--checkpointing", action=argparse.BooleanOptionalAction, default=None, help=recompute)

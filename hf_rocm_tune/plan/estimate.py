@@ -390,7 +390,7 @@ class Rates:
     bandwidth: float | None = None  # bytes a second; None: `BANDWIDTH_SHARE` of the data sheet's
     source: str = "assumed, not measured on this card"
     # Bounds of the true speed as shares of the estimate, chosen by us. With the rates of an XTX, the two published
-    # steps of Qwen2.5-3B on one were 1.27 and 1.32 times as fast (`benchmarks/plan_published.py`).
+    # steps of Qwen2.5-3B on one were 1.31 and 1.34 times as fast (`benchmarks/plan_published.py`).
     least: float = 0.5
     most: float = 1.4
 

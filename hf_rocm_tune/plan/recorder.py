@@ -78,7 +78,8 @@ def record(
         with warnings.catch_warnings(), torch.enable_grad(), autocast_flags(platform, autocast), recorder:
             warnings.simplefilter("ignore")
             with mode:
-                loss = _forward(sample, (batch, length), case.packing, cpu=platform == "cpu", one_pass=one_pass)
+                head = partial(FusedHead.apply, recorder, platform == "cpu", one_pass)
+                loss = _forward(sample, (batch, length), case.packing, head, cpu=platform == "cpu")
             mode.forget_casts()
             recorder.segment("loss")
             loss.backward()
@@ -100,7 +101,7 @@ def record(
             parameter.grad = None
 
 
-def _forward(sample: Sample, shape: tuple[int, int], packed: bool, *, cpu: bool, one_pass: bool) -> Tensor:
+def _forward(sample: Sample, shape: tuple[int, int], packed: bool, head: Callable[..., Tensor], *, cpu: bool) -> Tensor:
     ids, labels, second = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3))
     extra: dict[str, Any] = {"position_ids" if packed else "attention_mask": second}
     config = sample.config
@@ -108,8 +109,9 @@ def _forward(sample: Sample, shape: tuple[int, int], packed: bool, *, cpu: bool,
     if balanced:
         extra["output_router_logits"] = True
     outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra)
-    head = sample.base.get_output_embeddings()
-    loss = _loss_of(outputs.last_hidden_state, labels, head, cpu=cpu, one_pass=one_pass)
+    projection = sample.base.get_output_embeddings()
+    project = partial(head, projection.weight, getattr(projection, "bias", None))
+    loss = _loss_of(outputs.last_hidden_state, labels, project, cpu=cpu)
     if balanced and outputs.router_logits:  # the auxiliary loss of experts, by the function that TRL calls
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -267,6 +269,13 @@ class Recorder(TorchDispatchMode):
         if workspace is not None:
             self._event(workspace, -1)
         return out
+
+    def count_products(self, number: int, rows: int, inner: int, columns: int, tiles: int) -> None:
+        """Count products of (rows, inner) with (inner, columns) that are computed tile by tile in place."""
+        segment = self._tape.segments[-1]
+        segment.flops += number * 2 * rows * inner * columns
+        segment.products += number * tiles
+        segment.launches += number * tiles
 
     def _event(self, index: int, sign: int) -> None:
         self._tape.events.append((len(self._tape.segments) - 1, index, sign))
@@ -604,23 +613,22 @@ class FusedHead(torch.autograd.Function):
     """Per-token log-probabilities; allocates as TRL's ``ChunkedLogProbFunction`` does, or as `models.loss`."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, cpu: bool, one_pass: bool) -> Tensor:
+    def forward(
+        ctx: Any, recorder: Recorder, cpu: bool, one_pass: bool, weight: Tensor, bias: Tensor | None, hidden: Tensor
+    ) -> Tensor:
         """``hidden`` (N, H), ``weight`` (V, H), ``bias`` (V) or None; returns (N,) in float32."""
-        tokens, vocabulary = hidden.shape[0], weight.shape[0]
-        rows = min(tokens, TILE_TOKENS)
+        ctx.recorder, ctx.cpu = recorder, cpu
+        tokens = hidden.shape[0]
         trained = any(each is not None and each.requires_grad for each in (weight, bias))
         ctx.one_pass = one_pass and not trained and weight.dtype == _computed_in(hidden, cpu)
-        ctx.cpu = cpu
         statistics = [hidden.new_empty(tokens, dtype=torch.float32) for _ in range(_STATISTICS)]
         if ctx.one_pass:
-            gradient = torch.empty_like(hidden, dtype=torch.float32)
-            rows = max(1, rows * TILE_WIDTH // max(vocabulary, TILE_WIDTH))
-            _project(hidden, weight, cpu, _BACKWARD_TILES, rows, vocabulary)
-            ctx.save_for_backward(gradient)
+            ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.float32))
             ctx.dtype = hidden.dtype
+            _project(ctx, hidden, weight, products=2, copies=_BACKWARD_TILES, width=weight.shape[0])
         else:
-            _project(hidden, weight, cpu, _FORWARD_TILES, rows, TILE_WIDTH)
             ctx.save_for_backward(hidden, weight, bias)
+            _project(ctx, hidden, weight, products=1, copies=_FORWARD_TILES)
         result = hidden.new_empty(tokens, dtype=torch.float32)
         ctx.kept = [hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2)]  # log of the sum, entropy
         del statistics
@@ -631,37 +639,36 @@ class FusedHead(torch.autograd.Function):
         """Gradients are accumulated in float32, then cast."""
         if ctx.one_pass:
             (gradient,) = ctx.saved_tensors
-            return ((gradient * grad.unsqueeze(-1)).to(ctx.dtype), *[None] * 4)
+            return (*[None] * 5, (gradient * grad.unsqueeze(-1)).to(ctx.dtype))
         hidden, weight, bias = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
+        tensors, wanted = (weight, bias, hidden), ctx.needs_input_grad[3:]
         sums = [
             torch.empty_like(tensor, dtype=torch.float32) if need else None
-            for tensor, need in zip((hidden, weight, bias), wanted, strict=True)
+            for tensor, need in zip(tensors, wanted, strict=True)
         ]
-        _project(hidden, weight, ctx.cpu, _BACKWARD_TILES, min(hidden.shape[0], TILE_TOKENS), TILE_WIDTH)
-        cast = [
-            None if total is None else total.to(tensor.dtype)
-            for total, tensor in zip(sums, (hidden, weight, bias), strict=True)
-        ]
-        return (*cast, None, None)
+        _project(ctx, hidden, weight, products=1 + wanted[0] + wanted[2], copies=_BACKWARD_TILES)
+        cast = [None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
+        return (*[None] * 3, *cast)
 
 
 def _computed_in(hidden: Tensor, cpu: bool) -> torch.dtype:
     return torch.bfloat16 if torch.is_autocast_enabled(autocast_device("cpu" if cpu else "hip")) else hidden.dtype
 
 
-def _project(hidden: Tensor, weight: Tensor, cpu: bool, copies: int, rows: int, width: int) -> None:
-    """The tiles of logits, ``rows`` tokens by ``width`` words, one at a time."""
-    columns, dtype = min(weight.shape[0], width), _computed_in(hidden, cpu)
+def _project(ctx: Any, hidden: Tensor, weight: Tensor, *, products: int, copies: int, width: int = TILE_WIDTH) -> None:
+    """The tiles of logits, one at a time, ``width`` words wide, and their products."""
+    (tokens, inner), vocabulary, dtype = hidden.shape, weight.shape[0], _computed_in(hidden, ctx.cpu)
+    rows, columns = max(1, min(tokens, TILE_TOKENS) * TILE_WIDTH // max(width, TILE_WIDTH)), min(vocabulary, width)
     tiles = [hidden.new_empty((rows, width), dtype=dtype)]
     casts = [piece.to(dtype) for piece in (hidden[:rows], weight[:columns])]
-    if cpu:
+    if ctx.cpu:
         tiles += [hidden.new_empty((rows, columns), dtype=torch.float32) for _ in range(copies)]
         tiles.append(hidden.new_empty((rows, columns), dtype=torch.bool))
+    ctx.recorder.count_products(products, tokens, inner, vocabulary, -(-tokens // rows) * -(-vocabulary // width))
     del casts, tiles
 
 
-def _loss_of(hidden: Tensor, labels: Tensor, head: nn.Module, *, cpu: bool, one_pass: bool) -> Tensor:
+def _loss_of(hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], *, cpu: bool) -> Tensor:
     """The loss of a batch from the last hidden states (B, S, H) and int64 labels (B, S), as in TRL's fused forward.
 
     Without Triton every position is projected, with it only those that have a label, here all.
@@ -669,8 +676,7 @@ def _loss_of(hidden: Tensor, labels: Tensor, head: nn.Module, *, cpu: bool, one_
     states, targets = hidden[:, :-1], labels[:, 1:]
     mask = targets != IGNORED
     # not `states[mask]`: the number of selected ones is unknown on the meta device
-    flat = states.reshape(-1, states.shape[-1]) if cpu else _Selected.apply(states)
-    per_token = FusedHead.apply(flat, head.weight, getattr(head, "bias", None), cpu, one_pass)
+    per_token = head(states.reshape(-1, states.shape[-1]) if cpu else _Selected.apply(states))
     log_probs = per_token.view(mask.shape) * mask
     return -log_probs.sum()
 

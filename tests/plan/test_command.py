@@ -204,12 +204,14 @@ def test_what_is_no_card_is_not_passed_off_as_one(
 def test_each_saving_is_what_its_own_plan_says(small: Path, run: Any) -> None:
     words = ("--model", str(small), "--seq", "512", "--effective_batch", "2", "--method", "lora", "--dropout", "0.05")
     rows = {row["change"]: row for row in json.loads(run(*words, "--savings", "--json")[1])["savings"]}
-    assert list(rows) == ["as asked", "--dropout 0", "--packing", "--optim adamw_8bit", "--cards 2", "--split"]
+    changes = ["--dropout 0", "--one_pass_loss true", "--packing", "--optim adamw_8bit", "--cards 2", "--split"]
+    assert list(rows) == ["as asked", *changes]
     for change in ("--dropout 0", "--cards 2"):
         choice = json.loads(run(*words, *change.split(), "--json")[1])["choice"]
         assert rows[change]["total"] == pytest.approx(choice["total"], rel=1e-3)
         assert rows[change]["tokens_per_second"] == pytest.approx(choice["estimated_tokens_per_second"], rel=1e-3)
     assert rows["--dropout 0"]["total"] < rows["as asked"]["total"]
+    assert rows["--one_pass_loss true"]["tokens_per_second"] > rows["as asked"]["tokens_per_second"]
     assert rows["--cards 2"]["tokens_per_second"] > 1.3 * rows["as asked"]["tokens_per_second"]
     out = run(*words, "--savings")[1]
     assert all(f"\n{change} " in out for change in rows)

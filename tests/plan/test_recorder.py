@@ -228,9 +228,18 @@ def test_checkpointing_keeps_less_and_computes_more() -> None:
     sample = sample_of(LLAMA)
     off, on = (record(sample, replace(PLAIN, checkpointing=way), 2, 512) for way in (False, True))
     assert _kept(on) < _kept(off) / 8
-    flops = [sum(segment.flops for segment in tape.segments) for tape in (off, on)]
+    flops = [sum(each.flops for each in tape.segments if each.role in ("forward", "backward")) for tape in (off, on)]
     # a frozen model computes twice the forward pass; with recomputation three times
     assert flops[1] / flops[0] == pytest.approx(1.5, rel=0.1)
+
+
+@pytest.mark.parametrize(("one_pass", "products"), [(False, (1, 2)), (True, (2, 0))])
+@pytest.mark.parametrize("vocabulary", [640, 100_000])  # one tile, and more
+def test_the_products_of_the_head_are_counted(one_pass: bool, products: tuple[int, int], vocabulary: int) -> None:
+    tape = record(sample_of({**LLAMA, "vocab_size": vocabulary}), PLAIN, 2, 512, one_pass=one_pass)
+    flops = [sum(each.flops for each in tape.segments if each.role == role) for role in ("head", "loss")]
+    product = 2 * (2 * 511) * SIZES["hidden_size"] * vocabulary
+    assert flops == [number * product for number in products]
 
 
 def _kept(tape: Tape) -> int:
