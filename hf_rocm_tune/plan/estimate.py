@@ -56,7 +56,7 @@ _OF_LAYERS = ("forward", "backward")
 
 
 @dataclass(kw_only=True)
-class Segment:
+class TapeSegment:
     """A part of a step."""
 
     # ``start`` (embeddings, masks), ``forward``, ``head`` (last norm, head, loss), ``loss`` (their backward),
@@ -76,7 +76,7 @@ class Segment:
 class Tape:
     """The recording of one step."""
 
-    segments: list[Segment] = field(default_factory=list)  # in order of time, one for each pair of role and layer
+    segments: list[TapeSegment] = field(default_factory=list)  # in order of time, one for each pair of role and layer
     # (segment, storage, +1 allocated, -1 freed or 0 became a parameter's gradient) in order of time
     events: list[tuple[int, int, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes of each storage

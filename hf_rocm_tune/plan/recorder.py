@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models import recompute
-from hf_rocm_tune.plan.estimate import Case, Segment, Tape
+from hf_rocm_tune.plan.estimate import Case, Tape, TapeSegment
 from hf_rocm_tune.plan.request import FOREIGN_ERRORS, PLATFORMS, TooManyOperations, first_line
 from hf_rocm_tune.plan.sample import Sample
 
@@ -220,12 +220,12 @@ class Recorder(TorchDispatchMode):
         self._index: dict[int, int] = {}
         self._landed: set[int] = set()
         self._operations = 0
-        self._next: Segment | None = None
+        self._next: TapeSegment | None = None
         self.segment("start")
 
     def segment(self, role: str, layer: int = -1) -> None:
         """Start a segment with the next operation: what is freed before it belongs to the segment before."""
-        self._next = Segment(role=role, layer=layer)
+        self._next = TapeSegment(role=role, layer=layer)
 
     def landed(self, gradient: Tensor) -> None:
         """Record that this tensor is a parameter's gradient; one that is added to an earlier gradient is freed now."""

@@ -18,10 +18,10 @@ from hf_rocm_tune.plan.estimate import (
     CardMemory,
     Case,
     Estimate,
-    Segment,
     Step,
     StepRecording,
     Tape,
+    TapeSegment,
     TrainedTensor,
     Variant,
     Weight,
@@ -37,15 +37,15 @@ from hf_rocm_tune.plan.estimate import (
 # ---- tapes written by hand -------------------------------------------------------------------------------------------
 
 STEP = (
-    Segment(role="start"),
-    Segment(role="forward", layer=0),
-    Segment(role="forward", layer=1),
-    Segment(role="forward", layer=2),
-    Segment(role="head"),
-    Segment(role="loss"),
-    Segment(role="backward", layer=2),
-    Segment(role="backward", layer=1),
-    Segment(role="backward", layer=0),
+    TapeSegment(role="start"),
+    TapeSegment(role="forward", layer=0),
+    TapeSegment(role="forward", layer=1),
+    TapeSegment(role="forward", layer=2),
+    TapeSegment(role="head"),
+    TapeSegment(role="loss"),
+    TapeSegment(role="backward", layer=2),
+    TapeSegment(role="backward", layer=1),
+    TapeSegment(role="backward", layer=0),
 )
 LAYER_OF = (0, 1, 1, 1, 1, 2)  # six layers: the first, four of a kind, the last
 
