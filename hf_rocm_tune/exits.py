@@ -71,8 +71,8 @@ def run_guarded(
 
     Returns:
         The code of ``main``; a ``TuneError``'s own code, after one line on stderr; 130 for Ctrl-C and, within
-        `sigterm_as_interrupt`, SIGTERM and SIGHUP; 143 for a SIGTERM of torch's agent; 1 for any other exception, whose
-        traceback is printed because it is our bug.
+        `sigterm_as_interrupt`, SIGTERM and SIGHUP; 128 + n for signal n of torch's agent; 1 for any other exception,
+        whose traceback is printed because it is our bug.
     """
     global _process_ends
     _process_ends = process_ends
@@ -93,6 +93,8 @@ def run_guarded(
             return _TERMINATED
         ending = Ending(code=INTERRUPTED, message=str(stop) or "stopped by Ctrl-C", rank=rank)
     except Exception as error:
+        if type(error).__module__.startswith("torch.distributed.elastic") and hasattr(error, "sigval"):
+            return 128 + int(error.sigval)  # `SignalException`: in a notebook the agent's handler raises it
         known = error if isinstance(error, TuneError) else None
         if known is None and (said := device_shortage(error)) is not None:
             known = OutOfMemoryError(f"{said}; {_OUT_OF_MEMORY_ADVICE}")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 
 from hf_rocm_tune import errors, exits
 
@@ -210,6 +211,22 @@ def test_sigterm_of_the_agent_says_nothing_and_keeps_no_restart_away(
     assert exits.run_guarded(terminated, environ=environ) == 143
     assert (capsys.readouterr().err, list(tmp_path.iterdir())) == ("", [])
     assert exits.run_guarded(lambda: 0, environ=environ | {"TORCHELASTIC_RESTART_COUNT": "1"}) == 0
+
+
+def test_sigterm_of_an_agent_that_has_a_handler_of_its_own_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in processes of a notebook: the other rank was refused while this one was still importing."""
+
+    def main() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+        return 0
+
+    before = signal.signal(signal.SIGTERM, _terminate_process_handler)
+    try:
+        assert exits.run_guarded(main) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == ""
 
 
 def test_sigterm_that_the_launcher_was_sent_is_an_interruption(

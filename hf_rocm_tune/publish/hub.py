@@ -53,6 +53,7 @@ class HubError(TuneError):
 class Pushed:
     """A push that was checked."""
 
+    repo_id: str  # with its owner
     url: str
     commit: str  # the one that was checked
     files: int
@@ -194,6 +195,7 @@ class Repository:
                 f"{done[:10]}). The local files are correct: delete those on the Hub, or push to another repository"
             )
         return Pushed(
+            repo_id=self.repo_id,
             url=self.url,
             commit=done,
             files=len(wanted),

@@ -92,6 +92,19 @@ def test_what_is_committed_is_valid_normalised_and_small(name: str, checkout: Pa
             ast.parse(cell.source)
 
 
+def test_what_they_call_is_what_the_package_has(checkout: Path, tmp_path: Path) -> None:
+    """By mypy, in seconds: the notebooks themselves run in the long suite only."""
+    for name in NAMES:
+        code = "\n".join(cell.source for cell in committed(checkout, name).cells if cell.cell_type == "code")
+        (tmp_path / f"cells_{name}.py").write_text(re.sub(r"(?m)^( *)([!%].*)$", r"\1pass  # \2", code) + "\n")
+    files = sorted(map(str, tmp_path.iterdir()))
+    command = [sys.executable, "-m", "mypy", *files]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+    wrong = ("[call-arg]", "[attr-defined]", "[import-not-found]", "[arg-type]", "[syntax]")
+    assert "checked 5 source files" in done.stdout, done.stdout + done.stderr
+    assert [line for line in done.stdout.splitlines() if line.endswith(wrong)] == []
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_committed_shows_results_and_no_failure(name: str, checkout: Path) -> None:
     notebook = committed(checkout, name)
