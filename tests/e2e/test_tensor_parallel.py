@@ -212,4 +212,4 @@ def test_the_launcher_on_two_cards(way: str, shared: list[str], server: CommandS
     assert all(torch.equal(whole[name], continued[name]) for name in whole)
     assert losses_of(tmp_path / "again") == losses_of(tmp_path / "two")
     code, said = launch("wrong", HF_ROCM_TUNE_FAULT="kind=flip,stage=gathered,first=9,count=1")
-    assert code == 3 and "summands of model.layers" in said
+    assert code == 3 and "partial sums of model.layers" in said
