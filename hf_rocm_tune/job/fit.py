@@ -271,7 +271,7 @@ def _why(found: Fit, wanted: Demand, arguments: Arguments) -> list[str]:
     if uncounted := [f"--{name}" for name in flags if getattr(arguments.training, name, False)]:
         lines.append(f"auto-fit: the plan does not count what {' and '.join(uncounted)} would change")
     if arguments.one_pass_loss:
-        lines.append("auto-fit: --one_pass_loss true: losses and gradients equal TRL's to rounding, not bit for bit")
+        lines.append("auto-fit: --one_pass_loss true: losses equal TRL's to rounding (with a head that is not trained)")
     if kept:
         lines.append(f"auto-fit: kept as given: {' and '.join(kept)}")
     if wanted.micro_batch is not None and arguments.tune.effective_batch is None:

@@ -4,7 +4,8 @@ TRL's fused head computes the logits tile by tile in forward and again in backwa
 token's log-probability is multiplied by one number in backward, so the gradient for a factor of 1 can be computed while
 a tile of logits is there: two products, and no tile is recomputed. Tiles are rows of all the vocabulary, because a
 token's gradient needs its normaliser; they have no more elements than TRL's. Values agree with TRL's to rounding, not
-bit for bit. Used only in a `one_pass_loss` block, and only where TRL's own way would not also train the head.
+bit for bit. Used only in a `one_pass_loss` block, and left to TRL where the head is trained or is cast for the product,
+and in float16, in which small probabilities would be zero before the scaled loss multiplies them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ _PLACES = {
     ),
     "backward": ("ctx", "grad_logprobs", "grad_entropy", "_"),
 }  # fmt: skip
+_HELPERS = (
+    "OPTIONAL_OUTPUTS", "TOKEN_CHUNK_SIZE", "_BLOCK_SIZE", "_addmm_fp32", "_backward_tile", "_forward_tile",
+    "_use_triton",
+)  # fmt: skip
 _WANTED: ContextVar[bool] = ContextVar("one_pass_loss", default=False)
 
 
@@ -42,13 +47,15 @@ def install() -> None:
     """
     head = upstream_head.ChunkedLogProbFunction
     stock = {name: getattr(head, name) for name in _PLACES}
-    if any(hasattr(each, "__wrapped__") for each in stock.values()):
+    if all(hasattr(each, "heeds_one_pass_loss") for each in stock.values()):
         return
-    for name, parameters in _PLACES.items():
-        if tuple(inspect.signature(stock[name]).parameters) != parameters:
-            raise UsageError(f"--one_pass_loss does not know the fused head of TRL {trl.__version__}: give false")
+    known = all(tuple(inspect.signature(stock[name]).parameters) == _PLACES[name] for name in _PLACES)
+    if not known or not all(hasattr(upstream_head, name) for name in _HELPERS):
+        raise UsageError(f"--one_pass_loss does not know the fused head of TRL {trl.__version__}: give false")
     for name, ours in (("forward", _forward), ("backward", _backward)):
-        setattr(head, name, staticmethod(functools.wraps(stock[name])(partial(ours, stock[name]))))
+        replacement: Any = functools.wraps(stock[name])(partial(ours, stock[name]))
+        replacement.heeds_one_pass_loss = True
+        setattr(head, name, staticmethod(replacement))
 
 
 @contextmanager
@@ -72,13 +79,13 @@ def _forward(
     chunk_size: int,
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
-    outputs: tuple[str, ...] = upstream_head.OPTIONAL_OUTPUTS,
+    outputs: tuple[str, ...] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """As ``ChunkedLogProbFunction.forward``: ``hidden`` (N, H), ``weight`` (V, H); returns tensors of shape (N,)."""
-    kind = hidden.device.type
+    kind, outputs = hidden.device.type, upstream_head.OPTIONAL_OUTPUTS if outputs is None else outputs
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     only_hidden = ctx.needs_input_grad[:3] == (True, False, False)
-    ctx.one_pass = _WANTED.get() and only_hidden and weight.dtype == dtype  # else tiles of it are cast
+    ctx.one_pass = _WANTED.get() and only_hidden and weight.dtype == dtype != torch.float16
     if not ctx.one_pass:
         given = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
         return tuple(stock(ctx, hidden, weight, bias, targets, *given))
@@ -115,7 +122,10 @@ def _forward(
         normaliser[part] = highest[part] + torch.log(total[part])
         factors = (normaliser[part], normaliser[part], ones[part], ones[part])  # entropy has no gradient
         turn(*place, *factors, 0, vocabulary, HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, **options)
-        upstream_head._addmm_fp32(gradient[part], tile, weight)
+        columns = vocabulary if tile.is_cuda else chunk_size  # elsewhere the product is of copies in float32
+        for start in range(0, vocabulary, columns):
+            words = slice(start, start + columns)
+            upstream_head._addmm_fp32(gradient[part], tile[:, words], weight[words])
         del tile, place  # before the next one
     ctx.save_for_backward(gradient)
     ctx.dtype = hidden.dtype

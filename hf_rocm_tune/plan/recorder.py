@@ -620,7 +620,7 @@ class FusedHead(torch.autograd.Function):
         ctx.recorder, ctx.cpu = recorder, cpu
         tokens = hidden.shape[0]
         trained = any(each is not None and each.requires_grad for each in (weight, bias))
-        ctx.one_pass = one_pass and not trained and weight.dtype == _computed_in(hidden, cpu)
+        ctx.one_pass = one_pass and not trained and weight.dtype == _computed_in(hidden, cpu) != torch.float16
         statistics = [hidden.new_empty(tokens, dtype=torch.float32) for _ in range(_STATISTICS)]
         if ctx.one_pass:
             ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.float32))

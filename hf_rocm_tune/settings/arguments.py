@@ -117,8 +117,9 @@ class TuneArguments:
     )
     one_pass_loss: bool | None = _option(
         None,
-        "Compute the gradient of the loss together with the loss, where the output head is not trained: a third less "
-        "work at the head. Losses equal TRL's to rounding, not bit for bit. Default: with --auto_fit.",
+        "Compute the gradient of the loss together with the loss: a third less work at the output head. Losses equal "
+        "TRL's to rounding, not bit for bit. No effect where the head is trained or cast (float32 weights with --bf16) "
+        "and in float16. Default: with --auto_fit.",
     )
     init_lora_weights: str = _option(
         "default",

@@ -34,7 +34,6 @@ from typing_extensions import override
 from hf_rocm_tune import upstream
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.errors import CorruptionError, UsageError, listed
-from hf_rocm_tune.models import loss
 from hf_rocm_tune.models.adapter import LearningRates, share_inputs
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import (
@@ -189,9 +188,12 @@ class VerifiedTransferMixin(_Base):
         self.stop_requests = StopRequests()
         self.grad_sync = ranks.GradientSync(SyncSettings(way=grad_sync, compression=grad_compression))
         self.recompute_layers = recompute_layers
-        self._loss_way = loss.one_pass_loss if one_pass_loss else nullcontext
+        self._loss_way: Callable[[], AbstractContextManager[None]] = nullcontext
         if one_pass_loss:
+            from hf_rocm_tune.models import loss  # TRL's private kernels, only where they are used
+
             loss.install()
+            self._loss_way = loss.one_pass_loss
         self._checkpoints, self._card_writer = Checkpoints(self, publisher), card_writer
         self._consent_unverified, self._on_oom = consent_unverified, on_oom
         self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=listener)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -105,13 +106,13 @@ def test_a_third_of_the_products_is_saved() -> None:
     assert work == [2 * product, product]
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_head_that_is_trained_and_what_is_outside_the_block_are_left_to_trl(trained: bool) -> None:
-    stock = head(trained=trained)
+@pytest.mark.parametrize("left", [{}, {"trained": True}, {"dtype": torch.float16}])
+def test_a_head_that_is_trained_float16_and_what_is_outside_the_block_are_left_to_trl(left: dict[str, Any]) -> None:
+    stock = head(**left)
     with one_pass_loss():
-        inside = head(trained=trained)
-    outside = head(trained=trained)
-    for found in (outside, *([inside] if trained else [])):
+        inside = head(**left)
+    outside = head(**left)
+    for found in (outside, *([inside] if left else [])):
         assert all(torch.equal(each, stock[0][name]) for name, each in found[0].items())
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(found[1], stock[1], strict=True))
 
@@ -122,6 +123,26 @@ def test_a_gradient_of_the_entropy_is_refused() -> None:
         entropy = ChunkedLogProbFunction.apply(hidden, weight, None, torch.arange(4), 1.0, 32768)[1]
     with pytest.raises(NotImplementedError, match="--one_pass_loss"):
         entropy.sum().backward()
+
+
+def test_a_head_that_another_has_decorated_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {name: getattr(ChunkedLogProbFunction, name).__wrapped__ for name in ("forward", "backward")}
+    for name, stock in kept.items():
+        decorated = functools.wraps(stock)(functools.partial(stock))
+        monkeypatch.setattr(ChunkedLogProbFunction, name, staticmethod(decorated))
+    stock_values = head()
+    loss.install()
+    with one_pass_loss():
+        assert not torch.equal(head()[1][0], stock_values[1][0])
+
+
+def test_off_a_card_the_whole_head_is_never_copied_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = []
+    stock = chunked_logprob._addmm_fp32
+    monkeypatch.setattr(chunked_logprob, "_addmm_fp32", lambda a, b, c: (widths.append(len(c)), stock(a, b, c))[1])
+    with one_pass_loss():
+        head(chunk_size=64)
+    assert max(widths) == 64
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -143,9 +164,14 @@ def test_with_triton_s_kernels_too(case: str) -> None:
     assert_close((found, [torch.tensor(gradients[0])]), stock)
 
 
-def test_another_head_of_trl_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ChunkedLogProbFunction, "forward", lambda ctx, hidden, weight, other: None)
-    monkeypatch.setattr(ChunkedLogProbFunction, "backward", lambda ctx, gradient: None)
+@pytest.mark.parametrize("what", ["parameters", "helpers"])
+def test_another_head_of_trl_is_refused_in_one_line(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "parameters":
+        monkeypatch.setattr(ChunkedLogProbFunction, "forward", lambda ctx, hidden, weight, other: None)
+    else:
+        stock = ChunkedLogProbFunction.forward.__wrapped__
+        monkeypatch.setattr(ChunkedLogProbFunction, "forward", staticmethod(stock))
+        monkeypatch.delattr(chunked_logprob, "_forward_tile")
     with pytest.raises(UsageError, match=r"^--one_pass_loss does not know the fused head of TRL .*: give false$"):
         loss.install()
 
