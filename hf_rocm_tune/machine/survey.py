@@ -316,14 +316,15 @@ def read_host(tree: Tree) -> Host:
     names = list_names(tree, "dev/dri").value or []
     renders = [f"dev/dri/{name}" for name in names if re.fullmatch("renderD[0-9]{1,6}", name)]
     nodes = tuple(_read_node(tree, path) for path in ("dev/kfd", *renders))
-    memory, cpu = _read_memory(tree, "MemTotal"), _read_line(tree, _CPUINFO, _CPU_NAME, "model name")
+    meminfo = read_text(tree, _MEMINFO)  # once: it changes at any moment, and a recording holds one
+    memory, cpu = _memory(meminfo, "MemTotal"), _read_line(tree, _CPUINFO, _CPU_NAME, "model name")
     groups = None if process.groups is None else tuple(g for g in process.groups if g in {node.group for node in nodes})
     return Host(
         platform=process.platform,
         cpu=cpu if cpu.value is not None else known(process.cpu, cpu.reason),
         memory_bytes=memory,
-        available_bytes=_read_memory(tree, "MemAvailable"),
-        swap_bytes=_read_memory(tree, "SwapTotal"),
+        available_bytes=_memory(meminfo, "MemAvailable"),
+        swap_bytes=_memory(meminfo, "SwapTotal"),
         memory_limit_bytes=_read_memory_limit(tree, memory.value),
         shm_bytes=known(process.shm_bytes, "the size of /dev/shm is unknown"),
         container=known(_engine(tree), "no sign of a container"),
@@ -334,16 +335,20 @@ def read_host(tree: Tree) -> Host:
 
 
 def _read_line(tree: Tree, path: str, pattern: str, name: str) -> Reading[str]:
+    return _line(read_text(tree, path), path, pattern, name)
+
+
+def _line(content: Reading[str], path: str, pattern: str, name: str) -> Reading[str]:
 
     def find(text: str) -> str | None:
         found = re.search(pattern, text, re.MULTILINE | re.ASCII)
         return found[1] if found else None
 
-    return derived(read_text(tree, path), find, f"/{path}: no {name}")
+    return derived(content, find, f"/{path}: no {name}")
 
 
-def _read_memory(tree: Tree, name: str) -> Reading[int]:
-    kib = _read_line(tree, _MEMINFO, rf"^{name}:[ \t]+([0-9]{{1,16}}) kB[ \t]*$", name)
+def _memory(meminfo: Reading[str], name: str) -> Reading[int]:
+    kib = _line(meminfo, _MEMINFO, rf"^{name}:[ \t]+([0-9]{{1,16}}) kB[ \t]*$", name)
     return derived(kib, lambda digits: int(digits) << 10, "")
 
 

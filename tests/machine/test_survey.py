@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import errno
 import gzip
+import itertools
 import json
+import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +100,19 @@ def test_an_integrated_gpu_is_known_without_the_compute_driver(chip: Any) -> Non
     assert gpu.integrated is True
 
 
+class Busy(LiveTree):
+    """This machine, whose free memory is another at each read."""
+
+    reads = itertools.count()
+
+    def read(self, path: str, limit: int) -> bytes:
+        content = super().read(path, limit)
+        free = f"MemAvailable: {next(self.reads)} kB\n".encode()
+        return re.sub(rb"MemAvailable:.*\n", free, content) if path == "proc/meminfo" else content
+
+
 def test_a_recording_of_the_live_machine_gives_the_same_machine() -> None:
-    machine, recording = record(source="here")
+    machine, recording = record(Busy(), source="here")
     replayed = survey(RecordedTree(json.loads(json.dumps(recording))))
     # What changes between two moments is in the recording as it was read.
     assert replayed == machine
