@@ -270,7 +270,9 @@ class Watchdog:
         deadline = self._clock() + _VERDICT_SECONDS
         while not self._board.is_finished():
             declarer = self._board.declared_by()
-            if self._clock() > deadline or (declarer is not None and not declarer.alive):
+            gone = declarer is not None and not declarer.alive
+            # One that has reported ends too, perhaps since the loop's condition was tested.
+            if (gone or self._clock() > deadline) and not self._board.is_finished():
                 self._conclude(look)
             time.sleep(0.05)
         self._end([])

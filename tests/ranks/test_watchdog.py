@@ -30,9 +30,10 @@ class Ranks:
         self._directory, self._checkout = directory, checkout
         self.place = directory / "place"
         self.processes: list[subprocess.Popen[str]] = []
+        self.alone = False
 
     def start(self, *script: list[Any], alone: bool = False, **given: Any) -> subprocess.Popen[str]:
-        rank = len(self.processes)
+        rank, self.alone = len(self.processes), alone
         request = {
             "rank": rank,
             "place": None if alone else str(self.place),
@@ -50,8 +51,16 @@ class Ranks:
         self.processes.append(process)
         return process
 
+    def begin(self) -> None:
+        """Let the ranks that share a place begin, once all have joined."""
+        begun = self._directory / "all-joined"
+        if not self.alone and not begun.exists():
+            until(lambda: len(list(self.place.glob("rank-*"))) == len(self.processes))
+            begun.touch()
+
     def wait(self) -> list[int]:
         """Exit codes of all."""
+        self.begin()
         return [process.wait(TIMEOUT) for process in self.processes]
 
     def report(self) -> dict[str, Any]:
@@ -129,6 +138,7 @@ def test_a_rank_that_was_killed_is_said_to_be_gone(ranks: Ranks) -> None:
 def test_a_job_that_is_stopped_as_a_whole_and_goes_on_does_not_hang(ranks: Ranks, number: int) -> None:
     for _ in range(number):
         ranks.start(["work", 0.4], ["stop"], ["work", 0.4], alone=number == 1)
+    ranks.begin()
     until(lambda: all(stopped(process) for process in ranks.processes))
     time.sleep(3 * LIMIT)
     for process in ranks.processes:

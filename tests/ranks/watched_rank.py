@@ -1,7 +1,8 @@
 """One process under the stall watchdog, without torch: ``python -m tests.ranks.watched_rank JSON``.
 
 Keys of the JSON: ``rank``, ``place`` (null: alone), ``report`` (the file for a stall's report), ``limits`` (seconds by
-phase), ``script`` (a list of steps, see `_STEPS`), ``on_stall`` ("write", "raise", "the first dies").
+phase), ``script`` (a list of steps, see `_STEPS`), ``on_stall`` ("write", "raise", "the first dies"). Ranks with a
+place begin once ``all-joined`` stands beside the report: a busy machine starts them seconds apart.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def main() -> None:
     board = Board(Path(given["place"]), given["rank"]) if given["place"] else None
     progress = Progress(given["limits"], board)
     watchdog = Watchdog(look=progress.look, on_suspicion=lambda: None, on_stall=on_stall, board=board, tick_s=0.05)
+    while board is not None and not report.with_name("all-joined").exists():
+        time.sleep(0.01)
     watchdog.start()
     for name, *arguments in given["script"]:
         _STEPS[name](progress, *arguments)
