@@ -30,6 +30,7 @@ from typing import NoReturn
 
 from hf_rocm_tune import redaction
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError, device_shortage
+from hf_rocm_tune.machine.process import start_ticks
 from hf_rocm_tune.training.supervised import leave_terminal
 
 PROGRAM = "hf-rocm-tune"
@@ -82,6 +83,10 @@ def run_guarded(
     group = RankGroup.of(environ)
     if group is not None and (earlier := group.final_ending()) is not None:
         return earlier.code  # its line has been printed
+    if (wanted := environ.get(EXIT_FILE_VARIABLE)) and number(environ, "TORCHELASTIC_RESTART_COUNT"):
+        with suppress(OSError):  # what an earlier attempt recorded is not how this one ends
+            if Path(wanted).stat().st_mtime_ns < _own_start_ns():
+                Path(wanted).unlink()
     rank = number(environ, "RANK")
     try:
         code = main()
@@ -120,7 +125,8 @@ def complete(environ: Mapping[str, str] | None = None) -> None:
     environ = os.environ if environ is None else environ
     _ignore_signals()
     if (wanted := environ.get(EXIT_FILE_VARIABLE)) and number(environ, "RANK") == 0:
-        write_atomically(Path(wanted), json.dumps({"code": 0, "message": "done"}))
+        with suppress(OSError):  # no room: the job is done all the same
+            write_atomically(Path(wanted), json.dumps({"code": 0, "message": "done"}))
 
 
 def _ignore_signals() -> None:
@@ -174,9 +180,13 @@ _interrupt.ends_the_process = True  # type: ignore[attr-defined]  # so the train
 def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees the old or the new text."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
 
 
 def _end(ending: Ending, group: RankGroup | None, environ: Mapping[str, str]) -> None:
@@ -188,7 +198,8 @@ def _end(ending: Ending, group: RankGroup | None, environ: Mapping[str, str]) ->
         print(ending.line(), file=sys.stderr, flush=True)
     if wanted:
         told = {"code": ending.code, "message": redaction.one_line(ending.message)}
-        write_atomically(Path(wanted), json.dumps(told | ({"follows": True} if ending.follows else {})))
+        with suppress(OSError):  # no room: the line is printed, and the process ends with its code
+            write_atomically(Path(wanted), json.dumps(told | ({"follows": True} if ending.follows else {})))
 
 
 def _is_the_agents(environ: Mapping[str, str]) -> bool:
@@ -229,10 +240,13 @@ class RankGroup:
         """The group of this process, or None for a single process."""
         if "TORCHELASTIC_RUN_ID" not in environ and number(environ, "WORLD_SIZE", 1) < 2:
             return None
-        run = "".join(c if c.isalnum() else "_" for c in environ.get("TORCHELASTIC_RUN_ID", "mpi"))
+        launched = environ.get("TORCHELASTIC_RUN_ID", "mpi")
+        if log := environ.get("TORCHELASTIC_ERROR_FILE"):  # DIRECTORY/RUN_RANDOM/attempt_N/RANK/error.json
+            launched = Path(log).parent.parent.parent.name  # a notebook launches several jobs from one process
+        run = "".join(c if c.isalnum() else "_" for c in launched)
         parent = os.getppid()
         # Process ids are reused; with the parent's start time the key is unique.
-        key = f"{PROGRAM}-{os.getuid()}-{run}-{parent}-{_start_time(parent)}"
+        key = f"{PROGRAM}-{os.getuid()}-{run}-{parent}-{start_ticks(parent)}"
         wanted = environ.get(EXIT_FILE_VARIABLE)
         directory = Path(wanted).parent if wanted else Path(tempfile.gettempdir())
         count = number(environ, "TORCHELASTIC_RESTART_COUNT")
@@ -245,16 +259,20 @@ class RankGroup:
         if path.exists() and not self._counts(path):
             with suppress(OSError):  # another user's
                 path.unlink()
-        descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}-", dir=self._directory)
+        temporary = None
         try:
+            descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}-", dir=self._directory)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump(asdict(ending), file)
             os.link(temporary, path)
         except FileExistsError:
             # A file of another user is not our group's: print the line rather twice than never.
             return not self._counts(path)
+        except OSError:
+            return True  # no room for the record, or no hard links: rather twice than never, too
         finally:
-            os.unlink(temporary)
+            if temporary is not None:
+                os.unlink(temporary)
         return True
 
     def spoken(self) -> bool:
@@ -297,20 +315,11 @@ def number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
     return int(text) if text.isdecimal() else default
 
 
-def _start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot (``/proc/PID/stat`` field 22); "0" if unknown."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "0"
-    return stat.rpartition(")")[2].split()[19]
-
-
 def _own_start_ns() -> int:
     """When this process started, in nanoseconds of the wall clock; 0 if unknown."""
     try:
         uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     except OSError:
         return 0
-    age_s = uptime_s - int(_start_time(os.getpid())) / os.sysconf("SC_CLK_TCK")
+    age_s = uptime_s - start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
     return time.time_ns() - int(age_s * 1e9)

@@ -97,6 +97,8 @@ def with_cards_way(way: str, verb: str, line: CommandLine) -> CommandLine:
         planned = subprocess.run(
             [sys.executable, "-m", "hf_rocm_tune.job.cards", *line.job], stdout=subprocess.PIPE, text=True, check=False
         )
+    if planned.returncode < 0:
+        raise SystemExit(_unrecorded(planned.returncode, f"the process that plans for {names.CARDS_WAY} auto"))
     if planned.returncode:
         raise SystemExit(planned.returncode)
     found = json.loads(planned.stdout.splitlines()[-1])
@@ -141,6 +143,7 @@ def launch_as_given(argv: Sequence[str]) -> int:
 def _launch(arguments: Any, argv: Sequence[str]) -> int:
     """Run a job and give its code. A launcher above this one (the supervisor) is told what the job told us."""
     _quieten()
+    arguments.quiet = False  # accelerate would hide how the job ended; its own traceback is never shown
     arguments.signals_to_handle = "SIGQUIT"  # read by torch's agent; accelerate has no flag for it
     given = {names.bare(argument) for argument in argv if argument.startswith("--")}
     above = os.environ.get(EXIT_FILE_VARIABLE)
@@ -167,7 +170,7 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
             return INTERRUPTED
     follows = told is not None and told.pop("follows", False)
     if told is None or (follows and status != told["code"]):
-        return _unrecorded(status, rank)
+        return _unrecorded(status, "the training process" + ("" if rank is None else f" of rank {rank}"))
     if follows:  # and nobody here knows what it follows from
         print(f"{PROGRAM}: error: {one_line(told['message'])}", file=sys.stderr, flush=True)
     if above:
@@ -261,11 +264,10 @@ def _quieten() -> None:
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
 
 
-def _unrecorded(status: int, rank: int | None) -> int:
-    """Say how a job ended that could not say it itself, and give our exit code."""
-    who = "the training process" if rank is None else f"the training process of rank {rank}"
+def _unrecorded(status: int, who: str) -> int:
+    """Say how a process ended that could not say it itself, and give our exit code."""
     if status < 0:
-        name = signal.Signals(-status).name
+        name = next((each.name for each in signal.Signals if each == -status), f"signal {-status}")
         hint = "; the kernel sends it when host memory runs out, see `dmesg`" if name == "SIGKILL" else ""
         message, code = f"{who} was ended by {name}{hint}", 128 - status
     else:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.machine import process, variables
 from hf_rocm_tune.settings import names
-from hf_rocm_tune.training.supervised import outlive_terminal
+from hf_rocm_tune.training.supervised import outlive_reader
 
 if TYPE_CHECKING:
     from hf_rocm_tune.data.formats import Method
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None, *, method: Method = "sft") -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        outlive_terminal()
+        outlive_reader()
     return run_guarded(lambda: _start(arguments, method), argv=arguments, process_ends=argv is None)
 
 

@@ -67,7 +67,7 @@ _FORMS = (
     "`accelerate launch ... -m hf_rocm_tune.sft ...`, `hf-rocm-tune sft ...`, `torchrun ... -m hf_rocm_tune.sft ...` "
     "or `python -m hf_rocm_tune.sft ...` (or another training verb)"
 )
-_POLL_SECONDS, _LOOK_SECONDS, _SAME_PRESS_SECONDS = 0.05, 0.2, 1.0
+_POLL_SECONDS, _LOOK_SECONDS, _LONGEST_LOOK_SECONDS, _SAME_PRESS_SECONDS = 0.05, 0.2, 1.0, 1.0
 _KILL_SECONDS = 30.0
 """How long SIGKILL may take: the kernel first releases the process's resources."""
 _LONGEST_WAIT_SECONDS = 300.0
@@ -320,7 +320,8 @@ def _wait(happened: Callable[[], bool], seconds: float) -> None:
 class Watch:
     """Progress of one attempt, from the files that it writes into ``directory``.
 
-    Files of an earlier attempt are moved away first. ``clock`` stops while the machine sleeps.
+    Files of an earlier attempt are moved away first. Time counts only while this process looks: a job may be stopped
+    as a whole, with its supervisor.
     """
 
     def __init__(self, directory: Path, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
@@ -333,14 +334,16 @@ class Watch:
         self.begun: Begun | None = None
         self.pulse: Pulse | None = None
         self._stamp = 0
-        self._since = clock()
+        self._silent, self._looked = 0.0, clock()
 
     def look(self) -> None:
         if self.begun is None:
             self.begun = read_begun(self._directory / BEGUN_FILE)
+        passed, self._looked = self._clock() - self._looked, self._clock()
+        self._silent += min(passed, _LONGEST_LOOK_SECONDS)
         pulse, stamp = read_pulse(self._directory / PULSE_FILE)
         if pulse is not None and (pulse, stamp) != (self.pulse, self._stamp):
-            self.pulse, self._stamp, self._since = pulse, stamp, self._clock()
+            self.pulse, self._stamp, self._silent = pulse, stamp, 0.0
 
     def silence(self) -> float | None:
         """Seconds without a heartbeat if above the limit; else None."""
@@ -348,8 +351,7 @@ class Watch:
             return None  # an upload has no heartbeats
         starting = self.pulse is None or self.pulse.phase == "start"
         limit = self._settings.start_seconds if starting else self._settings.stall_seconds
-        silent = self._clock() - self._since
-        return silent if limit and silent > limit else None
+        return self._silent if limit and self._silent > limit else None
 
 
 class Ledger:
@@ -595,7 +597,8 @@ def _asked_to_end() -> Iterator[_Asked]:
 
 
 def _say(line: str) -> None:
-    print(f"{PROGRAM}: run: {one_line(line)}", flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it, or its disk is full: the job must still be looked after
+        print(f"{PROGRAM}: run: {one_line(line)}", flush=True)
 
 
 def _complain(line: str) -> None:

@@ -187,6 +187,37 @@ def test_an_earlier_job_from_the_same_shell_neither_silences_nor_refuses_the_nex
         assert [line.rpartition(" ")[2] for line in "".join(said).splitlines()] == ([wrong] if wrong else [])
 
 
+def test_jobs_of_one_notebook_are_not_one_group(capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernel is the parent of all, and torch's agent names each job ``none``; only its log directory is new."""
+    for job in ("none_ab12", "none_cd34"):
+        environ = group() | {"TORCHELASTIC_ERROR_FILE": f"/tmp/torchelastic_x/{job}/attempt_0/0/error.json"}
+        assert exits.run_guarded(raising(errors.UsageError("wrong")), environ=environ) == 2
+        assert "wrong" in capsys.readouterr().err
+        assert exits.run_guarded(lambda: 0, environ=environ | {"TORCHELASTIC_RESTART_COUNT": "1"}) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_room_for_the_record_loses_neither_line_nor_code(tmp_path: Path, ranks: int) -> None:
+    code = (
+        "import resource, sys; from hf_rocm_tune import errors, exits\n"
+        "def main():\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "    if len(sys.argv) > 1: raise errors.CorruptionError('bytes')\n"
+        "    exits.complete()\n"
+        "    return 0\n"
+        "sys.exit(exits.run_guarded(main))\n"
+    )
+    environ = os.environ | {"TMPDIR": str(tmp_path), exits.EXIT_FILE_VARIABLE: str(tmp_path / "exit"), "RANK": "0"}
+    environ |= group() if ranks == 2 else {}
+    for wrong in ([], ["wrong"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *wrong], env=environ, capture_output=True, text=True, timeout=60
+        )
+        said = "hf-rocm-tune: error: bytes\n"
+        assert (done.returncode, done.stderr) == ((3, said) if wrong else (0, ""))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_starts_and_ends_a_job_imports_no_torch() -> None:
     modules = "hf_rocm_tune.exits, hf_rocm_tune.settings.names, hf_rocm_tune.launch, hf_rocm_tune.supervisor"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"

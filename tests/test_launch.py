@@ -126,6 +126,23 @@ def test_two_processes_end_as_one_of_them_ended(place: Path) -> None:
     assert "SIGKILL" in errors["kill"]
 
 
+@pytest.mark.parametrize(("config", "flags"), [("cpu", ["--quiet"]), ("cpu_dual", ["--max_restarts", "1"])])
+def test_how_the_last_attempt_ended_is_told(place: Path, config: str, flags: list[str]) -> None:
+    """Whatever accelerate keeps to itself, and whatever an earlier attempt has recorded."""
+    stub = (place / "stub_job.py").read_text()
+    stalls = "if os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0': raise errors.StallError('stuck')"
+    (place / "stub_job.py").write_text(stub.replace('if how == "crash":', f'{stalls}\n    if how == "crash":'))
+    code = "import sys; from hf_rocm_tune import exits, launch\n" + (
+        "sys.exit(exits.run_guarded(lambda: launch.launch('stub_job', ['kill'], "
+        "accelerate_config=sys.argv[1], extra=sys.argv[2:])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, config, *flags],
+        env=environment(place), cwd=place, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 137 and "was ended by SIGKILL" in done.stderr.splitlines()[-1], done.stderr
+
+
 @pytest.mark.long
 def test_two_processes_without_a_gpu_know_of_each_other(place: Path) -> None:
     done = subprocess.run(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hf_rocm_tune import supervisor as supervision
@@ -243,6 +244,31 @@ def test_the_third_ctrl_c_ends_a_job_that_does_not_react(place: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
     assert attempts(place) == 1
+
+
+def test_a_job_that_was_stopped_as_a_whole_has_not_hung(place: Path) -> None:
+    process = subprocess.Popen(supervisor(*words(place, {"step": 3, "end": "wait"}), stall_seconds="3"))
+    _until((place / "ready").exists)
+    time.sleep(0.5)  # it has seen the job's heartbeat
+    both = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
+    for each in both:
+        each.suspend()
+    time.sleep(5)
+    for each in reversed(both):
+        each.resume()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert attempts(place) == 1 and json.loads((place / "heard").read_text()) == [signal.SIGINT]
+
+
+def test_a_stalled_job_is_ended_though_nobody_reads_its_supervisor(place: Path) -> None:
+    command = supervisor(*words(place, {"step": 3, "orphan": True, "end": "hang"}), max_restarts="0")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(30) == 4
+    assert not _alive(int((place / "orphan").read_text()))
 
 
 def test_a_signal_while_it_waits_ends_it(place: Path) -> None:

@@ -46,8 +46,7 @@ ENDINGS = ("hang", "stop", "kill", "crash", "garbage", "silent")
 
 _STEP = "step"
 _FAILED = "failed"  # key of a result with only an exception
-_WHERE_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)  # requests the Python stacks; not on Windows
-_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
+_WHERE_SIGNAL = signal.SIGUSR1  # requests the Python stacks
 _POLL_SECONDS, _STACK_SECONDS, _LISTEN_SECONDS, _KILL_SECONDS = 0.02, 0.5, 1.0, 5.0
 _TAIL_CHARACTERS, _STEP_CHARACTERS, _RESULT_BYTES = 4000, 200, 8 << 20
 # Variables of a launcher or of our parent process for a rank; a measuring child is not a rank of that job.
@@ -189,7 +188,7 @@ def _kill_all(children: Sequence[_Child]) -> None:
     """Kill the process groups of several, with one common waiting time."""
     running = [child for child in children if child.runs()]
     for child in running:
-        child.send(_KILL)
+        child.send(signal.SIGKILL)
     patience = time.monotonic() + _KILL_SECONDS
     for child in running:
         try:
@@ -246,7 +245,7 @@ class _Child:
         """Whether it is running. When it has ended, the rest of its group is killed."""
         if self.process.returncode is None and self._has_ended():
             # Before it is reaped: until then its pid is not reused.
-            self.send(_KILL)
+            self.send(signal.SIGKILL)
             self.process.wait()
             self.ended = time.monotonic()
         return self.process.returncode is None
@@ -258,10 +257,7 @@ class _Child:
 
     def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if hasattr(os, "killpg"):
-                os.killpg(self.process.pid, number)
-            else:
-                self.process.kill()
+            os.killpg(self.process.pid, number)
 
     def failed(self) -> bool:
         return not self.runs() and self._result()[0] != "done"
@@ -269,7 +265,7 @@ class _Child:
     def ask_where(self) -> None:
         """Request the Python stacks of its threads; before its first step it does not handle the signal."""
         self._state = _state(self.process.pid)
-        if self._step() and _WHERE_SIGNAL is not None:
+        if self._step():
             self.send(_WHERE_SIGNAL)
 
     def outcome(self, *, late: bool) -> Outcome:
@@ -349,8 +345,7 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
     global _fault
     _follow_parent()
     faulthandler.enable()  # a crash in native code prints the Python stack
-    if _WHERE_SIGNAL is not None:
-        faulthandler.register(_WHERE_SIGNAL, all_threads=True)
+    faulthandler.register(_WHERE_SIGNAL, all_threads=True)
     try:
         request = _request()
         fault = request.get("fault")

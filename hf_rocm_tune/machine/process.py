@@ -22,6 +22,7 @@ import socket
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
 from hf_rocm_tune.errors import UsageError
@@ -262,10 +263,26 @@ def _host_store(port: int) -> None:
     )
 
 
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot, which identifies it beside its pid; 0 if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+_LAUNCH_NUMBERS = (("WORLD_SIZE", 1, 10**9), ("RANK", 0, 10**9), ("LOCAL_RANK", 0, 10**9), ("MASTER_PORT", 0, 65535))
+
+
 def _check_launch(environ: Mapping[str, str]) -> None:
+    for name, least, most in _LAUNCH_NUMBERS:
+        value = environ.get(name, str(least))
+        if re.fullmatch("[0-9]{1,9}", value) is None or not least <= int(value) <= most:
+            raise UsageError(
+                f"{name} is {value!r} in the environment, which is not a number from {least} to {most}: unset it"
+            )
     launched = environ.get("WORLD_SIZE", "1")
-    if not launched.isdecimal():
-        raise UsageError(f"WORLD_SIZE is {launched!r} in the environment, which is not a number: unset it")
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR") if name not in environ]
     if int(launched) > 1 and missing:
         raise UsageError(

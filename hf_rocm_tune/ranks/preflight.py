@@ -34,8 +34,9 @@ from typing import Any, Literal
 
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, answer, run_groups, run_together, step
+from hf_rocm_tune.machine.process import start_ticks
 from hf_rocm_tune.machine.variables import read_fault
-from hf_rocm_tune.ranks.stall_report import born, is_alive, make_place, read_note, write_note
+from hf_rocm_tune.ranks.stall_report import is_alive, make_place, read_note, write_note
 
 # ---- trials --------------------------------------------------------------------------------------------------
 
@@ -490,7 +491,7 @@ def run(
         time.sleep(0.2)
     make_place(place)
     (place / f"left-{rank}").unlink(missing_ok=True)  # of an earlier job that was killed
-    mine = {"rank": rank, "pid": os.getpid(), "born": born(os.getpid()), "device": dict(device)}
+    mine = {"rank": rank, "pid": os.getpid(), "born": start_ticks(os.getpid()), "device": dict(device)}
     write_note(place / f"rank-{rank}", mine)
     ranks = range(rank // here * here, rank // here * here + here)
     try:

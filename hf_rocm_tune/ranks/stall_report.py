@@ -11,6 +11,7 @@ permitted, the kernel stack. Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -24,12 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
-
 from hf_rocm_tune.errors import StallError, UsageError
-
-_SAME_START_SECONDS = 2.0
-"""psutil computes start times from the time of boot, which changes when the clock is set."""
+from hf_rocm_tune.machine.process import start_ticks
 
 
 def make_place(directory: Path) -> None:
@@ -38,7 +35,8 @@ def make_place(directory: Path) -> None:
     Raises:
         UsageError: it belongs to another user, or others can access it.
     """
-    directory.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise UsageError(
@@ -63,22 +61,10 @@ def read_note(file: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def born(pid: int) -> float:
-    """The start time of a process, in seconds since the epoch, which identifies it beside its pid; 0 without one."""
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.Error:
-        return 0.0
-
-
-def is_alive(pid: int, since: float) -> bool:
-    """Whether the process that started at ``since`` is still running (a zombie is not)."""
-    try:
-        process = psutil.Process(pid)
-        same = abs(process.create_time() - since) < _SAME_START_SECONDS
-        return same and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.Error:
-        return False
+def is_alive(pid: int, since: int) -> bool:
+    """Whether the process that started at ``since``, see `start_ticks`, is still running (a zombie is not)."""
+    found = process_state(pid)
+    return found is not None and found.state not in "ZX" and start_ticks(pid) == since
 
 
 Frame = Mapping[str, Any]
@@ -367,12 +353,13 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _GLOO.search(str(error)) is not None
 
 
-def lost_peer(error: BaseException, ranks: Sequence[_Peer], *, where: str) -> PeerLostError:
+def lost_peer(error: BaseException, ranks: Sequence[_Peer], *, elsewhere: int, where: str) -> PeerLostError:
     """The error for a broken connection.
 
     Args:
         error: see `is_lost_peer`.
         ranks: the other ranks of this machine, alive until now.
+        elsewhere: number of ranks on other machines.
         where: this rank's phase: "in step 12".
     """
     deadline = time.monotonic() + _WAIT_SECONDS  # a connection breaks before its process has ended
@@ -384,7 +371,8 @@ def lost_peer(error: BaseException, ranks: Sequence[_Peer], *, where: str) -> Pe
     elif _LATE.search(str(error)):
         cause = "another rank did not join a collective within --ddp_timeout"
     else:
-        cause = "a rank on another machine has ended or cannot be reached; see its own message"
+        which = "a rank on another machine" if elsewhere else "another rank"
+        cause = f"{which} has ended or cannot be reached; see its own message"
     return PeerLostError(
         f"the connection to another rank broke {where}: {cause}. The checkpoints already written are intact: start "
         "the same command again to continue from the newest one"

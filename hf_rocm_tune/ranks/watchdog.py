@@ -31,8 +31,9 @@ from typing import Any, NoReturn
 import psutil
 
 from hf_rocm_tune.errors import StallError
+from hf_rocm_tune.machine.process import start_ticks
 from hf_rocm_tune.ranks import stall_report
-from hf_rocm_tune.ranks.stall_report import Rank, born, is_alive, make_place, process_state, read_note, write_note
+from hf_rocm_tune.ranks.stall_report import Rank, is_alive, make_place, process_state, read_note, write_note
 
 _TICK_SECONDS = 3.0
 """A rank whose tick has not changed for this long is not waited for."""
@@ -74,7 +75,7 @@ class Standing:
 
     rank: int
     pid: int
-    born: float
+    born: int
     tick: int
     where: str
     silent_s: float
@@ -110,15 +111,15 @@ class Board:
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory, self.rank = directory, rank
-        self._born = born(os.getpid())
+        self._born = start_ticks(os.getpid())
         self._file = self._open()
         self.show(tick=0, silent_s=0.0, overdue=False)
         self.mark("at the start")
 
     def _open(self) -> int:
         for attempt in range(_TRIES):
-            make_place(self._directory)
             try:
+                make_place(self._directory)
                 return os.open(self._of(self.rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:  # the last rank to leave has just deleted the directory
                 if attempt == _TRIES - 1:
@@ -127,7 +128,7 @@ class Board:
 
     def show(self, *, tick: int, silent_s: float, overdue: bool) -> None:
         """Publish this rank's state."""
-        mine = {"rank": self.rank, "pid": os.getpid(), "born": self._born}
+        mine: dict[str, Any] = {"rank": self.rank, "pid": os.getpid(), "born": self._born}
         mine |= {"tick": tick, "silent_s": round(silent_s, 3), "overdue": overdue}
         os.pwrite(self._file, json.dumps(mine).encode("ascii").ljust(_BLOCK_BYTES), 0)
 
@@ -137,13 +138,24 @@ class Board:
 
     def others(self) -> list[Standing]:
         """The other ranks that have joined and not left, alive or not."""
-        found = [_read_standing(file) for file in self._directory.glob("rank-*")]
+        try:
+            names = os.listdir(self._directory)
+        except FileNotFoundError:  # the last rank to leave has deleted it
+            names = []
+        found = [_read_standing(self._directory / name) for name in names if name.startswith("rank-")]
         return sorted((each for each in found if each and each.rank != self.rank), key=lambda each: each.rank)
 
     def declare(self) -> bool:
         """Declare a stall; False if another rank was first."""
+        return self._first("declared")
+
+    def succeed(self) -> bool:
+        """Report in the place of a rank that declared a stall and ended; False if another rank was first."""
+        return self._first("succeeded")
+
+    def _first(self, name: str) -> bool:
         try:
-            descriptor = os.open(self._directory / "declared", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             return False
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -176,15 +188,19 @@ class Board:
         """Whether ranks that have answered may end."""
         return (self._directory / "finished").exists() or not self._directory.exists()
 
-    def leave(self, *, without: Collection[int] = ()) -> None:
-        """Remove this rank; if no other living rank is left, delete the directory.
+    def leave(self) -> None:
+        """Remove this rank; if no other living rank is left, delete the directory."""
+        self.withdraw()
+        os.close(self._file)
+
+    def withdraw(self, *, without: Collection[int] = ()) -> None:
+        """`leave` while the main thread may still mark its phase.
 
         Args:
             without: processes that are about to be killed, and do not count as living.
         """
         with contextlib.suppress(FileNotFoundError):
             self._of(self.rank).unlink()
-        os.close(self._file)
         if not any(each.alive for each in self.others() if each.pid not in without):
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -271,8 +287,9 @@ class Watchdog:
         while not self._board.is_finished():
             declarer = self._board.declared_by()
             gone = declarer is not None and not declarer.alive
+            late = self._clock() > deadline
             # One that has reported ends too, perhaps since the loop's condition was tested.
-            if (gone or self._clock() > deadline) and not self._board.is_finished():
+            if (gone or late) and not self._board.is_finished() and (self._board.succeed() or late):
                 self._conclude(look)
             time.sleep(0.05)
         self._end([])
@@ -338,10 +355,10 @@ class Watchdog:
         ended = [rank.pid for rank in mute if rank.pid in alive]
         below = [child for pid in [*ended, os.getpid()] for child in descendants(pid)]
         stuck = [pid for pid in [*ended, *below] if (state := process_state(pid)) is not None and state.state == "D"]
-        processes = [(pid, alive.get(pid) or born(pid)) for pid in stuck]
+        processes = [(pid, alive.get(pid) or start_ticks(pid)) for pid in stuck]
         if self._board is not None:
             self._board.finish()
-            self._board.leave(without=ended)
+            self._board.withdraw(without=ended)
         _kill([*ended, *below])
         # From here on the main thread may see a broken connection; the process ends before it can report that.
         if processes and (left := _wait_until_gone(processes, _GONE_SECONDS)):
@@ -397,7 +414,7 @@ def _kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _wait_until_gone(processes: list[tuple[int, float]], seconds: float) -> list[int]:
+def _wait_until_gone(processes: list[tuple[int, int]], seconds: float) -> list[int]:
     """Wait for processes to end. Returns those that have not ended in time."""
     deadline = time.monotonic() + seconds
     while left := [pid for pid, since in processes if is_alive(pid, since)]:

@@ -118,7 +118,8 @@ class InterruptCallback(TrainerCallback):
         checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         saved = (checkpoint / MANIFEST_NAME).exists()
         if state.is_world_process_zero and saved:
-            (Path(args.output_dir) / REQUEST_FILE).unlink(missing_ok=True)
+            if self._file_stamp(args) is not None:  # not a file of the user's that has the same name
+                (Path(args.output_dir) / REQUEST_FILE).unlink(missing_ok=True)
         elif state.is_world_process_zero:
             self._refused = self._file_stamp(args)
         if self._stop:

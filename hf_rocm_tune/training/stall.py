@@ -162,7 +162,7 @@ class StallGuard:
     def __init__(
         self, limits: Limits | None, board: Board | None, tell: Callable[[TuneError], None], environ: Mapping[str, str]
     ) -> None:
-        self._board, self._tell = board, tell
+        self._board, self._tell, self._elsewhere = board, tell, _elsewhere(environ)
         self._trainer: VerifiedTransferMixin | None = None
         self._facts: report.RunFacts | None = None
         self._directory: Path | None = None
@@ -175,7 +175,7 @@ class StallGuard:
                 on_suspicion=lambda: touch_pulse(environ),
                 on_stall=self._leave_evidence,
                 board=board,
-                elsewhere=_elsewhere(environ),
+                elsewhere=self._elsewhere,
                 tick_s=limits.tick_s,
             )
             self._watchdog.start()
@@ -202,7 +202,7 @@ class StallGuard:
     def lost_peer(self, error: BaseException) -> StallError:
         others = self._board.others() if self._board is not None else []
         where = self._progress.where if self._progress is not None else "in this job"
-        return lost_peer(error, others, where=where)
+        return lost_peer(error, others, elsewhere=self._elsewhere, where=where)
 
     def _leave_evidence(self, stall: Stall) -> None:
         # Nothing is written to the output directory before the run owns it.

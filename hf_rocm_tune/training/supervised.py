@@ -175,37 +175,44 @@ def leave_terminal() -> None:
                 termios.tcgetattr(stream)
         except termios.error as error:
             if error.args[0] == errno.EIO:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, stream)
-                os.close(nowhere)
+                _discard(stream)
         except OSError:
             pass  # closed
 
 
-class _Terminal(io.FileIO):
-    """A terminal whose output is discarded once it has closed.
+def _discard(stream: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream)
+    os.close(nowhere)
 
-    A supervised job gets no signal from its terminal, only one from its supervisor a moment later, and a line printed
-    in between must not end it.
+
+class _Output(io.FileIO):
+    """A terminal or pipe whose output is discarded once it has closed: a line printed must not end a job.
+
+    A supervised job gets no signal from its terminal, only one from its supervisor a moment later; and Ctrl-C ends the
+    ``tee`` behind a job before the job has written its checkpoint.
     """
 
     def write(self, data: Buffer, /) -> int:
         try:
             return super().write(data) or 0
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
-            leave_terminal()
+            _discard(self.fileno())
             return super().write(data) or 0
 
 
-def outlive_terminal() -> None:
-    """Let this process survive the end of its terminal. Call before libraries keep ``sys.stderr`` for their logs."""
+def outlive_reader() -> None:
+    """Let this process survive the end of its terminal, or of the program that its output is piped into. Call before
+    libraries keep ``sys.stderr`` for their logs."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and stream.isatty():
+        if isinstance(stream, io.TextIOWrapper) and (
+            stream.isatty() or stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+        ):
             stream.flush()
-            raw = _Terminal(stream.fileno(), "w", closefd=False)
+            raw = _Output(stream.fileno(), "w", closefd=False)
             buffered = io.BufferedWriter(raw)
             setattr(sys, name, io.TextIOWrapper(buffered, stream.encoding, stream.errors, line_buffering=True))
 

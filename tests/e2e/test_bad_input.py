@@ -360,7 +360,9 @@ def test_an_output_directory_that_holds_a_foreign_adapter(bench: Bench) -> None:
 # ---- the launch ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "says"), [("2", "WORLD_SIZE is 2"), ("two", "WORLD_SIZE is 'two'")])
+@pytest.mark.parametrize(
+    ("size", "says"), [("2", "WORLD_SIZE is 2"), ("two", "WORLD_SIZE is 'two'"), ("0", "from 1 to")]
+)
 def test_a_world_size_that_no_launcher_made(bench: Bench, size: str, says: str) -> None:
     line = bench.refused(env={"WORLD_SIZE": size})
     assert says in line and "unset" in line

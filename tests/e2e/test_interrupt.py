@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +138,22 @@ def test_while_it_loads_it_just_ends(job: Job, tmp_path: Path, number: signal.Si
     assert result.stderr.splitlines()[-1] == f"hf-rocm-tune: interrupted: stopped by {by}"
     assert "Traceback" not in result.stderr
     assert not list(output.glob("checkpoint-*"))
+
+
+def test_ctrl_c_ends_the_reader_of_a_pipe_too_and_the_checkpoint_is_written(job: Job, tmp_path: Path) -> None:
+    """``sft ... | tee log``: the terminal sends SIGINT to both."""
+    output = tmp_path / "out"
+    settings = job.settings | {"output_dir": output, "max_steps": 1000}
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "hf_rocm_tune.sft", *flags, "--use_peft"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        while not re.match(r" +2/1000 ", process.stdout.readline()):
+            assert process.poll() is None, process.stderr.read()
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        ended(Result(code=process.wait(60), stdout="", stderr=said), output, "Ctrl-C")
 
 
 def test_the_file_asks_for_a_checkpoint_and_the_run_goes_on(job: Job, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine.process import start_ticks
 from hf_rocm_tune.ranks import stall_report
 from hf_rocm_tune.ranks.stall_report import ProcessState, Rank, explain, is_lost_peer, lost_peer, process_state
 from hf_rocm_tune.ranks.watchdog import Board, Standing, descendants
@@ -52,13 +53,13 @@ def test_what_may_not_be_read_is_left_out(tmp_path: Path) -> None:
 
 def test_a_process_is_alive_until_it_ends_and_another_of_its_number_is_not_it() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    since = stall_report.born(process.pid)
-    assert stall_report.is_alive(process.pid, since) and not stall_report.is_alive(process.pid, since - 60)
+    since = start_ticks(process.pid)
+    assert stall_report.is_alive(process.pid, since) and not stall_report.is_alive(process.pid, since + 1)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert not stall_report.is_alive(process.pid, since), "a zombie"
     process.wait()
-    assert not stall_report.is_alive(process.pid, since) and stall_report.born(process.pid) == 0
+    assert not stall_report.is_alive(process.pid, since) and start_ticks(process.pid) == 0
 
 
 def test_descendants_of_the_same_session() -> None:
@@ -102,14 +103,16 @@ def test_ranks_see_each_other_and_leave_nothing(boards: tuple[Board, Board], tmp
     assert first.others()[0].where == "x"
     first.leave()
     assert (tmp_path / "place").exists()
-    second.leave()
+    second.withdraw()
     assert not (tmp_path / "place").exists()
+    assert second.others() == [], "a rank may look while the last one leaves"
 
 
 def test_one_rank_declares(boards: tuple[Board, Board]) -> None:
     first, second = boards
     assert not first.is_declared() and first.declared_by() is None
     assert second.declare() and not first.declare()
+    assert first.succeed() and not second.succeed()
     assert first.is_declared() and first.declared_by() is not None
     assert first.statement(1) is None
     second.state({"a": 1})
@@ -139,7 +142,8 @@ def test_a_torn_file_is_nobody(boards: tuple[Board, Board], tmp_path: Path) -> N
 def test_a_place_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     (tmp_path / "link").symlink_to(tmp_path)
-    for name in ("open", "link"):
+    (tmp_path / "file").touch()
+    for name in ("open", "link", "file"):
         with pytest.raises(UsageError, match="not a directory that only you can access"):
             Board(tmp_path / name, 0)
 
@@ -167,24 +171,25 @@ def test_a_broken_connection_is_told_from_a_bug(error: Exception, lost: bool) ->
     assert is_lost_peer(error) == lost
 
 
-def standing(rank: int, pid: int, since: float) -> Standing:
+def standing(rank: int, pid: int, since: int) -> Standing:
     return Standing(rank=rank, pid=pid, born=since, tick=1, where="in step 2", silent_s=0.0, overdue=False)
 
 
 def test_the_rank_that_is_gone_is_named(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    gone = standing(1, ended.pid, stall_report.born(ended.pid))
+    gone = standing(1, ended.pid, start_ticks(ended.pid))
     ended.wait()
-    here = standing(2, os.getpid(), stall_report.born(os.getpid()))
+    here = standing(2, os.getpid(), start_ticks(os.getpid()))
     error = RuntimeError("Connection closed by peer")
-    message = str(lost_peer(error, [gone, here], where="in step 3"))
+    message = str(lost_peer(error, [gone, here], elsewhere=0, where="in step 3"))
     assert f"broke in step 3: rank 1 (pid {ended.pid}) ended without a message" in message and "rank 2" not in message
     began = time.monotonic()
-    assert "rank on another machine" in str(lost_peer(error, [here], where="in step 3"))
+    assert "rank on another machine" in str(lost_peer(error, [here], elsewhere=2, where="in step 3"))
+    assert "machine" not in str(lost_peer(error, [], elsewhere=0, where="in step 3")), "it has left its place already"
     assert time.monotonic() - began < 30
     late = RuntimeError("Timed out waiting 1800000ms for recv operation")
-    assert "--ddp_timeout" in str(lost_peer(late, [], where="in step 3"))
-    told = lost_peer(error, [gone], where="in step 3")
+    assert "--ddp_timeout" in str(lost_peer(late, [], elsewhere=0, where="in step 3"))
+    told = lost_peer(error, [gone], elsewhere=0, where="in step 3")
     assert told.exit_code == 4 and told.follows
 
 

@@ -136,6 +136,15 @@ def test_a_request_that_found_no_space_waits_until_it_is_made_again(tmp_path: Pa
     assert not request.exists()
 
 
+def test_a_file_of_the_users_that_has_the_name_stays(tmp_path: Path) -> None:
+    (tmp_path / REQUEST_FILE).write_text("my notes")
+    requests = StopRequests()
+    requests.received = signal.SIGINT
+    with pytest.raises(Interrupted):
+        step(InterruptCallback(requests), tmp_path, 1, write=True)
+    assert (tmp_path / REQUEST_FILE).read_text() == "my notes"
+
+
 def test_the_ending_says_whether_there_is_a_checkpoint(tmp_path: Path) -> None:
     for number, (write, said) in enumerate([(True, "checkpoint-0 is written"), (False, "could not be written")]):
         requests = StopRequests()

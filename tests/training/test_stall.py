@@ -160,14 +160,19 @@ def test_the_supervisor_says_how_long_it_waits_and_holds_on_when_asked(
     watch = Watch(tmp_path, Settings(start_seconds=100, stall_seconds=10), now)
     monkeypatch.setenv(supervised.VARIABLE, str(tmp_path))
     assert supervised.patience() == Patience(start_seconds=100, stall_seconds=10)
-    now.now = 99.0
+
+    def look(seconds: int) -> None:
+        for _ in range(seconds):
+            now.now += 1.0
+            watch.look()
+
+    look(99)
     touch_pulse()
-    watch.look()
-    now.now = 150.0
+    look(100)
     assert watch.silence() is None, "it waits as long again"
     Heartbeat().beat(step=3, phase="step")
     watch.look()
-    now.now = 161.0
+    look(11)
     assert watch.silence() == 11.0
     touch_pulse()
     watch.look()
