@@ -71,7 +71,9 @@ SAME_FORM = {
         make=lambda: IA3Config(task_type="CAUSAL_LM", target_modules=LINEAR, feedforward_modules=["down_proj"]),
     ),
 }
-ALL_LINEAR = {f"all-linear {arch}": lora(arch, target_modules="all-linear") for arch in tiny.ARCHITECTURES}
+ALL_LINEAR = {  # of a mixture of experts it adapts the experts' parameters, which are refused
+    f"all-linear {arch}": lora(arch, target_modules="all-linear") for arch in tiny.ARCHITECTURES if arch != "qwen3_moe"
+}
 UNTIED = {
     "input embedding": lora("qwen3", target_modules=["embed_tokens", "q_proj"]),
     "input embedding, DoRA": lora("qwen3", target_modules=["embed_tokens", "q_proj"], use_dora=True),
