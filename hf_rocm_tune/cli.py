@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import json
 import os
 import select
@@ -37,15 +38,27 @@ def _until_read(argv: Sequence[str]) -> int:
     """`_dispatch`; where whoever reads the output (head, a pager) has seen enough, the code that SIGPIPE would give."""
     try:
         code = _dispatch(argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell: >&-
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         if not any(event & select.POLLERR for _, event in output.poll(0)):
             raise  # another pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        _discard_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _discard_output()
+        raise UsageError(
+            "no space is left on the disk that the output goes to; free some, or choose another"
+        ) from error
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
 
 
 def run(argv: Sequence[str]) -> int:

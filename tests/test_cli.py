@@ -181,3 +181,10 @@ def test_a_reader_that_has_seen_enough_is_no_error(line: str) -> None:
     command = f"{sys.executable} -m hf_rocm_tune {line} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(("output", "code"), [(">&-", 0), ("> /dev/full", 2)])
+def test_output_that_is_closed_or_full(output: str, code: int) -> None:
+    command = f"{sys.executable} -m hf_rocm_tune version {output}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code and done.stderr.count("\n") == (code == 2), done.stderr

@@ -149,9 +149,14 @@ def publish(
         "left_out": list(left_out),
     }
     text = json.dumps(result, default=lambda value: value.to_dict() if isinstance(value, Spread) else str(value))
-    if wanted.json_file is not None:
-        wanted.json_file.write_text(text + "\n", encoding="utf-8")
     print(text, flush=True)
+    if (file := wanted.json_file) is not None:
+        try:
+            file.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"--json {file} cannot be written: {error.strerror}; the last line has the result"
+            ) from error
 
 
 VOCABULARY = 4096

@@ -150,7 +150,7 @@ def _train(name: str, module: str, flags: list[str], scratch: Path, device: torc
     """Run one side once.
 
     Raises:
-        UsageError: it failed; the message has the last line of its standard error.
+        UsageError: it failed; the message has the last line of its standard error, all of which is printed.
     """
     peaks, errors, logged = scratch / "peaks", scratch / "stderr", []
     shutil.rmtree(scratch / "out", ignore_errors=True)
@@ -167,10 +167,9 @@ def _train(name: str, module: str, flags: list[str], scratch: Path, device: torc
                 logged.append((time.perf_counter(), spent.user + spent.system, loss))
         code = process.wait()
     if code or len(logged) < 2:
-        lines = errors.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
-        raise UsageError(
-            f"{name} failed: {lines[-1]}; to see all of it: {sys.executable} -m {module} {' '.join(flags)}"
-        )
+        text = errors.read_text(errors="replace").strip() or f"exit code {code}"
+        print(text, file=sys.stderr)  # its files are deleted, so the command cannot be run again
+        raise UsageError(f"{name} failed: {text.splitlines()[-1]}; what it printed is above")
     (first, first_cpu, _), (last, last_cpu, loss) = logged[0], logged[-1]
     tokens, cpu_seconds = (len(logged) - 1) * step_tokens, max(last_cpu - first_cpu, _CLOCK_TICK)
     host_peak, *device_peak = json.loads(peaks.read_text())

@@ -3,7 +3,7 @@
 What arrived is digested once in every repeat, outside the time, and compared with the source: a fast copy of wrong
 bytes is counted as wrong.
 
-Not covered: overlap with computation, which `bench step` shows; verified transfers to the host, which no run makes.
+Not covered: overlap with computation, which `bench step` shows; verified transfers to the host, which saves make.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def missing_ways(direction: Direction) -> dict[str, str]:
             "send_to_device": "Accelerate copies nothing if the tensor is on its device already",
         }
     elif direction.source.type != "cpu":
-        missing = {"ours": "the mover brings tensors to the device only"}
+        missing = {"ours": "this benchmark measures the mover towards the device only"}
     return {f"{direction.name}, {name}": reason for name, reason in missing.items()}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.demo import assets
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import CommandParser, UsageError
 
 _NEW_TOKENS = 40
 _PREFIX = "demo:"
@@ -26,10 +26,9 @@ _PREFIX = "demo:"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo. Returns the exit code of the job, or 2 if the assets cannot be created there."""
-    options = _parse(argv)
     started = time.perf_counter()
     try:
-        code = _run(options)
+        code = _run(_parse(argv))
     except UsageError as error:
         print(f"{_PREFIX} error: {error}", file=sys.stderr)
         return error.exit_code
@@ -39,13 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m hf_rocm_tune.demo", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m hf_rocm_tune.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output_dir", type=Path, default=Path("demo-output"), help="default: demo-output")
     parser.add_argument("--steps", type=int, default=250, help="optimizer steps of the fine-tuning (default: 250)")
     parser.add_argument("--fresh", action="store_true", help="create data and base model again even if they exist")
     options = parser.parse_args(argv)
     if options.steps < 1:
-        parser.error(f"--steps {options.steps}: at least one step is needed")
+        raise UsageError(f"--steps {options.steps}: at least one step is needed")
+    try:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output_dir {options.output_dir}: {error.strerror}; name another directory") from error
     return options
 
 

@@ -125,6 +125,14 @@ def test_sizes_are_read_as_people_write_them(text: str, nbytes: int) -> None:
     assert byte_size(text) == nbytes
 
 
+def test_a_result_that_finds_no_room_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full.json").symlink_to("/dev/full")
+    flags = ["--device", "cpu", "--max_size", "4KiB", "--repeats", "1", "--json", str(tmp_path / "full.json")]
+    code, out, err = run(capsys, "transfer", *flags)
+    assert code == 2 and "full.json cannot be written" in err
+    assert json.loads(out.splitlines()[-1])["bench"] == "transfer"
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
