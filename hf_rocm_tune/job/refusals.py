@@ -93,11 +93,25 @@ def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
         "--use_transformers_continuous_batching, which casts the model in place": getattr(
             training, "use_transformers_continuous_batching", False
         ),
+        "--sync_ref_model, whose moved reference model no checkpoint has": getattr(training, "sync_ref_model", False),
+        f"--init_lora_weights {arguments.tune.init_lora_weights}, whose saved adapter would lack the reward head": (
+            method == "reward" and arguments.tune.rewrites_base
+        ),
+        "a checkpoint between two generations, whose answers it would lack: --save_steps times "
+        "--gradient_accumulation_steps must be a multiple of --steps_per_generation times --num_iterations": (
+            method == "grpo" and _saves_between_generations(training)
+        ),
         "--use_peft false with --beta and --model_revision: TRL loads the reference model without the revision": (
             method == "grpo" and training.beta != 0.0 and not model.use_peft and model.model_revision != "main"
         ),
     }
     refuse(method, reasons)
+
+
+def _saves_between_generations(training: Any) -> bool:
+    block = training.steps_per_generation * training.num_iterations
+    micro_batches = training.save_steps * training.gradient_accumulation_steps
+    return training.save_strategy == "steps" and training.save_steps >= 1 and bool(micro_batches % block)
 
 
 def reward_functions(script: Any) -> list[Any]:

@@ -5,6 +5,7 @@ Everything that can be refused is refused before the model is loaded and before 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import sys
@@ -15,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainerControl, TrainerState, set_seed
 from trl import get_peft_config, get_quantization_config
+from typing_extensions import override
 
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.data.formats import FormatInfo, Method, as_trl, check_format, without_thinking
@@ -139,6 +141,8 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
     asked = {name: value for name, value in asked.items() if name not in later or value not in (None, False, "default")}
     if arguments.method != "sft":
         asked["method"] = arguments.method
+    if not getattr(arguments.training, "packing", False):  # how the rows are divided decides how they are packed
+        asked.pop("dataset_num_proc", None)
     restarted = bool(highest([exits.number(os.environ, "TORCHELASTIC_RESTART_COUNT")])[0])
     plan = _plan(arguments, asked, restarted=restarted)
     with closing(plan):
@@ -244,9 +248,9 @@ def _plan(
         lambda: prepare_output_dir(
             arguments.training.output_dir,
             asked,
-            overwrite=arguments.tune.overwrite_output_dir and not rolling_back,
-            resume=None if rolling_back else arguments.training.resume_from_checkpoint,
-            restarted=restarted or None,
+            overwrite=arguments.tune.overwrite_output_dir,
+            resume=arguments.training.resume_from_checkpoint,
+            restarted=rolling_back or restarted or None,
         )
     )
 
@@ -369,6 +373,17 @@ def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
     }
 
 
+class _EarlyStopping(EarlyStoppingCallback):
+    """Upstream's, whose count of evaluations without progress is continued from a checkpoint."""
+
+    @override
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        super().on_train_begin(args, state, control, **more)
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if isinstance(saved, dict):
+            self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
+
+
 def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     """Loads the model, verified, and builds its trainer. Collective.
 
@@ -397,14 +412,14 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     training.model_init_kwargs = None  # they are in the model
     callbacks = []
     if tune.early_stopping_patience is not None:
-        callbacks.append(EarlyStoppingCallback(tune.early_stopping_patience, tune.early_stopping_threshold))
+        callbacks.append(_EarlyStopping(tune.early_stopping_patience, tune.early_stopping_threshold))
     with as_usage_errors():
         trainer = _trainer_class(job.arguments.method)(
             model=model,
             args=training,
             train_dataset=job.data.train,
             eval_dataset=job.data.eval,
-            processing_class=job.tokenizer,
+            processing_class=copy.deepcopy(job.tokenizer),  # TRL adds tokens to it, and a rollback comes here again
             peft_config=peft_config,
             callbacks=callbacks,
             mover=job.mover,
@@ -433,7 +448,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     if tune.mask_thinking:
         for split in ("train", "eval"):
             if (rows := getattr(trainer, f"{split}_dataset")) is not None:
-                rows, lost = without_thinking(rows, job.tokenizer, split)
+                rows, lost = without_thinking(rows, trainer.processing_class, split)
                 setattr(trainer, f"{split}_dataset", rows)
                 if lost:
                     announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")

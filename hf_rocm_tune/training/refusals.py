@@ -98,11 +98,15 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
 
 
 def check_offloads(args: TrainingArguments) -> None:
-    """Refuse an optimizer of bitsandbytes that cannot work on this device.
+    """Refuse an optimizer of bitsandbytes that cannot work on this device, and upstream's offload of activations.
 
     Raises:
-        UsageError: the library is missing or does not support the device.
+        UsageError: the library is missing or does not support the device; activations would be moved unverified.
     """
+    if (args.activation_checkpointing_kwargs or {}).get("offload"):
+        raise UsageError(
+            "--activation_checkpointing_kwargs: `offload` moves activations unverified; use --activation_offloading"
+        )
     if _of_bitsandbytes(args):
         require_bitsandbytes(args.device, f"--optim {optimizer_name(args)}")
 

@@ -61,7 +61,7 @@ IGNORED = frozenset([
     "one_pass_loss",
     "save_steps", "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",
     "include_num_input_tokens_seen", "do_train", "do_eval", "do_predict", "local_rank", "ddp_timeout",
-    "dataset_num_proc", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
+    "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
 ])  # fmt: skip
 """Settings that do not affect the trajectory, beside those that begin with one of `IGNORED_PREFIXES`."""
 IGNORED_PREFIXES = ("logging_", "log_", "hub_", "trackio_", "verify", "transfer_", "sentinel", "consent_")
@@ -706,6 +706,9 @@ class _Start:
         return self._resume(self._named, record, overwritten=tuple(deleted))
 
 
+_MODELS = ("model_name_or_path", "adapter_name_or_path", "reward_model_name_or_path")
+
+
 def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
     """Raise if the run would read what it writes, now or when it resumes."""
     out = directory.resolve()
@@ -720,7 +723,7 @@ def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
                 f"--{flag} {text} lies in --output_dir {directory}, where a run replaces and deletes files: choose "
                 "another --output_dir"
             )
-        if flag != "model_name_or_path" and found in (out, *out.parents):
+        if flag not in _MODELS and found in (out, *out.parents):
             raise UsageError(
                 f"--output_dir {directory} lies in --{flag} {text}: what the run writes would be read as data when it "
                 "resumes; choose another --output_dir"
@@ -729,7 +732,7 @@ def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
 
 def _inputs(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(flag, value) of all settings that may name a file or a directory to read."""
-    for name in ("model_name_or_path", "dataset_name", "chat_template_path"):
+    for name in (*_MODELS, "dataset_name", "chat_template_path"):
         if isinstance(value := settings.get(name), str) and value:
             yield name, value
     for part in settings.get("datasets") or ():

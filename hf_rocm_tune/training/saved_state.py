@@ -141,11 +141,12 @@ def _live_adapter(
     from peft import get_peft_model_state_dict
 
     # Whether the file has embeddings was decided when it was written (which may ask the Hub): if it has them, they are
-    # found by their names in the model.
-    adapter_state = get_peft_model_state_dict(
-        model, state_dict=state, adapter_name=adapter, save_embedding_layers=False
+    # found by PEFT's names or the model's.
+    found, required = (
+        get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter, save_embedding_layers=embeddings)
+        for embeddings in (True, False)
     )
-    return {**(model.state_dict() if state is None else state), **adapter_state}, set(adapter_state)
+    return {**(model.state_dict() if state is None else state), **found, **required}, set(required)
 
 
 def adapter_on_host(model: nn.Module, mover: Mover, trained: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

@@ -511,9 +511,11 @@ class VerifiedTransferMixin(_Base):
         return super().evaluation_loop(*arguments, **keywords)
 
     @override
-    def prediction_step(self, *arguments: Any, **keywords: Any) -> Any:
+    def prediction_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; the weights that FSDP2 gathered for it are checked."""
-        result = super().prediction_step(*arguments, **keywords)
+        if not isinstance(inputs, list):  # TRL's ORPO does not prepare its inputs, GRPO's are a list
+            inputs = self._prepare_inputs(inputs)
+        result = super().prediction_step(model, inputs, *arguments, **keywords)
         if self._shards is not None and self._shards.traffic is not None:
             self._shards.traffic.settle(step=self.state.global_step)
         return result

@@ -133,6 +133,7 @@ def the_line(result: Result) -> str:
         (["--report_to", "nobody"], "--report_to nobody: unknown or not installed"),
         (["--early_stopping_patience", "2"], "add --eval_strategy steps"),
         (["--lora_target_modules", "no_such"], "no_such match no module of LlamaForCausalLM; it has q_proj, k_proj"),
+        (["--activation_checkpointing_kwargs", '{"offload": true}'], "use --activation_offloading"),
         (["--resume_from_checkpoint", "/nowhere/checkpoint-3"], "there is no checkpoint"),
         (["--resume_from_checkpoint", "."], "there is no checkpoint; give a checkpoint-N directory"),
         (["--resume_from_checkpoint", "true"], "holds no checkpoint of this run; leave the flag out"),

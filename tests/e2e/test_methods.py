@@ -183,6 +183,15 @@ def test_injected_faults_are_recovered_from(jobs: Jobs, method: str, tmp_path: P
     assert_same_adapter(tmp_path / "out", jobs.clean(method))
 
 
+def test_orpo_evaluates_on_verified_batches(jobs: Jobs, tmp_path: Path) -> None:
+    found = []
+    for name, fault in (("clean", None), ("faults", {"HF_ROCM_TUNE_FAULT": "kind=zero,rate=0.5,stage=batches"})):
+        evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_split_size": 8}
+        done(jobs.run("orpo", tmp_path / name, env=fault, **evaluated))
+        found.append([row["eval_loss"] for row in logged(tmp_path / name) if "eval_loss" in row])
+    assert found[0] == found[1] and len(found[0]) == STEPS / 2
+
+
 @pytest.mark.parametrize("method", sampled(("dpo", "reward", "kto"), "dpo"))
 def test_a_shortage_of_memory_cuts_between_pairs(jobs: Jobs, method: str, tmp_path: Path) -> None:
     """KTO's loss without an estimate over the micro-batch, which has no parts."""
@@ -221,6 +230,9 @@ def test_what_does_not_go_together_is_one_line(jobs: Jobs, tmp_path: Path) -> No
             "fit no format of dpo: found 'prompt', 'completion'",
         ),
         "precomputed": ("kto", {"precompute_ref_log_probs": True}, "--precompute_ref_log_probs"),
+        "moved reference": ("dpo", {"sync_ref_model": True, "use_peft": False}, "--sync_ref_model"),
+        "head": ("reward", {"init_lora_weights": "pissa"}, "lack the reward head"),
+        "buffer": ("grpo", {"num_iterations": 2, "save_steps": 1}, "--num_iterations"),
         "no reward": ("grpo", {"reward_funcs": "rewards.early"}, "begin with ./"),
     }
     jobs.argv("kto", tmp_path)
