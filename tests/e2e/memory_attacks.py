@@ -192,7 +192,7 @@ def _tensors_of(batch: Any, rng: random.Random) -> Tensor:
 
 def _waiting_batch(rng: random.Random, step: int, tell: Callable[[str], None], number: int) -> None:
     """A batch of an accumulation window changes while it waits: on its way, on the device or on the host."""
-    from transformers import Trainer
+    from hf_rocm_tune import VerifiedTransferMixin
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -201,22 +201,22 @@ def _waiting_batch(rng: random.Random, step: int, tell: Callable[[str], None], n
                 tensor = _tensors_of(batches[number], rng)
                 if tensor.device.type != "cpu":
                     torch.cuda.synchronize()
-                _wait_for_copies(self)
+                _run_copies(self)
                 flip(tensor, rng)
                 tell(f"{number} {tensor.device.type}")
             return batches, count
 
         return wrapped
 
-    _wrap(Trainer, "get_batch_samples", make)
+    _wrap(VerifiedTransferMixin, "get_batch_samples", make)
 
 
-def _wait_for_copies(trainer: Any) -> None:
-    # Not to flip what a copy is just about to overwrite. A pause would do as well, and take longer.
+def _run_copies(trainer: Any) -> None:
+    # Not to flip what a copy is just about to overwrite. A pause would do where a card copies by itself.
     for mover in getattr(trainer.mover, "cards", (trainer.mover,)):
-        queue = getattr(getattr(mover._backend, "inner", mover._backend), "_queue", None)
-        if hasattr(queue, "submit"):  # an executor: the host plays the copy engine
-            queue.submit(int).result()
+        backend = getattr(mover._backend, "inner", mover._backend)
+        if hasattr(backend, "_run"):  # the host plays the copy engine
+            backend._run()
 
 
 def _counted_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
