@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from hf_rocm_tune.errors import TuneError, UsageError, checked
 from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish import export, say
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ def _of_row(line: str, where: str) -> Prompt:
 
 HELP = (
     "/reset clears the conversation, /system TEXT sets the system message (without TEXT: removes it), /save FILE "
-    "writes it as a row of training data, /quit ends; Ctrl-C stops an answer"
+    "writes it to a new file as a row of training data, /quit ends; Ctrl-C stops an answer"
 )
 
 
@@ -425,9 +426,12 @@ class Chat:
             return "/save needs the name of a file"
         if not self.messages:
             return "the conversation is empty, nothing is saved"
+        file = expand_user(name)
+        if os.path.lexists(file):
+            return f"{name} exists and is kept: choose another name"
         try:
             row = json.dumps({"messages": self._with_system(self.messages)}, ensure_ascii=False)
-            write_text_atomic(Path(name).expanduser(), row + "\n")
-        except OSError as error:
-            return f"{name} cannot be written: {error.strerror}"
+            write_text_atomic(file, row + "\n")
+        except (OSError, ValueError) as error:  # ValueError: a character that no path or no text may have
+            return f"{name} cannot be written: {getattr(error, 'strerror', None) or error}"
         return f"saved {len(self.messages)} messages in {name}"

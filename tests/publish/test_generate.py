@@ -392,6 +392,13 @@ def test_what_is_saved_can_be_trained_on(talk: Any, tmp_path: Path) -> None:
         f"saved 2 messages in {file}",
     ]
     assert "the conversation is empty, nothing is saved" in told
+    _, _, told = talk(["one", f"/save {file}", "/save ~nobody-of-this-name/x", "/save a\0b", "/reset"])
+    assert [line for line in told if "tokens" not in line] == [
+        f"{file} exists and is kept: choose another name",
+        "~nobody-of-this-name/x cannot be written: No such file or directory",
+        "a\0b cannot be written: embedded null byte",
+        "the conversation is cleared",
+    ]
     rows = load_source(str(file)).train
     assert check_format(rows, has_chat_template=True, model_name="m").kind == "messages"
     assert [message["role"] for message in json.loads(file.read_text())["messages"]] == ["system", "user", "assistant"]

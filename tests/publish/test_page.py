@@ -234,6 +234,18 @@ def test_a_half_written_page_never_takes_the_place_of_a_whole_one(
     assert (directory / "report.html").read_bytes() == whole
 
 
+@pytest.mark.parametrize("name", ["report.html", "report_plots/loss.png"])
+def test_a_file_of_the_users_is_not_replaced(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_run(tmp_path / "run") / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    code, _, err = run(capsys, "report", tmp_path / "run")
+    assert code == 2 and f"{file} exists and is not of an earlier" in err and len(err.splitlines()) == 1
+    assert file.read_text() == "mine"
+    file.unlink()
+    assert [run(capsys, "report", tmp_path / "run")[0] for _ in range(2)] == [0, 0]
+
+
 def test_settings_that_stop_matplotlib_are_named(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hf_rocm_tune", "report", str(write_run(tmp_path / "run"))],
