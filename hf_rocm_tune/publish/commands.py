@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -107,7 +108,7 @@ def add_merge_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help="llama.cpp's directory (default: look on PATH)")
     parser.add_argument("--push", metavar="REPO", help="push the merged model to this repository on the Hub")
-    parser.add_argument("--private", action="store_true", help="make that repository private")
+    parser.add_argument("--private", action="store_true", help="refuse a repository that is public")
     parser.add_argument("--trust_remote_code", action="store_true", help="run the base's own Python code")
 
 
@@ -168,8 +169,9 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     from hf_rocm_tune.publish.push import main as push
 
     more = [str(directory), wanted.push, *(["--private"] if wanted.private else [])]
-    say(f"pushing it; if that fails, `hf-rocm-tune push {' '.join(more)}` continues it")
-    return push(more)
+    again = f"`{shlex.join(['hf-rocm-tune', 'push', *more])}` continues it"
+    say(f"pushing it; if that fails, {again}")
+    return push(more, again=again)
 
 
 def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:

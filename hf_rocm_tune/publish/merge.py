@@ -22,7 +22,6 @@ Not covered: adapters of parameters that are stored in several tensors (experts)
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -66,7 +65,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM, errno.EIO}
 _SPARE_BYTES = 64 << 20  # tokenizer, configuration, what a file system keeps for itself
 _BY_PEFT = "load base and adapter with PEFT, then merge_and_unload() and save_pretrained()"
 _FIX = "give the model that the adapter was trained on with --base"
@@ -108,7 +106,7 @@ def merge(
         UsageError: adapter or base is missing, damaged or does not fit, or the disk is too small.
         CorruptionError: a file was read back wrong.
     """
-    _check_out(out, say)
+    out = _check_out(out, say)
     adapter = open_adapter(adapter_name)
     say(adapter.described)
     if getattr(adapter.config, "layer_replication", None):
@@ -164,9 +162,7 @@ def merge(
                 extra={"merged": origin},
             )
     except OSError as error:
-        if error.errno not in _OF_THE_DISK:
-            raise
-        raise UsageError(f"{out} cannot be written: {error.strerror}; nothing is left there") from error
+        raise UsageError(f"{out} cannot be written: {error.strerror or error}; nothing is left there") from error
     say(
         f"merged {len(change.sites)} of {len(digests)} tensors in float32, stored {shards.nbytes / 1e9:.3g} GB in "
         f"{len(shards.files)} file{'s' if len(shards.files) > 1 else ''} in {time.perf_counter() - started:.1f} s; "
@@ -175,9 +171,13 @@ def merge(
     return out
 
 
-def _check_out(out: Path, say: Callable[[str], None]) -> None:
-    """Check the destination; remove what killed merges left there."""
+def _check_out(out: Path, say: Callable[[str], None]) -> Path:
+    """Check the destination; remove what killed merges left there. Returns it, or the directory that it links to."""
     try:
+        above = next(path for path in (out, *out.absolute().parents) if os.path.lexists(path))
+        if not os.path.isdir(above) and (above != out or out.is_symlink()):
+            raise UsageError(f"{above} is no directory, so {out} cannot be created: choose another directory")
+        out = out.resolve() if out.is_symlink() else out
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out} exists and is not empty: choose another directory, or remove it")
         if out.absolute().parent.is_dir():
@@ -185,6 +185,7 @@ def _check_out(out: Path, say: Callable[[str], None]) -> None:
                 say(f"{line} (left by a killed process)")
     except OSError as error:
         raise UsageError(f"{out} cannot be used: {error.strerror}; choose another directory") from error
+    return out
 
 
 def _check_room(out: Path, nbytes: int) -> None:

@@ -215,6 +215,12 @@ def test_harmed_input_is_refused_by_name(
         (["adapter", "out", "--base", "owner/model"], ["owner/model cannot be downloaded", "--base"]),
         (["adapter", "base"], ["base exists and is not empty"]),
         (["adapter", "adapter/adapter_config.json"], ["exists and is not empty"]),
+        (["adapter", "adapter/adapter_config.json/x"], ["adapter/adapter_config.json is no directory", "another"]),
+        (["adapter", "dangling"], ["dangling is no directory", "another"]),
+        (["adapter", "dangling/x"], ["dangling is no directory", "another"]),
+        (["adapter", "loop"], ["loop is no directory", "another"]),
+        (["adapter", "x" * 300], ["File name too long"]),
+        (["adapter", "x" * 240, "--base", "base"], ["File name too long"]),
         (["adapter", "out", "--dtype", "float8"], ["--dtype", "float8", "bfloat16"]),
         (["adapter", "out", "--max_shard_size", "5 elephants"], ["--max_shard_size", "5GB"]),
         (["adapter", "out", "--max_shard_size", "0"], ["--max_shard_size", "at least 1"]),
@@ -231,8 +237,19 @@ def test_wrong_arguments_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(here)
+    Path("dangling").symlink_to("nothing")
+    Path("loop").symlink_to("loop")
     line = refusal(capsys, here, *argv)
     assert all(part in line for part in named), line
+
+
+def test_a_link_to_an_empty_directory_is_followed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "link").symlink_to("out")
+    (here / "out").mkdir()
+    before = sorted(here.iterdir())
+    assert cli.main(["merge", str(here / "adapter"), str(here / "link"), "--base", str(here / "base")]) == 0
+    assert capsys.readouterr().out == f"{here / 'out'}\n" and (here / "out" / "config.json").is_file()
+    assert sorted(here.iterdir()) == before and (here / "link").is_symlink()
 
 
 def test_a_card_that_was_edited_is_no_damage(here: Path) -> None:
