@@ -279,7 +279,7 @@ def _of_file(file: Path) -> Iterator[Prompt]:
     if file.suffix != ".jsonl":
         yield text
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON texts may have U+2028
         if line.strip():
             yield _of_row(line, f"--file {file}, line {number}")
 

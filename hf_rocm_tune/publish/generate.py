@@ -8,6 +8,7 @@ numbers.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -232,7 +233,7 @@ def _line(name: str, verified: dict[str, Any], seconds: float) -> str:
     trouble = f" ({wrong} arrived wrong, {verified['recovered']} of them were recovered)" if wrong else ""
     missing = ", ".join(row["tensor"] for row in verified["unverified"][:3])
     return (
-        f"{Path(name).name if Path(name).is_dir() else name}: {verified['tensors']:,} tensors, "
+        f"{Path(name).name if os.path.isdir(name) else name}: {verified['tensors']:,} tensors, "
         f"{verified['bytes'] / 1e9:.3g} GB loaded in {seconds:.1f} s{trouble}; {share:.4g} % of the bytes on the "
         f"device verified{f' (not: {missing})' if missing else ''}; weight files attested "
         f"{verified['files_attested']}, not attested {len(verified['files_not_attested'])}"

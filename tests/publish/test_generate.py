@@ -113,9 +113,9 @@ def test_prompts_from_a_file_and_from_standard_input(
     (tmp_path / "one.txt").write_text(QUESTION)
     rows = [
         {"prompt": QUESTION},
-        {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "is not taken"}]},
+        {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "not\u2028 taken\x85"}]},
     ]
-    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows))
     wanted = said(made["merged"])
     assert run("merged", "--file", str(tmp_path / "one.txt"))[1] == wanted + "\n"
     many = run("merged", "--file", str(tmp_path / "many.jsonl"))[1]
@@ -219,6 +219,7 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     ("bare", ["--prompt", "x", "--system", "y"], ["--system needs a chat template"]),
     ("scratch", ["--prompt", "x"], ["neither adapter_config.json nor config.json"]),
     ("owner/nothing", ["--prompt", "x"], ["owner/nothing"]),
+    ("~nobody-of-this-name/x", ["--prompt", "x"], ["~nobody-of-this-name/x is not a directory"]),
 ]
 
 

@@ -142,6 +142,11 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
         [],
         ["adapter_config.json cannot be read"],
     ),
+    "a configuration without a method": (
+        lambda here: (unseal(here), (here / "adapter" / "adapter_config.json").write_text("{}")),
+        [],
+        ["adapter_config.json names no method"],
+    ),
     "an unknown method": (
         lambda here: (unseal(here), edit(here / "adapter" / "adapter_config.json", peft_type="MAGIC")),
         [],
@@ -208,10 +213,14 @@ def test_harmed_input_is_refused_by_name(
     [
         (["nowhere/at/all", "out"], ["nowhere/at/all", "on the Hub"]),
         (["./nowhere", "out"], ["./nowhere is not a directory"]),
+        (["~nobody-of-this-name/x", "out"], ["~nobody-of-this-name/x is not a directory"]),
+        (["x" * 300, "out"], ["on the Hub"]),
         (["base", "out"], ["base is a whole model"]),
         (["other/config.json", "out"], ["other/config.json is not a directory"]),
         (["adapter", "out", "--base", "other"], ["does not fit Phi3ForCausalLM", "--base"]),
         (["adapter", "out", "--base", "./gone"], ["./gone does not exist", "--base"]),
+        (["adapter", "out", "--base", "~nobody-of-this-name/x"], ["~nobody-of-this-name/x does not exist", "--base"]),
+        (["adapter", "out", "--base", "x" * 300], ["cannot be downloaded", "--base"]),
         (["adapter", "out", "--base", "owner/model"], ["owner/model cannot be downloaded", "--base"]),
         (["adapter", "base"], ["base exists and is not empty"]),
         (["adapter", "adapter/adapter_config.json"], ["exists and is not empty"]),
