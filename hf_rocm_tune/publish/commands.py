@@ -61,7 +61,7 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     add("--max_new_tokens", type=at_least(1), default=256, help="of an answer (default: 256)")
     add(
         "--temperature",
-        type=checked(float, lambda value: 0 <= value < float("inf"), "0 or more"),
+        type=checked(float, lambda value: value == 0 or 1e-6 <= value < float("inf"), "0, or 1e-6 or more"),
         help="0: always the likeliest token (default: as the model says)",
     )
     add(
@@ -118,9 +118,9 @@ def _size(text: str) -> int:
     unit = match[2].upper() if match else ""
     if match is None or unit not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: give one such as 5GB, 800MiB or a number of bytes")
-    if (nbytes := int(float(match[1]) * _UNITS[unit])) < 1:
-        raise argparse.ArgumentTypeError("give at least 1 byte")
-    return nbytes
+    if not 1 <= (nbytes := float(match[1]) * _UNITS[unit]) < 2**63:
+        raise argparse.ArgumentTypeError("give at least 1 byte, and less than 2**63")
+    return int(nbytes)
 
 
 def chosen(kind: type[T], wanted: argparse.Namespace) -> T:

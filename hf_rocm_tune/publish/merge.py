@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from peft.tuners.lora import layer as lora
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -56,6 +57,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import clean_leftovers, staged_directory
 from hf_rocm_tune.integrity.manifest import drop_from_cache
+from hf_rocm_tune.models.factory import check_architecture
 from hf_rocm_tune.models.files import check_files, check_model_directory, default_memory
 from hf_rocm_tune.publish.adapter import NAME, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
 from hf_rocm_tune.transfer import digest
@@ -434,14 +436,15 @@ def meta_model(directory: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     """
     try:
         config = transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"{directory}: {first}") from error
-    name = (config.architectures or [None])[0]
-    architecture = getattr(transformers, name or "", None)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise UsageError(f"{directory}: config.json: {str(error).strip() or type(error).__name__}; {_FIX}") from error
+    check_architecture(config, str(directory))
+    name = config.architectures[0]
+    architecture = getattr(transformers, name, None)
     with torch.device("meta"):
         if architecture is not None:
-            model: PreTrainedModel = architecture._from_config(config)
+            make = getattr(architecture, "_from_config", None) or architecture.from_config
+            model: PreTrainedModel = make(config)
             return model
         try:
             return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

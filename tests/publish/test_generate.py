@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -206,7 +207,10 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     ("adapter", ["--prompt", " "], ["empty"]),
     ("adapter", ["--prompt", "x", "--file", "y"], ["--prompt and --file"]),
     ("adapter", ["--file", "gone.txt"], ["gone.txt cannot be read"]),
-    ("adapter", ["--prompt", "x", "--temperature", "-1"], ["--temperature", "0 or more"]),
+    ("adapter", ["--prompt", "x", "--temperature", "-1"], ["--temperature", "1e-6 or more"]),
+    ("adapter", ["--prompt", "x", "--temperature", "1e-320"], ["--temperature", "1e-6 or more"]),
+    ("adapter", ["--prompt", "\udcff"], ["the prompt has bytes that are not UTF-8"]),
+    ("adapter", ["--prompt", "\udcff", "--raw"], ["the prompt has bytes that are not UTF-8"]),
     ("adapter", ["--prompt", "x", "--temperature", "0", "--top_p", "0.5"], ["--top_p has no effect"]),
     ("adapter", ["--prompt", "x", "--top_p", "1.5"], ["--top_p", "1.5"]),
     ("adapter", ["--prompt", "x", "--max_new_tokens", "0"], ["--max_new_tokens"]),
@@ -226,6 +230,32 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
 @pytest.mark.parametrize(("name", "argv", "named"), REFUSED)
 def test_wrong_input_is_one_line(name: str, argv: list[str], named: list[str], run: Any) -> None:
     code, out, err = run(name, *argv)
+    errors = [line for line in err.splitlines() if line.startswith("hf-rocm-tune: error:")]
+    assert (code, out, len(errors)) == (2, "", 1), err
+    assert all(part in errors[0] for part in named), errors[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("generation_config.json", "[1]", ["generation_config.json cannot be read"]),
+        (
+            "generation_config.json",
+            '{"do_sample": true, "temperature": -1}',
+            ["generation_config.json", "`temperature`"],
+        ),
+        ("config.json", {"architectures": ["set_seed"]}, ["config.json names set_seed, which is no architecture"]),
+        ("config.json", {"architectures": [3]}, ["config.json names no architecture"]),
+    ],
+)
+def test_a_configuration_that_was_harmed_is_one_line(
+    file: str, content: Any, named: list[str], made: dict[str, Path], run: Any, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(made["base"], tmp_path / "model"))
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads((model / file).read_text()), **content})
+    (model / file).write_text(content)
+    code, out, err = run(str(model), "--prompt", "x")
     errors = [line for line in err.splitlines() if line.startswith("hf-rocm-tune: error:")]
     assert (code, out, len(errors)) == (2, "", 1), err
     assert all(part in errors[0] for part in named), errors[0]

@@ -189,6 +189,17 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
     "a base that lacks a tensor": (
         base_without("model.layers.1.self_attn.v_proj.weight"), [], ["lacks model.layers.1.self_attn.v_proj.weight"]
     ),
+    "a wrong value in a configuration": (
+        lambda here: edit(here / "base" / "config.json", hidden_size="x"), [], ["config.json", "'hidden_size'"]
+    ),
+    "something else than an architecture": (
+        lambda here: edit(here / "base" / "config.json", architectures=["set_seed"]),
+        [],
+        ["names set_seed, which is no architecture"],
+    ),
+    "another auto class": (
+        lambda here: edit(here / "base" / "config.json", architectures=["AutoModel"]), [], ["does not fit LlamaModel"]
+    ),
     "an unknown architecture": (
         lambda here: edit(here / "base" / "config.json", model_type="nothing_known", architectures=["NothingKnown"]),
         [],
@@ -233,6 +244,7 @@ def test_harmed_input_is_refused_by_name(
         (["adapter", "out", "--dtype", "float8"], ["--dtype", "float8", "bfloat16"]),
         (["adapter", "out", "--max_shard_size", "5 elephants"], ["--max_shard_size", "5GB"]),
         (["adapter", "out", "--max_shard_size", "0"], ["--max_shard_size", "at least 1"]),
+        (["adapter", "out", "--max_shard_size", "9" * 400], ["--max_shard_size", "less than 2**63"]),
         (["adapter", "out", "--private"], ["--private", "--push"]),
         (["adapter"], ["out"]),
         (["adapter", "out", "--bse", "x"], ["--bse"]),
