@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
 from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.settings import names
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def _validate(name: str) -> None:
     lost = [
         f"{name} {value} does not exist"
         for name, value in paths.items()
-        if value and value.startswith((".", "/", "~")) and not Path(value).expanduser().exists()
+        if value and value.startswith((".", "/", "~")) and not os.path.exists(expand_user(value))
     ]
     if lost:
         raise UsageError("; ".join(lost) + ": correct the path, or give a Hub id")

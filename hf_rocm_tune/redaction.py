@@ -28,8 +28,9 @@ REDACTED = "REDACTED"
 _SHORTEST_VALUE = 8
 """Shorter values are not searched in text: they occur by chance."""
 
+_WORDS = r"passw|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential|authorization"
 _NAME = re.compile(
-    r"(?i)passw|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential|authorization|"
+    rf"(?i){_WORDS}|"
     r"(?:^|[_-]|auth|access|api)token(?:$|[_-](?!ids?$|indices$|type))"
 )
 # Names of a tokenizer's tokens, not secrets.
@@ -41,8 +42,10 @@ _FORMS = re.compile(
     r"|\bglpat-[\w-]{16,}|\bxox[abp]-[\w-]{16,}|\bwandb[_-][A-Za-z0-9]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
 _PAIR = re.compile(
-    r"(?P<name>[A-Za-z][\w-]*)(?P<between>\\?[\"']?\s*[=:]\s*\\?(?P<quote>[\"']?))"
-    r"(?P<value>(?(quote)[^\s\"',;&)}\]\\]+|[^\"'\\]+))"
+    # Other names are not matched: what follows them may have a pair in it.
+    rf"(?<![\w-])(?=[\w-]*(?i:{_WORDS}|token))(?P<name>[\w-]+)"
+    r"(?P<between>\\?[\"']?\s*[=:]\s*\\?(?P<quote>[\"'])?(?P<scheme>(?i:bearer|basic)\s+)?)"
+    r"(?P<value>(?(quote)(?:(?!\\?(?P=quote)).)+|[^\s\"',;&)}\]\\]+))"
 )
 _FLAG = re.compile(r"(?P<name>--[\w-]+)(?P<between>[\s=]+)(?P<value>(?!-)[^\s\"']+)")
 _remembered: set[str] = set()
@@ -111,7 +114,8 @@ def _hidden(found: re.Match[str]) -> str:
     value = found["value"]
     # In prose such a name may precede a colon: hide only a value that looks like a secret, is quoted or assigned.
     like_one = len(value) >= _SHORTEST_VALUE and any(each.isdigit() for each in value)
-    given = bool(found.groupdict().get("quote")) or "=" in found["between"] or found["name"].startswith("--")
+    marked = any(found.groupdict().get(group) for group in ("quote", "scheme"))
+    given = marked or "=" in found["between"] or found["name"].startswith("--")
     if not is_secret_name(found["name"].lstrip("-")) or value == REDACTED or not (like_one or given):
         return found[0]
     return f"{found['name']}{found['between']}{REDACTED}"

@@ -147,6 +147,7 @@ def test_unknown_recipe_is_one_line_with_the_nearest_name(
         ({"learning_rat": 1}, ["learning_rat", "learning_rate"]),
         ({"report_to": "nobody"}, ["nobody"]),
         ({"optim": "adam_of_nobody"}, ["adam_of_nobody"]),
+        ({"dataset_name": "~nobody-of-this-name/x"}, ["dataset_name ~nobody-of-this-name/x does not exist"]),
         ({"model_name_or_path": "./no-model"}, ["model_name_or_path", "./no-model"]),
         ({"dataset_name": "/no/data", "chat_template_path": "~/no.jinja"}, ["/no/data", "~/no.jinja"]),
         ({"dataset_name": None}, ["dataset_name"]),

@@ -232,6 +232,8 @@ def _check_readable(path: Path, name: str) -> None:
                 raise UsageError(f"'{name}' has an unsupported suffix; supported: {_SUPPORTED}")
         elif path.is_dir():
             next(path.iterdir(), None)
+            if not path.absolute().name:  # `datasets` needs one
+                raise UsageError(f"'{name}' is the root of the file system: name a folder in it")
     except PermissionError as error:
         raise UsageError(f"'{name}' may not be read (permission denied)") from error
 

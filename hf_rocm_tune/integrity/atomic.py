@@ -98,7 +98,13 @@ def delete_directory(path: Path) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write ``text`` (UTF-8) to ``path``: a reader sees the old content or the new, never a part of it."""
+    """Write ``text`` (UTF-8) to ``path``: a reader sees the old content or the new, never a part of it.
+
+    Raises:
+        OSError: as the operating system gave it; or ``path`` is a link or no plain file, which is not replaced.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise _not_plain(path)
     staging = _private_name(_BEING_WRITTEN, path)
     try:
         with open(staging, "w", encoding="utf-8") as file:
@@ -133,7 +139,7 @@ def open_in_place(path: Path, flags: int) -> int:
 
 
 def _not_plain(path: Path) -> OSError:
-    return OSError(errno.ELOOP, f"{path.name} is a link or not a plain file, so it is not the run's: move it away")
+    return OSError(errno.ELOOP, f"{path.name} is a link or not a plain file, which is not replaced: move it away")
 
 
 def read_plain(path: Path) -> bytes:

@@ -69,13 +69,49 @@ def check_source(source: ModelSource, device: torch.device) -> None:
     except (OSError, ValueError, KeyError) as error:
         cure = "download or copy it again" if source.is_local else _HUB_CURE
         raise UsageError(f"model {source.name}: {_first_line(error)}; {cure}") from error
-    if not config.architectures:
-        raise UsageError(f"model {source.name}: its config.json names no architecture: give a causal language model")
+    check_architecture(config, source.name)
+    _check_generation_config(source)
     bits = checkpoint_bits(config, source.name, on_card=device.type != "cpu")
     if source.quantization is not None:
         require_bitsandbytes(device, f"--load_in_{4 if source.quantization.load_in_4bit else 8}bit")
     elif bits:
         require_bitsandbytes(device, f"model {source.name}, {bits}-bit in its files,")
+
+
+def check_architecture(config: Any, name: str) -> None:
+    """Checks that a configuration names an architecture, of transformers or of the model's own code.
+
+    Raises:
+        UsageError: it names none, or something else of transformers.
+    """
+    import transformers
+
+    named = config.architectures
+    first = named[0] if isinstance(named, list) and named else None
+    if not first or not isinstance(first, str):
+        raise UsageError(f"model {name}: its config.json names no architecture: give a causal language model")
+    found = getattr(transformers, first, None)
+    is_model = isinstance(found, type) and (
+        issubclass(found, transformers.PreTrainedModel) or first.startswith("AutoModel")
+    )
+    if found is not None and not is_model:
+        raise UsageError(
+            f"model {name}: its config.json names {first}, which is no architecture: download or copy it again"
+        )
+
+
+def _check_generation_config(source: ModelSource) -> None:
+    from transformers import GenerationConfig
+
+    try:
+        GenerationConfig.from_pretrained(source.name, revision=source.revision)
+    except OSError:
+        return  # there is none, or it is no JSON: transformers takes its defaults
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"model {source.name}: generation_config.json cannot be read ({_first_line(error)}): download or copy it "
+            "again"
+        ) from error
 
 
 def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> tuple[PreTrainedModel, float]:

@@ -271,6 +271,8 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedConfig
 
+    from hf_rocm_tune.models.factory import check_architecture
+
     path = Path(name).expanduser()
     local = path.exists() or name.startswith((".", "/", "~"))
     if local and not (path / "config.json").is_file():
@@ -284,8 +286,7 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
             written, _ = PreTrainedConfig.get_config_dict(where, **how)
     except (*FOREIGN_ERRORS, OSError, StrictDataclassError) as error:
         raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error
-    if not config.architectures:
-        raise UsageError(f"model {name}: its config.json names no architecture: give a causal language model")
+    check_architecture(config, name)
     if unsaid := _unsaid(config, written):
         raise UsageError(
             f"model {name}: its config.json lacks {' and '.join(unsaid)}, the defaults of {type(config).__name__}: "

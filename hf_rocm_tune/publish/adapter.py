@@ -7,6 +7,7 @@ converted when they were saved.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from safetensors import SafetensorError
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.models.files import check_safetensors
+from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.history import run_settings
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ class Base:
     @property
     def hub_id(self) -> str | None:
         """Its id on the Hub; None for a directory."""
-        return None if Path(self.name).expanduser().is_dir() else self.name
+        return None if os.path.isdir(expand_user(self.name)) else self.name
 
     def download(self) -> Path:
         """Its directory, downloaded if it is on the Hub.
@@ -103,7 +105,7 @@ class Base:
             UsageError: it cannot be downloaded.
         """
         if self.hub_id is None:
-            return Path(self.name).expanduser()
+            return expand_user(self.name)
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -137,10 +139,10 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
     Raises:
         UsageError: a directory that holds neither an adapter nor a model.
     """
-    directory = Path(name).expanduser()
-    if directory.is_dir():
+    directory = expand_user(name)
+    if os.path.isdir(directory):  # unlike Path.is_dir, never raises
         return _adapter_in(directory)
-    if directory.exists() or name.startswith((".", "/", "~")):
+    if os.path.exists(directory) or name.startswith((".", "/", "~")):
         raise UsageError(f"{name} is not a directory: give the directory of an adapter or of a model, or a Hub id")
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -161,7 +163,7 @@ def open_adapter(name: str, revision: str | None = None) -> Adapter:
     """
     directory = find_adapter(name, revision)
     if directory is None:
-        if Path(name).expanduser().is_dir():
+        if os.path.isdir(expand_user(name)):
             raise UsageError(f"{name} is a whole model, not an adapter: give an adapter's directory or Hub id")
         raise UsageError(
             f"no {CONFIG_FILE} of {name} could be found on the Hub: check the spelling, the network and "
@@ -298,6 +300,8 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
         raise UsageError(f"{name}: {CONFIG_FILE}: this version of PEFT knows no method {error}: update it") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{name}: {CONFIG_FILE} cannot be read ({_short(error)}): copy it again") from error
+    if config.peft_type is None:
+        raise UsageError(f"{name}: {CONFIG_FILE} names no method (peft_type): copy it again")
     if config.peft_type.value not in _METHODS:
         raise UsageError(f"{name} is {config.peft_type.value}, which is not supported: {', '.join(_METHODS)} are")
     scheme = getattr(config, "init_lora_weights", True)

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from hf_rocm_tune.errors import TuneError, UsageError, checked
 from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish import export, say
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     add("--max_new_tokens", type=at_least(1), default=256, help="of an answer (default: 256)")
     add(
         "--temperature",
-        type=checked(float, lambda value: 0 <= value < float("inf"), "0 or more"),
+        type=checked(float, lambda value: value == 0 or 1e-6 <= value < float("inf"), "0, or 1e-6 or more"),
         help="0: always the likeliest token (default: as the model says)",
     )
     add(
@@ -106,7 +108,7 @@ def add_merge_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help="llama.cpp's directory (default: look on PATH)")
     parser.add_argument("--push", metavar="REPO", help="push the merged model to this repository on the Hub")
-    parser.add_argument("--private", action="store_true", help="make that repository private")
+    parser.add_argument("--private", action="store_true", help="refuse a repository that is public")
     parser.add_argument("--trust_remote_code", action="store_true", help="run the base's own Python code")
 
 
@@ -116,9 +118,9 @@ def _size(text: str) -> int:
     unit = match[2].upper() if match else ""
     if match is None or unit not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: give one such as 5GB, 800MiB or a number of bytes")
-    if (nbytes := int(float(match[1]) * _UNITS[unit])) < 1:
-        raise argparse.ArgumentTypeError("give at least 1 byte")
-    return nbytes
+    if not 1 <= (nbytes := float(match[1]) * _UNITS[unit]) < 2**63:
+        raise argparse.ArgumentTypeError("give at least 1 byte, and less than 2**63")
+    return int(nbytes)
 
 
 def chosen(kind: type[T], wanted: argparse.Namespace) -> T:
@@ -167,8 +169,9 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     from hf_rocm_tune.publish.push import main as push
 
     more = [str(directory), wanted.push, *(["--private"] if wanted.private else [])]
-    say(f"pushing it; if that fails, `hf-rocm-tune push {' '.join(more)}` continues it")
-    return push(more)
+    again = f"`{shlex.join(['hf-rocm-tune', 'push', *more])}` continues it"
+    say(f"pushing it; if that fails, {again}")
+    return push(more, again=again)
 
 
 def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
@@ -276,7 +279,7 @@ def _of_file(file: Path) -> Iterator[Prompt]:
     if file.suffix != ".jsonl":
         yield text
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON texts may have U+2028
         if line.strip():
             yield _of_row(line, f"--file {file}, line {number}")
 
@@ -306,7 +309,7 @@ def _of_row(line: str, where: str) -> Prompt:
 
 HELP = (
     "/reset clears the conversation, /system TEXT sets the system message (without TEXT: removes it), /save FILE "
-    "writes it as a row of training data, /quit ends; Ctrl-C stops an answer"
+    "writes it to a new file as a row of training data, /quit ends; Ctrl-C stops an answer"
 )
 
 
@@ -425,9 +428,12 @@ class Chat:
             return "/save needs the name of a file"
         if not self.messages:
             return "the conversation is empty, nothing is saved"
+        file = expand_user(name)
+        if os.path.lexists(file):
+            return f"{name} exists and is kept: choose another name"
         try:
             row = json.dumps({"messages": self._with_system(self.messages)}, ensure_ascii=False)
-            write_text_atomic(Path(name).expanduser(), row + "\n")
-        except OSError as error:
-            return f"{name} cannot be written: {error.strerror}"
+            write_text_atomic(file, row + "\n")
+        except (OSError, ValueError) as error:  # ValueError: a character that no path or no text may have
+            return f"{name} cannot be written: {getattr(error, 'strerror', None) or error}"
         return f"saved {len(self.messages)} messages in {name}"

@@ -16,6 +16,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError, shortage_advice
+from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.commands import add_model_flags, at_least, chosen
 
@@ -66,11 +68,11 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     tasks = [name.strip() for name in wanted.tasks.split(",")] if wanted.tasks is not None else []
     if not all(tasks):
         raise UsageError("--tasks: give names, separated by commas")
-    if tasks and wanted.include_path is not None and not wanted.include_path.is_dir():
+    if tasks and wanted.include_path is not None and not os.path.isdir(wanted.include_path):
         raise UsageError(f"--include_path {wanted.include_path} is not a folder: give one with task files (.yaml)")
     if not wanted.dataset_name and not tasks:
         raise UsageError("nothing to evaluate: give --dataset_name for perplexity, --tasks for benchmarks, or both")
-    if wanted.json is not None and (wanted.json.is_dir() or not wanted.json.absolute().parent.is_dir()):
+    if wanted.json is not None and not _is_place(wanted.json):
         raise UsageError(f"--json {wanted.json} is not a file in a directory that exists; choose another")
     prepare()
     from hf_rocm_tune.publish.generate import LoadSettings, loaded_model
@@ -105,6 +107,14 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
         except OSError as error:
             raise UsageError(f"--json {wanted.json} cannot be written: {error.strerror}; choose another") from error
     return 0
+
+
+def _is_place(file: Path) -> bool:
+    """Whether a file can have this name."""
+    try:
+        return not file.is_dir() and file.absolute().parent.is_dir()
+    except OSError:  # too long
+        return False
 
 
 def _version(name: str) -> str | None:
@@ -165,7 +175,7 @@ def perplexity(
         OutOfMemoryError: a batch does not fit.
         CorruptionError: a batch could not be transferred correctly.
     """
-    split = "train" if Path(dataset).expanduser().is_file() else split
+    split = "train" if os.path.isfile(expand_user(dataset)) else split
     source = _source(dataset, config, split, text_field, assistant_only, loaded)
     rows = []
     for number, row in enumerate(source if max_rows is None else source.take(max_rows), start=1):
@@ -262,7 +272,9 @@ def _source(
             split=split,
         )
     except UsageError as error:  # the flags of this command
-        message = str(error).replace("--dataset_train_split", "--split")
+        message = (
+            str(error).replace("--dataset_train_split", "--split").replace("--assistant_only_loss", "--assistant_only")
+        )
         raise UsageError(message.partition(": name a template file")[0]) from error
     return as_trl(rows, found)
 

@@ -8,6 +8,8 @@ numbers.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -232,7 +234,7 @@ def _line(name: str, verified: dict[str, Any], seconds: float) -> str:
     trouble = f" ({wrong} arrived wrong, {verified['recovered']} of them were recovered)" if wrong else ""
     missing = ", ".join(row["tensor"] for row in verified["unverified"][:3])
     return (
-        f"{Path(name).name if Path(name).is_dir() else name}: {verified['tensors']:,} tensors, "
+        f"{Path(name).name if os.path.isdir(name) else name}: {verified['tensors']:,} tensors, "
         f"{verified['bytes'] / 1e9:.3g} GB loaded in {seconds:.1f} s{trouble}; {share:.4g} % of the bytes on the "
         f"device verified{f' (not: {missing})' if missing else ''}; weight files attested "
         f"{verified['files_attested']}, not attested {len(verified['files_not_attested'])}"
@@ -256,12 +258,13 @@ def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bo
     """Token ids of a prompt.
 
     Raises:
-        UsageError: it is empty, the chat template refuses it, or messages are given without a template.
+        UsageError: it is empty or no text, the chat template refuses it, or messages are given without a template.
     """
     tokenizer: Any = loaded.tokenizer
     if isinstance(prompt, str) and (raw or not tokenizer.chat_template):
         if system:
             raise UsageError(f"--system needs a chat template, and {'--raw leaves it out' if raw else 'there is none'}")
+        _check_text(prompt)
         ids = [int(token) for token in tokenizer(prompt)["input_ids"]]
     else:
         if not tokenizer.chat_template:
@@ -275,14 +278,22 @@ def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bo
     return ids
 
 
+def _check_text(prompt: Prompt) -> None:
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the prompt has bytes that are not UTF-8, or half a character: correct it") from error
+
+
 def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
     """Token ids of a conversation, with the generation prompt of the assistant.
 
     Raises:
-        UsageError: the chat template refuses it (for example an unknown order of roles).
+        UsageError: it is no text, or the chat template refuses it (for example an unknown order of roles).
     """
     from jinja2 import TemplateError
 
+    _check_text(messages)
     try:
         rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
@@ -296,7 +307,7 @@ def answer(
     """Generate from token ids. KeyboardInterrupt is raised; the text written so far stays.
 
     Raises:
-        UsageError: the prompt leaves no room in the model's context.
+        UsageError: the prompt leaves no room in the model's context, or its generation settings are wrong.
         OutOfMemoryError: it does not fit on the device.
     """
     config = _config(loaded, sampling, len(ids))
@@ -305,8 +316,14 @@ def answer(
     stream = _Stream(loaded.tokenizer, write)
     set_seed(sampling.seed)
     begun = time.perf_counter()
-    with shortage_advice("shorten the prompt, lower --max_new_tokens, or add --load_in_4bit"), torch.inference_mode():
-        made = loaded.model.generate(**inputs, generation_config=config, streamer=stream)
+    advice = "shorten the prompt, lower --max_new_tokens, or add --load_in_4bit"
+    try:
+        with shortage_advice(advice), torch.inference_mode():
+            made = loaded.model.generate(**inputs, generation_config=config, streamer=stream)
+    except ValueError as error:  # the flags have been checked
+        if stream.pieces:  # of what takes the text
+            raise
+        raise UsageError(f"{loaded.base}: generation_config.json: {error}; correct it there") from error
     new = made[0, len(ids) :].tolist()
     return Answer(
         text="".join(stream.pieces),

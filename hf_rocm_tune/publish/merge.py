@@ -22,7 +22,6 @@ Not covered: adapters of parameters that are stored in several tensors (experts)
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -38,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from peft.tuners.lora import layer as lora
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -57,6 +57,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.integrity.atomic import clean_leftovers, staged_directory
 from hf_rocm_tune.integrity.manifest import drop_from_cache
+from hf_rocm_tune.models.factory import check_architecture
 from hf_rocm_tune.models.files import check_files, check_model_directory, default_memory
 from hf_rocm_tune.publish.adapter import NAME, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
 from hf_rocm_tune.transfer import digest
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM, errno.EIO}
 _SPARE_BYTES = 64 << 20  # tokenizer, configuration, what a file system keeps for itself
 _BY_PEFT = "load base and adapter with PEFT, then merge_and_unload() and save_pretrained()"
 _FIX = "give the model that the adapter was trained on with --base"
@@ -108,7 +108,7 @@ def merge(
         UsageError: adapter or base is missing, damaged or does not fit, or the disk is too small.
         CorruptionError: a file was read back wrong.
     """
-    _check_out(out, say)
+    out = _check_out(out, say)
     adapter = open_adapter(adapter_name)
     say(adapter.described)
     if getattr(adapter.config, "layer_replication", None):
@@ -164,9 +164,7 @@ def merge(
                 extra={"merged": origin},
             )
     except OSError as error:
-        if error.errno not in _OF_THE_DISK:
-            raise
-        raise UsageError(f"{out} cannot be written: {error.strerror}; nothing is left there") from error
+        raise UsageError(f"{out} cannot be written: {error.strerror or error}; nothing is left there") from error
     say(
         f"merged {len(change.sites)} of {len(digests)} tensors in float32, stored {shards.nbytes / 1e9:.3g} GB in "
         f"{len(shards.files)} file{'s' if len(shards.files) > 1 else ''} in {time.perf_counter() - started:.1f} s; "
@@ -175,9 +173,13 @@ def merge(
     return out
 
 
-def _check_out(out: Path, say: Callable[[str], None]) -> None:
-    """Check the destination; remove what killed merges left there."""
+def _check_out(out: Path, say: Callable[[str], None]) -> Path:
+    """Check the destination; remove what killed merges left there. Returns it, or the directory that it links to."""
     try:
+        above = next(path for path in (out, *out.absolute().parents) if os.path.lexists(path))
+        if not os.path.isdir(above) and (above != out or out.is_symlink()):
+            raise UsageError(f"{above} is no directory, so {out} cannot be created: choose another directory")
+        out = out.resolve() if out.is_symlink() else out
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out} exists and is not empty: choose another directory, or remove it")
         if out.absolute().parent.is_dir():
@@ -185,6 +187,7 @@ def _check_out(out: Path, say: Callable[[str], None]) -> None:
                 say(f"{line} (left by a killed process)")
     except OSError as error:
         raise UsageError(f"{out} cannot be used: {error.strerror}; choose another directory") from error
+    return out
 
 
 def _check_room(out: Path, nbytes: int) -> None:
@@ -433,14 +436,15 @@ def meta_model(directory: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     """
     try:
         config = transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"{directory}: {first}") from error
-    name = (config.architectures or [None])[0]
-    architecture = getattr(transformers, name or "", None)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise UsageError(f"{directory}: config.json: {str(error).strip() or type(error).__name__}; {_FIX}") from error
+    check_architecture(config, str(directory))
+    name = config.architectures[0]
+    architecture = getattr(transformers, name, None)
     with torch.device("meta"):
         if architecture is not None:
-            model: PreTrainedModel = architecture._from_config(config)
+            make = getattr(architecture, "_from_config", None) or architecture.from_config
+            model: PreTrainedModel = make(config)
             return model
         try:
             return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

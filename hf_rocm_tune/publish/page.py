@@ -28,7 +28,7 @@ import numpy as np
 from markupsafe import Markup
 
 from hf_rocm_tune.errors import CommandParser, UsageError
-from hf_rocm_tune.integrity.atomic import create_staging, write_text_atomic
+from hf_rocm_tune.integrity.atomic import create_staging, read_plain, write_text_atomic
 from hf_rocm_tune.publish import history, say
 from hf_rocm_tune.publish.history import Row, RunFiles, count, figure, figures, items, number, plain, series, text
 from hf_rocm_tune.redaction import Private, scrub_json, scrub_text
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_ROWS = 500
+_GENERATOR = b'<meta name="generator" content="hf-rocm-tune">'  # as in the template
 _LEVELS = {"good": "Verified", "note": "Verified, but", "bad": "Wrong bytes", "unknown": "Not known"}
 _MARKS = {"fail": "bad", "warn": "note", "ok": "good"}
 _WORST_FIRST = ("fail", "warn", "unknown", "info", "ok", "skipped")
@@ -62,6 +63,11 @@ def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -
     content = build(_clean(run, private), shown, title=title, link_of=link_of)
     folder = target.with_name(f"{target.stem}_plots")
     pictures = [folder / f"{panel.name}.png" for panel in shown]
+    if not _is_page(target) and (foreign := [path for path in (target, *pictures) if os.path.lexists(path)]):
+        raise UsageError(
+            f"{foreign[0]} exists and is not of an earlier `hf-rocm-tune report`: move it away, or name another file "
+            "with --out"
+        )
     try:
         if shown:
             folder.mkdir(exist_ok=True)
@@ -78,6 +84,14 @@ def main(argv: Sequence[str], *, link_of: Callable[[str], str] = lambda _: "") -
         say(line)
     print(*[target, *pictures], sep="\n")
     return 0
+
+
+def _is_page(file: Path) -> bool:
+    """Whether this command wrote the file."""
+    try:
+        return _GENERATOR in read_plain(file)
+    except (OSError, ValueError):
+        return False
 
 
 def _paths(value: Any) -> list[str]:

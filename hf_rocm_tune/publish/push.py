@@ -526,8 +526,8 @@ class Publisher:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``hf-rocm-tune push``."""
+def main(argv: Sequence[str], *, again: str = "The same command continues it") -> int:
+    """Run ``hf-rocm-tune push``; ``again`` ends the line of a push that failed."""
     wanted = vars(_parser().parse_args(list(argv)))
     directory, repo_id = wanted.pop("directory"), wanted.pop("repo_id")
     try:
@@ -537,9 +537,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         done = push(directory, repo_id, settings=settings, say=say)
     except HubError as error:
-        raise HubError(f"{error}. The same command continues it") from error
+        raise HubError(f"{error}. {again}") from error
     except KeyboardInterrupt as stop:
-        raise Interrupted("the push was stopped. The same command continues it") from stop
+        raise Interrupted(f"the push was stopped. {again}") from stop
     print(done.summary)
     return 0
 

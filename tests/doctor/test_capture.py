@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,15 @@ def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
         write_capture(tmp_path / "no" / "a.json", evidence, recorded)
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("make", [lambda file: file.symlink_to("mine"), os.mkfifo], ids=["link", "pipe"])
+def test_what_is_no_plain_file_is_not_replaced(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "a.json")
+    before = (tmp_path / "a.json").lstat()
+    with pytest.raises(UsageError, match=r"a\.json is a link or not a plain file"):
+        write_capture(tmp_path / "a.json", *evidence_of(owned(), {}))
+    assert (tmp_path / "a.json").lstat() == before
 
 
 def damaged() -> dict[str, bytes]:

@@ -165,7 +165,9 @@ def test_a_batch_that_stays_wrong_gives_no_figure(
         ("adapter", ["--dataset_name", "{folder}", "--split", "tset"], ["no split 'tset'", "--split NAME"]),
         ("adapter", ["--dataset_name", "{text}", "--max_length", "1"], ["--max_length"]),
         ("adapter", ["--dataset_name", "{text}", "--batch_size", "0"], ["--batch_size"]),
-        ("adapter", ["--dataset_name", "{text}", "--assistant_only"], ["needs conversations"]),
+        ("adapter", ["--dataset_name", "{text}", "--assistant_only"], ["--assistant_only needs conversations"]),
+        ("adapter", ["--dataset_name", "/"], ["'/' is the root"]),
+        ("adapter", ["--dataset_name", "{text}", "--json", "x" * 300], ["--json"]),
         ("adapter", ["--dataset_name", "{text}", "--dataset_text_field", "txt"], ["columns", "text"]),
         ("adapter", ["--dataset_name", "{text}", "--json", "no/such/r.json"], ["--json"]),
         ("adapter", ["--dataset_name", "{one}"], ["no row has a token to count"]),
@@ -173,6 +175,7 @@ def test_a_batch_that_stays_wrong_gives_no_figure(
         ("merged", ["--dataset_name", "{text}", "--compare"], ["--compare"]),
         ("adapter", ["--tasks", "a,,b"], ["--tasks"]),
         ("adapter", ["--tasks", "a", "--include_path", "gone"], ["--include_path gone"]),
+        ("adapter", ["--tasks", "a", "--include_path", "x" * 300], ["--include_path"]),
     ],
 )
 def test_wrong_input_is_one_line(

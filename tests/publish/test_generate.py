@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -113,9 +114,9 @@ def test_prompts_from_a_file_and_from_standard_input(
     (tmp_path / "one.txt").write_text(QUESTION)
     rows = [
         {"prompt": QUESTION},
-        {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "is not taken"}]},
+        {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "not\u2028 taken\x85"}]},
     ]
-    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows))
     wanted = said(made["merged"])
     assert run("merged", "--file", str(tmp_path / "one.txt"))[1] == wanted + "\n"
     many = run("merged", "--file", str(tmp_path / "many.jsonl"))[1]
@@ -206,7 +207,10 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     ("adapter", ["--prompt", " "], ["empty"]),
     ("adapter", ["--prompt", "x", "--file", "y"], ["--prompt and --file"]),
     ("adapter", ["--file", "gone.txt"], ["gone.txt cannot be read"]),
-    ("adapter", ["--prompt", "x", "--temperature", "-1"], ["--temperature", "0 or more"]),
+    ("adapter", ["--prompt", "x", "--temperature", "-1"], ["--temperature", "1e-6 or more"]),
+    ("adapter", ["--prompt", "x", "--temperature", "1e-320"], ["--temperature", "1e-6 or more"]),
+    ("adapter", ["--prompt", "\udcff"], ["the prompt has bytes that are not UTF-8"]),
+    ("adapter", ["--prompt", "\udcff", "--raw"], ["the prompt has bytes that are not UTF-8"]),
     ("adapter", ["--prompt", "x", "--temperature", "0", "--top_p", "0.5"], ["--top_p has no effect"]),
     ("adapter", ["--prompt", "x", "--top_p", "1.5"], ["--top_p", "1.5"]),
     ("adapter", ["--prompt", "x", "--max_new_tokens", "0"], ["--max_new_tokens"]),
@@ -219,12 +223,39 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     ("bare", ["--prompt", "x", "--system", "y"], ["--system needs a chat template"]),
     ("scratch", ["--prompt", "x"], ["neither adapter_config.json nor config.json"]),
     ("owner/nothing", ["--prompt", "x"], ["owner/nothing"]),
+    ("~nobody-of-this-name/x", ["--prompt", "x"], ["~nobody-of-this-name/x is not a directory"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "argv", "named"), REFUSED)
 def test_wrong_input_is_one_line(name: str, argv: list[str], named: list[str], run: Any) -> None:
     code, out, err = run(name, *argv)
+    errors = [line for line in err.splitlines() if line.startswith("hf-rocm-tune: error:")]
+    assert (code, out, len(errors)) == (2, "", 1), err
+    assert all(part in errors[0] for part in named), errors[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("generation_config.json", "[1]", ["generation_config.json cannot be read"]),
+        (
+            "generation_config.json",
+            '{"do_sample": true, "temperature": -1}',
+            ["generation_config.json", "`temperature`"],
+        ),
+        ("config.json", {"architectures": ["set_seed"]}, ["config.json names set_seed, which is no architecture"]),
+        ("config.json", {"architectures": [3]}, ["config.json names no architecture"]),
+    ],
+)
+def test_a_configuration_that_was_harmed_is_one_line(
+    file: str, content: Any, named: list[str], made: dict[str, Path], run: Any, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(made["base"], tmp_path / "model"))
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads((model / file).read_text()), **content})
+    (model / file).write_text(content)
+    code, out, err = run(str(model), "--prompt", "x")
     errors = [line for line in err.splitlines() if line.startswith("hf-rocm-tune: error:")]
     assert (code, out, len(errors)) == (2, "", 1), err
     assert all(part in errors[0] for part in named), errors[0]
@@ -296,6 +327,16 @@ def test_a_merged_model_is_pushed_and_answers_by_its_id(
     argv = ["merge", str(adapter), str(tmp_path / "merged"), "--base", str(base), "--push", repo, "--private"]
     assert cli.main(argv) == 0, capsys.readouterr().err
     assert said_by(capsys, repo) == said_by(capsys, str(tmp_path / "merged"))
+
+
+def test_a_push_after_a_merge_that_fails_names_the_command_that_continues_it(
+    hub: LoopbackHub, made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.fault("POST /api/repos/create", status=503, times=99)
+    argv = ["merge", str(made["adapter"]), str(tmp_path / "a name"), "--base", str(made["base"])]
+    assert cli.main([*argv, "--push", f"{USER}/x"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith(f". `hf-rocm-tune push '{tmp_path / 'a name'}' {USER}/x` continues it"), line
 
 
 def test_an_adapter_answers_by_its_id_and_is_merged_by_it(
@@ -392,6 +433,13 @@ def test_what_is_saved_can_be_trained_on(talk: Any, tmp_path: Path) -> None:
         f"saved 2 messages in {file}",
     ]
     assert "the conversation is empty, nothing is saved" in told
+    _, _, told = talk(["one", f"/save {file}", "/save ~nobody-of-this-name/x", "/save a\0b", "/reset"])
+    assert [line for line in told if "tokens" not in line] == [
+        f"{file} exists and is kept: choose another name",
+        "~nobody-of-this-name/x cannot be written: No such file or directory",
+        "a\0b cannot be written: embedded null byte",
+        "the conversation is cleared",
+    ]
     rows = load_source(str(file)).train
     assert check_format(rows, has_chat_template=True, model_name="m").kind == "messages"
     assert [message["role"] for message in json.loads(file.read_text())["messages"]] == ["system", "user", "assistant"]

@@ -142,6 +142,11 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
         [],
         ["adapter_config.json cannot be read"],
     ),
+    "a configuration without a method": (
+        lambda here: (unseal(here), (here / "adapter" / "adapter_config.json").write_text("{}")),
+        [],
+        ["adapter_config.json names no method"],
+    ),
     "an unknown method": (
         lambda here: (unseal(here), edit(here / "adapter" / "adapter_config.json", peft_type="MAGIC")),
         [],
@@ -184,6 +189,17 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
     "a base that lacks a tensor": (
         base_without("model.layers.1.self_attn.v_proj.weight"), [], ["lacks model.layers.1.self_attn.v_proj.weight"]
     ),
+    "a wrong value in a configuration": (
+        lambda here: edit(here / "base" / "config.json", hidden_size="x"), [], ["config.json", "'hidden_size'"]
+    ),
+    "something else than an architecture": (
+        lambda here: edit(here / "base" / "config.json", architectures=["set_seed"]),
+        [],
+        ["names set_seed, which is no architecture"],
+    ),
+    "another auto class": (
+        lambda here: edit(here / "base" / "config.json", architectures=["AutoModel"]), [], ["does not fit LlamaModel"]
+    ),
     "an unknown architecture": (
         lambda here: edit(here / "base" / "config.json", model_type="nothing_known", architectures=["NothingKnown"]),
         [],
@@ -208,16 +224,27 @@ def test_harmed_input_is_refused_by_name(
     [
         (["nowhere/at/all", "out"], ["nowhere/at/all", "on the Hub"]),
         (["./nowhere", "out"], ["./nowhere is not a directory"]),
+        (["~nobody-of-this-name/x", "out"], ["~nobody-of-this-name/x is not a directory"]),
+        (["x" * 300, "out"], ["on the Hub"]),
         (["base", "out"], ["base is a whole model"]),
         (["other/config.json", "out"], ["other/config.json is not a directory"]),
         (["adapter", "out", "--base", "other"], ["does not fit Phi3ForCausalLM", "--base"]),
         (["adapter", "out", "--base", "./gone"], ["./gone does not exist", "--base"]),
+        (["adapter", "out", "--base", "~nobody-of-this-name/x"], ["~nobody-of-this-name/x does not exist", "--base"]),
+        (["adapter", "out", "--base", "x" * 300], ["cannot be downloaded", "--base"]),
         (["adapter", "out", "--base", "owner/model"], ["owner/model cannot be downloaded", "--base"]),
         (["adapter", "base"], ["base exists and is not empty"]),
         (["adapter", "adapter/adapter_config.json"], ["exists and is not empty"]),
+        (["adapter", "adapter/adapter_config.json/x"], ["adapter/adapter_config.json is no directory", "another"]),
+        (["adapter", "dangling"], ["dangling is no directory", "another"]),
+        (["adapter", "dangling/x"], ["dangling is no directory", "another"]),
+        (["adapter", "loop"], ["loop is no directory", "another"]),
+        (["adapter", "x" * 300], ["File name too long"]),
+        (["adapter", "x" * 240, "--base", "base"], ["File name too long"]),
         (["adapter", "out", "--dtype", "float8"], ["--dtype", "float8", "bfloat16"]),
         (["adapter", "out", "--max_shard_size", "5 elephants"], ["--max_shard_size", "5GB"]),
         (["adapter", "out", "--max_shard_size", "0"], ["--max_shard_size", "at least 1"]),
+        (["adapter", "out", "--max_shard_size", "9" * 400], ["--max_shard_size", "less than 2**63"]),
         (["adapter", "out", "--private"], ["--private", "--push"]),
         (["adapter"], ["out"]),
         (["adapter", "out", "--bse", "x"], ["--bse"]),
@@ -231,8 +258,19 @@ def test_wrong_arguments_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(here)
+    Path("dangling").symlink_to("nothing")
+    Path("loop").symlink_to("loop")
     line = refusal(capsys, here, *argv)
     assert all(part in line for part in named), line
+
+
+def test_a_link_to_an_empty_directory_is_followed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "link").symlink_to("out")
+    (here / "out").mkdir()
+    before = sorted(here.iterdir())
+    assert cli.main(["merge", str(here / "adapter"), str(here / "link"), "--base", str(here / "base")]) == 0
+    assert capsys.readouterr().out == f"{here / 'out'}\n" and (here / "out" / "config.json").is_file()
+    assert sorted(here.iterdir()) == before and (here / "link").is_symlink()
 
 
 def test_a_card_that_was_edited_is_no_damage(here: Path) -> None:

@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -125,6 +126,27 @@ def test_no_path_user_or_secret_gets_onto_the_page(
         assert word not in content
 
 
+def test_a_secret_in_the_words_of_a_finding_is_hidden_whole_and_fast(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [
+        "password='correct horse battery 9'",
+        "Authorization: Bearer correct-horse-9",
+        "curl -H 'authorization: basic correcthorse'",
+        '{"cmd": "run --to x api_key=correct-horse-9"}',
+        "see https://example.org/?access_token=correct-horse-9",
+        "--db_password='correct horse battery 9'",
+    ]
+    found = [{"status": "fail", "title": "long", "text": "x" * 50_000}, *({"text": text} for text in said)]
+    begun = time.monotonic()
+    assert run(capsys, "report", write_run(tmp_path / "run", findings=found))[0] == 0
+    assert time.monotonic() - begun < 30  # a pattern that is quadratic takes more than a minute
+    content = (tmp_path / "run" / "report.html").read_text()
+    assert content.count("REDACTED") >= len(said)
+    for word in ("correct", "horse", "battery"):
+        assert word not in content
+
+
 # ---- hostile content ----------------------------------------------------------------------------------------
 
 
@@ -232,6 +254,18 @@ def test_a_half_written_page_never_takes_the_place_of_a_whole_one(
     (directory / "report_plots").touch()  # the pictures cannot be written
     assert run(capsys, "report", directory)[0] == 2
     assert (directory / "report.html").read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["report.html", "report_plots/loss.png"])
+def test_a_file_of_the_users_is_not_replaced(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_run(tmp_path / "run") / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    code, _, err = run(capsys, "report", tmp_path / "run")
+    assert code == 2 and f"{file} exists and is not of an earlier" in err and len(err.splitlines()) == 1
+    assert file.read_text() == "mine"
+    file.unlink()
+    assert [run(capsys, "report", tmp_path / "run")[0] for _ in range(2)] == [0, 0]
 
 
 def test_settings_that_stop_matplotlib_are_named(tmp_path: Path) -> None:
