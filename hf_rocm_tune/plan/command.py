@@ -28,11 +28,10 @@ from hf_rocm_tune.plan.request import (
     card_memory,
     quiet,
 )
-from hf_rocm_tune.plan.ways import LINK, THROUGH_HOST, CardsWay, sentence, ways
+from hf_rocm_tune.plan.ways import LINK, THROUGH_HOST, CardsWay, launcher_flags, sentence, ways
 
 _PROGRAM = "hf-rocm-tune"
 _NO_DATA = "YOUR_DATA"
-_TWO_CARDS = "dual_rx7900xt"
 #: Flags of a job that do not change the plan.
 _PASSED_ON = ("dataset_name", "learning_rate", "num_train_epochs")
 
@@ -517,11 +516,13 @@ def settings(
     return found
 
 
+def _start(request: PlanRequest) -> list[str]:
+    return [_PROGRAM, "sft", *(launcher_flags(request.cards).split() if request.cards > 1 else [])]
+
+
 def command(request: PlanRequest, option: Estimate, passed_on: Mapping[str, Any]) -> str:
     """The command line of a choice, without flags that have their default."""
-    words = [_PROGRAM, "sft"]
-    if request.cards > 1:
-        words += ["--accelerate_config", _TWO_CARDS]
+    words = _start(request)
     nothing = Case(micro_batch=0, length=0, checkpointing=True, accumulation=0)
     usual = settings(PlanRequest(), "qlora", nothing) | {"load_in_4bit": False}
     given = {"dataset_name": _NO_DATA, **passed_on}
@@ -549,7 +550,7 @@ def _write_recipe(wanted: argparse.Namespace, what: str, request: PlanRequest, o
     path: Path | None = wanted.emit
     if path is None:
         return
-    start = f"{_PROGRAM} sft {f'--accelerate_config {_TWO_CARDS} ' if request.cards > 1 else ''}--config {path.name}"
+    start = shlex.join([*_start(request), "--config", path.name])
     data = "" if wanted.dataset_name else f" --dataset_name {_NO_DATA}"
     content = settings(request, option.variant, option.case, _passed_on(wanted)) | more
     content = {name: value for name, value in content.items() if value is not None}

@@ -479,6 +479,19 @@ def test_where_no_card_holds_the_model_the_ways_that_share_it_are_named(changed:
     assert way["ddp"]["longest"] is None and way["split"]["longest"] >= 512
 
 
+def test_four_cards_are_four_processes_and_the_reason_is_what_the_table_shows(
+    small: Path, tmp_path: Path, run: Any
+) -> None:
+    recipe = tmp_path / "a b.yaml"
+    words = ("--model", str(small), "--seq", "512", "--method", "lora", "--vram", "2.6", "--desktop_gib", "0")
+    found = json.loads(run(*words, "--cards", "4", "--json", "--emit", str(recipe))[1])
+    way, four = ways_of(found), "--accelerate_config dual_rx7900xt --num_processes 4"
+    assert found["command"].startswith(f"hf-rocm-tune sft {four} --model_name_or_path")
+    assert f"# Start: hf-rocm-tune sft {four} --config 'a b.yaml' " in recipe.read_text()
+    assert way["ddp"]["flags"] == four and way["fsdp2"]["flags"] == four.replace("xt ", "xt_fsdp2 ")
+    assert way["ddp"]["fits"] and found["advice"].startswith("fsdp2: lora is estimated to be faster this way, and")
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
