@@ -22,7 +22,7 @@ from hf_rocm_tune.models.split import device_map, tell_of_devices, without_dispa
 
 if TYPE_CHECKING:
     import torch
-    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_rocm_tune.transfer import Mover
 
@@ -47,8 +47,8 @@ class ModelSource:
 _HUB_CURE = "check the spelling, the network and HF_HUB_OFFLINE, or give a model directory"
 
 
-def check_source(source: ModelSource, device: torch.device) -> None:
-    """Checks files, configuration and bitsandbytes before anything is loaded.
+def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
+    """Checks files, configuration and bitsandbytes before anything is loaded; returns the configuration.
 
     Raises:
         UsageError: what is wrong and what to do.
@@ -61,7 +61,7 @@ def check_source(source: ModelSource, device: torch.device) -> None:
             raise UsageError(f"model: {source.name} does not exist: give a model directory or a Hub id")
         check_model_directory(Path(source.name).expanduser())
     try:
-        config = AutoConfig.from_pretrained(
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
     except StrictDataclassError as error:
@@ -76,6 +76,7 @@ def check_source(source: ModelSource, device: torch.device) -> None:
         require_bitsandbytes(device, f"--load_in_{4 if source.quantization.load_in_4bit else 8}bit")
     elif bits:
         require_bitsandbytes(device, f"model {source.name}, {bits}-bit in its files,")
+    return config
 
 
 def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> tuple[PreTrainedModel, float]:

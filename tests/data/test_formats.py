@@ -152,6 +152,22 @@ BAD_ROWS: dict[str, tuple[Row, Row, str]] = {
     "tools number": ({**GOOD, "tools": "[]"}, {**GOOD, "tools": "3"}, "column 'tools' holds a number, not a list"),
     "no tokens": ({"input_ids": [1]}, {"input_ids": []}, "column 'input_ids' holds an empty list"),
     "half a token": ({"input_ids": [1.0]}, {"input_ids": [1.5]}, "column 'input_ids' has a number among its token ids"),
+    "negative token": ({"input_ids": [1]}, {"input_ids": [1, -2]}, "has the token id -2; ids are from 0"),
+    "more labels": (
+        {"input_ids": [1, 2], "labels": [-100, 2]},
+        {"input_ids": [1, 2], "labels": [1, 2, 3]},
+        "column 'labels' has 3 entries for 2 'input_ids'",
+    ),
+    "short mask": (
+        {"input_ids": [1, 2], "completion_mask": [0, 1]},
+        {"input_ids": [1, 2], "completion_mask": [1]},
+        "column 'completion_mask' has 1 entries for 2 'input_ids'",
+    ),
+    "text for the template": (
+        {**GOOD, "chat_template_kwargs": {"a": 1}},
+        {**GOOD, "chat_template_kwargs": "a"},
+        "column 'chat_template_kwargs' holds text, not an object",
+    ),
 }
 
 

@@ -278,6 +278,11 @@ def test_a_chat_template_that_does_not_work(bench: Bench, content: str | None, s
         (f'{ROW}\n{{"text": [1]}}\n', "row 2 of the 'train' split: column 'text' holds a list, not text"),
         ('{"messages": [{"role": "user", "content": 3}]}\n', "message 1 has a number as 'content', not text"),
         (bytes(range(256)), "is not UTF-8"),
+        ('{"input_ids": [1, 2, 99999]}\n', "has the token id 99999; ids are from 0 to 511"),
+        (
+            json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}),
+            "the chat template cannot render these rows: can only concatenate list",
+        ),
     ],
 )
 def test_rows_that_cannot_be_trained_on(bench: Bench, content: str | bytes, says: str) -> None:
