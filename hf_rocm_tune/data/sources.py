@@ -12,6 +12,7 @@ import glob
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -171,9 +172,10 @@ def _load_part(part: DatasetConfig, *, streaming: bool) -> Rows:
 
     if Path(part.path).expanduser().exists() and not part.data_files and not part.data_dir:
         splits = _load_splits(part.path, config=part.name, streaming=streaming)
-        if part.split in splits:
+        if part.split in splits or re.fullmatch(r"\w+", part.split):  # not a slice or a sum of several
             rows = _pick(splits, part.split, flag="`split`", name=part.path)
-            return rows.select_columns(part.columns) if part.columns else rows
+            with _explained(part.path, files=[]):
+                return rows.select_columns(part.columns) if part.columns else rows
     with _explained(part.path, files=_local_files(part)):
         alone = dataclasses.replace(part, fraction=None)
         return get_dataset(DatasetMixtureConfig(datasets=[alone], streaming=streaming))["train"]
