@@ -63,7 +63,7 @@ class NamedFiles:
         source = self.path(name)
         text = source.read_bytes()  # before the target is opened: with overwrite it may be the same file
         target = Path(dest)
-        if target.is_dir():
+        if os.path.isdir(target):
             target = target / source.name
         try:
             with target.open("wb" if overwrite else "xb") as file:

@@ -54,6 +54,9 @@ def test_python_m_is_the_same_command() -> None:
     assert "did you mean sft?" in done.stderr
 
 
+LONG = "x" * 300  # more than a file system takes
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
@@ -67,6 +70,15 @@ def test_python_m_is_the_same_command() -> None:
         (["sft", "--accelerate_config"], ["--accelerate_config"]),
         (["sft", "--accelerate_config", "nowhere"], ["nowhere"]),
         (["sft", "--accelerate_config", "cpu", "--config", "missing.yaml"], ["missing.yaml"]),
+        (["sft", "--accelerate_config", LONG], ["no accelerate configuration"]),
+        (["sft", "--config", LONG], ["does not exist"]),
+        (["recipes", "validate", LONG], ["does not exist"]),
+        (["configs", "cp", "cpu", LONG], ["cannot write", "too long"]),
+        (["drill", "--json", LONG], ["--json"]),
+        (["drill", "--seed", "9" * 400], ["--seed", "below 2**32"]),
+        (["bench", "transfer", "--json", LONG], ["--json"]),
+        (["bench", "transfer", "--max_size", "9" * 400], ["--max_size", "too large"]),
+        (["doctor", "--capture", LONG], ["--capture"]),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(

@@ -179,6 +179,11 @@ def test_a_fault_that_cannot_be(bench: Bench, fault: str, says: str) -> None:
         ("dataset_name", "/nowhere/rows.jsonl", "no such file or folder: '/nowhere/rows.jsonl'"),
         ("dataset_name", "nobody/nothing", "no dataset 'nobody/nothing'"),
         ("dataset_name", None, "no data: give --dataset (--dataset_name)"),
+        ("model_name_or_path", "~nobody-of-this-name/x", "~nobody-of-this-name/x does not exist"),
+        ("model_name_or_path", "x" * 300, "give a model directory"),
+        ("dataset_name", "~nobody-of-this-name/x", "no such file or folder: '~nobody-of-this-name/x'"),
+        ("dataset_name", "x" * 300, "could not be read"),
+        ("datasets", "~nobody-of-this-name/x", "'~nobody-of-this-name/x' could not be read"),
     ],
 )
 def test_a_model_or_data_that_is_not_there(bench: Bench, flag: str, name: str | None, says: str) -> None:

@@ -300,6 +300,16 @@ def test_what_does_not_fit_is_told_with_the_nearest(small: Path, run: Any) -> No
         (("--model", LLAMA, "--alpha", "-1"), "--alpha must be 1 or more"),
         (("--model", LLAMA, "--workers", "-3"), "--workers must be 0 or more"),
         (("--model", LLAMA, "--emit", "/nowhere/recipe.yaml"), "/nowhere/recipe.yaml"),
+        (("--model", LLAMA, "--emit", "x" * 300), "--emit"),
+        (("--model", "x" * 300), "its configuration cannot be read"),
+        (("--model", "~nobody-of-this-name/x"), "has no config.json"),
+        (("--model", LLAMA, "--effective_batch", "9" * 20), "--effective_batch must be 65536 or less"),
+        (("--model", LLAMA, "--lr", "nan"), "--lr"),
+        (("--model", LLAMA, "--epochs", "inf"), "--epochs"),
+        (("--model", LLAMA, "--split", "0"), "--split '0' is not understood"),
+        (("--largest", "--savings"), "--savings has no effect"),
+        (("--largest", "--split"), "--split has no effect"),
+        (("--largest", "--emit", "recipe.yaml"), "--emit has no effect"),
     ],
 )
 def test_wrong_words_are_one_line(words: tuple[str, ...], named: str, run: Any) -> None:
