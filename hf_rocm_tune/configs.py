@@ -85,7 +85,7 @@ def _directory() -> Path:
 
 
 CONFIGS = NamedFiles(what="accelerate configuration", directory=lambda: _directory())
-names, path, describe, copy = CONFIGS.names, CONFIGS.path, CONFIGS.describe, CONFIGS.copy
+path = CONFIGS.path
 RECIPES = NamedFiles(what="recipe", directory=lambda: _PACKAGE / "recipes")
 #: Begins the line of a recipe's opening comment that ``scripts/recipe_memory.py`` writes.
 MEMORY = "# Memory:"

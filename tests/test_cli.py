@@ -110,7 +110,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_configs_are_listed_found_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "configs", "ls")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == configs.names()
+    assert [line.split()[0] for line in out.splitlines()] == configs.CONFIGS.names()
     _, out, _ = run(capsys, "configs", "path", "cpu")
     source = Path(out.strip())
     target = tmp_path / "mine.yaml"

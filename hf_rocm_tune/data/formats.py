@@ -97,14 +97,12 @@ class FormatInfo:
     Attributes:
         layout: TRL's format (`kind`) and its columns.
         conversational: whether a chat template is applied.
-        checked_rows: number of rows checked.
         mapping: description of the changes that `as_trl` makes; None if TRL reads the rows as they are.
         unusual_roles: roles other than system, developer, user, assistant, tool, which a chat template may not support.
     """
 
     layout: _Layout
     conversational: bool
-    checked_rows: int
     mapping: str | None
     unusual_roles: tuple[str, ...]
 
@@ -148,7 +146,7 @@ def check_format(
         columns, first, method, dataset_text_field, split, needs_assistant=assistant_only_loss, vocabulary=vocabulary
     )
     _check_flags(layout, columns, completion_only_loss, split)
-    checked, roles = _check_rows(dataset, layout, split)
+    roles = _check_rows(dataset, layout, split)
     if layout.messages and not has_chat_template:
         raise UsageError(
             f"the '{split}' rows are conversations, but the tokenizer of '{model_name}' has no chat template: name a "
@@ -161,7 +159,6 @@ def check_format(
     return FormatInfo(
         layout=layout,
         conversational=conversational,
-        checked_rows=checked,
         mapping=_in_words(layout, conversational, roles) if renamed or others else None,
         unusual_roles=tuple(sorted(roles - _KNOWN_ROLES - _ROLES.keys())),
     )
@@ -362,18 +359,17 @@ def _check_flags(layout: _Layout, columns: list[str], completion_only_loss: bool
         )
 
 
-def _check_rows(dataset: Rows, layout: _Layout, split: str) -> tuple[int, set[str]]:
-    """How many rows were looked at, and the roles in them: now, or by an earlier run that found the same rows right."""
+def _check_rows(dataset: Rows, layout: _Layout, split: str) -> set[str]:
+    """The roles in the rows: now, or by an earlier run that found the same rows right."""
     kept = _verdict_file(dataset, layout)
     if kept is not None:
         with suppress(OSError, ValueError, KeyError, TypeError):
-            earlier = json.loads(kept.read_text(encoding="utf-8"))
-            return earlier["rows"], set(earlier["roles"])
+            return set(json.loads(kept.read_text(encoding="utf-8"))["roles"])
     found = _look_at_rows(dataset, layout, split)
     if kept is not None:
         with suppress(OSError):  # a cache that cannot be written is none
             fresh = kept.with_suffix(f".{os.getpid()}")
-            fresh.write_text(json.dumps({"rows": found[0], "roles": sorted(found[1])}), encoding="utf-8")
+            fresh.write_text(json.dumps({"roles": sorted(found)}), encoding="utf-8")
             fresh.replace(kept)
     return found
 
@@ -391,13 +387,13 @@ def _verdict_file(dataset: Rows, layout: _Layout) -> Path | None:
     return Path(files[0]["filename"]).with_name(f"checked-{content.hexdigest()[:24]}.json")
 
 
-def _look_at_rows(dataset: Rows, layout: _Layout, split: str) -> tuple[int, set[str]]:
-    number, roles = 0, set[str]()
+def _look_at_rows(dataset: Rows, layout: _Layout, split: str) -> set[str]:
+    roles = set[str]()
     for number, row in enumerate(_rows(dataset, layout), start=1):
         if fault := _fault_in(row, layout):
             raise UsageError(f"row {number} of the '{split}' split: {fault}; the row begins {_beginning(row, layout)}")
         roles.update(turn[layout.role_key] for column in layout.messages for turn in _turns(row[column]))
-    return number, roles
+    return roles
 
 
 def _rows(dataset: Rows, layout: _Layout) -> Iterator[dict[str, Any]]:
