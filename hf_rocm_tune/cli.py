@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
 from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
-from hf_rocm_tune.paths import expand_user
+from hf_rocm_tune.paths import can_be_file, expand_user
 from hf_rocm_tune.settings import names
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def drill(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file too")
     parser.add_argument("--full", action="store_true", help="10,000 faults and 1,000,000 clean transfers; minutes")
     wanted = parser.parse_args(argv)
-    if wanted.json and (wanted.json.is_dir() or not wanted.json.parent.is_dir()):
+    if wanted.json and not can_be_file(wanted.json):
         raise UsageError(f"--json {wanted.json} is not a file in a directory that exists; choose another")
     from hf_rocm_tune.doctor.drill import DrillSettings, run, table
 

@@ -63,7 +63,7 @@ class NamedFiles:
         source = self.path(name)
         text = source.read_bytes()  # before the target is opened: with overwrite it may be the same file
         target = Path(dest)
-        if target.is_dir():
+        if os.path.isdir(target):
             target = target / source.name
         try:
             with target.open("wb" if overwrite else "xb") as file:
@@ -85,7 +85,7 @@ def _directory() -> Path:
 
 
 CONFIGS = NamedFiles(what="accelerate configuration", directory=lambda: _directory())
-names, path, describe, copy = CONFIGS.names, CONFIGS.path, CONFIGS.describe, CONFIGS.copy
+path = CONFIGS.path
 RECIPES = NamedFiles(what="recipe", directory=lambda: _PACKAGE / "recipes")
 #: Begins the line of a recipe's opening comment that ``scripts/recipe_memory.py`` writes.
 MEMORY = "# Memory:"

@@ -292,7 +292,7 @@ def _config_flags(accelerate_config: str | None, extra: Sequence[str]) -> list[s
             f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {names.CONFIG_FLAG} chooses another)",
             flush=True,
         )
-    path = Path(accelerate_config) if Path(accelerate_config).is_file() else configs.path(accelerate_config)
+    path = Path(accelerate_config) if os.path.isfile(accelerate_config) else configs.path(accelerate_config)
     return ["--config_file", str(path)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 
@@ -12,3 +13,13 @@ def expand_user(path: str | Path) -> Path:
     Unlike Path.expanduser, which raises RuntimeError there.
     """
     return Path(os.path.expanduser(path))
+
+
+def can_be_file(path: Path) -> bool:
+    """Whether a file can be written there: in a directory that exists, no directory itself, its name not too long."""
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return os.path.isdir(path.absolute().parent)
+    except OSError:
+        return False

@@ -256,6 +256,10 @@ def test_eval_split_size_is_a_share_or_a_number(size: str, rows: float | None, b
     assert (found, type(found)) == (rows, type(rows))
 
 
+FINITE = ("num_train_epochs", "save_steps", "logging_steps", "eval_steps", "warmup_steps", "weight_decay")
+FINITE += ("loraplus_lr_ratio", "embedding_learning_rate", "telemetry_every")
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
@@ -277,6 +281,10 @@ def test_eval_split_size_is_a_share_or_a_number(size: str, rows: float | None, b
         (["--compare_optimizer_every", "-1"], ["--compare_optimizer_every"]),
         (["--prefetch_batches", "-1"], ["--prefetch_batches"]),
         (["--early_stopping_patience", "0"], ["--early_stopping_patience"]),
+        *(([f"--{name}", "inf"], [f"--{name} must be", "finite, got inf"]) for name in FINITE),
+        (["--eval_split_size", "inf"], ["--eval_split_size", "got inf"]),
+        (["--pad_to_multiple_of", "0"], ["--pad_to_multiple_of must be 1 or more, or auto, got 0"]),
+        (["--datasets", "F,fraction=nan"], ["--datasets, part 1: fraction must be", "got nan"]),
         (["--model_init_kwargs", "{broken"], []),
         (["--load_best_model_at_end"], ["--load_best_model_at_end"]),
         (["--fp16"], ["--fp16", "GPU"]),
@@ -311,7 +319,7 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
         ("env: [1]\n", ["env"]),
         ("env: {LD_PRELOAD: x.so, NCCL_DEBUG: INFO, HF_ENDPOINT: x}\n", ["not LD_PRELOAD, HF_ENDPOINT"]),
         ("num_processes: 2\n", ["num_processes", "launcher"]),
-        ("datasets:\n  - {pth: one}\n", ["pth"]),
+        ("lora_target_modules: [1, 2]\n", ["--lora_target_modules: expected a list of text, got 1"]),
     ],
 )
 def test_wrong_recipes_are_one_message_that_names_the_place(
@@ -320,7 +328,30 @@ def test_wrong_recipes_are_one_message_that_names_the_place(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
     message = refused(*base, "--config", str(recipe))
-    assert all(name in message for name in [*named, *(["recipe.yaml"] if "pth" not in named else [])]), message
+    assert all(name in message for name in [*named, "recipe.yaml"]), message
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("datasets:\n  - {path: one, pth: one}\n", "pth"),
+        ("datasets: [{pth: one}]\n", "part 1: path must be text, got None"),
+        ("datasets: [{path: 5}]\n", "part 1: path must be text, got 5"),
+        ("datasets: [{path: F}, {path: G, fraction: x}]\n", "part 2: fraction must be a number above 0"),
+        ("datasets: [{path: F, columns: nope}]\n", "part 1: columns must be a list, got nope"),
+        ("datasets: [5]\n", "part 1: expected a mapping"),
+        ("model_init_kwargs: x\n", "--model_init_kwargs must be a mapping"),
+        ("gradient_checkpointing_kwargs: x\n", "--gradient_checkpointing_kwargs must be a mapping"),
+        ("dataset_num_proc: -1\n", "--dataset_num_proc must be 0 or more"),
+        ("neftune_noise_alpha: .nan\n", "--neftune_noise_alpha must be 0 or more, and finite, got nan"),
+    ],
+)
+def test_wrong_values_of_a_recipe_are_one_message_that_names_them(
+    text: str, named: str, base: list[str], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    assert named in refused(*base, "--config", str(recipe))
 
 
 def test_a_recipe_that_is_no_text_is_refused(base: list[str], tmp_path: Path) -> None:

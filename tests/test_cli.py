@@ -54,6 +54,9 @@ def test_python_m_is_the_same_command() -> None:
     assert "did you mean sft?" in done.stderr
 
 
+LONG = "x" * 300  # more than a file system takes
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
@@ -67,6 +70,15 @@ def test_python_m_is_the_same_command() -> None:
         (["sft", "--accelerate_config"], ["--accelerate_config"]),
         (["sft", "--accelerate_config", "nowhere"], ["nowhere"]),
         (["sft", "--accelerate_config", "cpu", "--config", "missing.yaml"], ["missing.yaml"]),
+        (["sft", "--accelerate_config", LONG], ["no accelerate configuration"]),
+        (["sft", "--config", LONG], ["does not exist"]),
+        (["recipes", "validate", LONG], ["does not exist"]),
+        (["configs", "cp", "cpu", LONG], ["cannot write", "too long"]),
+        (["drill", "--json", LONG], ["--json"]),
+        (["drill", "--seed", "9" * 400], ["--seed", "below 2**32"]),
+        (["bench", "transfer", "--json", LONG], ["--json"]),
+        (["bench", "transfer", "--max_size", "9" * 400], ["--max_size", "too large"]),
+        (["doctor", "--capture", LONG], ["--capture"]),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(
@@ -98,7 +110,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_configs_are_listed_found_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "configs", "ls")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == configs.names()
+    assert [line.split()[0] for line in out.splitlines()] == configs.CONFIGS.names()
     _, out, _ = run(capsys, "configs", "path", "cpu")
     source = Path(out.strip())
     target = tmp_path / "mine.yaml"

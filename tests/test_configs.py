@@ -51,7 +51,7 @@ def launch_arguments(name: str) -> Any:
 
 
 def test_all_are_listed_and_nothing_else() -> None:
-    assert configs.names() == NAMES
+    assert configs.CONFIGS.names() == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,7 +134,7 @@ def test_opening_comment_says_what_for_what_it_needs_and_how_to_start(name: str)
     text = "\n".join(comment)
     for part in ("Needs:", "Start:", f"--config_file accelerate_configs/{name}.yaml", "Do not expect:"):
         assert part in text
-    assert configs.describe(name) == comment[0].removeprefix("# ")
+    assert configs.CONFIGS.describe(name) == comment[0].removeprefix("# ")
 
 
 def test_cpu_dual_is_two_processes_that_know_of_each_other(tmp_path: Path) -> None:
@@ -166,12 +166,12 @@ def test_name_may_carry_its_suffix() -> None:
 
 
 def test_copy_onto_itself_does_not_empty_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = configs.copy("cpu", tmp_path)
+    file = configs.CONFIGS.copy("cpu", tmp_path)
     before = file.read_bytes()
     monkeypatch.setattr(configs, "_directory", lambda: tmp_path)
-    assert configs.copy("cpu", file, overwrite=True).read_bytes() == before
+    assert configs.CONFIGS.copy("cpu", file, overwrite=True).read_bytes() == before
 
 
 def test_copy_to_where_nothing_can_be_written_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write"):
-        configs.copy("cpu", tmp_path / "no such directory" / "cpu.yaml")
+        configs.CONFIGS.copy("cpu", tmp_path / "no such directory" / "cpu.yaml")

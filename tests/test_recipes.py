@@ -151,6 +151,7 @@ def test_unknown_recipe_is_one_line_with_the_nearest_name(
         ({"model_name_or_path": "./no-model"}, ["model_name_or_path", "./no-model"]),
         ({"dataset_name": "/no/data", "chat_template_path": "~/no.jinja"}, ["/no/data", "~/no.jinja"]),
         ({"dataset_name": None}, ["dataset_name"]),
+        ({"datasets": [{"path": "F", "fraction": "x"}]}, ["part 1: fraction"]),
     ],
 )
 def test_validate_refuses_in_one_line_and_names_the_fault(

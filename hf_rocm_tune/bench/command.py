@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.errors import CommandParser, UsageError, checked
+from hf_rocm_tune.paths import can_be_file
 
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _PROGRAM = "hf-rocm-tune bench"
@@ -20,7 +22,7 @@ _CHOSEN = "(default: chosen for the device)"
 def main(argv: Sequence[str], *, trainer_class: Callable[[], Callable[..., Any]]) -> int:
     wanted = _parser().parse_args(list(argv))
     wanted.command = shlex.join([*_PROGRAM.split(), *argv])
-    if (path := wanted.json_file) is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+    if (path := wanted.json_file) is not None and not can_be_file(path):
         raise UsageError(f"--json {path}: give a file in a directory that exists")
     if wanted.bench == "transfer":
         from hf_rocm_tune.bench import transfers
@@ -55,8 +57,10 @@ def byte_size(text: str, *, least: int = 0) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), flags=re.IGNORECASE)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 65536, 64KiB, 16MiB or 1GiB")
-    size = int(float(found[1]) * _UNITS[found[2].upper()])
-    if size < least:
+    number = float(found[1]) * _UNITS[found[2].upper()]
+    if number >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text:.20} ... is too large a size")
+    if (size := int(number)) < least:
         raise argparse.ArgumentTypeError(f"{size} bytes are too few; give at least {least >> 10} KiB")
     return size
 
@@ -67,7 +71,7 @@ def _number(least: int, multiple: int = 1) -> Callable[[str], int]:
 
 
 _gib = checked(float, lambda value: 0 < value < math.inf, "a number of GiB above 0")
-_folder = checked(Path, Path.is_dir, "a directory with room for the checkpoint")
+_folder = checked(Path, os.path.isdir, "a directory with room for the checkpoint")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ import difflib
 import hashlib
 import json
 import os
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -43,7 +44,9 @@ Method = Literal["sft", "dpo", "kto", "reward", "grpo", "orpo"]
 _PROMPTS = ("prompt", "instruction", "question", "query")
 _ANSWERS = ("completion", "output", "answer", "response")
 _MORE = ("input", "context")  # added to an instruction
+_BESIDE_IDS = ("labels", "completion_mask", "assistant_masks")
 _SYSTEM = "system"
+_KWARGS = "chat_template_kwargs"
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # ShareGPT's
 _ACCEPTED: dict[Method, str] = {
     "sft": "'messages' (also with 'tools'), 'prompt' and 'completion', '{text}', 'conversations' (ShareGPT), "
@@ -67,6 +70,9 @@ class _Layout:
     more: tuple[str, ...]  # optional text that is added to the prompt
     dropped: tuple[str, ...]  # columns that TRL would misread
     has_tools: bool
+    has_template_kwargs: bool
+    beside_ids: tuple[str, ...]  # columns with an entry for each of ``input_ids``
+    vocabulary: int | None  # size of the model's; None: unknown
     needs_assistant: bool  # every row needs an assistant turn
     role_key: str
     content_key: str
@@ -74,8 +80,9 @@ class _Layout:
     @property
     def columns(self) -> list[str]:
         """The columns that are checked."""
-        tools = ["tools"] * (self.has_tools and bool(self.messages))
-        return [*self.content.values(), *self.more, *self.labels, *tools]
+        given = {"tools": self.has_tools, _KWARGS: self.has_template_kwargs}
+        of_template = [name for name, given in given.items() if given and self.messages]
+        return [*self.content.values(), *self.beside_ids, *self.more, *self.labels, *of_template]
 
     @property
     def labels(self) -> list[str]:
@@ -90,14 +97,12 @@ class FormatInfo:
     Attributes:
         layout: TRL's format (`kind`) and its columns.
         conversational: whether a chat template is applied.
-        checked_rows: number of rows checked.
         mapping: description of the changes that `as_trl` makes; None if TRL reads the rows as they are.
         unusual_roles: roles other than system, developer, user, assistant, tool, which a chat template may not support.
     """
 
     layout: _Layout
     conversational: bool
-    checked_rows: int
     mapping: str | None
     unusual_roles: tuple[str, ...]
 
@@ -123,8 +128,11 @@ def check_format(
     has_chat_template: bool,
     model_name: str,
     split: str = "train",
+    vocabulary: int | None = None,
 ) -> FormatInfo:
     """Recognise the format of the rows and check them. Flags are TRL's; ``model_name`` and ``split`` are for messages.
+
+    ``vocabulary`` is the number of the model's token ids; None: unknown.
 
     Raises:
         UsageError: wrong columns (with those found and those accepted), a row of a wrong type (with its number,
@@ -134,9 +142,11 @@ def check_format(
     if first is None:
         raise UsageError(f"the '{split}' split is empty: there are no rows to check or to train on")
     columns = list(dataset.column_names or first)
-    layout = _layout(columns, first, method, dataset_text_field, split, needs_assistant=assistant_only_loss)
+    layout = _layout(
+        columns, first, method, dataset_text_field, split, needs_assistant=assistant_only_loss, vocabulary=vocabulary
+    )
     _check_flags(layout, columns, completion_only_loss, split)
-    checked, roles = _check_rows(dataset, layout, split)
+    roles = _check_rows(dataset, layout, split)
     if layout.messages and not has_chat_template:
         raise UsageError(
             f"the '{split}' rows are conversations, but the tokenizer of '{model_name}' has no chat template: name a "
@@ -149,7 +159,6 @@ def check_format(
     return FormatInfo(
         layout=layout,
         conversational=conversational,
-        checked_rows=checked,
         mapping=_in_words(layout, conversational, roles) if renamed or others else None,
         unusual_roles=tuple(sorted(roles - _KNOWN_ROLES - _ROLES.keys())),
     )
@@ -224,7 +233,14 @@ def as_messages(dataset: Rows) -> Rows:
 
 
 def _layout(
-    columns: list[str], first: dict[str, Any], method: Method, text_field: str, split: str, *, needs_assistant: bool
+    columns: list[str],
+    first: dict[str, Any],
+    method: Method,
+    text_field: str,
+    split: str,
+    *,
+    needs_assistant: bool,
+    vocabulary: int | None,
 ) -> _Layout:
     kind, content, dropped = _recognise(columns, first, method, text_field, split)
     single = frozenset(column for column in content.values() if isinstance(first[column], dict))
@@ -250,6 +266,9 @@ def _layout(
         more=tuple(more),
         dropped=dropped,
         has_tools="tools" in columns,
+        has_template_kwargs=_KWARGS in columns,
+        beside_ids=tuple(name for name in _BESIDE_IDS if kind == "tokenized" and name in columns),
+        vocabulary=vocabulary if kind == "tokenized" else None,
         needs_assistant=needs_assistant,
         role_key="from" if sharegpt else "role",
         content_key="value" if sharegpt else "content",
@@ -340,18 +359,17 @@ def _check_flags(layout: _Layout, columns: list[str], completion_only_loss: bool
         )
 
 
-def _check_rows(dataset: Rows, layout: _Layout, split: str) -> tuple[int, set[str]]:
-    """How many rows were looked at, and the roles in them: now, or by an earlier run that found the same rows right."""
+def _check_rows(dataset: Rows, layout: _Layout, split: str) -> set[str]:
+    """The roles in the rows: now, or by an earlier run that found the same rows right."""
     kept = _verdict_file(dataset, layout)
     if kept is not None:
         with suppress(OSError, ValueError, KeyError, TypeError):
-            earlier = json.loads(kept.read_text(encoding="utf-8"))
-            return earlier["rows"], set(earlier["roles"])
+            return set(json.loads(kept.read_text(encoding="utf-8"))["roles"])
     found = _look_at_rows(dataset, layout, split)
     if kept is not None:
         with suppress(OSError):  # a cache that cannot be written is none
             fresh = kept.with_suffix(f".{os.getpid()}")
-            fresh.write_text(json.dumps({"rows": found[0], "roles": sorted(found[1])}), encoding="utf-8")
+            fresh.write_text(json.dumps({"roles": sorted(found)}), encoding="utf-8")
             fresh.replace(kept)
     return found
 
@@ -369,13 +387,13 @@ def _verdict_file(dataset: Rows, layout: _Layout) -> Path | None:
     return Path(files[0]["filename"]).with_name(f"checked-{content.hexdigest()[:24]}.json")
 
 
-def _look_at_rows(dataset: Rows, layout: _Layout, split: str) -> tuple[int, set[str]]:
-    number, roles = 0, set[str]()
+def _look_at_rows(dataset: Rows, layout: _Layout, split: str) -> set[str]:
+    roles = set[str]()
     for number, row in enumerate(_rows(dataset, layout), start=1):
         if fault := _fault_in(row, layout):
             raise UsageError(f"row {number} of the '{split}' split: {fault}; the row begins {_beginning(row, layout)}")
         roles.update(turn[layout.role_key] for column in layout.messages for turn in _turns(row[column]))
-    return number, roles
+    return roles
 
 
 def _rows(dataset: Rows, layout: _Layout) -> Iterator[dict[str, Any]]:
@@ -404,7 +422,7 @@ def _fault_in(row: dict[str, Any], layout: _Layout) -> str | None:
         if column in layout.messages:
             fault = _fault_in_messages([value] if column in layout.single else value, layout, column)
         elif layout.kind == "tokenized":
-            fault = _fault_in_tokens(value)
+            fault = _fault_in_tokens(row, layout)
         else:
             fault = None if isinstance(value, str) else f"column '{column}' holds {_named(value)}, not text"
         if fault:
@@ -415,7 +433,9 @@ def _fault_in(row: dict[str, Any], layout: _Layout) -> str | None:
     for column in layout.labels:
         if row.get(column) not in (True, False):
             return f"column '{column}' holds {_named(row[column])}, not true or false"
-    return _fault_in_tools(row["tools"]) if "tools" in layout.columns else None
+    if _KWARGS in layout.columns and not isinstance(row.get(_KWARGS), dict | None):
+        return f"column '{_KWARGS}' holds {_named(row[_KWARGS])}, not an object"
+    return _fault_in_tools(row.get("tools")) if "tools" in layout.columns else None
 
 
 def _fault_in_messages(value: Any, layout: _Layout, column: str) -> str | None:
@@ -448,13 +468,29 @@ def _fault_in_content(message: dict[str, Any], key: str) -> str | None:
     return f"has {_named(content)} as '{key}', not text"
 
 
-def _fault_in_tokens(value: Any) -> str | None:
-    if not isinstance(value, list) or not value:
-        return f"column 'input_ids' holds {_named(value)}, not a list of token ids"
-    if set(map(type, value)) == {int}:
-        return None
-    wrong = next(token for token in value if type(token) is not int)
-    return f"column 'input_ids' has {_named(wrong)} among its token ids"
+def _fault_in_tokens(row: dict[str, Any], layout: _Layout) -> str | None:
+    ids = row.get("input_ids")
+    for column in ("input_ids", *layout.beside_ids):
+        value, mask = row.get(column), column not in ("input_ids", "labels")
+        what = "zeros and ones" if mask else "token ids"
+        if not isinstance(value, list) or not value:
+            return f"column '{column}' holds {_named(value)}, not a list of {what}"
+        if others := {*map(type, value)} - ({int, bool} if mask else {int}):
+            wrong = next(token for token in value if type(token) in others)
+            return f"column '{column}' has {_named(wrong)} among its {what}"
+        if len(value) != len(ids or ()):
+            return f"column '{column}' has {len(value)} entries for {len(ids or ())} 'input_ids'"
+        if not mask and (fault := _fault_in_range(value, column, layout.vocabulary)):
+            return fault
+    return None
+
+
+def _fault_in_range(value: list[int], column: str, vocabulary: int | None) -> str | None:
+    known = range(sys.maxsize if vocabulary is None else vocabulary)
+    tokens = {*value} - ({_NOT_LEARNT} if column == "labels" else set()) or {0}
+    wrong = next((token for token in (min(tokens), max(tokens)) if token not in known), None)
+    last = "" if vocabulary is None else f" to {vocabulary - 1}, the vocabulary of the model"
+    return None if wrong is None else f"column '{column}' has the token id {wrong}; ids are from 0{last}"
 
 
 def _fault_in_tools(value: Any) -> str | None:

@@ -12,6 +12,8 @@ import glob
 import gzip
 import io
 import json
+import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from hf_rocm_tune.data.formats import as_messages
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.paths import expand_user
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -169,11 +172,12 @@ def _load_part(part: DatasetConfig, *, streaming: bool) -> Rows:
     """The rows of one part of a mixture: loaded by us from a path, otherwise by TRL."""
     from trl import DatasetMixtureConfig, get_dataset
 
-    if Path(part.path).expanduser().exists() and not part.data_files and not part.data_dir:
+    if os.path.exists(expand_user(part.path)) and not part.data_files and not part.data_dir:
         splits = _load_splits(part.path, config=part.name, streaming=streaming)
-        if part.split in splits:
+        if part.split in splits or re.fullmatch(r"\w+", part.split):  # not a slice or a sum of several
             rows = _pick(splits, part.split, flag="`split`", name=part.path)
-            return rows.select_columns(part.columns) if part.columns else rows
+            with _explained(part.path, files=[]):
+                return rows.select_columns(part.columns) if part.columns else rows
     with _explained(part.path, files=_local_files(part)):
         alone = dataclasses.replace(part, fraction=None)
         return get_dataset(DatasetMixtureConfig(datasets=[alone], streaming=streaming))["train"]
@@ -183,16 +187,16 @@ def _local_files(part: DatasetConfig) -> list[Path]:
     """The local files that a part names."""
     named = part.data_files or [part.path]
     names = [named] if isinstance(named, str) else list(named.values() if isinstance(named, dict) else named)
-    return [Path(name) for name in names if Path(name).is_file()]
+    return [Path(name) for name in names if os.path.isfile(name)]
 
 
 def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str, Rows]:
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-    path = Path(name).expanduser()
+    path = expand_user(name)
     _check_readable(path, name)
     with _explained(name):
-        if path.is_file():
+        if os.path.isfile(path):
             if path.stat().st_size == 0:
                 raise UsageError(f"{path} is empty (0 bytes)")
             # `datasets` treats a file name as a pattern: brackets must be escaped
@@ -206,7 +210,7 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
             splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
             if streaming:
                 splits = {key: rows.to_iterable_dataset() for key, rows in splits.items()}
-        elif path.is_dir():
+        elif os.path.isdir(path):
             splits = dict(load_dataset(str(path), name=config, streaming=streaming))
         else:
             _refuse_missing_path(name)
@@ -220,17 +224,17 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
 
 def _is_saved(path: Path) -> bool:
     """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote this folder."""
-    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+    return any(os.path.isfile(path / name) for name in ("dataset_dict.json", "state.json"))
 
 
 def _check_readable(path: Path, name: str) -> None:
     """Checked before `datasets`, whose error often names its cache instead of the file."""
     try:
-        if path.is_file():
+        if os.path.isfile(path):
             path.open("rb").close()
             if _reader_of(path) is None:
                 raise UsageError(f"'{name}' has an unsupported suffix; supported: {_SUPPORTED}")
-        elif path.is_dir():
+        elif os.path.isdir(path):
             next(path.iterdir(), None)
             if not path.absolute().name:  # `datasets` needs one
                 raise UsageError(f"'{name}' is the root of the file system: name a folder in it")
@@ -277,9 +281,10 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
     try:
         yield
     except foreign as error:
-        path = Path(name).expanduser()
+        path = expand_user(name)
         if files is None:
-            every = [path] if path.is_file() or _is_saved(path) else sorted(path.rglob("*"))
+            whole = os.path.isfile(path) or _is_saved(path)
+            every = [path] if whole else sorted(path.rglob("*")) if os.path.isdir(path) else []
             files = [file for file in every if file.is_file() and _reader_of(file)]
         for file in files:
             if fault := _find_fault(file):

@@ -43,6 +43,7 @@ from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import PACKED_CONFIG, survey
 from hf_rocm_tune.machine.sysfs import RecordedTree
 from hf_rocm_tune.machine.variables import POLICY, link_of
+from hf_rocm_tune.paths import can_be_file
 from hf_rocm_tune.redaction import Private, map_strings, redact
 from hf_rocm_tune.version import __version__
 
@@ -121,7 +122,7 @@ def _examine(checks: Sequence[Check], *, full: bool, recording: Path | None) -> 
 
 
 def _capture(file: Path) -> int:
-    if file.is_dir() or not file.parent.is_dir():
+    if not can_be_file(file):
         raise UsageError(f"--capture {file} is not a file in a directory that exists; choose another")
     evidence, recording = read_here()
     things = write_capture(file, evidence, recording)

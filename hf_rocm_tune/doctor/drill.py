@@ -93,6 +93,8 @@ class DrillSettings:
         for name, least in (("faults", 1), ("clean", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} is {getattr(self, name)}; give a whole number from {least} on")
+        if self.seed >= 1 << 32:
+            raise UsageError("--seed is too large: give a whole number below 2**32")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda: torch sees no accelerator; drill on the CPU with --device cpu")
 

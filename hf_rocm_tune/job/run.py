@@ -311,7 +311,7 @@ def _prepare(
         },
         quantization=get_quantization_config(arguments.model),
     )
-    check_source(source, training.device)
+    config = check_source(source, training.device)
     check_recomputation(arguments, source)
     check_method(arguments, os.environ)
     check_optimizer(training.optim.value)
@@ -327,7 +327,9 @@ def _prepare(
     if step_faults := StepFaultSpec.from_environment():
         announce.say(f"faults in steps are injected on request: {step_faults}")
     tokenizer = load_tokenizer(source, getattr(training, "chat_template_path", None))
-    data = _data(arguments, tokenizer)
+    # an adapter may have added tokens to the vocabulary
+    known = None if tune.adapter_name_or_path else getattr(config.get_text_config(), "vocab_size", None)
+    data = _data(arguments, tokenizer, known)
     mover = make_mover(arguments, source, say=announce.say)
     libraries = _warm_up(mover, source)
     fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=announce.say)
@@ -477,12 +479,12 @@ def _trainer_class(method: Method) -> type[VerifiedTransferMixin]:
     )
 
 
-def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Splits:
+def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> Splits:
     """The rows, checked, with the columns that the trainer reads; a change of columns is printed."""
     script, training = arguments.script, arguments.training
     need_eval = training.eval_strategy != "no"
     seed = training.seed if training.data_seed is None else training.data_seed
-    understand = partial(_understood, arguments, tokenizer)
+    understand = partial(_understood, arguments, tokenizer, vocabulary)
     if arguments.mixture.datasets:
         return load_mixture(
             arguments.mixture,
@@ -507,7 +509,7 @@ def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Splits:
 
 
 def _understood(
-    arguments: Arguments, tokenizer: PreTrainedTokenizerBase, rows: Rows, split: str
+    arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, rows: Rows, split: str
 ) -> tuple[Rows, FormatInfo]:
     training = arguments.training
     found = check_format(
@@ -521,6 +523,7 @@ def _understood(
         ),
         model_name=arguments.model.model_name_or_path,
         split=split,
+        vocabulary=vocabulary,
     )
     if found.mapping:
         announce.say(f"the {split} rows become {found.description}: {found.mapping}")

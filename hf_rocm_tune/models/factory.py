@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,10 +20,11 @@ from hf_rocm_tune.models.quantised import (
     require_quantised,
 )
 from hf_rocm_tune.models.split import device_map, tell_of_devices, without_dispatch
+from hf_rocm_tune.paths import expand_user
 
 if TYPE_CHECKING:
     import torch
-    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_rocm_tune.transfer import Mover
 
@@ -41,14 +43,14 @@ class ModelSource:
     @property
     def is_local(self) -> bool:
         """Whether the name is a path: it exists, or is written as one."""
-        return Path(self.name).expanduser().exists() or self.name.startswith((".", "/", "~"))
+        return os.path.exists(expand_user(self.name)) or self.name.startswith((".", "/", "~"))
 
 
 _HUB_CURE = "check the spelling, the network and HF_HUB_OFFLINE, or give a model directory"
 
 
-def check_source(source: ModelSource, device: torch.device) -> None:
-    """Checks files, configuration and bitsandbytes before anything is loaded.
+def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
+    """Checks files, configuration and bitsandbytes before anything is loaded; returns the configuration.
 
     Raises:
         UsageError: what is wrong and what to do.
@@ -57,11 +59,11 @@ def check_source(source: ModelSource, device: torch.device) -> None:
     from transformers import AutoConfig
 
     if source.is_local:
-        if not Path(source.name).expanduser().exists():
+        if not os.path.exists(expand_user(source.name)):
             raise UsageError(f"model: {source.name} does not exist: give a model directory or a Hub id")
-        check_model_directory(Path(source.name).expanduser())
+        check_model_directory(expand_user(source.name))
     try:
-        config = AutoConfig.from_pretrained(
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
     except StrictDataclassError as error:
@@ -76,6 +78,7 @@ def check_source(source: ModelSource, device: torch.device) -> None:
         require_bitsandbytes(device, f"--load_in_{4 if source.quantization.load_in_4bit else 8}bit")
     elif bits:
         require_bitsandbytes(device, f"model {source.name}, {bits}-bit in its files,")
+    return config
 
 
 def check_architecture(config: Any, name: str) -> None:
@@ -183,7 +186,7 @@ def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
         UsageError: a file is damaged on this disk.
         CorruptionError: a loaded tensor differs from the file.
     """
-    directory = Path(source.name).expanduser() if source.is_local else hub_snapshot(source.name, source.revision)
+    directory = expand_user(source.name) if source.is_local else hub_snapshot(source.name, source.revision)
     files = sorted(directory.glob("*.safetensors")) if directory is not None else []
     return check_files(files, default_memory(), mover.loaded)
 
@@ -244,7 +247,7 @@ def check_chat_template(path: str, *, trust_remote_code: bool = False) -> None:
 
 
 def _check_file(file: Path) -> None:
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise UsageError(f"{FLAG}: {file} does not exist: give a file that ends in .jinja, or a model")
     try:
         text = file.read_text(encoding="utf-8")

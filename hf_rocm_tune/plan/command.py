@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError
+from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError, checked
+from hf_rocm_tune.paths import can_be_file
 from hf_rocm_tune.plan.estimate import GIB, OPTIMIZERS, TIGHT, CardMemory, Case, Estimate, host
 from hf_rocm_tune.plan.fit import Plan, SplitPlan, largest_models, memory_lines, plan_for, split_plan
 from hf_rocm_tune.plan.measure import measure
@@ -28,11 +30,10 @@ from hf_rocm_tune.plan.request import (
     card_memory,
     quiet,
 )
-from hf_rocm_tune.plan.ways import LINK, THROUGH_HOST, CardsWay, sentence, ways
+from hf_rocm_tune.plan.ways import LINK, THROUGH_HOST, CardsWay, launcher_flags, sentence, ways
 
 _PROGRAM = "hf-rocm-tune"
 _NO_DATA = "YOUR_DATA"
-_TWO_CARDS = "dual_rx7900xt"
 #: Flags of a job that do not change the plan.
 _PASSED_ON = ("dataset_name", "learning_rate", "num_train_epochs")
 
@@ -54,6 +55,10 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
     wanted = _parser().parse_args(list(argv))
     if wanted.model is None and not wanted.largest:
         raise UsageError(f"give --model, a Hub id or a directory, or --largest; see `{_PROGRAM} plan --help`")
+    if wanted.largest:
+        for name in ("emit", "savings", "split"):
+            if getattr(wanted, name):
+                raise UsageError(f"--largest plans no job, so --{name} has no effect: leave out one of the two")
     if wanted.emit is not None:
         _check_recipe(wanted.emit, replace=wanted.force)
     fields = {name: value for name, value in vars(wanted).items() if name in PlanRequest.__dataclass_fields__}
@@ -101,7 +106,10 @@ def _split(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -
     """``--split``: one model over several cards instead of one on each."""
     from hf_rocm_tune.models.split import parse
 
-    given = parse(wanted.split)
+    try:
+        given = parse(wanted.split)
+    except UsageError as error:
+        raise UsageError(str(error).replace("--split_layers", "--split")) from error
     most = max(wanted.cards, 2) if given is None else len(given) + 1
     found = split_plan(request, cards=[card] * most, counts=given, within_limit=wanted.length is None)
     if given is not None and wanted.cards not in (1, len(found.cards)):
@@ -468,8 +476,10 @@ def _parser() -> argparse.ArgumentParser:
     flag("--workers", "--dataloader_num_workers", type=int, default=0, help="data loader workers of a process (0)")
     put = "added to the command line and the recipe"
     flag("--dataset", "--dataset_name", dest="dataset_name", help=put)
-    flag("--lr", "--learning_rate", dest="learning_rate", type=float, help=put)
-    flag("--epochs", "--num_train_epochs", dest="num_train_epochs", type=float, help=put)
+    rate = checked(float, lambda value: 0 <= value < math.inf, "0 or more, and finite")
+    flag("--lr", "--learning_rate", dest="learning_rate", type=rate, help=put)
+    epochs = checked(float, lambda value: 0 < value < math.inf, "more than 0, and finite")
+    flag("--epochs", "--num_train_epochs", dest="num_train_epochs", type=epochs, help=put)
     recipe = "write the choice as a recipe for `hf-rocm-tune sft --config`"
     flag("--emit", type=Path, metavar="RECIPE.yaml", help=recipe)
     flag("--force", action="store_true", help="replace an existing recipe")
@@ -517,11 +527,13 @@ def settings(
     return found
 
 
+def _start(request: PlanRequest) -> list[str]:
+    return [_PROGRAM, "sft", *(launcher_flags(request.cards).split() if request.cards > 1 else [])]
+
+
 def command(request: PlanRequest, option: Estimate, passed_on: Mapping[str, Any]) -> str:
     """The command line of a choice, without flags that have their default."""
-    words = [_PROGRAM, "sft"]
-    if request.cards > 1:
-        words += ["--accelerate_config", _TWO_CARDS]
+    words = _start(request)
     nothing = Case(micro_batch=0, length=0, checkpointing=True, accumulation=0)
     usual = settings(PlanRequest(), "qlora", nothing) | {"load_in_4bit": False}
     given = {"dataset_name": _NO_DATA, **passed_on}
@@ -538,7 +550,7 @@ def command(request: PlanRequest, option: Estimate, passed_on: Mapping[str, Any]
 
 def _check_recipe(path: Path, *, replace: bool) -> None:
     """Refuses a file that cannot be written or exists, before anything is planned."""
-    if path.is_dir() or not path.parent.is_dir():
+    if not can_be_file(path):
         raise UsageError(f"--emit {path} is not a file in a directory that exists; choose another")
     if path.exists() and not replace:
         raise UsageError(f"--emit {path}: that file exists; choose another, or give --force to replace it")
@@ -549,7 +561,7 @@ def _write_recipe(wanted: argparse.Namespace, what: str, request: PlanRequest, o
     path: Path | None = wanted.emit
     if path is None:
         return
-    start = f"{_PROGRAM} sft {f'--accelerate_config {_TWO_CARDS} ' if request.cards > 1 else ''}--config {path.name}"
+    start = shlex.join([*_start(request), "--config", path.name])
     data = "" if wanted.dataset_name else f" --dataset_name {_NO_DATA}"
     content = settings(request, option.variant, option.case, _passed_on(wanted)) | more
     content = {name: value for name, value in content.items() if value is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import socket
 import urllib.parse
@@ -12,11 +13,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.survey import CARDS, Card, Gpu, Machine, survey
+from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.plan.estimate import CONTEXT_BYTES, DESKTOP_BYTES, GIB, CardMemory, Rates, optimizer
 from hf_rocm_tune.plan.measure import kept, rates_of
 
@@ -26,6 +27,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 ATTENTIONS = ("sdpa", "eager")
 ALL_LINEAR = "all-linear"
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
+_LARGEST_BATCH = 1 << 16  # every divisor is a case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,8 @@ class PlanRequest:
         least |= {"cards": (self.cards, 1), "rank": (self.rank, 1), "alpha": (self.alpha, 1)}
         least |= {"workers": (self.workers, 0), "rows": (self.rows, 0)}
         faults = [f"--{name} must be {low} or more, got {value}" for name, (value, low) in least.items() if value < low]
+        if self.effective_batch > _LARGEST_BATCH:
+            faults.append(f"--effective_batch must be {_LARGEST_BATCH} or less, got {self.effective_batch}")
         if not faults and self.effective_batch % self.cards:
             faults.append(f"--effective_batch {self.effective_batch} cannot be divided evenly over {self.cards} cards")
         if self.micro_batch is not None and (self.micro_batch < 1 or self.each % self.micro_batch):
@@ -273,9 +277,9 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
 
     from hf_rocm_tune.models.factory import check_architecture
 
-    path = Path(name).expanduser()
-    local = path.exists() or name.startswith((".", "/", "~"))
-    if local and not (path / "config.json").is_file():
+    path = expand_user(name)
+    local = os.path.exists(path) or name.startswith((".", "/", "~"))
+    if local and not os.path.isfile(path / "config.json"):
         raise UsageError(f"model: {name} has no config.json: give a model directory or a Hub id")
     fix = "download or copy it again" if local else "check the spelling, the network and HF_HUB_OFFLINE"
     try:

@@ -44,10 +44,15 @@ class CardsWay:
     flags: str  # of ``hf-rocm-tune sft`` that select it
 
 
+def launcher_flags(cards: int, config: str = "dual_rx7900xt") -> str:
+    """The launcher's flags for a process on each card; the configuration is for two."""
+    return f"--accelerate_config {config}" + (f" --num_processes {cards}" if cards != 2 else "")
+
+
 def ways(plan: Plan) -> list[CardsWay]:
     """Estimates of all ways for a plan on several cards, without those that the model does not support."""
     wanted = [each for each in plan.grid if each.case.length == plan.request.length]
-    launched = "--accelerate_config dual_rx7900xt"
+    launched = launcher_flags(plan.request.cards)
     found = [
         _replicated(plan, wanted, "ddp", LINK, launched),
         _replicated(plan, wanted, "host", THROUGH_HOST, f"{launched} --grad_sync host"),
@@ -73,18 +78,18 @@ def sentence(plan: Plan, found: list[CardsWay]) -> str:
         return "none of these fits: try a shorter --seq, --method qlora or a smaller model"
     method, cards = best.option.variant, plan.request.cards
     gib = best.crossing / GIB
+    alone = any(each.fits for each in plan.grid if (each.variant, each.case.length) == (method, plan.request.length))
+    reason = f"{method} {'is estimated to be faster this way' if alone else 'does not fit on one card'}"
     why = {
         "ddp": f"{method} fits on each card, so {cards} cards compute {cards} batches at once, and only {gib:.2f} GiB "
         "are transferred per step",
         "host": f"{method} fits on each card, and {gib:.2f} GiB of gradients are transferred per step",
-        "fsdp2": f"{method} does not fit on one card, and gathering {gib:.1f} GiB of weights per step takes less time "
+        "fsdp2": f"{reason}, and gathering {gib:.1f} GiB of weights per step takes less time "
         "than cards that wait for each other",
-        "split": f"{method} does not fit on one card; a second card adds memory, not speed, and {gib:.2f} GiB are "
-        "transferred per step",
-        "pipeline": f"{method} does not fit on one card, the micro-batches of a step keep both cards busy, and "
+        "split": f"{reason}; a second card adds memory, not speed, and {gib:.2f} GiB are transferred per step",
+        "pipeline": f"{reason}, the micro-batches of a step keep the cards busy, and "
         f"{gib:.2f} GiB are transferred per step",
-        "tensor": f"{method} does not fit on one card, and summing {gib:.1f} GiB per step takes less time than cards "
-        "that wait for each other",
+        "tensor": f"{reason}, and summing {gib:.1f} GiB per step takes less time than cards that wait for each other",
     }
     return f"{best.name}: {why[best.name]}; start it with {best.flags}"
 
@@ -175,7 +180,7 @@ def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
     def fits(case: Case, trace: Callable[[Case], Step]) -> bool:
         return alone(case, replace(variants[best.variant], trace=trace)).fits
 
-    return _way(plan, "fsdp2", best, crossing, "--accelerate_config dual_rx7900xt_fsdp2", fits)
+    return _way(plan, "fsdp2", best, crossing, launcher_flags(cards, "dual_rx7900xt_fsdp2"), fits)
 
 
 def _layered(plan: Plan) -> list[CardsWay]:

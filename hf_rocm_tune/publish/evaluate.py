@@ -176,6 +176,9 @@ def perplexity(
         CorruptionError: a batch could not be transferred correctly.
     """
     split = "train" if os.path.isfile(expand_user(dataset)) else split
+    if (positions := _learned_positions(loaded.model)) is not None and positions < max_length:
+        say(f"rows are cut at {positions} tokens: the model has no positions beyond them")
+        max_length = positions
     source = _source(dataset, config, split, text_field, assistant_only, loaded)
     rows = []
     for number, row in enumerate(source if max_rows is None else source.take(max_rows), start=1):
@@ -216,6 +219,16 @@ def perplexity(
         "seconds": round(time.perf_counter() - begun, 3),
         "batches": {name: sent[name] for name in ("tensors", "bytes", "mismatches", "recovered")},
     }
+
+
+def _learned_positions(model: Any) -> int | None:
+    """The number of positions of a model that has an embedding of them; None where they are computed."""
+    from torch.nn import Embedding
+
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    words = len(model.get_input_embeddings().weight)
+    sizes = {len(module.weight) for module in model.modules() if isinstance(module, Embedding)} - {words}
+    return limit if limit is not None and any(limit <= size <= limit + 2 for size in sizes) else None  # OPT has 2 more
 
 
 def _score(nll: float, tokens: int) -> dict[str, float | None]:
@@ -270,6 +283,7 @@ def _source(
             has_chat_template=bool(loaded.tokenizer.chat_template),
             model_name=loaded.name,
             split=split,
+            vocabulary=len(loaded.model.get_input_embeddings().weight),
         )
     except UsageError as error:  # the flags of this command
         message = (

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
+from trl.scripts.utils import DatasetConfig
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.data.sources import part_of_mixture
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 
 _Bound = tuple[Callable[[Any], bool], str]
 _AT_LEAST_ONE: _Bound = (lambda value: value >= 1, "1 or more")
-_NOT_NEGATIVE: _Bound = (lambda value: value >= 0, "0 or more")
-_POSITIVE: _Bound = (lambda value: value > 0, "more than 0")
+_NOT_NEGATIVE: _Bound = (lambda value: 0 <= value < math.inf, "0 or more, and finite")
+_POSITIVE: _Bound = (lambda value: 0 < value < math.inf, "more than 0, and finite")
 _SEED: _Bound = (lambda value: 0 <= value < 2**32, "0 or more and below 2**32")
 _BELOW_ONE: _Bound = (lambda value: 0 <= value < 1, "0 or more and below 1")
 _OFF_OR_MORE: _Bound = (lambda value: value >= 0, "0 (off) or more")  # a NaN is neither
@@ -53,16 +54,16 @@ _OUR_BOUNDS: dict[str, _Bound] = {
     "sentinel_every": _OFF_OR_MORE,
     "compare_optimizer_every": _OFF_OR_MORE,
     "prefetch_batches": _OFF_OR_MORE,
-    "telemetry_every": _OFF_OR_MORE,
+    "telemetry_every": _NOT_NEGATIVE,
     "effective_batch": _AT_LEAST_ONE,
     "loraplus_lr_ratio": _POSITIVE,
     "embedding_learning_rate": _NOT_NEGATIVE,
-    "auto_fit_gib": (lambda value: 0 < value < math.inf, "more than 0, and finite"),
+    "auto_fit_gib": _POSITIVE,
     "max_skipped_steps": _NOT_NEGATIVE,
     "early_stopping_patience": _AT_LEAST_ONE,
     "early_stopping_threshold": _NOT_NEGATIVE,
     "eval_split_size": (
-        lambda size: 0 < size < 1 or (size >= 1 and size == int(size)),
+        lambda size: 0 < size < 1 or (1 <= size < math.inf and size == int(size)),
         "a share between 0 and 1 or a number of rows",
     ),
 }
@@ -547,6 +548,9 @@ def _convert(parser: _Parser, name: str, value: Any) -> Any:
     if isinstance(value, list):
         if list not in allowed:
             raise UsageError(f"--{name}: expected a single value, got a list")
+        of_text = list[str] in (each := _flags(parser.method).hints[name], *typing.get_args(each))
+        if of_text and (wrong := [item for item in value if not isinstance(item, str)]):
+            raise UsageError(f"--{name}: expected a list of text, got {wrong[0]} in it; put it in quotes")
         if not value or any(not isinstance(item, str) for item in value) or str in allowed:
             return value
         return _read_flags(parser, [f"--{name}", *value])[name]
@@ -657,6 +661,24 @@ def _faults_of_lora(given: Mapping[str, Any]) -> Iterator[str]:
         yield f"--adapter_name_or_path has its own {', '.join(own)}: drop them"
 
 
+def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
+    """Values of a mixture's parts that TRL does not check."""
+    hints = typing.get_type_hints(DatasetConfig)
+    kinds = {str: "text", list: "a list", dict: "a mapping"}
+    for number, part in enumerate(parts, start=1):
+        if not isinstance(part, Mapping):
+            yield f"--datasets, part {number}: expected a mapping with path, fraction ..., got {part}"
+            continue
+        for name, value in {"path": None, **part}.items():
+            allowed = _members(hints.get(name, Any))
+            if name == "fraction":
+                if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
+                    yield f"--datasets, part {number}: fraction must be a number above 0, and finite, got {value}"
+            elif name in hints and type(value) not in allowed:
+                expected = " or ".join(text for kind, text in kinds.items() if kind in allowed)
+                yield f"--datasets, part {number}: {name} must be {expected}, got {value}"
+
+
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
     """Check bounds and combinations of the given flags.
 
@@ -678,6 +700,12 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
     elif quantised and given.get("use_peft") is False:
         faults.append(f"--{quantised[0]} works only with LoRA: drop --use_peft false or --{quantised[0]}")
     faults += _faults_of_lora(given)
+    faults += _faults_of_mixture(given.get("datasets") or ())
+    faults += [
+        f"--{name} must be a mapping of names to values, got {value}"
+        for name, value in given.items()
+        if name.endswith("_kwargs") and isinstance(value, str) and not value.lstrip().startswith("{")
+    ]
     if given.get("early_stopping_patience") is not None and given.get("eval_strategy", "no") == "no":
         faults.append("--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)")
     if given.get("fp16") and not accelerator:
@@ -695,9 +723,9 @@ _BOUNDS: dict[str, _Bound] = {
     # transformers treats 0 like -1, "no limit"
     "max_steps": (lambda value: value == -1 or value >= 1, "1 or more, or -1 for no limit"),
     "num_train_epochs": _POSITIVE,
-    "learning_rate": (lambda value: 0 <= value < math.inf, "0 or more, and finite"),
+    "learning_rate": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,
-    "max_grad_norm": _NOT_NEGATIVE,
+    "max_grad_norm": (lambda value: value >= 0, "0 or more"),  # inf: no clipping
     "warmup_steps": _NOT_NEGATIVE,
     "logging_steps": _NOT_NEGATIVE,
     "eval_steps": _NOT_NEGATIVE,
@@ -714,4 +742,10 @@ _BOUNDS: dict[str, _Bound] = {
     "adam_epsilon": _NOT_NEGATIVE,
     "eval_accumulation_steps": _AT_LEAST_ONE,
     "lora_dropout": _BELOW_ONE,
+    "neftune_noise_alpha": _NOT_NEGATIVE,
+    "pad_to_multiple_of": (
+        lambda value: bool(re.fullmatch(r"auto|none|null|[1-9]\d{0,6}", str(value).lower())),
+        "1 or more, or auto",
+    ),
+    "dataset_num_proc": _NOT_NEGATIVE,
 }

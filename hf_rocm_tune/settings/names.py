@@ -437,11 +437,11 @@ def find_recipe(given: str | Path) -> Path:
         UsageError: neither exists; the message names the nearest recipe.
     """
     path = Path(given)
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     if str(given) in RECIPES.names():
         return RECIPES.path(str(given))
-    if path.exists():
+    if os.path.exists(path):
         return path  # a directory or a device: reading it fails with the reason
     nearest = difflib.get_close_matches(path.stem, RECIPES.names(), n=1, cutoff=0.5) if path.name == str(given) else []
     hint = f"did you mean {nearest[0]}? " if nearest else ""

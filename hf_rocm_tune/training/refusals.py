@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -42,7 +43,9 @@ def as_usage_errors() -> Iterator[None]:
     """
     try:
         yield
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
+        if isinstance(error, TypeError) and not _in_template(error):
+            raise
         raise UsageError(
             f"the chat template cannot render these rows: {error}; change the rows, or give another template with "
             "--chat_template_path"
@@ -53,6 +56,11 @@ def as_usage_errors() -> Iterator[None]:
         if _raised_by(error) not in _OUR_UPSTREAM:
             raise
         raise UsageError(f"these settings do not go together: {' '.join(str(error).split())}") from error
+
+
+def _in_template(error: BaseException) -> bool:
+    """Whether a chat template did it, for example by adding text to a list of content parts."""
+    return any(frame.f_code.co_filename == "<template>" for frame, _ in walk_tb(error.__traceback__))
 
 
 def _raised_by(error: BaseException) -> str:

@@ -89,7 +89,6 @@ def test_every_format_of_trl_is_recognised(tmp_path: Path, name: str, streaming:
     rows = load_source(str(write(tmp_path / "rows.jsonl", 12)), streaming=streaming).train
     info = check(rows)
     assert info.description == description
-    assert info.checked_rows == 12
     assert info.unusual_roles == ()
     assert (info.mapping is not None) == (name == "sharegpt")
 
@@ -152,6 +151,22 @@ BAD_ROWS: dict[str, tuple[Row, Row, str]] = {
     "tools number": ({**GOOD, "tools": "[]"}, {**GOOD, "tools": "3"}, "column 'tools' holds a number, not a list"),
     "no tokens": ({"input_ids": [1]}, {"input_ids": []}, "column 'input_ids' holds an empty list"),
     "half a token": ({"input_ids": [1.0]}, {"input_ids": [1.5]}, "column 'input_ids' has a number among its token ids"),
+    "negative token": ({"input_ids": [1]}, {"input_ids": [1, -2]}, "has the token id -2; ids are from 0"),
+    "more labels": (
+        {"input_ids": [1, 2], "labels": [-100, 2]},
+        {"input_ids": [1, 2], "labels": [1, 2, 3]},
+        "column 'labels' has 3 entries for 2 'input_ids'",
+    ),
+    "short mask": (
+        {"input_ids": [1, 2], "completion_mask": [0, 1]},
+        {"input_ids": [1, 2], "completion_mask": [1]},
+        "column 'completion_mask' has 1 entries for 2 'input_ids'",
+    ),
+    "text for the template": (
+        {**GOOD, "chat_template_kwargs": {"a": 1}},
+        {**GOOD, "chat_template_kwargs": "a"},
+        "column 'chat_template_kwargs' holds text, not an object",
+    ),
 }
 
 
@@ -279,12 +294,13 @@ def test_a_nested_fault_far_behind_is_found_and_rows_are_numbered_as_the_dataset
     dataset = Dataset.from_list(rows)
     assert "row 2501" in refusal(dataset)
     assert "row 1 of" in refusal(dataset.select([2500, 3]))
-    assert check(dataset.select(range(100))).checked_rows == 100
+    assert check(dataset.select(range(100))).kind == "messages"
 
 
 def test_of_a_stream_only_the_first_rows_are_read() -> None:
     rows = [{"text": "a"}] * STREAMED_ROWS + [{"text": None}]
-    assert check(streamed(rows)).checked_rows == STREAMED_ROWS
+    assert check(streamed(rows)).kind == "text"
+    assert "row 100 of" in refusal(streamed(rows[1:]))
 
 
 def test_content_in_parts_and_tool_calls_without_content_are_accepted() -> None:
@@ -312,8 +328,8 @@ def test_assistant_only_loss_needs_an_assistant_in_every_row(streaming: bool) ->
     message = refusal(streamed(rows) if streaming else Dataset.from_list(rows), assistant_only_loss=True)
     assert message.startswith("row 3 ")
     assert "no message of the role 'assistant'" in message
-    assert check(Dataset.from_list(rows)).checked_rows == 3
-    assert check(Dataset.from_list(rows[:2]), assistant_only_loss=True).checked_rows == 2
+    assert check(Dataset.from_list(rows)).kind == "messages"
+    assert check(Dataset.from_list(rows[:2]), assistant_only_loss=True).kind == "messages"
 
 
 def test_completion_only_loss_needs_a_completion() -> None:

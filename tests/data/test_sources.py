@@ -298,6 +298,16 @@ def test_parts_that_cannot_be_mixed_are_named(part: Any, tmp_path: Path) -> None
         load(part("a", 3), DatasetConfig(path=str(text)))
 
 
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [({"split": "test"}, "has no split 'test', only 'train'"), ({"columns": ["nope"]}, "could not be read: .*nope")],
+)
+def test_a_part_that_lacks_its_split_or_column_is_named(changed: Any, named: str, tmp_path: Path) -> None:
+    file = str(tiny.write_messages_jsonl(tmp_path / "rows.jsonl", 3))
+    with pytest.raises(UsageError, match=rf"rows\.jsonl' {named}"):
+        load(DatasetConfig(path=file, **changed))
+
+
 def test_an_evaluation_without_a_split_says_how_to_get_one(part: Any) -> None:
     with pytest.raises(UsageError, match="test_split_size"):
         load(part("a", 4), need_eval=True)

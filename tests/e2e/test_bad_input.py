@@ -180,6 +180,11 @@ def test_a_fault_that_cannot_be(bench: Bench, fault: str, says: str) -> None:
         ("dataset_name", "/nowhere/rows.jsonl", "no such file or folder: '/nowhere/rows.jsonl'"),
         ("dataset_name", "nobody/nothing", "no dataset 'nobody/nothing'"),
         ("dataset_name", None, "no data: give --dataset (--dataset_name)"),
+        ("model_name_or_path", "~nobody-of-this-name/x", "~nobody-of-this-name/x does not exist"),
+        ("model_name_or_path", "x" * 300, "give a model directory"),
+        ("dataset_name", "~nobody-of-this-name/x", "no such file or folder: '~nobody-of-this-name/x'"),
+        ("dataset_name", "x" * 300, "could not be read"),
+        ("datasets", "~nobody-of-this-name/x", "'~nobody-of-this-name/x' could not be read"),
     ],
 )
 def test_a_model_or_data_that_is_not_there(bench: Bench, flag: str, name: str | None, says: str) -> None:
@@ -279,6 +284,11 @@ def test_a_chat_template_that_does_not_work(bench: Bench, content: str | None, s
         (f'{ROW}\n{{"text": [1]}}\n', "row 2 of the 'train' split: column 'text' holds a list, not text"),
         ('{"messages": [{"role": "user", "content": 3}]}\n', "message 1 has a number as 'content', not text"),
         (bytes(range(256)), "is not UTF-8"),
+        ('{"input_ids": [1, 2, 99999]}\n', "has the token id 99999; ids are from 0 to 511"),
+        (
+            json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}),
+            "the chat template cannot render these rows: can only concatenate list",
+        ),
     ],
 )
 def test_rows_that_cannot_be_trained_on(bench: Bench, content: str | bytes, says: str) -> None:

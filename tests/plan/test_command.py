@@ -300,6 +300,16 @@ def test_what_does_not_fit_is_told_with_the_nearest(small: Path, run: Any) -> No
         (("--model", LLAMA, "--alpha", "-1"), "--alpha must be 1 or more"),
         (("--model", LLAMA, "--workers", "-3"), "--workers must be 0 or more"),
         (("--model", LLAMA, "--emit", "/nowhere/recipe.yaml"), "/nowhere/recipe.yaml"),
+        (("--model", LLAMA, "--emit", "x" * 300), "--emit"),
+        (("--model", "x" * 300), "its configuration cannot be read"),
+        (("--model", "~nobody-of-this-name/x"), "has no config.json"),
+        (("--model", LLAMA, "--effective_batch", "9" * 20), "--effective_batch must be 65536 or less"),
+        (("--model", LLAMA, "--lr", "nan"), "--lr"),
+        (("--model", LLAMA, "--epochs", "inf"), "--epochs"),
+        (("--model", LLAMA, "--split", "0"), "--split '0' is not understood"),
+        (("--largest", "--savings"), "--savings has no effect"),
+        (("--largest", "--split"), "--split has no effect"),
+        (("--largest", "--emit", "recipe.yaml"), "--emit has no effect"),
     ],
 )
 def test_wrong_words_are_one_line(words: tuple[str, ...], named: str, run: Any) -> None:
@@ -478,6 +488,19 @@ def test_where_no_card_holds_the_model_the_ways_that_share_it_are_named(changed:
     best = max(fitting, key=lambda name: way[name]["estimated_tokens_per_second"])
     assert found["advice"].startswith(f"{best}: full does not fit on one card")
     assert way["ddp"]["longest"] is None and way["split"]["longest"] >= 512
+
+
+def test_four_cards_are_four_processes_and_the_reason_is_what_the_table_shows(
+    small: Path, tmp_path: Path, run: Any
+) -> None:
+    recipe = tmp_path / "a b.yaml"
+    words = ("--model", str(small), "--seq", "512", "--method", "lora", "--vram", "2.6", "--desktop_gib", "0")
+    found = json.loads(run(*words, "--cards", "4", "--json", "--emit", str(recipe))[1])
+    way, four = ways_of(found), "--accelerate_config dual_rx7900xt --num_processes 4"
+    assert found["command"].startswith(f"hf-rocm-tune sft {four} --model_name_or_path")
+    assert f"# Start: hf-rocm-tune sft {four} --config 'a b.yaml' " in recipe.read_text()
+    assert way["ddp"]["flags"] == four and way["fsdp2"]["flags"] == four.replace("xt ", "xt_fsdp2 ")
+    assert way["ddp"]["fits"] and found["advice"].startswith("fsdp2: lora is estimated to be faster this way, and")
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,8 @@ def test_a_batch_that_stays_wrong_gives_no_figure(
         ("adapter", ["--dataset_name", "{text}", "--dataset_text_field", "txt"], ["columns", "text"]),
         ("adapter", ["--dataset_name", "{text}", "--json", "no/such/r.json"], ["--json"]),
         ("adapter", ["--dataset_name", "{one}"], ["no row has a token to count"]),
+        ("merged", ["--dataset_name", "{beyond}"], ["row 1", "token id 512; ids are from 0 to 511"]),
+        ("adapter", ["--dataset_name", "{mask}"], ["'completion_mask' has 1 entries for 2"]),
         ("bare", ["--dataset_name", "{chats}"], ["no chat template"]),
         ("merged", ["--dataset_name", "{text}", "--compare"], ["--compare"]),
         ("adapter", ["--tasks", "a,,b"], ["--tasks"]),
@@ -186,11 +188,22 @@ def test_wrong_input_is_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "one.jsonl").write_text('{"input_ids": [5]}\n')
-    places = {**data, "one": tmp_path / "one.jsonl"}
+    rows = {"one": {"input_ids": [5]}, "beyond": {"input_ids": [5, 512]}}
+    rows["mask"] = {"input_ids": [5, 6], "completion_mask": [1]}
+    for each, row in rows.items():
+        (tmp_path / f"{each}.jsonl").write_text(json.dumps(row) + "\n")
+    places = {**data, **{each: tmp_path / f"{each}.jsonl" for each in rows}}
     code, out, errors = command(capsys, data[name], *(part.format(**places) for part in argv))
     assert (code, out, len(errors)) == (2, [], 1)
     assert all(part in errors[0] for part in named), errors[0]
+
+
+def test_rows_are_cut_where_a_model_has_no_more_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"input_ids": [5] * 300}) + "\n")
+    model = tiny.build("gpt2", tmp_path)
+    code, out, _ = command(capsys, model, "--dataset_name", tmp_path / "long.jsonl")
+    found = json.loads(out[-1])["perplexity"]
+    assert (code, found["max_length"], found["rows_cut"], found["tokens"]) == (0, 256, 1, 255)
 
 
 def test_a_missing_harness_is_one_line_with_the_command_that_installs_it(
