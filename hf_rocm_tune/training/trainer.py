@@ -779,6 +779,7 @@ class VerifiedTransferMixin(_Base):
         """The gradient scaler of fp16 refuses a step without gradients; with zeros only the moments decay."""
         if self.accelerator.scaler is None:
             return
+        self.accelerator.scaler.scale(torch.zeros((), device=self.args.device))  # creates its scale at the first step
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
