@@ -221,6 +221,7 @@ def test_what_does_not_go_together_is_one_line(jobs: Jobs, tmp_path: Path) -> No
             "fit no format of dpo: found 'prompt', 'completion'",
         ),
         "precomputed": ("kto", {"precompute_ref_log_probs": True}, "--precompute_ref_log_probs"),
+        "batch": ("dpo", {"auto_fit": "plan", "effective_batch": 64}, "--effective_batch is for supervised"),
         "no reward": ("grpo", {"reward_funcs": "rewards.early"}, "begin with ./"),
     }
     jobs.argv("kto", tmp_path)
