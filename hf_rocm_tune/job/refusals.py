@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import str_to_bool
@@ -17,6 +17,9 @@ from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.machine.child import pci_address
 from hf_rocm_tune.ranks import preflight
 from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.publish.adapter import Adapter
 
 _SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
@@ -98,6 +101,19 @@ def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
         ),
     }
     refuse(method, reasons)
+
+
+def check_adapter(method: str, adapter: Adapter | None) -> None:
+    """Refuses to train a reward model on with an adapter that has no reward head: a new one would not be saved.
+
+    Raises:
+        UsageError: says how the adapter was trained.
+    """
+    if adapter is not None and method == "reward" and (kind := adapter.config.task_type) != "SEQ_CLS":
+        raise UsageError(
+            f"--adapter_name_or_path {adapter.name} is no adapter of a reward model (its task_type is {kind}, not "
+            "SEQ_CLS): give one that `reward` has trained, or drop the flag"
+        )
 
 
 def reward_functions(script: Any) -> list[Any]:

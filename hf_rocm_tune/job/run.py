@@ -24,7 +24,7 @@ from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.errors import MemoryFaultError, TuneError
 from hf_rocm_tune.job import announce
 from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
-from hf_rocm_tune.job.refusals import check_method, check_optimizer, decide, reward_functions
+from hf_rocm_tune.job.refusals import check_adapter, check_method, check_optimizer, decide, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import LearningRates, check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
@@ -310,6 +310,8 @@ def _prepare(
     check_source(source, training.device)
     check_recomputation(arguments, source)
     check_method(arguments, os.environ)
+    adapter = open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None
+    check_adapter(arguments.method, adapter)
     check_optimizer(training.optim.value)
     rewards = reward_functions(arguments.script) if arguments.method == "grpo" else None
     check_loggers(training.report_to)
@@ -340,7 +342,7 @@ def _prepare(
         telemetry=watched if tune.telemetry_every > 0 else None,
         publisher=publisher,
         guard=guard,
-        adapter=open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None,
+        adapter=adapter,
         rewards=rewards,
     )
 
@@ -384,7 +386,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     peft_config = get_peft_config(job.arguments.model)
     if peft_config is not None:
         peft_config.target_modules = target_names(peft_config.target_modules)
-        check_targets(model, peft_config.target_modules)
+        check_targets(model, peft_config.target_modules, saved=peft_config.modules_to_save)
         if tune.init_lora_weights != "default":
             peft_config.init_lora_weights = tune.init_lora_weights
     if job.adapter is not None:

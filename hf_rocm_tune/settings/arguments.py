@@ -714,4 +714,5 @@ _BOUNDS: dict[str, _Bound] = {
     "adam_epsilon": _NOT_NEGATIVE,
     "eval_accumulation_steps": _AT_LEAST_ONE,
     "lora_dropout": _BELOW_ONE,
+    "neftune_noise_alpha": _NOT_NEGATIVE,
 }

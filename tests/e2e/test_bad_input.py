@@ -124,6 +124,7 @@ def the_line(result: Result) -> str:
         (["--per_device_train_batch_size", "-2"], "--per_device_train_batch_size must be 1 or more, got -2"),
         (["--learning_rate", "-0.1"], "--learning_rate must be 0 or more, and finite, got -0.1"),
         (["--learning_rate", "inf"], "finite, got inf"),
+        (["--neftune_noise_alpha", "-1"], "--neftune_noise_alpha must be 0 or more, got -1"),
         (["--seed", "-1"], "--seed must be 0 or more"),
         (["--sentinel_every", "-1"], "--sentinel_every must be 0 (off) or more, got -1"),
         (["--verify", "maybe"], "--verify: invalid choice: 'maybe'"),
@@ -133,6 +134,10 @@ def the_line(result: Result) -> str:
         (["--report_to", "nobody"], "--report_to nobody: unknown or not installed"),
         (["--early_stopping_patience", "2"], "add --eval_strategy steps"),
         (["--lora_target_modules", "no_such"], "no_such match no module of LlamaForCausalLM; it has q_proj, k_proj"),
+        (
+            ["--lora_modules_to_save", "lm_heads"],
+            "--lora_modules_to_save: lm_heads match no module of LlamaForCausalLM",
+        ),
         (["--resume_from_checkpoint", "/nowhere/checkpoint-3"], "there is no checkpoint"),
         (["--resume_from_checkpoint", "."], "there is no checkpoint; give a checkpoint-N directory"),
         (["--resume_from_checkpoint", "true"], "holds no checkpoint of this run; leave the flag out"),

@@ -82,7 +82,8 @@ class Jobs:
             "disable_tqdm": True,
         }
         settings |= GENERATION if method == "grpo" else {"max_length": 96}
-        return flags(**{**settings, **changed}, output_dir=output)
+        given = {name: value for name, value in {**settings, **changed}.items() if value is not None}
+        return flags(**given, output_dir=output)
 
     def run(
         self,
@@ -214,6 +215,7 @@ def test_a_reference_model_is_verified_and_watched(jobs: Jobs, method: str, tmp_
 
 
 def test_what_does_not_go_together_is_one_line(jobs: Jobs, tmp_path: Path) -> None:
+    adapter = jobs.clean("dpo")
     cases: dict[str, tuple[str, dict[str, Any], str]] = {
         "columns": (
             "dpo",
@@ -222,6 +224,7 @@ def test_what_does_not_go_together_is_one_line(jobs: Jobs, tmp_path: Path) -> No
         ),
         "precomputed": ("kto", {"precompute_ref_log_probs": True}, "--precompute_ref_log_probs"),
         "batch": ("dpo", {"auto_fit": "plan", "effective_batch": 64}, "--effective_batch is for supervised"),
+        "adapter": ("reward", {"adapter_name_or_path": adapter, "lora_dropout": None}, "its task_type is CAUSAL_LM"),
         "no reward": ("grpo", {"reward_funcs": "rewards.early"}, "begin with ./"),
     }
     jobs.argv("kto", tmp_path)
