@@ -143,6 +143,8 @@ def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool =
         rows[name] = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
     if card and _of_bitsandbytes(args) and "paged" in (optim := optimizer_name(args)):
         rows["paged optimizer state"] = f"--optim {optim}: the driver moves its pages between host and device"
+    if card and optimizer_name(args) == "adafactor":
+        rows["new optimizer state"] = "--optim adafactor creates it on the host and copies it at the first step"
     named = [{"tensor": name, "reason": reason} for name, reason in rows.items()]
     return replace(found, unverified=[*found.unverified, *named])
 
