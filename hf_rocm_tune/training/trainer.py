@@ -220,8 +220,7 @@ class VerifiedTransferMixin(_Base):
         if getattr(args, "activation_offloading", False):
             self.args.activation_offloading = True
             self._offload = ActivationOffload(self.model, self.mover)
-        filters_losses = args is not None and args.logging_nan_inf_filter and not own.logging_nan_inf_filter
-        self._metrics_queue = DeferredMetrics(self, filters_losses=filters_losses)
+        self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
         mark_computed(self.model, self.mover)
@@ -826,7 +825,8 @@ def _own_arguments(args: Any) -> Any:
     if args is None:
         return None
     args = copy.copy(args)
-    args.logging_nan_inf_filter &= not is_tried("transformers")  # see `DeferredMetrics.loss_to_log`
+    if args.logging_nan_inf_filter and is_tried("transformers"):  # see `DeferredMetrics.loss_to_log`
+        args.logging_nan_inf_filter, args.filters_losses = False, True  # the latter for a trainer made with this copy
     args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
     if args.enable_jit_checkpoint:
         # Upstream's own writes in place and lets the run look finished.
