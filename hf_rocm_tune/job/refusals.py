@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,28 @@ def reward_functions(script: Any) -> list[Any]:
             f"no reward: give --reward_funcs ({', '.join(known)}, or module.function), or --reward_model_name_or_path"
         )
     return found
+
+
+_OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def check_rewards(rewards: Iterable[Any], columns: Iterable[str] | None) -> None:
+    """Refuses a reward function that TRL cannot call with these columns; None: they are not known.
+
+    Raises:
+        UsageError: names the function and the argument.
+    """
+    if columns is None:
+        return
+    given = dict.fromkeys((*_OF_TRL, *(set(columns) - {"prompt", "completion", "completion_ids"})))
+    for function in filter(callable, rewards):
+        try:
+            inspect.signature(function).bind(**given)
+        except TypeError as error:
+            raise UsageError(
+                f"--reward_funcs {function.__name__}: {error}; its arguments are the columns of the rows "
+                f"({', '.join(columns)}) and {', '.join(_OF_TRL)}"
+            ) from error
 
 
 def _imported(name: str, known: Mapping[str, Any]) -> Any:

@@ -21,10 +21,17 @@ from trl import get_peft_config, get_quantization_config
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.data.formats import FormatInfo, Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
-from hf_rocm_tune.errors import MemoryFaultError, TuneError
+from hf_rocm_tune.errors import MemoryFaultError, TuneError, UsageError
 from hf_rocm_tune.job import announce
 from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
-from hf_rocm_tune.job.refusals import check_adapter, check_method, check_optimizer, decide, reward_functions
+from hf_rocm_tune.job.refusals import (
+    check_adapter,
+    check_method,
+    check_optimizer,
+    check_rewards,
+    decide,
+    reward_functions,
+)
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import LearningRates, check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
@@ -41,7 +48,14 @@ from hf_rocm_tune.training import report, seam_probe, stall, telemetry
 from hf_rocm_tune.training.device_memory import explain_native_exits, warm_up
 from hf_rocm_tune.training.faults import Crashes, StepFaultSpec
 from hf_rocm_tune.training.ranks import check_fsdp, check_tensor_parallel, is_wanted
-from hf_rocm_tune.training.refusals import as_usage_errors, check_compiled, check_loggers, check_offloads
+from hf_rocm_tune.training.refusals import (
+    as_usage_errors,
+    check_compiled,
+    check_loggers,
+    check_offloads,
+    check_rows,
+    check_scheduler,
+)
 from hf_rocm_tune.training.run import StartPlan, prepare_output_dir
 from hf_rocm_tune.training.stall import StallGuard
 from hf_rocm_tune.training.supervised import tell_begun
@@ -254,6 +268,10 @@ def _plan(
 def _train(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts, cards: announce.Cards) -> None:
     training = job.arguments.training
     trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
+    if not trainer.state.global_step:
+        raise UsageError(
+            "nothing was trained: no batch could be made; give more rows, a larger --max_length or smaller batches"
+        )
     trainer.save_model(training.output_dir)
     content = report.build(trainer, facts, gather=True)
     if trainer.is_world_process_zero():
@@ -313,6 +331,7 @@ def _prepare(
     adapter = open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None
     check_adapter(arguments.method, adapter)
     check_optimizer(training.optim.value)
+    check_scheduler(training)
     rewards = reward_functions(arguments.script) if arguments.method == "grpo" else None
     check_loggers(training.report_to)
     check_offloads(training)
@@ -326,6 +345,7 @@ def _prepare(
         announce.say(f"faults in steps are injected on request: {step_faults}")
     tokenizer = load_tokenizer(source, getattr(training, "chat_template_path", None))
     data = _data(arguments, tokenizer)
+    check_rewards(rewards or (), data.train.column_names)
     mover = make_mover(arguments, source, say=announce.say)
     libraries = _warm_up(mover, source)
     fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=announce.say)
@@ -439,6 +459,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
                 setattr(trainer, f"{split}_dataset", rows)
                 if lost:
                     announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
+    check_rows(trainer)
     job.arguments = replace(job.arguments, training=trainer.args)  # the trainer's own, changed copy
     if job.publisher is not None:
         job.publisher.alive = partial(trainer.beat, "save")

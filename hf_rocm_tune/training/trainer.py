@@ -67,7 +67,12 @@ from hf_rocm_tune.training.metrics import DeferredMetrics, is_tried
 from hf_rocm_tune.training.offload import ActivationOffload
 from hf_rocm_tune.training.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.training.pipeline import Pipeline, can_pipeline
-from hf_rocm_tune.training.refusals import OptimizerTablesCallback, with_offloads
+from hf_rocm_tune.training.refusals import (
+    OptimizerTablesCallback,
+    as_usage_errors,
+    metric_as_usage_error,
+    with_offloads,
+)
 from hf_rocm_tune.training.saved_state import adapter_on_host
 from hf_rocm_tune.training.sentinels import SentinelCallback, is_foreign
 from hf_rocm_tune.training.supervised import Heartbeat, Phase, PulseListener
@@ -474,6 +479,7 @@ class VerifiedTransferMixin(_Base):
             self._keep_checkpointing_choice(),
             self._offload or nullcontext(),
             self._loss_way(),
+            as_usage_errors({"trl"}),  # TRL checks --loss_type and the like here
         ):
             result = super().compute_loss(*arguments, **keywords)
         factor = 1.0 if self._recovery is None else self._recovery.loss_factor
@@ -526,7 +532,13 @@ class VerifiedTransferMixin(_Base):
     @override
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         # With save_strategy="best" this alone decides whether to save, and would cancel a requested save.
-        return bool(super()._determine_best_metric(metrics, trial)) or self._interrupts.save_wanted
+        with metric_as_usage_error():
+            return bool(super()._determine_best_metric(metrics, trial)) or self._interrupts.save_wanted
+
+    @override
+    def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        with metric_as_usage_error():  # from a scheduler that follows a metric
+            return super()._evaluate(*arguments, **keywords)
 
     # ---- saving ---------------------------------------------------------------------------------------------
 
