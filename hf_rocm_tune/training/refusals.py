@@ -141,13 +141,12 @@ def check_rows(trainer: Trainer) -> None:
                 "learn from; give a larger one, or other rows"
             )
     found, batch = trainer.train_dataset, args.per_device_train_batch_size
-    if args.dataloader_drop_last and isinstance(found, Sized):
-        rows_drawn = len(found) * getattr(args, "num_generations", 1)
-        if rows_drawn < batch:
-            raise UsageError(
-                f"--dataloader_drop_last: {rows_drawn} rows make no batch of {batch}: give a smaller "
-                "--per_device_train_batch_size, or leave it out"
-            )
+    answers = getattr(args, "num_generations", 1)  # GRPO's batches count those
+    if args.dataloader_drop_last and isinstance(found, Sized) and len(found) * answers < batch:
+        raise UsageError(
+            f"--dataloader_drop_last: {len(found)} rows make no batch of {batch}: give a smaller "
+            "--per_device_train_batch_size, or leave it out"
+        )
 
 
 def check_offloads(args: TrainingArguments) -> None:
