@@ -86,6 +86,11 @@ def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, 
     if tune.auto_fit == "off":
         return None
     if arguments.method != "sft":
+        if tune.effective_batch is not None:
+            raise UsageError(
+                f"--effective_batch is for supervised fine-tuning: with {arguments.method} give "
+                "--per_device_train_batch_size and --gradient_accumulation_steps"
+            )
         say(f"auto-fit: only supervised fine-tuning can be planned, not {arguments.method}: nothing is chosen")
         return None
     if is_sharded(os.environ) or training.fsdp or training.deepspeed:

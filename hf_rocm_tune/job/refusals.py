@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import str_to_bool
@@ -17,6 +18,9 @@ from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.machine.child import pci_address
 from hf_rocm_tune.ranks import preflight
 from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.publish.adapter import Adapter
 
 _SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
@@ -114,6 +118,19 @@ def _saves_between_generations(training: Any) -> bool:
     return training.save_strategy == "steps" and training.save_steps >= 1 and bool(micro_batches % block)
 
 
+def check_adapter(method: str, adapter: Adapter | None) -> None:
+    """Refuses to train a reward model on with an adapter that has no reward head: a new one would not be saved.
+
+    Raises:
+        UsageError: says how the adapter was trained.
+    """
+    if adapter is not None and method == "reward" and (kind := adapter.config.task_type) != "SEQ_CLS":
+        raise UsageError(
+            f"--adapter_name_or_path {adapter.name} is no adapter of a reward model (its task_type is {kind}, not "
+            "SEQ_CLS): give one that `reward` has trained, or drop the flag"
+        )
+
+
 def reward_functions(script: Any) -> list[Any]:
     """The reward functions and reward model that the flags name.
 
@@ -139,6 +156,28 @@ def reward_functions(script: Any) -> list[Any]:
             f"no reward: give --reward_funcs ({', '.join(known)}, or module.function), or --reward_model_name_or_path"
         )
     return found
+
+
+_OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def check_rewards(rewards: Iterable[Any], columns: Iterable[str] | None) -> None:
+    """Refuses a reward function that TRL cannot call with these columns; None: they are not known.
+
+    Raises:
+        UsageError: names the function and the argument.
+    """
+    if columns is None:
+        return
+    given = dict.fromkeys((*_OF_TRL, *(set(columns) - {"prompt", "completion", "completion_ids"})))
+    for function in filter(callable, rewards):
+        try:
+            inspect.signature(function).bind(**given)
+        except TypeError as error:
+            raise UsageError(
+                f"--reward_funcs {function.__name__}: {error}; its arguments are the columns of the rows "
+                f"({', '.join(columns)}) and {', '.join(_OF_TRL)}"
+            ) from error
 
 
 def _imported(name: str, known: Mapping[str, Any]) -> Any:

@@ -23,10 +23,17 @@ from typing_extensions import override
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.data.formats import FormatInfo, Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
-from hf_rocm_tune.errors import MemoryFaultError, TuneError
+from hf_rocm_tune.errors import MemoryFaultError, TuneError, UsageError
 from hf_rocm_tune.job import announce
 from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
-from hf_rocm_tune.job.refusals import check_method, check_optimizer, decide, reward_functions
+from hf_rocm_tune.job.refusals import (
+    check_adapter,
+    check_method,
+    check_optimizer,
+    check_rewards,
+    decide,
+    reward_functions,
+)
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import LearningRates, check_targets, target_names
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
@@ -43,7 +50,14 @@ from hf_rocm_tune.training import report, seam_probe, stall, telemetry
 from hf_rocm_tune.training.device_memory import explain_native_exits, warm_up
 from hf_rocm_tune.training.faults import Crashes, StepFaultSpec
 from hf_rocm_tune.training.ranks import check_fsdp, check_tensor_parallel, is_wanted
-from hf_rocm_tune.training.refusals import as_usage_errors, check_compiled, check_loggers, check_offloads
+from hf_rocm_tune.training.refusals import (
+    as_usage_errors,
+    check_compiled,
+    check_loggers,
+    check_offloads,
+    check_rows,
+    check_scheduler,
+)
 from hf_rocm_tune.training.run import StartPlan, prepare_output_dir
 from hf_rocm_tune.training.stall import StallGuard
 from hf_rocm_tune.training.supervised import tell_begun
@@ -258,6 +272,10 @@ def _plan(
 def _train(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts, cards: announce.Cards) -> None:
     training = job.arguments.training
     trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
+    if not trainer.state.global_step:
+        raise UsageError(
+            "nothing was trained: no batch could be made; give more rows, a larger --max_length or smaller batches"
+        )
     trainer.save_model(training.output_dir)
     content = report.build(trainer, facts, gather=True)
     if trainer.is_world_process_zero():
@@ -314,7 +332,10 @@ def _prepare(
     config = check_source(source, training.device)
     check_recomputation(arguments, source)
     check_method(arguments, os.environ)
+    adapter = open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None
+    check_adapter(arguments.method, adapter)
     check_optimizer(training.optim.value)
+    check_scheduler(training)
     rewards = reward_functions(arguments.script) if arguments.method == "grpo" else None
     check_loggers(training.report_to)
     check_offloads(training)
@@ -330,6 +351,7 @@ def _prepare(
     # an adapter may have added tokens to the vocabulary
     known = None if tune.adapter_name_or_path else getattr(config.get_text_config(), "vocab_size", None)
     data = _data(arguments, tokenizer, known)
+    check_rewards(rewards or (), data.train.column_names)
     mover = make_mover(arguments, source, say=announce.say)
     libraries = _warm_up(mover, source)
     fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=announce.say)
@@ -346,7 +368,7 @@ def _prepare(
         telemetry=watched if tune.telemetry_every > 0 else None,
         publisher=publisher,
         guard=guard,
-        adapter=open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None,
+        adapter=adapter,
         rewards=rewards,
     )
 
@@ -401,7 +423,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     peft_config = get_peft_config(job.arguments.model)
     if peft_config is not None:
         peft_config.target_modules = target_names(peft_config.target_modules)
-        check_targets(model, peft_config.target_modules)
+        check_targets(model, peft_config.target_modules, saved=peft_config.modules_to_save)
         if tune.init_lora_weights != "default":
             peft_config.init_lora_weights = tune.init_lora_weights
     if job.adapter is not None:
@@ -454,6 +476,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
                 setattr(trainer, f"{split}_dataset", rows)
                 if lost:
                     announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
+    check_rows(trainer)
     job.arguments = replace(job.arguments, training=trainer.args)  # the trainer's own, changed copy
     if job.publisher is not None:
         job.publisher.alive = partial(trainer.beat, "save")

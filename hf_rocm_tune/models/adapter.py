@@ -39,20 +39,26 @@ def target_names(targets: str | Iterable[str] | None) -> str | Iterable[str] | N
     return {targets} if isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets) else targets
 
 
-def check_targets(model: nn.Module, targets: str | Iterable[str] | None) -> None:
-    """Checks that each LoRA target names at least one module of the model.
+def check_targets(model: nn.Module, targets: str | Iterable[str] | None, *, saved: Iterable[str] | None = None) -> None:
+    """Checks that each LoRA target, and each module to train whole, names at least one module of the model.
 
     Args:
         model: the base model, not yet wrapped.
         targets: ``"all-linear"``, a regular expression (one string), or module names, matched as in PEFT: the whole
             name or its last part.
+        saved: ``modules_to_save``, matched as in PEFT: the end of a name.
 
     Raises:
-        UsageError: a target matches nothing; the message lists the model's linear layers.
+        UsageError: one of them matches nothing; the message lists the model's linear layers.
     """
+    names = [name for name, _ in model.named_modules() if name]
+    if absent := [each for each in saved or () if not any(name.endswith(each) for name in names)]:
+        kinds = ", ".join(dict.fromkeys(last for name in names if not (last := name.rpartition(".")[2]).isdigit()))
+        raise UsageError(
+            f"--lora_modules_to_save: {', '.join(absent)} match no module of {type(model).__name__}; it has {kinds}"
+        )
     if targets is None or targets == "all-linear":
         return
-    names = [name for name, _ in model.named_modules() if name]
     wanted = [targets] if isinstance(targets, str) else list(targets)
     if isinstance(targets, str):
         try:

@@ -237,7 +237,8 @@ def attach_for_training(adapter: Adapter, model: PreTrainedModel, mover: Mover) 
     narrow = torch.bfloat16 if getattr(model, "is_quantized", False) else torch.float32
 
     def place(tensor: Tensor, name: str) -> Tensor:
-        tensor = tensor.to(narrow) if tensor.is_floating_point() else tensor
+        if tensor.is_floating_point():  # TRL keeps DoRA's magnitudes: bfloat16 rounds their small updates away
+            tensor = tensor.to(torch.float32 if "lora_magnitude_vector" in name else narrow)
         return mover.move(tensor.clone(), name=name, stage="adapter")
 
     wrapped = attach(model, adapter, place)

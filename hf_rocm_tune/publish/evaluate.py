@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError, shortage_advice
-from hf_rocm_tune.paths import expand_user
+from hf_rocm_tune.paths import can_be_file, expand_user
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.commands import add_model_flags, at_least, chosen
 
@@ -72,7 +72,7 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
         raise UsageError(f"--include_path {wanted.include_path} is not a folder: give one with task files (.yaml)")
     if not wanted.dataset_name and not tasks:
         raise UsageError("nothing to evaluate: give --dataset_name for perplexity, --tasks for benchmarks, or both")
-    if wanted.json is not None and not _is_place(wanted.json):
+    if wanted.json is not None and not can_be_file(wanted.json):
         raise UsageError(f"--json {wanted.json} is not a file in a directory that exists; choose another")
     prepare()
     from hf_rocm_tune.publish.generate import LoadSettings, loaded_model
@@ -107,14 +107,6 @@ def run(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
         except OSError as error:
             raise UsageError(f"--json {wanted.json} cannot be written: {error.strerror}; choose another") from error
     return 0
-
-
-def _is_place(file: Path) -> bool:
-    """Whether a file can have this name."""
-    try:
-        return not file.is_dir() and file.absolute().parent.is_dir()
-    except OSError:  # too long
-        return False
 
 
 def _version(name: str) -> str | None:

@@ -212,20 +212,18 @@ class ShardedModel:
         assert self.full_state is not None
         return self.full_state.model()
 
-    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+    def _clip(self, parameters: Any, max_norm: float) -> Tensor:
         """Replaces ``Accelerator.clip_grad_norm_``: the norm is summed over gloo, the same on all ranks."""
         if self.traffic is not None:
             self.traffic.require_averages()
         gradients = [each.grad for each in parameters if each.grad is not None]
         parts = [each._local_tensor if isinstance(each, DTensor) else each for each in gradients]
-        norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=torch.float32)) if parts else torch.zeros(1)
+        norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float32)) if parts else torch.zeros(1)
         if host_group().rank() > 0:  # gradients that every rank holds completely count once
             whole = [isinstance(each, DTensor) and cut_of(each) is None for each in gradients]
             norms[torch.tensor(whole, device=norms.device)] = 0
-        power = norm_type if norm_type != float("inf") else None
-        mine = norms.double().max() if power is None else (norms.double() ** power).sum()
-        rows = [row[0] for row in everyone([mine.item()])]
-        total = max(rows, key=lambda one: (one != one, one)) if power is None else sum(rows) ** (1 / power)
+        mine = (norms.double() ** 2).sum()
+        total = sum(row[0] for row in everyone([mine.item()])) ** 0.5
         factor = max_norm / (total + 1e-6)
         if factor < 1 or factor != factor:
             torch._foreach_mul_(parts, factor)
@@ -529,7 +527,6 @@ def clip_over_cards(
     card_of: Mapping[int, int],
     parameters: Iterable[nn.Parameter],
     max_norm: float,
-    norm_type: float = 2.0,
 ) -> Tensor:
     """As ``torch.nn.utils.clip_grad_norm_``, which would copy the norms to the first card by peer copies.
 
@@ -545,11 +542,11 @@ def clip_over_cards(
     for card in sorted(set(owners)):
         mine = [index for index, owner in enumerate(owners) if owner == card]
         gradients = [trained[index].grad for index in mine]
-        there = torch.stack([torch.linalg.vector_norm(each, norm_type) for each in gradients if each is not None])
+        there = torch.stack([torch.linalg.vector_norm(each) for each in gradients if each is not None])
         with mover.cards[card].fetched(there, name=f"gradient_norms.from{card}", stage=BETWEEN_CARDS) as fetched:
             norms |= dict(zip(mine, fetched.host.clone(), strict=True))
     on_host = torch.stack([norms[index] for index in range(len(trained))]) if trained else torch.zeros(1)
-    total = torch.linalg.vector_norm(on_host, norm_type)
+    total = torch.linalg.vector_norm(on_host)
     totals = {}
     for card in sorted({0, *owners}):
         name = f"gradient_norm.to{card}"

@@ -10,14 +10,15 @@ import importlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jinja2 import TemplateError
-from transformers import TrainerCallback
+from transformers import TrainerCallback, get_scheduler
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.quantised import require_bitsandbytes
@@ -25,8 +26,7 @@ from hf_rocm_tune.transfer import digest
 from hf_rocm_tune.transfer.digest import device_method
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from hf_rocm_tune.models.placement import Coverage
 
@@ -34,8 +34,11 @@ _OUR_UPSTREAM = frozenset({"trl", "peft", "transformers", "accelerate"})
 
 
 @contextmanager
-def as_usage_errors() -> Iterator[None]:
+def as_usage_errors(packages: Collection[str] = _OUR_UPSTREAM) -> Iterator[None]:
     """Within the block a ``ValueError`` or ``ImportError`` that upstream raises itself becomes a ``UsageError``.
+
+    Args:
+        packages: only what these raise; the others keep their tracebacks.
 
     Upstream checks combinations of settings that no parser sees (an ``eos_token`` outside the vocabulary, an adapter on
     ``lm_head``, ``padding_free`` with ``max_length``). An error raised elsewhere is a bug and keeps its traceback. A
@@ -53,7 +56,7 @@ def as_usage_errors() -> Iterator[None]:
     except ConnectionError as error:
         raise UsageError(f"{error}; check the network, or leave --push_to_hub out") from error
     except (ValueError, ImportError) as error:
-        if _raised_by(error) not in _OUR_UPSTREAM:
+        if _raised_by(error) not in packages:
             raise
         raise UsageError(f"these settings do not go together: {' '.join(str(error).split())}") from error
 
@@ -61,6 +64,17 @@ def as_usage_errors() -> Iterator[None]:
 def _in_template(error: BaseException) -> bool:
     """Whether a chat template did it, for example by adding text to a list of content parts."""
     return any(frame.f_code.co_filename == "<template>" for frame, _ in walk_tb(error.__traceback__))
+
+
+@contextmanager
+def metric_as_usage_error() -> Iterator[None]:
+    """Within the block upstream's ``KeyError`` about ``--metric_for_best_model`` becomes a ``UsageError``."""
+    try:
+        yield
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise UsageError(f"--metric_for_best_model: {error.args[0]}") from error
 
 
 def _raised_by(error: BaseException) -> str:
@@ -103,6 +117,44 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
     else:
         fix = "Install it (`pip install 'hf-rocm-tune[loggers]'` brings tensorboard and trackio), or leave the flag out"
     raise UsageError(f"--report_to {' '.join(lacking)}: unknown or not installed; installed here: {there}. {fix}")
+
+
+def check_scheduler(args: TrainingArguments) -> None:
+    """Build the learning rate scheduler once, for an optimizer of nothing.
+
+    Raises:
+        UsageError: it does not take its ``--lr_scheduler_kwargs``.
+    """
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    try:
+        get_scheduler(args.lr_scheduler_type, optimizer, 0, 1000, args.lr_scheduler_kwargs)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"--lr_scheduler_type {getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)} does not work "
+            f"with --lr_scheduler_kwargs {args.lr_scheduler_kwargs}: {error}"
+        ) from error
+
+
+def check_rows(trainer: Trainer) -> None:
+    """Check that the trainer has left rows to use, and a whole batch of them if only whole ones are used.
+
+    Raises:
+        UsageError: says how many rows there are.
+    """
+    args: Any = trainer.args
+    for split, rows in (("training", trainer.train_dataset), ("evaluation", trainer.eval_dataset)):
+        if isinstance(rows, Sized) and not len(rows):
+            raise UsageError(
+                f"no {split} row is left: within --max_length {getattr(args, 'max_length', None)} none has a token to "
+                "learn from; give a larger one, or other rows"
+            )
+    found, batch = trainer.train_dataset, args.per_device_train_batch_size
+    answers = getattr(args, "num_generations", 1)  # GRPO's batches count those
+    if args.dataloader_drop_last and isinstance(found, Sized) and len(found) * answers < batch:
+        raise UsageError(
+            f"--dataloader_drop_last: {len(found)} rows make no batch of {batch}: give a smaller "
+            "--per_device_train_batch_size, or leave it out"
+        )
 
 
 def check_offloads(args: TrainingArguments) -> None:
@@ -155,6 +207,8 @@ def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool =
         rows[name] = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
     if card and _of_bitsandbytes(args) and "paged" in (optim := optimizer_name(args)):
         rows["paged optimizer state"] = f"--optim {optim}: the driver moves its pages between host and device"
+    if card and optimizer_name(args) == "adafactor":
+        rows["new optimizer state"] = "--optim adafactor creates it on the host and copies it at the first step"
     named = [{"tensor": name, "reason": reason} for name, reason in rows.items()]
     return replace(found, unverified=[*found.unverified, *named])
 

@@ -141,15 +141,17 @@ def _not_verified(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def _events(report: Mapping[str, Any]) -> str:
-    """Restarts, skipped steps and split micro-batches of a run, and whether faults were injected."""
+    """Restarts, rollbacks, skipped steps and split micro-batches of a run, and whether faults were injected."""
     survival = report["survival"]
     restarts, skipped = survival["starts"] - 1, ", ".join(map(str, survival["skipped_steps"]))
     cut, unused = report["memory"]["micro_batch_divisor"], report["guard"]["skipped_steps"]
+    undone = report["trained"]["mismatches"]
     asked = (report["fault_injection"], report["step_fault_injection"], survival["crash_injection"])
     parts = [
         f", {restarts} restart{'s' if restarts > 1 else ''}" if restarts > 0 else "",
         f", steps left out: {skipped}" if skipped else "",
         f", micro-batches split into up to {cut} parts to fit into memory" if cut > 1 else "",
+        f", trained state changed by {undone} fault{'s' if undone > 1 else ''}, undone by going back" if undone else "",
         f", {unused} steps skipped because they were not finite" if unused else "",
         " (faults were injected on request)" if any(asked) else "",
     ]

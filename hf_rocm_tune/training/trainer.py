@@ -67,7 +67,12 @@ from hf_rocm_tune.training.metrics import DeferredMetrics, is_tried
 from hf_rocm_tune.training.offload import ActivationOffload
 from hf_rocm_tune.training.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.training.pipeline import Pipeline, can_pipeline
-from hf_rocm_tune.training.refusals import OptimizerTablesCallback, with_offloads
+from hf_rocm_tune.training.refusals import (
+    OptimizerTablesCallback,
+    as_usage_errors,
+    metric_as_usage_error,
+    with_offloads,
+)
 from hf_rocm_tune.training.saved_state import adapter_on_host
 from hf_rocm_tune.training.sentinels import SentinelCallback, is_foreign
 from hf_rocm_tune.training.supervised import Heartbeat, Phase, PulseListener
@@ -220,8 +225,7 @@ class VerifiedTransferMixin(_Base):
         if getattr(args, "activation_offloading", False):
             self.args.activation_offloading = True
             self._offload = ActivationOffload(self.model, self.mover)
-        filters_losses = args is not None and args.logging_nan_inf_filter and not own.logging_nan_inf_filter
-        self._metrics_queue = DeferredMetrics(self, filters_losses=filters_losses)
+        self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
         mark_computed(self.model, self.mover)
@@ -475,6 +479,7 @@ class VerifiedTransferMixin(_Base):
             self._keep_checkpointing_choice(),
             self._offload or nullcontext(),
             self._loss_way(),
+            as_usage_errors({"trl"}),  # TRL checks --loss_type and the like here
         ):
             result = super().compute_loss(*arguments, **keywords)
         factor = 1.0 if self._recovery is None else self._recovery.loss_factor
@@ -529,7 +534,13 @@ class VerifiedTransferMixin(_Base):
     @override
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         # With save_strategy="best" this alone decides whether to save, and would cancel a requested save.
-        return bool(super()._determine_best_metric(metrics, trial)) or self._interrupts.save_wanted
+        with metric_as_usage_error():
+            return bool(super()._determine_best_metric(metrics, trial)) or self._interrupts.save_wanted
+
+    @override
+    def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        with metric_as_usage_error():  # from a scheduler that follows a metric
+            return super()._evaluate(*arguments, **keywords)
 
     # ---- saving ---------------------------------------------------------------------------------------------
 
@@ -781,6 +792,7 @@ class VerifiedTransferMixin(_Base):
         """The gradient scaler of fp16 refuses a step without gradients; with zeros only the moments decay."""
         if self.accelerator.scaler is None:
             return
+        self.accelerator.scaler.scale(torch.zeros((), device=self.args.device))  # creates its scale at the first step
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -827,7 +839,8 @@ def _own_arguments(args: Any) -> Any:
     if args is None:
         return None
     args = copy.copy(args)
-    args.logging_nan_inf_filter &= not is_tried("transformers")  # see `DeferredMetrics.loss_to_log`
+    if args.logging_nan_inf_filter and is_tried("transformers"):  # see `DeferredMetrics.loss_to_log`
+        args.logging_nan_inf_filter, args.filters_losses = False, True  # the latter for a trainer made with this copy
     args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
     if args.enable_jit_checkpoint:
         # Upstream's own writes in place and lets the run look finished.

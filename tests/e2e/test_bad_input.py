@@ -124,6 +124,9 @@ def the_line(result: Result) -> str:
         (["--per_device_train_batch_size", "-2"], "--per_device_train_batch_size must be 1 or more, got -2"),
         (["--learning_rate", "-0.1"], "--learning_rate must be 0 or more, and finite, got -0.1"),
         (["--learning_rate", "inf"], "finite, got inf"),
+        (["--lr_scheduler_type", "cosine_with_min_lr"], "--lr_scheduler_type cosine_with_min_lr does not work with"),
+        (["--lr_scheduler_kwargs", '{"nonsense": 1}'], "unexpected keyword argument 'nonsense'"),
+        (["--neftune_noise_alpha", "-1"], "--neftune_noise_alpha must be 0 or more, got -1"),
         (["--seed", "-1"], "--seed must be 0 or more"),
         (["--sentinel_every", "-1"], "--sentinel_every must be 0 (off) or more, got -1"),
         (["--verify", "maybe"], "--verify: invalid choice: 'maybe'"),
@@ -134,6 +137,10 @@ def the_line(result: Result) -> str:
         (["--early_stopping_patience", "2"], "add --eval_strategy steps"),
         (["--lora_target_modules", "no_such"], "no_such match no module of LlamaForCausalLM; it has q_proj, k_proj"),
         (["--activation_checkpointing_kwargs", '{"offload": true}'], "use --activation_offloading"),
+        (
+            ["--lora_modules_to_save", "lm_heads"],
+            "--lora_modules_to_save: lm_heads match no module of LlamaForCausalLM",
+        ),
         (["--resume_from_checkpoint", "/nowhere/checkpoint-3"], "there is no checkpoint"),
         (["--resume_from_checkpoint", "."], "there is no checkpoint; give a checkpoint-N directory"),
         (["--resume_from_checkpoint", "true"], "holds no checkpoint of this run; leave the flag out"),
@@ -141,6 +148,34 @@ def the_line(result: Result) -> str:
 )
 def test_a_flag_that_cannot_be(bench: Bench, more: list[str], says: str) -> None:
     assert says in bench.refused(*more)
+
+
+EVALUATED = ["--eval_strategy", "steps", "--eval_steps", "1"]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--assistant_only_loss", "--max_length", "8"], "no training row is left: within --max_length 8"),
+        (["--dataloader_drop_last", "--per_device_train_batch_size", "64"], "8 rows make no batch of 64"),
+        ([*EVALUATED, "--metric_for_best_model", "nothere"], "set to 'eval_nothere', which is not found"),
+        (
+            [*EVALUATED, "--metric_for_best_model", "nothere", "--lr_scheduler_type", "reduce_lr_on_plateau"],
+            "set to 'eval_nothere', which is not found",
+        ),
+    ],
+)
+def test_a_flag_that_fits_neither_the_rows_nor_another(bench: Bench, more: list[str], says: str) -> None:
+    """Found when the trainer is built or later: the directory holds a record of the run."""
+    result = bench.server.run(*bench.argv(*more, save_strategy="no"))
+    assert says in the_line(result)
+    assert not (bench.output / "integrity.json").exists()
+
+
+def test_a_run_without_a_step_has_no_result(bench: Bench) -> None:
+    more = ["--dataset_streaming", "--assistant_only_loss"]
+    line = the_line(bench.server.run(*bench.argv(*more, max_length=8)))
+    assert "nothing was trained" in line and not (bench.output / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,16 @@ def test_an_adapter_is_trained_on_from_where_it_was(train: Callable[..., Result]
     assert refused.code == 2 and "differs from what its run wrote" in refused.stderr
 
 
+def test_magnitudes_are_trained_on_in_float32_on_a_quantised_base(train: Callable[..., Result], tmp_path: Path) -> None:
+    done(train("first", use_dora=True, load_in_4bit=True))
+    done(train("second", adapter_name_or_path=tmp_path / "first", load_in_4bit=True, learning_rate=1e-5))
+    kept, further = (load_file(tmp_path / each / ADAPTER) for each in ("first", "second"))
+    magnitudes = [name for name in kept if "magnitude" in name]
+    assert magnitudes and {further[name].dtype for name in magnitudes} == {torch.float32}
+    moved = [(further[name] - kept[name]).abs().max() for name in magnitudes]
+    assert all(0 < each < 1e-3 for each in moved)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

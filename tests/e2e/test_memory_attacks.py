@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.training.report import closing_line
 from tests import simcard, tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, report_of
@@ -195,6 +196,7 @@ def test_trained_state_that_changes_between_updates_is_not_used(
     report = bench.attacked(method, attack)
     row = the_incident(report)
     assert row["stage"] == "trained", row
+    assert "trained state changed by 1 fault, undone by going back" in closing_line(report)
     assert row["tensor"] == ("trained weights" if what == "weight" else f"optimizer state {what}")
 
 

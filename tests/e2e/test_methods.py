@@ -82,7 +82,8 @@ class Jobs:
             "disable_tqdm": True,
         }
         settings |= GENERATION if method == "grpo" else {"max_length": 96}
-        return flags(**{**settings, **changed}, output_dir=output)
+        given = {name: value for name, value in {**settings, **changed}.items() if value is not None}
+        return flags(**given, output_dir=output)
 
     def run(
         self,
@@ -223,6 +224,7 @@ def test_a_reference_model_is_verified_and_watched(jobs: Jobs, method: str, tmp_
 
 
 def test_what_does_not_go_together_is_one_line(jobs: Jobs, tmp_path: Path) -> None:
+    adapter = jobs.clean("dpo")
     cases: dict[str, tuple[str, dict[str, Any], str]] = {
         "columns": (
             "dpo",
@@ -233,11 +235,19 @@ def test_what_does_not_go_together_is_one_line(jobs: Jobs, tmp_path: Path) -> No
         "moved reference": ("dpo", {"sync_ref_model": True, "use_peft": False}, "--sync_ref_model"),
         "head": ("reward", {"init_lora_weights": "pissa"}, "lack the reward head"),
         "buffer": ("grpo", {"num_iterations": 2, "save_steps": 1}, "--num_iterations"),
+        "batch": ("dpo", {"auto_fit": "plan", "effective_batch": 64}, "--effective_batch is for supervised"),
+        "adapter": ("reward", {"adapter_name_or_path": adapter, "lora_dropout": None}, "its task_type is CAUSAL_LM"),
+        "loss": ("dpo", {"loss_type": "nonsense"}, "Unknown loss type: nonsense"),
+        "divergence": ("dpo", {"f_divergence_type": "nonsense"}, "Unknown f_divergence_type: nonsense"),
+        "no rows": ("dpo", {"max_length": 4}, "no training row is left: within --max_length 4"),
+        "no rows to rate": ("reward", {"max_length": 4}, "no training row is left"),
+        "nothing to train on": ("kto", {"max_length": 4}, "no training row is left"),
+        "no solution": ("grpo", {"reward_funcs": "accuracy_reward"}, "missing a required argument: 'solution'"),
         "no reward": ("grpo", {"reward_funcs": "rewards.early"}, "begin with ./"),
     }
     jobs.argv("kto", tmp_path)
-    for method, changed, said in cases.values():
-        result = jobs.run(method, tmp_path / "out", **changed)
+    for name, (method, changed, said) in cases.items():
+        result = jobs.run(method, tmp_path / name, **changed)
         assert result.code == 2 and "Traceback" not in result.stderr, result.stderr[-2000:]
         assert len(result.error_lines) == 1 and said in result.error_lines[0], result.error_lines
 

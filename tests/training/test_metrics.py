@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections import Counter
@@ -107,6 +108,14 @@ class HarmedOurs(Harmed, VerifiedSFT):
     """Ours."""
 
 
+class HarmedAgain(HarmedOurs):
+    """Ours, with the arguments of an earlier trainer, as after a rollback."""
+
+    def __init__(self, *, model: Any, args: Any, **more: Any) -> None:
+        earlier = VerifiedSFT(model=copy.deepcopy(model), args=args, **more)
+        super().__init__(model=model, args=earlier.args, **more)
+
+
 @pytest.mark.parametrize("filtered", [True, False])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_logged_as_upstream_does(
@@ -115,9 +124,10 @@ def test_a_loss_that_is_not_finite_is_logged_as_upstream_does(
     monkeypatch.setattr(Harmed, "bad", bad)
     rows = Dataset.from_list([{"text": text} for text in TEXTS])
     options = {"max_steps": 2, "gradient_accumulation_steps": 3, "logging_nan_inf_filter": filtered}
-    logs = [trained(build(kind, model_path, rows, tmp_path / "out", **options)) for kind in (HarmedStock, HarmedOurs)]
-    theirs, ours = ([row["loss"] for row in log if "loss" in row] for log in logs)
-    assert len(ours) == 2 and repr(ours) == repr(theirs)
+    kinds = (HarmedStock, HarmedOurs, HarmedAgain)
+    logs = [trained(build(kind, model_path, rows, tmp_path / "out", **options)) for kind in kinds]
+    theirs, ours, again = ([row["loss"] for row in log if "loss" in row] for log in logs)
+    assert len(ours) == 2 and repr(ours) == repr(again) == repr(theirs)
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")

@@ -83,6 +83,13 @@ def test_positional_arguments_are_found_wherever_the_trainer_takes_them(model_pa
     assert args.logging_nan_inf_filter and not trainer.args.logging_nan_inf_filter
 
 
+def test_a_first_step_that_is_left_out_does_not_stop_the_gradient_scaler(make: Make) -> None:
+    trainer = make(VerifiedSFT, extra={"skip_steps": {1}})
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # as --fp16 has one on a card
+    trainer.train()
+    assert trainer.state.global_step == OPTIONS["max_steps"]
+
+
 @contextmanager
 def judged(trainer: Any) -> Iterator[list[bool]]:
     """Whether each tensor that reached a ``forward`` in the block had been verified."""

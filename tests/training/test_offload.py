@@ -28,12 +28,14 @@ def named(args: Any) -> list[str]:
 
 def test_what_is_offloaded_past_the_mover_makes_the_coverage_incomplete() -> None:
     assert named(settings(optim="paged_adamw_8bit")) == ["paged optimizer state"]
+    assert named(settings(optim="adafactor")) == ["new optimizer state"]
     assert not with_offloads(COMPLETE, settings(optim="paged_lion_32bit")).complete
 
 
 def test_what_stays_on_the_device_or_has_none_does_not() -> None:
     assert with_offloads(COMPLETE, settings(optim="adamw_8bit")) == COMPLETE
     assert with_offloads(COMPLETE, settings("cpu", optim="paged_adamw_8bit")) == COMPLETE
+    assert with_offloads(COMPLETE, settings("cpu", optim="adafactor")) == COMPLETE
 
 
 def test_earlier_rows_stay() -> None:
