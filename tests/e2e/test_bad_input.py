@@ -126,7 +126,7 @@ def the_line(result: Result) -> str:
         (["--learning_rate", "inf"], "finite, got inf"),
         (["--lr_scheduler_type", "cosine_with_min_lr"], "--lr_scheduler_type cosine_with_min_lr does not work with"),
         (["--lr_scheduler_kwargs", '{"nonsense": 1}'], "unexpected keyword argument 'nonsense'"),
-        (["--neftune_noise_alpha", "-1"], "--neftune_noise_alpha must be 0 or more, got -1"),
+        (["--neftune_noise_alpha", "-1"], "--neftune_noise_alpha must be 0 or more, and finite, got -1"),
         (["--seed", "-1"], "--seed must be 0 or more"),
         (["--sentinel_every", "-1"], "--sentinel_every must be 0 (off) or more, got -1"),
         (["--verify", "maybe"], "--verify: invalid choice: 'maybe'"),
