@@ -155,8 +155,6 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
     asked = {name: value for name, value in asked.items() if name not in later or value not in (None, False, "default")}
     if arguments.method != "sft":
         asked["method"] = arguments.method
-    if not getattr(arguments.training, "packing", False):  # how the rows are divided decides how they are packed
-        asked.pop("dataset_num_proc", None)
     restarted = bool(highest([exits.number(os.environ, "TORCHELASTIC_RESTART_COUNT")])[0])
     plan = _plan(arguments, asked, restarted=restarted)
     with closing(plan):

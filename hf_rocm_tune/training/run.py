@@ -167,6 +167,9 @@ def fingerprint(settings: Mapping[str, Any]) -> str:
 def deciding_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are not `IGNORED`, as JSON represents them, without secrets."""
     kept = {k: v for k, v in settings.items() if k not in IGNORED and not k.startswith(IGNORED_PREFIXES)}
+    # How the rows are divided over processes decides how they are packed; older runs did not record it.
+    if not kept.get("packing") or kept.get("dataset_num_proc") is None:
+        kept.pop("dataset_num_proc", None)
     plain: dict[str, Any] = json.loads(json.dumps(_plain(without_secrets(kept))))
     return plain
 
