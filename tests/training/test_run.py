@@ -63,6 +63,14 @@ def test_a_new_directory_is_fresh_and_the_same_command_resumes_the_newest(tmp_pa
     assert again.notes == ()
 
 
+def test_a_packed_run_that_did_not_record_its_processes_goes_on(tmp_path: Path) -> None:
+    packed = {**SETTINGS, "packing": True}
+    first = _begin(tmp_path, 3, settings=packed)
+    assert _start(tmp_path, {**packed, "dataset_num_proc": None}).run_id == first.run_id
+    with pytest.raises(UsageError, match="dataset_num_proc"):
+        _start(tmp_path, {**packed, "dataset_num_proc": 2})
+
+
 def test_nothing_changes_before_commit(tmp_path: Path) -> None:
     out = tmp_path / "out"
     _begin(out, 3)
