@@ -151,7 +151,7 @@ def _validate(name: str) -> None:
 
     process.prepare_process(os.environ)  # before the libraries that what follows imports
     from hf_rocm_tune.settings import arguments
-    from hf_rocm_tune.training.refusals import check_loggers, check_offloads
+    from hf_rocm_tune.train.refusals import check_loggers, check_offloads
 
     recipe = names.read_recipe(name)
     need_a_card = ("bf16", "fp16")
@@ -273,7 +273,7 @@ def bench(argv: Sequence[str]) -> int:
         from hf_rocm_tune.machine.process import prepare_process
 
         prepare_process(os.environ)
-        from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
+        from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
 
         return VerifiedSFTTrainer
 

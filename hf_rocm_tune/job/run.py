@@ -21,6 +21,7 @@ from trl import get_peft_config, get_quantization_config
 from typing_extensions import override
 
 from hf_rocm_tune import exits, upstream
+from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.data.formats import FormatInfo, Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.errors import MemoryFaultError, TuneError, UsageError
@@ -41,16 +42,17 @@ from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
 from hf_rocm_tune.publish.push import Publisher
-from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.redaction import local_paths
 from hf_rocm_tune.settings import arguments as command_line
 from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings.arguments import Arguments
-from hf_rocm_tune.training import report, seam_probe, stall, telemetry
-from hf_rocm_tune.training.device_memory import explain_native_exits, warm_up
-from hf_rocm_tune.training.faults import Crashes, StepFaultSpec
-from hf_rocm_tune.training.ranks import check_fsdp, check_tensor_parallel, is_wanted
-from hf_rocm_tune.training.refusals import (
+from hf_rocm_tune.survive.heartbeat import tell_begun
+from hf_rocm_tune.survive.run_directory import StartPlan, prepare_output_dir
+from hf_rocm_tune.train import report, seam_probe, stall, telemetry
+from hf_rocm_tune.train.device_memory import explain_native_exits, warm_up
+from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
+from hf_rocm_tune.train.ranks import check_fsdp, check_tensor_parallel, is_wanted
+from hf_rocm_tune.train.refusals import (
     as_usage_errors,
     check_compiled,
     check_loggers,
@@ -58,11 +60,9 @@ from hf_rocm_tune.training.refusals import (
     check_rows,
     check_scheduler,
 )
-from hf_rocm_tune.training.run import StartPlan, prepare_output_dir
-from hf_rocm_tune.training.stall import StallGuard
-from hf_rocm_tune.training.supervised import tell_begun
-from hf_rocm_tune.training.telemetry import Telemetry
-from hf_rocm_tune.training.trainer import VerifiedSFTTrainer, VerifiedTransferMixin
+from hf_rocm_tune.train.stall import StallGuard
+from hf_rocm_tune.train.telemetry import Telemetry
+from hf_rocm_tune.train.trainer import VerifiedSFTTrainer, VerifiedTransferMixin
 from hf_rocm_tune.transfer import Mover
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ import torch
 from safetensors import SafetensorError
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.models.files import check_safetensors
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.history import run_settings
+from hf_rocm_tune.survive import manifest
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

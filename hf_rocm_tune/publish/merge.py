@@ -54,12 +54,12 @@ from transformers.core_model_loading import (
 )
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.integrity.atomic import clean_leftovers, staged_directory
-from hf_rocm_tune.integrity.manifest import drop_from_cache
 from hf_rocm_tune.models.factory import check_architecture
 from hf_rocm_tune.models.files import check_files, check_model_directory, default_memory
 from hf_rocm_tune.publish.adapter import NAME, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive.atomic import clean_leftovers, staged_directory
+from hf_rocm_tune.survive.manifest import drop_from_cache
 from hf_rocm_tune.transfer import digest
 
 if TYPE_CHECKING:

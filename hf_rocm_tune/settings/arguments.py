@@ -28,16 +28,16 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 from trl.scripts.utils import DatasetConfig
 
+from hf_rocm_tune.cards.averaging import SyncSettings
+from hf_rocm_tune.cards.preflight import Preflight
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.data.sources import part_of_mixture
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.models import recompute
-from hf_rocm_tune.ranks.averaging import SyncSettings
-from hf_rocm_tune.ranks.preflight import Preflight
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
 from hf_rocm_tune.settings import names
-from hf_rocm_tune.training import stall
+from hf_rocm_tune.train import stall
 
 if TYPE_CHECKING:
     from trl.trainer.base_config import _BaseConfig

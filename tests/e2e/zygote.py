@@ -30,7 +30,7 @@ def _dump_logits_after_saving(target: str) -> None:
     """When the command has saved its result, the logits of the live model for fixed tokens go to a file."""
     import torch
 
-    from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
+    from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
     from tests.e2e.probe import logits
 
     stock = VerifiedSFTTrainer.save_model
@@ -53,7 +53,7 @@ def _rename(method: str) -> None:
 
 def _stop_in_sum(number: int) -> None:
     """This rank is stopped in a backward pass, at the n-th gradient that tensor parallelism adds up."""
-    from hf_rocm_tune.ranks.tensor_parallel import Reductions
+    from hf_rocm_tune.cards.tensor_parallel import Reductions
 
     stock, left = Reductions.total, itertools.count(1 - number)
 
@@ -82,7 +82,7 @@ def _child(request: dict[str, Any]) -> None:
     code = 1
     try:
         if "PREFLIGHT_LIMIT" in os.environ:
-            from hf_rocm_tune.ranks import preflight
+            from hf_rocm_tune.cards import preflight
 
             preflight.run.__kwdefaults__["limit_s"] = float(os.environ["PREFLIGHT_LIMIT"])
         if "PRETENDED_MACHINE" in os.environ:
@@ -146,7 +146,7 @@ def main() -> None:
 
     import hf_rocm_tune.job.run
     import hf_rocm_tune.publish.page
-    import hf_rocm_tune.training.trainer  # noqa: F401
+    import hf_rocm_tune.train.trainer  # noqa: F401
 
     gc.collect()
     gc.freeze()

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish.merge import merge, merged_card
+from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.publish.merge_cases import (
     EXPERTS,

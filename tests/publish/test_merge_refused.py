@@ -15,7 +15,7 @@ from peft import LNTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.publish.merge_cases import load_base, lora, write_adapter
 

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish import merge as merging
 from hf_rocm_tune.publish.generate import LoadSettings, loaded_model
 from hf_rocm_tune.publish.merge import merge
+from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.e2e import probe
 from tests.e2e.command import CommandServer, Result
