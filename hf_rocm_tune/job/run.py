@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.cards.agree import highest, on_main_process
-from hf_rocm_tune.data.formats import FormatInfo, Method, as_trl, check_format, without_thinking
+from hf_rocm_tune.data.formats import Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.errors import MemoryFaultError, TuneError, UsageError
 from hf_rocm_tune.job import announce
@@ -505,33 +505,33 @@ def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: 
     script, training = arguments.script, arguments.training
     need_eval = training.eval_strategy != "no"
     seed = training.seed if training.data_seed is None else training.data_seed
-    understand = partial(_understood, arguments, tokenizer, vocabulary)
     if arguments.mixture.datasets:
-        return load_mixture(
+        found = load_mixture(
             arguments.mixture,
             train_split=script.dataset_train_split,
             test_split=script.dataset_test_split,
             need_eval=need_eval,
-            understand=understand,
             seed=seed,
         )
-    found = load_source(
-        script.dataset_name,
-        config=script.dataset_config,
-        streaming=script.dataset_streaming,
-        train_split=script.dataset_train_split,
-        test_split=script.dataset_test_split,
-        need_eval=need_eval,
-        eval_split_size=arguments.tune.eval_rows,
-        seed=seed,
-    )
-    train, evaluation = understand(found.train, "train")[0], found.eval
-    return replace(found, train=train, eval=None if evaluation is None else understand(evaluation, "evaluation")[0])
+    else:
+        found = load_source(
+            script.dataset_name,
+            config=script.dataset_config,
+            streaming=script.dataset_streaming,
+            train_split=script.dataset_train_split,
+            test_split=script.dataset_test_split,
+            need_eval=need_eval,
+            eval_split_size=arguments.tune.eval_rows,
+            seed=seed,
+        )
+    understand = partial(_understood, arguments, tokenizer, vocabulary)
+    evaluation = None if found.eval is None else understand(found.eval, "evaluation")
+    return replace(found, train=understand(found.train, "train"), eval=evaluation)
 
 
 def _understood(
     arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, rows: Rows, split: str
-) -> tuple[Rows, FormatInfo]:
+) -> Rows:
     training = arguments.training
     found = check_format(
         rows,
@@ -551,4 +551,4 @@ def _understood(
     if found.unusual_roles:
         roles = ", ".join(found.unusual_roles)
         announce.say(f"the {split} rows have roles that the chat template may not support: {roles}")
-    return as_trl(rows, found), found
+    return as_trl(rows, found)
