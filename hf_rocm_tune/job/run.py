@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,9 @@ from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.data.formats import Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
+from hf_rocm_tune.data.summary import of_trained
 from hf_rocm_tune.errors import MemoryFaultError, TuneError, UsageError
-from hf_rocm_tune.job import announce
+from hf_rocm_tune.job import announce, preview
 from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
 from hf_rocm_tune.job.refusals import (
     check_adapter,
@@ -116,6 +117,8 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         print(arguments.to_yaml(), end="")
         return 0
     check_world(arguments.training.world_size, os.environ)
+    if arguments.tune.dry_run:
+        return _dry_run(arguments, arguments.tune.dry_run)
     if arguments.training.disable_tqdm or not sys.stderr.isatty():
         telemetry.quieten_bars()
     if newer := upstream.untested():
@@ -135,6 +138,25 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         collective_s=arguments.training.ddp_timeout if several else None,
     ) as guard:
         return _run(arguments, guard)
+
+
+def _dry_run(arguments: Arguments, form: str) -> int:
+    """Shows what would be trained on."""
+    if arguments.method in ("grpo", "orpo"):
+        raise UsageError(
+            f"--dry_run shows the rows of sft, dpo, kto and reward; {arguments.method} makes its own: drop it"
+        )
+    if arguments.script.dataset_streaming:
+        raise UsageError("--dry_run counts all rows, and --dataset_streaming reads them on the way: drop one of them")
+    telemetry.quieten_bars()
+    with redirect_stdout(sys.stderr):  # stdout is the preview's
+        source, config = _source(arguments)
+        tokenizer = load_tokenizer(source, getattr(arguments.training, "chat_template_path", None))
+        data = _data(arguments, tokenizer, getattr(config.get_text_config(), "vocab_size", None))
+        trainer = preview.prepared(arguments, source, data, tokenizer)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(preview.shown(trainer, form, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    return 0
 
 
 def _tell(error: TuneError) -> None:
@@ -315,19 +337,7 @@ def _prepare(
 ) -> Job:
     """Everything that can be checked without loading the model."""
     training, tune = arguments.training, arguments.tune
-    source = ModelSource(
-        name=arguments.model.model_name_or_path,
-        revision=arguments.model.model_revision,
-        trust_remote_code=training.trust_remote_code,
-        reward=arguments.method == "reward",
-        init={
-            "attn_implementation": arguments.model.attn_implementation,
-            "dtype": arguments.model.dtype,
-            **(training.model_init_kwargs or {}),
-        },
-        quantization=get_quantization_config(arguments.model),
-    )
-    config = check_source(source, training.device)
+    source, config = _source(arguments)
     check_recomputation(arguments, source)
     check_method(arguments, os.environ)
     adapter = open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None
@@ -369,6 +379,24 @@ def _prepare(
         adapter=adapter,
         rewards=rewards,
     )
+
+
+def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
+    """The model to load, and its checked configuration."""
+    training = arguments.training
+    source = ModelSource(
+        name=arguments.model.model_name_or_path,
+        revision=arguments.model.model_revision,
+        trust_remote_code=training.trust_remote_code,
+        reward=arguments.method == "reward",
+        init={
+            "attn_implementation": arguments.model.attn_implementation,
+            "dtype": arguments.model.dtype,
+            **(training.model_init_kwargs or {}),
+        },
+        quantization=get_quantization_config(arguments.model),
+    )
+    return source, check_source(source, training.device)
 
 
 def _warm_up(mover: Mover, source: ModelSource) -> int:
@@ -475,6 +503,13 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
                 if lost:
                     announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
     check_rows(trainer)
+    summaries = preview.summaries(trainer, job.data)
+    if tune.mask_thinking:
+        summaries = {name: of_trained(getattr(trainer, f"{name}_dataset"), each) for name, each in summaries.items()}
+    for summary in summaries.values():
+        announce.say(summary.line())
+        if warning := summary.warning():
+            announce.say(f"warning: {warning}")
     job.arguments = replace(job.arguments, training=trainer.args)  # the trainer's own, changed copy
     if job.publisher is not None:
         job.publisher.alive = partial(trainer.beat, "save")
@@ -486,6 +521,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         findings=job.findings,
         preflight=job.arguments.preflight.to_dict() if job.arguments.preflight else None,
         telemetry=job.telemetry,
+        data=tuple(each.to_dict() for each in summaries.values()),
     )
     return trainer, facts
 

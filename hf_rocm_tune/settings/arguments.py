@@ -175,6 +175,11 @@ class TuneArguments:
         "At the start, print each default that differs from TRL's, and why.",
         aliases=["-v"],
     )
+    dry_run: Literal["text", "json", "html"] | None = _option(
+        None,
+        "Check all settings, show the rows as the model will read them with the tokens that count in the loss, lengths "
+        "and what is cut off, and exit. No weights are loaded and nothing is written. text unless given.",
+    )
     print_config: bool = _option(False, "Print the resolved configuration as a YAML recipe and exit.")
 
     def __post_init__(self) -> None:
@@ -454,6 +459,8 @@ def build_parser(method: Method = "sft") -> _Parser:
     for action in parser._actions:
         if action.type is string_to_bool:  # upstream wants a value after flags whose default is None, as `--bf16`
             action.nargs, action.const = "?", True
+        if action.dest == "dry_run":
+            action.nargs, action.const = "?", "text"
         if action.dest == "datasets":
             action.help = "A mixture: paths, or in a recipe mappings with path, split, fraction, columns ..."
     return parser
