@@ -1,8 +1,8 @@
 """What is trained on, counted before the first step: rows, tokens, what ``--max_length`` cuts off, what is dropped.
 
 Covered: rows that TRL tokenises before the run, of SFT, DPO, KTO and reward training. Not covered: streamed rows, rows
-with pictures, which are tokenised on the way, and prompts of GRPO; of reward training the rows that TRL drops are counted,
-not measured.
+with pictures, which are tokenised on the way, and prompts of GRPO. Rows that the reward trainer drops are counted, not
+measured.
 """
 
 from __future__ import annotations
