@@ -51,7 +51,6 @@ _BELOW_ONE: _Bound = (lambda value: 0 <= value < 1, "0 or more and below 1")
 _OFF_OR_MORE: _Bound = (lambda value: value >= 0, "0 (off) or more")  # a NaN is neither
 _OUR_BOUNDS: dict[str, _Bound] = {
     "sentinel_every": _OFF_OR_MORE,
-    "compare_optimizer_every": _OFF_OR_MORE,
     "prefetch_batches": _OFF_OR_MORE,
     "telemetry_every": _NOT_NEGATIVE,
     "effective_batch": _AT_LEAST_ONE,
@@ -89,9 +88,6 @@ class TuneArguments:
     )
     consent_unverified: bool = _option(False, "Train although `--verify full` does not cover every byte on the device.")
     sentinel_every: int = _option(50, "Steps between two checks of weights that must not change. 0: no checks.")
-    compare_optimizer_every: int = _option(
-        0, "Steps between two comparisons of the optimizer state across ranks. 0: never."
-    )
     prefetch_batches: int = _option(
         1,
         "Batches transferred ahead of the one in use; values above 1 apply within an accumulation window only. "
