@@ -182,14 +182,15 @@ void prepare(Launch &launch) {
 
 extern "C" int gfx_run(const gfx_kernel *kernel, const gfx_launch *launch, gfx_lookup lookup, gfx_stats *stats, char *error, size_t error_bytes) {
     using namespace gfx;
-    auto state = std::make_unique<Launch>(Launch{kernel, launch, lookup});
+    auto state = std::make_unique<Launch>();
+    state->kernel = kernel, state->launch = launch, state->lookup = lookup;
     Wave *current = nullptr;
+    std::vector<std::unique_ptr<Wave>> waves;
+    Group group{state.get(), {}, 1, {}, {}, {}};
     try {
         prepare(*state);
         unsigned count = (launch->block[0] * launch->block[1] * launch->block[2] + LANES - 1) / LANES;
-        std::vector<std::unique_ptr<Wave>> waves;
         for (unsigned n = 0; n < count; n++) waves.push_back(std::make_unique<Wave>());
-        Group group{state.get(), {}, 1, {}, {}, {}};
         uint64_t groups = uint64_t(launch->grid[0]) * launch->grid[1] * launch->grid[2];
         for (uint64_t n : order(groups, launch->seed)) {
             group.id[0] = uint32_t(n % launch->grid[0]), group.id[1] = uint32_t(n / launch->grid[0] % launch->grid[1]);
