@@ -7,7 +7,9 @@
 #include "gfx1100.h"
 
 #include <hip/hip_runtime_api.h>
+#include <hip/library_types.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdio>
@@ -77,12 +79,13 @@ std::vector<Span> &managed() { // pages that move between host and card: never f
     return *all;
 }
 std::vector<Span> live(int device) {
-    std::vector<std::array<uint64_t, 2>> rows(256);
-    for (int n; (n = sim_live(device, reinterpret_cast<uint64_t(*)[2]>(rows.data()), int(rows.size()))) != int(rows.size());) {
-        const bool enough = n < int(rows.size());
-        rows.resize(size_t(enough ? n : 2 * n));
-        if (enough) break;
+    std::vector<std::array<uint64_t, 2>> rows;
+    int room = 512, found = 512;
+    while (found >= room) {
+        rows.resize(size_t(room *= 2));
+        found = sim_live(device, reinterpret_cast<uint64_t(*)[2]>(rows.data()), room);
     }
+    rows.resize(size_t(found));
     std::vector<Span> spans;
     for (auto &row : rows) spans.push_back({row[0], row[1], 3});
     std::lock_guard<std::mutex> guard(managed_lock);
@@ -285,7 +288,7 @@ API hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned x, unsigne
 }
 // Asked for by Triton and never called for this card: it has no clusters, and a cooperative grid is not simulated.
 API hipError_t hipModuleLaunchCooperativeKernel(hipFunction_t, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                                                hipStream_t, void **, void **) {
+                                                hipStream_t, void **) {
     return said(hipErrorNotSupported);
 }
 API hipError_t hipDrvLaunchKernelEx(const HIP_LAUNCH_CONFIG *, hipFunction_t, void **, void **) { return said(hipErrorNotSupported); }
