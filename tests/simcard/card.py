@@ -15,6 +15,8 @@ Variables, read when torch is imported and again by `configure`:
     SIMCARD_REFUSAL=kind     who says that there is no memory: torch (as by default), accelerator, driver, blas,
                              or exit: bitsandbytes, which ends the process
     SIMCARD_LIBRARY=bytes    what the first matrix product of each thread takes outside torch's allocator
+    SIMCARD_GFX1100=1        a ROCm torch and a gfx1100: Triton and bitsandbytes' ROCm library run as machine code, which
+                             `tests.gfx1100` executes; it has further variables
     SIMCARD_LOG=file         a line for each copy, wait, harm and first use: process, kind, card, bytes, who called
 """
 
@@ -97,7 +99,8 @@ def load() -> None:
     global lib
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # there is no compiler for this card
-    sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
+    if not gfx1100():
+        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     for name in sorted((torch_directory() / "lib").glob("libgomp*")):
         ctypes.CDLL(str(name), mode=ctypes.RTLD_GLOBAL)
     lib = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
@@ -112,6 +115,16 @@ def load() -> None:
     lib.sim_blocks.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
     lib.sim_count.restype = ctypes.c_int64
     lib.sim_rng_initial_seed.restype = ctypes.c_uint64
+    lib.sim_stream.restype = ctypes.c_void_p
+    if gfx1100():
+        from tests.gfx1100 import hip
+
+        hip.install()
+
+
+def gfx1100() -> bool:
+    """Whether kernels are gfx1100 machine code."""
+    return os.environ.get("SIMCARD_GFX1100") == "1"
 
 
 def configure() -> None:
