@@ -222,13 +222,6 @@ def _in_words(layout: _Layout, conversational: bool, roles: set[str]) -> str:
     return ", ".join(said)
 
 
-def as_messages(dataset: Rows) -> Rows:
-    """Prompts and completions, both messages, joined to conversations, for a mixture with conversations."""
-    return dataset.map(
-        lambda row: {"messages": row["prompt"] + row["completion"]}, remove_columns=["prompt", "completion"]
-    )
-
-
 # ---- recognising the format -----------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,6 @@ from trl.scripts.utils import DatasetConfig
 from hf_rocm_tune.cards.averaging import SyncSettings
 from hf_rocm_tune.cards.preflight import Preflight
 from hf_rocm_tune.data.formats import Method
-from hf_rocm_tune.data.sources import part_of_mixture
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.models import recompute
@@ -175,6 +174,11 @@ class TuneArguments:
         False,
         "At the start, print each default that differs from TRL's, and why.",
         aliases=["-v"],
+    )
+    dry_run: Literal["text", "json", "html"] | None = _option(
+        None,
+        "Check all settings, show the rows as the model will read them with the tokens that count in the loss, lengths "
+        "and what is cut off, and exit. No weights are loaded and nothing is written. text unless given.",
     )
     print_config: bool = _option(False, "Print the resolved configuration as a YAML recipe and exit.")
 
@@ -455,9 +459,10 @@ def build_parser(method: Method = "sft") -> _Parser:
     for action in parser._actions:
         if action.type is string_to_bool:  # upstream wants a value after flags whose default is None, as `--bf16`
             action.nargs, action.const = "?", True
+        if action.dest == "dry_run":
+            action.nargs, action.const = "?", "text"
         if action.dest == "datasets":
-            action.type, action.metavar = part_of_mixture, "NAME[,fraction=0.3,split=...]"
-            action.help = "A mixture: names or paths of datasets, each with a recipe's keys after commas."
+            action.help = "A mixture: paths, or in a recipe mappings with path, split, fraction, columns ..."
     return parser
 
 
@@ -666,6 +671,8 @@ def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
     hints = typing.get_type_hints(DatasetConfig)
     kinds = {str: "text", list: "a list", dict: "a mapping"}
     for number, part in enumerate(parts, start=1):
+        if isinstance(part, DatasetConfig):  # a bare path, which the parser has made one of
+            continue
         if not isinstance(part, Mapping):
             yield f"--datasets, part {number}: expected a mapping with path, fraction ..., got {part}"
             continue

@@ -246,6 +246,7 @@ _MORE = f"""
 more:
   --accelerate_config NAME        launcher settings: of `configs ls`, or a file
   --cards_way auto                two cards, used as the plan finds fastest
+  --dry_run                       show the rows and what counts in the loss, and exit
   --print_config                  print all settings as a recipe and exit
   -v                              print more at the start
   {HELP_ALL}                      every flag: ours, TRL's and the launcher's"""

@@ -35,6 +35,7 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import everyone
 from hf_rocm_tune.cards.averaging import Compression, SyncSettings, Way
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
+from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError, UsageError, listed
 from hf_rocm_tune.models.adapter import LearningRates, share_inputs
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
@@ -821,7 +822,7 @@ def _has_writer(event: str, *callbacks: type) -> bool:
     return any(is_foreign(each) and getattr(each, event, None) is not stock for each in callbacks)
 
 
-class VerifiedSFTTrainer(VerifiedTransferMixin, SFTTrainer):
+class VerifiedSFTTrainer(VerifiedTransferMixin, CountedSFTTrainer):
     """Supervised fine-tuning in which every weight and batch is verified on its way to the device."""
 
 
