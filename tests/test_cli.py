@@ -29,7 +29,7 @@ def test_the_verbs_are_the_public_commands() -> None:
         ["sft", "train", "dpo", "kto", "reward", "grpo", "orpo", "run"],
         ["doctor", "plan", "configs", "recipes", "env", "bench", "demo", "drill"],
     )
-    result = ["report", "push", "merge", "generate", "chat", "eval"]
+    result = ["report", "push", "merge", "generate", "chat"]
     assert list(cli.VERBS) == [*training, *machine, *result, "version"]
     assert all(command.__doc__ and "\n" not in command.__doc__ for command in cli.VERBS.values())
 
