@@ -164,6 +164,16 @@ def test_training_help_is_one_screen_that_imports_nothing_large(start: tuple[str
         assert part in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("verb", "own"),
+    [("dpo", "--loss_type"), ("kto", "--desirable_weight"), ("reward", "--center_rewards"), ("grpo", "--reward_funcs")],
+)
+def test_the_short_help_has_a_method_s_own_flags_and_none_that_it_refuses(verb: str, own: str) -> None:
+    shown = light("hf_rocm_tune", verb, "--help").stdout
+    assert own in shown and max(map(len, shown.splitlines())) <= 80
+    assert not any(f"  --{flag} " in shown for flag in ("auto_fit", "split_layers", "packing"))
+
+
 @pytest.mark.parametrize("start", STARTS[1:3], ids=" ".join)
 def test_wrong_paths_columns_and_numbers_are_told_before_anything_large_is_imported(
     start: tuple[str, ...], tmp_path: Path

@@ -250,6 +250,39 @@ verification and result:
   --push_to_hub                   upload the result and verify it
   --report_to NAME                tensorboard, trackio, wandb ...
 """
+_OF_METHOD: dict[Method, str] = {
+    "dpo": """\
+preferences:
+  --beta X                        weight of the distance to the reference
+  --loss_type NAME                sigmoid, ipo, hinge, apo_zero ...
+""",
+    "kto": """\
+ratings:
+  --beta X                        weight of the distance to the reference
+  --desirable_weight X            weight of the good answers
+  --undesirable_weight X          weight of the bad answers
+""",
+    "orpo": """\
+preferences:
+  --beta X                        weight of the odds ratio
+  --max_completion_length N       tokens per answer; longer ones are cut
+""",
+    "reward": """\
+reward model:
+  --center_rewards_coefficient X  keeps the rewards around zero
+""",
+    "grpo": """\
+rewards:
+  --reward_funcs NAME ...         of TRL, or module.function
+  --reward_model_name_or_path ID  a reward model, verified too
+  --num_generations N             answers for each prompt
+  --max_completion_length N       tokens per answer
+  --steps_per_generation N        micro-batches from one generation
+  --beta X                        weight of the distance to the reference
+""",
+}
+#: Flags of the short help that the other methods refuse.
+_SFT_ONLY = frozenset({"auto_fit", "split_layers"})
 _MORE = f"""
 more:
   --accelerate_config NAME        launcher settings: of `configs ls`, or a file
@@ -264,10 +297,12 @@ def screen(verb: Method) -> str:
     """The common flags of a verb with their defaults, on one screen."""
     about, known = VERBS[verb], flags(verb)
     lines = [f"usage: hf-rocm-tune {verb} --model NAME --dataset NAME [flags]", "", about.what, ""]
-    for line in _SCREEN.splitlines():
+    head, memory, tail = _SCREEN.partition("memory:\n")
+    own = f"{_OF_METHOD[verb]}\n" if verb in _OF_METHOD else ""
+    for line in (head + own + memory + tail).splitlines():
         typed = line.split()[0].removeprefix("--") if line.startswith("  --") else None
         name = ALIASES.get(typed or "", typed)
-        if name is not None and known and name not in known:
+        if name is not None and ((known and name not in known) or (verb != "sft" and name in _SFT_ONLY)):
             continue
         default = _OURS.get(name or "") or (_shown(known[name].default) if name in known else "")
         if name == "learning_rate" and known:
