@@ -195,6 +195,8 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
             group = exits.RankGroup.of(os.environ)
             why = ((group and group.last_message()) or "a process ended without a message").partition(". ")[0]
             announce.say(f"the launcher has restarted all processes ({why}): the run continues from {where}")
+        elif plan.checkpoint is not None:
+            announce.say(announce.resumption(plan.checkpoint))
         publisher = _open_publisher(arguments)
         if plan.action == "finished":
             announce.say(f"this run is finished in {plan.directory}; give --overwrite_output_dir to train again")
