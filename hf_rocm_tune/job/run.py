@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.cards.agree import highest, on_main_process
+from hf_rocm_tune.data import turns
 from hf_rocm_tune.data.formats import Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.data.summary import of_trained
@@ -38,7 +39,14 @@ from hf_rocm_tune.job.refusals import (
 )
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import LearningRates, check_targets, target_names
-from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
+from hf_rocm_tune.models.factory import (
+    ModelSource,
+    attest_files,
+    check_source,
+    load_model,
+    load_tokenizer,
+    named_templates,
+)
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
@@ -151,7 +159,7 @@ def _dry_run(arguments: Arguments, form: str) -> int:
     telemetry.quieten_bars()
     with redirect_stdout(sys.stderr):  # stdout is the preview's
         source, config = _source(arguments)
-        tokenizer = load_tokenizer(source, getattr(arguments.training, "chat_template_path", None))
+        tokenizer = _tokenizer(arguments, source)
         data = _data(arguments, tokenizer, getattr(config.get_text_config(), "vocab_size", None))
         trainer = preview.prepared(arguments, source, data, tokenizer)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -355,7 +363,7 @@ def _prepare(
         announce.say(f"crashes are injected on request: {crashes}")
     if step_faults := StepFaultSpec.from_environment():
         announce.say(f"faults in steps are injected on request: {step_faults}")
-    tokenizer = load_tokenizer(source, getattr(training, "chat_template_path", None))
+    tokenizer = _tokenizer(arguments, source)
     # an adapter may have added tokens to the vocabulary
     known = None if tune.adapter_name_or_path else getattr(config.get_text_config(), "vocab_size", None)
     data = _data(arguments, tokenizer, known)
@@ -397,6 +405,16 @@ def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
         quantization=get_quantization_config(arguments.model),
     )
     return source, check_source(source, training.device)
+
+
+def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer; TRL is not told of a chat template by name, which the tokenizer then has."""
+    training = arguments.training
+    path = getattr(training, "chat_template_path", None)
+    tokenizer = load_tokenizer(source, path)
+    if path in named_templates() and not os.path.exists(path):
+        training.chat_template_path = None
+    return tokenizer
 
 
 def _warm_up(mover: Mover, source: ModelSource) -> int:
@@ -561,8 +579,11 @@ def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: 
             seed=seed,
         )
     understand = partial(_understood, arguments, tokenizer, vocabulary)
+    train = understand(found.train, "train")
     evaluation = None if found.eval is None else understand(found.eval, "evaluation")
-    return replace(found, train=understand(found.train, "train"), eval=evaluation)
+    if getattr(training, "assistant_only_loss", False) and "labels" in (train.column_names or next(iter(train))):
+        training.assistant_only_loss = False  # done, see `turns`; TRL would ask its template for marks
+    return replace(found, train=train, eval=evaluation)
 
 
 def _understood(
@@ -587,4 +608,15 @@ def _understood(
     if found.unusual_roles:
         roles = ", ".join(found.unusual_roles)
         announce.say(f"the {split} rows have roles that the chat template may not support: {roles}")
-    return as_trl(rows, found)
+    rows = as_trl(rows, found)
+    wanted = getattr(training, "assistant_only_loss", False) and found.kind == "messages"
+    # a model's template is known to TRL only, and a processor's rows have pictures
+    readable = not getattr(training, "chat_template_path", None) or training.chat_template_path.endswith(
+        (".jinja", ".j2")
+    )
+    if wanted and readable and hasattr(tokenizer, "is_fast") and not turns.template_is_marked(tokenizer):
+        announce.say(
+            f"the chat template has no marks: the assistant's turns of the {split} rows are found by their prefixes"
+        )
+        return turns.with_labels(rows, tokenizer, split)
+    return rows

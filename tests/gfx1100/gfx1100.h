@@ -48,6 +48,9 @@ typedef int (*gfx_lookup)(uint64_t address, uint64_t *base, uint64_t *bytes, uin
 int gfx_run(const gfx_kernel *, const gfx_launch *, gfx_lookup, gfx_stats * /* may be NULL */, char *error,
             size_t error_bytes);
 
+// The instruction at `code` as text, as llvm-objdump writes it; its length in bytes, or 0 and why it is not known.
+int gfx_text(const void *code, uint64_t code_bytes, uint64_t pc, char *text, size_t text_bytes);
+
 #ifdef __cplusplus
 }
 #endif
