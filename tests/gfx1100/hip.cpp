@@ -27,7 +27,7 @@
 extern "C" { // of the simulated card
 void sim_push(void *stream, void (*run)(void *), void *context);
 int sim_stream_device(void *stream); // of the current one for none
-int sim_live(int device, uint64_t (*rows)[2], int room);
+int sim_live(int device, uint64_t (*rows)[3], int room);
 int sim_device_count();
 }
 
@@ -49,7 +49,7 @@ struct Module {
 using Loader = void (*)(uint64_t image, void *module);
 Loader loader = nullptr;
 int log_file = -1;
-uint32_t checks = GFX_CHECK_UNINITIALISED | GFX_CHECK_RACES, seed = 1;
+uint32_t checks = 0, seed = 1;
 
 thread_local hipError_t last_error = hipSuccess;
 hipError_t said(hipError_t error) {
@@ -79,15 +79,18 @@ std::vector<Span> &managed() { // pages that move between host and card: never f
     return *all;
 }
 std::vector<Span> live(int device) {
-    std::vector<std::array<uint64_t, 2>> rows;
+    std::vector<std::array<uint64_t, 3>> rows;
     int room = 512, found = 512;
     while (found >= room) {
         rows.resize(size_t(room *= 2));
-        found = sim_live(device, reinterpret_cast<uint64_t(*)[2]>(rows.data()), room);
+        found = sim_live(device, reinterpret_cast<uint64_t(*)[3]>(rows.data()), room);
     }
     rows.resize(size_t(found));
     std::vector<Span> spans;
-    for (auto &row : rows) spans.push_back({row[0], row[1], 3});
+    for (auto &row : rows) {
+        spans.push_back({row[0], row[1], 3});
+        if (row[2] > row[1]) spans.push_back({row[0] + row[1], row[2] - row[1], 1}); // the granule's rest may be read, unused
+    }
     std::lock_guard<std::mutex> guard(managed_lock);
     spans.insert(spans.end(), managed().begin(), managed().end());
     std::sort(spans.begin(), spans.end(), [](const Span &a, const Span &b) { return a.base < b.base; });
@@ -208,9 +211,10 @@ struct Operations {
 #define API extern "C" __attribute__((visibility("default")))
 
 // ---- for the loader -------------------------------------------------------------------------------------------------
-API void gfx_hip_start(Loader load, const char *log_path, uint32_t first_seed) {
+API void gfx_hip_start(Loader load, const char *log_path, uint32_t first_seed, uint32_t wanted_checks) {
     loader = load;
     seed = first_seed;
+    checks = wanted_checks;
     if (*log_path) log_file = open(log_path, O_WRONLY | O_CREAT | O_APPEND, 0644);
 }
 API void gfx_hip_add(void *module, const char *name, Function *function) { static_cast<Module *>(module)->functions[name] = function; }

@@ -3,6 +3,7 @@
 Variables, read when it is installed:
 
     SIMCARD_GFX1100_LOG=file    a line for each kernel that ran: see `Ran`
+    SIMCARD_GFX1100_CHECKS=n    1: uninitialised registers and LDS, 2: races in LDS; 3 by default
     SIMCARD_SEED=n              of the order in which the waves of a workgroup go on
 """
 
@@ -105,7 +106,8 @@ def install() -> None:
 
     _kept.append(_Loader(load))
     log = os.environ.get("SIMCARD_GFX1100_LOG", "")
-    loaded.gfx_hip_start(_kept[-1], log.encode(), int(os.environ.get("SIMCARD_SEED", "1")))
+    seed, checks = (int(os.environ.get(f"SIMCARD_{name}", default)) for name, default in (("SEED", 1), ("GFX1100_CHECKS", 3)))
+    loaded.gfx_hip_start(_kept[-1], log.encode(), seed, checks)
 
 
 def _function(kernel: code_objects.Kernel) -> _Function:

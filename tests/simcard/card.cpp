@@ -1142,20 +1142,20 @@ __attribute__((visibility("default"))) void sim_push(void* stream, void (*run)(v
   ++sim::kernels_async;
   queue_of(stream).push([run, context] { run(context); });
 }
-__attribute__((visibility("default"))) int sim_live(int dev, uint64_t (*rows)[2], int room) {  // address and bytes, as asked for
+__attribute__((visibility("default"))) int sim_live(int dev, uint64_t (*rows)[3], int room) {  // address, bytes that were asked for, and with the allocator's rounding
   int n = 0;
-  auto add = [&](const void* at, size_t bytes) {
-    if (n < room) rows[n][0] = uint64_t(at), rows[n][1] = bytes;
+  auto add = [&](const void* at, size_t bytes, size_t rounded) {
+    if (n < room) rows[n][0] = uint64_t(at), rows[n][1] = bytes, rows[n][2] = rounded;
     ++n;
   };
   auto& mem = sim::memory(sim::DeviceIndex(dev));
   {
     std::lock_guard<std::mutex> g(mem.m);
     for (auto& [at, b] : mem.all)
-      if (b->state == 1) add(at, b->asked);
+      if (b->state == 1) add(at, b->asked, b->used);
   }
   std::lock_guard<std::mutex> g(sim::pinned_lock);
-  for (auto& [at, bytes] : sim::pinned()) add(at, bytes);
+  for (auto& [at, bytes] : sim::pinned()) add(at, bytes, bytes);
   return n;
 }
 __attribute__((visibility("default"))) void sim_poison(int on) { sim::poison = on != 0; }
