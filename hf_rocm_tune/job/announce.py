@@ -32,6 +32,7 @@ from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.survive.run_directory import deciding_settings
 from hf_rocm_tune.train import report
 from hf_rocm_tune.train.telemetry import describe_device
+from hf_rocm_tune.transfer import triton_refusal
 
 if TYPE_CHECKING:
     from hf_rocm_tune.settings.arguments import Arguments
@@ -73,6 +74,8 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
     if ranks > 1 and (sync.way, sync.compression) != ("ddp", "none"):
         where = "through host memory, over gloo" if sync.way == "host" else "by DistributedDataParallel"
         lines.append(f"gradients are averaged {where}, compression {sync.compression}")
+    if mover.device.type != "cpu" and (refusal := triton_refusal(mover.device)):
+        lines.append(f"Triton does not run here: {refusal}; loss and digests are computed without it, which is slower")
     faults = mover.fault_injection()
     if faults is not None:
         lines.append(f"faults are injected on request: {faults}")

@@ -20,7 +20,7 @@ from hf_rocm_tune.models.quantised import (
     require_quantised,
 )
 from hf_rocm_tune.models.split import device_map, tell_of_devices, without_dispatch
-from hf_rocm_tune.paths import expand_user
+from hf_rocm_tune.paths import expand_user, is_local_model, require_model
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class ModelSource:
     @property
     def is_local(self) -> bool:
         """Whether the name is a path: it exists, or is written as one."""
-        return os.path.exists(expand_user(self.name)) or self.name.startswith((".", "/", "~"))
+        return is_local_model(self.name)
 
 
 _HUB_CURE = "check the spelling, the network and HF_HUB_OFFLINE, or give a model directory"
@@ -58,9 +58,8 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    require_model(source.name)
     if source.is_local:
-        if not os.path.exists(expand_user(source.name)):
-            raise UsageError(f"model: {source.name} does not exist: give a model directory or a Hub id")
         check_model_directory(expand_user(source.name))
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
