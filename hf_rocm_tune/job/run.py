@@ -465,7 +465,6 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     # a model to be sharded stays on the host: each card gets its part when the trainer is built
     on_host = (is_wanted(os.environ) or job.arguments.ranks.tensor_parallel) and job.source.quantization is None
     model, seconds = load_model(job.source, job.mover, on_host=on_host)
-    records = on_main_process(lambda: attest_files(job.source, job.mover))
     peft_config = get_peft_config(job.arguments.model)
     if peft_config is not None:
         peft_config.target_modules = target_names(peft_config.target_modules)
@@ -515,6 +514,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             rates=LearningRates(lora_b=tune.loraplus_lr_ratio, embeddings=tune.embedding_learning_rate),
             **extra,
         )
+    records = on_main_process(lambda: attest_files(job.source, job.mover))  # of models that TRL has loaded, too
     if tune.mask_thinking:
         for split in ("train", "eval"):
             if (rows := getattr(trainer, f"{split}_dataset")) is not None:
