@@ -79,6 +79,15 @@ SEAMS: tuple[Seam, ...] = (
         patched=True,
     ),
     Seam(
+        name="open_weights",
+        module="transformers.modeling_utils",
+        attribute="safe_open",
+        parameters=("filename", "framework"),
+        why="opens the weight files: what is loaded are the mapped file's bytes, not what its reader returns",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
         name="load_state_dict",
         module="transformers.modeling_utils",
         attribute="convert_and_load_state_dict_in_model",

@@ -27,8 +27,8 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 
 # From low to high. A module that is not named is an entry point.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "version", "redaction", "paths"}),
-    frozenset({"configs", "upstream"}),
+    frozenset({"errors", "version", "redaction"}),
+    frozenset({"configs", "paths", "upstream"}),
     frozenset({"machine"}),
     frozenset({"transfer"}),
     frozenset({"data", "models"}),

@@ -7,6 +7,7 @@ Rank 0 writes the files. A card that a person wrote or edited is kept. A picture
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import traceback
@@ -29,6 +30,7 @@ from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
 from hf_rocm_tune.publish.page import loss_panel, write_png
 from hf_rocm_tune.redaction import Private, local_paths, one_line
 from hf_rocm_tune.survive.atomic import write_text_atomic
+from hf_rocm_tune.survive.manifest import MANIFEST_NAME
 from hf_rocm_tune.survive.run_directory import deciding_settings
 from hf_rocm_tune.train import report
 from hf_rocm_tune.train.telemetry import describe_device
@@ -86,6 +88,17 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
         ]
     ours = ", ".join(f"{row.name}={row.ours}" for row in arguments.differences)
     return [*lines, f"defaults other than trl's: {ours} (-v says why)"] if ours else lines
+
+
+def resumption(checkpoint: Path) -> str:
+    """The line of a run that continues; how far it is stands in the checkpoint's ``trainer_state.json``."""
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        steps = f" of {state['max_steps']:,} steps" if state["max_steps"] > 0 else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        steps = ""  # of another program, or damaged: loading it says so
+    attested = (checkpoint / MANIFEST_NAME).exists()
+    return f"continues from {checkpoint.name}{steps} ({'verified' if attested else 'not attested: it has no manifest'})"
 
 
 def model(trainer: VerifiedTransferMixin, facts: report.RunFacts) -> str:

@@ -32,7 +32,7 @@ from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
 
-from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.models.quantised import is_written_buffer, set_buffer
 from hf_rocm_tune.models.shards import local, own_part
 from hf_rocm_tune.survive.manifest import FileEntry, read_once
@@ -169,6 +169,28 @@ def adapter_on_host(model: nn.Module, mover: Mover, trained: Mapping[str, Tensor
         with mover.fetched(tensor.detach(), name=name, stage="adapter") as fetched:
             found[name] = fetched.host.clone()
     return found
+
+
+class HostCopy:
+    """Host copies of tensors that are used much later; each use checks that they are still what was copied."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._digests = {name: digest(tensor) for name, tensor in tensors.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors.
+
+        Raises:
+            MemoryFaultError: one has changed.
+        """
+        for name, tensor in self._tensors.items():
+            if digest(tensor) != self._digests[name]:
+                raise MemoryFaultError(
+                    f"the adapter's initial state changed in host memory: {name}",
+                    "Nothing was saved since; the checkpoints already written are intact: start the same command again",
+                )
+        return dict(self._tensors)
 
 
 def _live_model(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], set[str]]:

@@ -44,6 +44,7 @@ class RunFacts:
     findings: tuple[dict[str, Any], ...] = ()  # of the doctor and the environment policy, on one rank per machine
     telemetry: Telemetry | None = None  # of this process's card; None if the user has turned it off
     auto_fit: Mapping[str, Any] | None = None  # the choice of --auto_fit and the figures behind it
+    data: tuple[Mapping[str, Any], ...] = ()  # see `data.summary.DataSummary`
     preflight: Mapping[str, Any] | None = None  # how several ranks average gradients, and the evidence
 
 
@@ -68,6 +69,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         "digest": {"host": asdict(host_method()), "device": asdict(device_method(trainer.mover.device))},
         "ranks": len(everyone),
         "versions": versions(),
+        "data": list(facts.data),
         "coverage": {
             "verified_bytes": verified_weights + batches["verified_bytes"] + between["verified_bytes"],
             "device_bytes": weights.device_bytes * len(everyone) + batches["bytes"] + between["bytes"],

@@ -35,6 +35,7 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import everyone
 from hf_rocm_tune.cards.averaging import Compression, SyncSettings, Way
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
+from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError, UsageError, listed
 from hf_rocm_tune.models import loss
 from hf_rocm_tune.models.adapter import LearningRates, share_inputs
@@ -59,7 +60,7 @@ from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.models.shards import is_sharded, local
 from hf_rocm_tune.models.split import SplitMover
 from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase, PulseListener
-from hf_rocm_tune.survive.saved_state import adapter_on_host
+from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
 from hf_rocm_tune.train import ranks
 from hf_rocm_tune.train.checkpoint import Checkpoints, Uploader
 from hf_rocm_tune.train.device_memory import FragmentationCallback, read
@@ -101,6 +102,7 @@ else:
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
+_HOST = torch.device("cpu")
 
 
 class VerifiedTransferMixin(_Base):
@@ -113,7 +115,6 @@ class VerifiedTransferMixin(_Base):
         sentinel_every: number of steps in which each frozen tensor is checked once; 0: never. All are checked before a
             save.
         prefetch_batches: batches that may be in transfer beyond the one in use; 0: no overlap.
-        compare_optimizer_every: steps between two comparisons of the optimizer state across ranks; 0: never.
         consent_unverified: train although ``verify="full"`` did not reach every byte.
         recompute_layers: with activation checkpointing: how many layers, from the first, are recomputed fully, and how
             many after them except matrix products and attention; None: all fully. See `models.recompute`.
@@ -164,7 +165,6 @@ class VerifiedTransferMixin(_Base):
         transfer_settings: TransferSettings | None = None,
         sentinel_every: int = 50,
         prefetch_batches: int = 1,
-        compare_optimizer_every: int = 0,
         consent_unverified: bool = False,
         recompute_layers: tuple[int, int] | None = None,
         one_pass_loss: bool = False,
@@ -232,12 +232,11 @@ class VerifiedTransferMixin(_Base):
         share_inputs(self.model)
         self._place(self.model)
         if before and plain_lora:
-            self._checkpoints.start = adapter_on_host(self.model, self.mover, None)
+            self._checkpoints.start = HostCopy(adapter_on_host(self.model, self.mover, None))
         self._sentinel = SentinelCallback(
             self.model,
             self.mover,
             every=sentinel_every,
-            compare_optimizer_every=compare_optimizer_every,
             excuse_writes=is_foreign(type(self)),
             references=() if getattr(self.args, "sync_ref_model", False) else self._references,
         )
@@ -407,21 +406,25 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Any:
-        """Count label tokens in the host tensors: the device copies are not verified yet.
+        """Count label tokens in the host tensors, twice, from two memories: the device copies are not verified yet.
 
         Returns a device tensor of shape [], as upstream does, without a copy or a wait: ranks add up over gloo, and the
         number reaches the device as an argument of the kernel that fills the tensor.
         """
         sources = [map_tensors(batch, self._source_of) for batch in batch_samples]
+        copies = [_with_own_labels(batch) for batch in sources]
         across = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False  # added up below
         try:
-            count = super()._get_num_items_in_batch(sources, torch.device("cpu"))
+            count = super()._get_num_items_in_batch(sources, _HOST)
+            again = super()._get_num_items_in_batch(copies, _HOST)
         finally:
             self.args.average_tokens_across_devices = across
         self.mover.require_unchanged(sources)
         if not torch.is_tensor(count):
             return count
+        if count.item() != again.item():
+            raise self.mover.changed("labels", "while its labels were counted")
         counted = everyone([count.item()]) if across else [[count.item()]]
         return torch.full((), sum(row[0] for row in counted), dtype=count.dtype, device=self.mover.device)
 
@@ -447,6 +450,7 @@ class VerifiedTransferMixin(_Base):
             (part,) = parts_of(self, self.host_batch(inputs), 1)
             with self.step_fault(model, rows=len(part.units), tokens=part.tokens):
                 loss = stock(model, inputs, num_items_in_batch)
+        self._sentinel.look_at_batches()
         self.grad_sync.settle(step=self.state.global_step + 1, synced=self.accelerator.sync_gradients)
         self._guard.add_loss(loss)
         return self._metrics_queue.loss_to_log(loss)
@@ -467,6 +471,7 @@ class VerifiedTransferMixin(_Base):
         generates = not isinstance(inputs, Mapping)
         with redirected(self.mover, stage="batches") if generates else nullcontext():
             batch: Batch = super()._prepare_inputs(inputs)
+        self._sentinel.use_batch(batch)
         if generates:
             self._choose_recomputed()  # generation turned checkpointing off and on again, for all layers
         return batch
@@ -477,7 +482,7 @@ class VerifiedTransferMixin(_Base):
         with (
             self._metrics_queue.deferring(),
             self._keep_checkpointing_choice(),
-            self._offload or nullcontext(),
+            self._sentinel.forward(),
             self._loss_way(),
             as_usage_errors({"trl"}),  # TRL checks --loss_type and the like here
         ):
@@ -513,7 +518,9 @@ class VerifiedTransferMixin(_Base):
         if self._tensor_parallel:
             # Each rank has all rows: gathered, they are duplicates, and upstream miscounts those of a short last batch.
             self.gather_function = self._own_rows
-        return super().evaluation_loop(*arguments, **keywords)
+        result = super().evaluation_loop(*arguments, **keywords)
+        self._sentinel.settle_batches(self.state.global_step)
+        return result
 
     @override
     def prediction_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -521,6 +528,7 @@ class VerifiedTransferMixin(_Base):
         if not isinstance(inputs, list):  # TRL's ORPO does not prepare its inputs, GRPO's are a list
             inputs = self._prepare_inputs(inputs)
         result = super().prediction_step(model, inputs, *arguments, **keywords)
+        self._sentinel.look_at_batches()
         if self._shards is not None and self._shards.traffic is not None:
             self._shards.traffic.settle(step=self.state.global_step)
         return result
@@ -821,7 +829,7 @@ def _has_writer(event: str, *callbacks: type) -> bool:
     return any(is_foreign(each) and getattr(each, event, None) is not stock for each in callbacks)
 
 
-class VerifiedSFTTrainer(VerifiedTransferMixin, SFTTrainer):
+class VerifiedSFTTrainer(VerifiedTransferMixin, CountedSFTTrainer):
     """Supervised fine-tuning in which every weight and batch is verified on its way to the device."""
 
 
@@ -833,6 +841,13 @@ def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:
     else:
         device = args.device
     return Mover(device, settings=settings or TransferSettings(), faults=FaultSpec.from_environment())
+
+
+def _with_own_labels(batch: Batch) -> Batch:
+    copies = {
+        name: value.clone() for name, value in batch.items() if name.endswith("labels") and torch.is_tensor(value)
+    }
+    return {**batch, **copies}
 
 
 def _own_arguments(args: Any) -> Any:

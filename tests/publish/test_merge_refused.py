@@ -187,7 +187,7 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
     ),
     "a base without its configuration": (lambda here: drop(here / "base" / "config.json"), [], ["no config.json"]),
     "a base that lacks a tensor": (
-        base_without("model.layers.1.self_attn.v_proj.weight"), [], ["lacks model.layers.1.self_attn.v_proj.weight"]
+        base_without("model.layers.1.self_attn.v_proj.weight"), [], ["lack", "model.layers.1.self_attn.v_proj.weight"]
     ),
     "a wrong value in a configuration": (
         lambda here: edit(here / "base" / "config.json", hidden_size="x"), [], ["config.json", "'hidden_size'"]

@@ -15,6 +15,8 @@ Variables, read when torch is imported and again by `configure`:
     SIMCARD_REFUSAL=kind     who says that there is no memory: torch (as by default), accelerator, driver, blas,
                              or exit: bitsandbytes, which ends the process
     SIMCARD_LIBRARY=bytes    what the first matrix product of each thread takes outside torch's allocator
+    SIMCARD_GFX1100=1        a ROCm torch and a gfx1100: Triton and bitsandbytes' ROCm library run as machine code, which
+                             `tests.gfx1100` executes; it has further variables
     SIMCARD_TRITON=broken    Triton can be imported, and its driver does not compile, as without Python's headers; or
                              "absent": there is none
     SIMCARD_LOG=file         a line for each copy, wait, harm and first use: process, kind, card, bytes, who called
@@ -115,10 +117,22 @@ def load() -> None:
     lib.sim_blocks.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
     lib.sim_count.restype = ctypes.c_int64
     lib.sim_rng_initial_seed.restype = ctypes.c_uint64
+    lib.sim_stream.restype = ctypes.c_void_p
+    if gfx1100():
+        from tests.gfx1100 import hip
+
+        hip.install()
+
+
+def gfx1100() -> bool:
+    """Whether kernels are gfx1100 machine code."""
+    return os.environ.get("SIMCARD_GFX1100") == "1"
 
 
 def refuse_to_compile(driver: ModuleType) -> None:
     """Lets ``triton.runtime.driver`` fail as it does on a machine without Python's headers: at the first launch."""
+    if gfx1100():
+        return
 
     def without_headers() -> None:
         command = [

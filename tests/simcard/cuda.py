@@ -32,7 +32,11 @@ def install() -> None:
     torch.backends.cuda.is_built = lambda: True
     torch._C._cuda_getDeviceCount = _count_of_driver
     os.register_at_fork(after_in_child=_in_child)
-    torch._C._cuda_getCurrentRawStream = lambda index: 0
+    torch._C._cuda_getCurrentRawStream = lambda index: card.lib.sim_stream(index) or 0
+    if card.gfx1100():
+        from tests.gfx1100.hip import ROCM
+
+        torch.version.hip, Properties.multi_processor_count = ROCM, 42
     torch.UntypedStorage.__new__ = _new_storage
     torch.UntypedStorage.resize_ = _resize
 
@@ -184,7 +188,7 @@ class Properties:
 
     def __init__(self) -> None:
         self.total_memory = card.capacity()
-        self.gcnArchName = os.environ.get("SIMCARD_ARCH", "simulated")
+        self.gcnArchName = os.environ.get("SIMCARD_ARCH", "gfx1100" if card.gfx1100() else "simulated")
 
 
 def get_device_properties(device: Any = None) -> Properties:

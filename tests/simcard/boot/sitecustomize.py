@@ -14,7 +14,7 @@ class _Finder:
     after which ``torch.cuda`` is told, and that of Triton's driver."""
 
     def find_spec(self, name, path=None, target=None):
-        if name == "bitsandbytes.backends.cuda.ops":
+        if name == "bitsandbytes.backends.cuda.ops" and os.environ.get("SIMCARD_GFX1100") != "1":
             return spec_from_file_location(name, f"{PACKAGE}/quantised.py")
         if name not in ("torch", "triton.runtime.driver"):
             return None
