@@ -61,7 +61,7 @@ def predict(case: Case, *, device: str) -> Estimate:
 
 def measure(case: Case, *, device: str) -> dict[str, float]:
     """A real step: bytes at the peak, and on a GPU what the allocator had reserved."""
-    from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
+    from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch, quiet():

@@ -151,7 +151,7 @@ def _validate(name: str) -> None:
 
     process.prepare_process(os.environ)  # before the libraries that what follows imports
     from hf_rocm_tune.settings import arguments
-    from hf_rocm_tune.training.refusals import check_loggers, check_offloads
+    from hf_rocm_tune.train.refusals import check_loggers, check_offloads
 
     recipe = names.read_recipe(name)
     need_a_card = ("bf16", "fp16")
@@ -273,7 +273,7 @@ def bench(argv: Sequence[str]) -> int:
         from hf_rocm_tune.machine.process import prepare_process
 
         prepare_process(os.environ)
-        from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
+        from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
 
         return VerifiedSFTTrainer
 
@@ -317,13 +317,6 @@ def chat(argv: Sequence[str]) -> int:
     return _with_model(commands.add_chat_flags, commands.chat, chat, argv, sigterm_interrupts=False)
 
 
-def evaluate(argv: Sequence[str]) -> int:
-    """perplexity on a split, and tasks of lm-evaluation-harness"""
-    from hf_rocm_tune.publish import evaluate as evaluate_command
-
-    return _with_model(evaluate_command.add_flags, evaluate_command.run, evaluate, argv, name="eval")
-
-
 @cache
 def _training(verb: Method) -> Callable[[Sequence[str]], int]:
     def command(argv: Sequence[str]) -> int:
@@ -352,7 +345,6 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "merge": merge,
     "generate": generate,
     "chat": chat,
-    "eval": evaluate,
     "version": version,
 }
 
@@ -389,11 +381,10 @@ def _with_model(
     verb: Callable[..., int],
     argv: Sequence[str],
     *,
-    name: str | None = None,
     sigterm_interrupts: bool = True,
 ) -> int:
     """Run a command that loads a model; its flags are checked before torch is imported."""
-    parser = CommandParser(prog=f"{PROGRAM} {name or verb.__name__}", description=verb.__doc__)
+    parser = CommandParser(prog=f"{PROGRAM} {verb.__name__}", description=verb.__doc__)
     add_flags(parser)
     wanted = parser.parse_args(argv)
 

@@ -31,7 +31,7 @@ from typing import NoReturn
 from hf_rocm_tune import redaction
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError, device_shortage
 from hf_rocm_tune.machine.process import start_ticks
-from hf_rocm_tune.training.supervised import leave_terminal
+from hf_rocm_tune.survive.heartbeat import leave_terminal
 
 PROGRAM = "hf-rocm-tune"
 INTERRUPTED = 130

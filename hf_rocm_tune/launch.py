@@ -44,7 +44,7 @@ from hf_rocm_tune.exits import (
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.settings import names
-from hf_rocm_tune.training.supervised import leave_terminal
+from hf_rocm_tune.survive.heartbeat import leave_terminal
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _NEVER_SEVERAL = ("NO", "MULTI_CPU")

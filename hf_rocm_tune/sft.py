@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.machine import process, variables
 from hf_rocm_tune.settings import names
-from hf_rocm_tune.training.supervised import outlive_reader
+from hf_rocm_tune.survive.heartbeat import outlive_reader
 
 if TYPE_CHECKING:
     from hf_rocm_tune.data.formats import Method

@@ -33,11 +33,10 @@ import psutil
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM
-from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.machine.gpus import core_dumps
 from hf_rocm_tune.redaction import one_line, redact
-from hf_rocm_tune.training.run import list_checkpoints, read_record, skip_step
-from hf_rocm_tune.training.supervised import (
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive.heartbeat import (
     BEGUN_FILE,
     EARLIER_FILE,
     JOURNAL_FILE,
@@ -53,6 +52,7 @@ from hf_rocm_tune.training.supervised import (
     read_pulse,
     tell_patience,
 )
+from hf_rocm_tune.survive.run_directory import list_checkpoints, read_record, skip_step
 
 ENTRIES = frozenset(get_args(Method))
 """Training modules of this package, which are also verbs."""

@@ -69,7 +69,7 @@ def parts() -> list[Part]:
     width = ("--hidden", "64", "--layers", "1", "--batch", "1", "--seq", "16") if SIMULATED else ()
     steps = (*bench, "step", *width, "--turns", "1" if SIMULATED else "4", "--steps", "2" if SIMULATED else "4")
     size, scale, count = ("1MiB", "0.0005", "100") if SIMULATED else ("256MiB", "0.1", "1000")
-    shortage = (*own, "shortage") if SIMULATED else (*tests, "-m", "gpu", "tests/training/test_oom.py")
+    shortage = (*own, "shortage") if SIMULATED else (*tests, "-m", "gpu", "tests/train/test_oom.py")
     json_to = ("--json", "{out}/result.json")
     return [
         Part("versions", 60, (*own, "versions")),

@@ -25,9 +25,8 @@ from typing import Any
 
 from hf_rocm_tune.errors import TuneError
 from hf_rocm_tune.exits import run_guarded
-from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.training import supervised
-from hf_rocm_tune.training.run import new_record, read_record, write_record
+from hf_rocm_tune.survive import heartbeat, manifest
+from hf_rocm_tune.survive.run_directory import new_record, read_record, write_record
 
 _SLEEPER = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
@@ -63,8 +62,8 @@ def _begin(out: Path, scene: dict[str, Any]) -> bool:
     out.mkdir(exist_ok=True)
     record = read_record(out) or new_record({"stub": 1})
     write_record(out, record)
-    supervised.tell_begun(run_id=record.run_id, output_dir=out, resumed_from=scene.get("resumed"))
-    supervised.Heartbeat().beat(step=scene.get("step", 0), phase=scene.get("phase", "step"))
+    heartbeat.tell_begun(run_id=record.run_id, output_dir=out, resumed_from=scene.get("resumed"))
+    heartbeat.Heartbeat().beat(step=scene.get("step", 0), phase=scene.get("phase", "step"))
     for step in scene.get("saves", []):
         checkpoint = out / f"checkpoint-{step}"
         checkpoint.mkdir(exist_ok=True)

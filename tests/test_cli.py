@@ -29,7 +29,7 @@ def test_the_verbs_are_the_public_commands() -> None:
         ["sft", "train", "dpo", "kto", "reward", "grpo", "orpo", "run"],
         ["doctor", "plan", "configs", "recipes", "env", "bench", "demo", "drill"],
     )
-    result = ["report", "push", "merge", "generate", "chat", "eval"]
+    result = ["report", "push", "merge", "generate", "chat"]
     assert list(cli.VERBS) == [*training, *machine, *result, "version"]
     assert all(command.__doc__ and "\n" not in command.__doc__ for command in cli.VERBS.values())
 
@@ -162,6 +162,25 @@ def test_training_help_is_one_screen_that_imports_nothing_large(start: tuple[str
     assert len(lines) < 60 and max(map(len, lines)) <= 80
     for part in ("--model NAME", "--verify full|sample|off", "--accelerate_config", "--help_all"):
         assert part in done.stdout
+
+
+@pytest.mark.parametrize("start", STARTS[1:3], ids=" ".join)
+def test_wrong_paths_columns_and_numbers_are_told_before_anything_large_is_imported(
+    start: tuple[str, ...], tmp_path: Path
+) -> None:
+    wrong, right, recipe = tmp_path / "wrong.jsonl", tmp_path / "right.jsonl", tmp_path / "mine.yaml"
+    wrong.write_text('{"promt": "a", "completion": "b"}\n')
+    right.write_text('{"text": "a"}\n')
+    recipe.write_text("lora_r: 0\n")
+    for argv, named in (
+        (["--model", str(tmp_path / "no")], "does not exist"),
+        (["--model", "x", "--dataset", str(tmp_path / "no.csv")], "no such file or folder"),
+        (["--model", "x", "--dataset", str(wrong)], "rename 'promt' to 'prompt'?"),
+        (["--model", "x", "--dataset", str(right), "--lr=-1"], "--learning_rate must be 0 or more"),
+        (["--model", "x", "--dataset", str(right), "--config", str(recipe)], "--lora_r must be 1 or more, got 0"),
+    ):
+        done = light(*start, *argv)
+        assert done.returncode == 2 and named in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 @pytest.mark.parametrize("start", STARTS, ids=" ".join)

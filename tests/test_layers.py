@@ -1,7 +1,7 @@
 """The layering rule of the package, enforced on its source.
 
     imports point down only, and packages of one layer do not import each other (imports inside functions count too)
-    Hugging Face libraries are imported from data, models, ranks and training upward only. `data` is among them
+    Hugging Face libraries are imported from data, models and cards upward only. `data` is among them
         because the verified loader is a true subclass of accelerate's, and because datasets are its subject
     what has to run before torch imports no torch; nor does the command line until a command needs it
     above `transfer` nobody moves a tensor between devices: only the mover does
@@ -27,21 +27,20 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 
 # From low to high. A module that is not named is an entry point.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "version", "redaction", "paths"}),
-    frozenset({"configs", "upstream"}),
+    frozenset({"errors", "version", "redaction"}),
+    frozenset({"configs", "paths", "upstream"}),
     frozenset({"machine"}),
     frozenset({"transfer"}),
-    frozenset({"integrity", "data", "models", "ranks"}),
+    frozenset({"data", "models"}),
+    frozenset({"cards", "survive"}),
     frozenset({"plan"}),
-    frozenset({"training", "publish", "doctor", "bench"}),
+    frozenset({"train", "publish", "doctor", "bench"}),
 )
 ENTRY = len(LAYERS)
 ROOT = ENTRY + 1  # cli, __main__ and the package itself, whose lazy names point at anything
 
 HUGGING_FACE = frozenset({"transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "huggingface_hub"})
-NO_HUGGING_FACE = frozenset(
-    {"errors", "version", "redaction", "paths", "configs", "upstream", "machine", "transfer", "integrity"}
-)
+NO_HUGGING_FACE = frozenset({"errors", "version", "redaction", "paths", "configs", "upstream", "machine", "transfer"})
 NO_TORCH = re.compile(
     r"(errors|version|redaction|paths|configs)(\.\w+)*|cli|__main__|__init__"
     r"|machine(\.(?!process|software|child)\w+)?"
@@ -193,19 +192,19 @@ def test_what_must_come_before_torch_does_not_bring_it() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("transfer.copies", "from hf_rocm_tune.training.trainer import VerifiedTransferMixin"),
-        ("transfer.copies", "def lazily():\n    from hf_rocm_tune import training"),
+        ("transfer.copies", "from hf_rocm_tune.train.trainer import VerifiedTransferMixin"),
+        ("transfer.copies", "def lazily():\n    from hf_rocm_tune import train"),
         ("transfer.copies", "from ..models import loading"),
         ("data.loader", "import hf_rocm_tune.models.loading"),
         ("data.loader", "def lazily():\n    from ..models.loading import load"),
         ("data.loader", "from hf_rocm_tune import VerifiedSFTTrainer"),
         ("data.loader", "import hf_rocm_tune"),
-        ("training.trainer", "from hf_rocm_tune.sft import main"),
+        ("train.trainer", "from hf_rocm_tune.sft import main"),
         ("sft", "from hf_rocm_tune.cli import main"),
         ("errors", "import importlib\nimportlib.import_module('hf_rocm_tune.machine')"),
         ("transfer.copies", "import accelerate.utils"),
-        ("integrity.manifest", "from transformers import Trainer"),
-        ("integrity.manifest", "from hf_rocm_tune import models"),
+        ("transfer.ladder", "from transformers import Trainer"),
+        ("survive.manifest", "from hf_rocm_tune import plan"),
         ("plan.estimate", "import torch"),
         ("machine.gpus", "from torch import cuda"),
         ("machine.variables", "import torch.cuda"),
@@ -221,7 +220,7 @@ def test_forbidden_import_is_seen(module: str, source: str) -> None:
         ("data.loader", "from accelerate.data_loader import DataLoaderShard"),
         ("data.loader", "from .sources import open_source"),
         ("data.loader", "from hf_rocm_tune.transfer import was_verified"),
-        ("training.trainer", "from hf_rocm_tune.errors import SeamError\nimport torch"),
+        ("train.trainer", "from hf_rocm_tune.errors import SeamError\nimport torch"),
         ("demo", "from hf_rocm_tune import sft"),
         ("cli", "def command():\n    import torch\n    from hf_rocm_tune.sft import main"),
     ],
@@ -248,7 +247,7 @@ def test_allowed_import_passes(module: str, source: str) -> None:
     ],
 )
 def test_move_outside_the_mover_is_seen(call: str) -> None:
-    assert device_violations(call, "training.trainer")
+    assert device_violations(call, "train.trainer")
     assert not device_violations(call, "transfer.mover")
 
 
@@ -257,4 +256,4 @@ def test_move_outside_the_mover_is_seen(call: str) -> None:
     ["x.to(torch.float32)", "x.to(dtype)", "x.to(dtype=d)", "x.copy_(y)  # device: both are on the host", "x.cpu()"],
 )
 def test_what_moves_nothing_passes(call: str) -> None:
-    assert not device_violations(call, "training.trainer")
+    assert not device_violations(call, "train.trainer")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from hf_rocm_tune.cards import preflight
+from hf_rocm_tune.cards.preflight import GradSyncChoice, Preflight, SyncWay
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.job import refusals
-from hf_rocm_tune.ranks import preflight
-from hf_rocm_tune.ranks.preflight import GradSyncChoice, Preflight, SyncWay
 from hf_rocm_tune.settings.arguments import RanksArguments, parse, process_group
-from hf_rocm_tune.training.run import fingerprint
+from hf_rocm_tune.survive.run_directory import fingerprint
 
 
 @pytest.mark.parametrize(

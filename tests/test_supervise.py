@@ -19,8 +19,8 @@ import pytest
 from hf_rocm_tune import supervisor as supervision
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.supervisor import Settings
-from hf_rocm_tune.training import supervised
-from hf_rocm_tune.training.run import new_record, read_record, write_record
+from hf_rocm_tune.survive import heartbeat
+from hf_rocm_tune.survive.run_directory import new_record, read_record, write_record
 
 QUICK = Settings(backoff_seconds=0, stall_seconds=3, start_seconds=30, grace_seconds=0.3)
 STUB = Path(__file__).with_name("stub_job.py")
@@ -65,7 +65,7 @@ def told(place: Path) -> list[dict[str, Any]]:
     """The journal."""
     record = read_record(place / "out")
     assert record is not None
-    return supervised.journal_of(place / "out", record.run_id)
+    return heartbeat.journal_of(place / "out", record.run_id)
 
 
 DONE = {"step": 9, "phase": "end", "end": 0}
@@ -287,58 +287,58 @@ def test_a_signal_while_it_waits_ends_it(place: Path) -> None:
 
 
 def test_a_full_disk_under_the_journal_stops_nothing(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (place / "out" / supervised.JOURNAL_FILE).mkdir(parents=True)
+    (place / "out" / heartbeat.JOURNAL_FILE).mkdir(parents=True)
     assert run(place, {"step": 3, "end": 1}, DONE) == 0
-    assert f"{supervised.JOURNAL_FILE} could not be written" in capfd.readouterr().out
+    assert f"{heartbeat.JOURNAL_FILE} could not be written" in capfd.readouterr().out
 
 
 def test_a_torn_line_of_the_journal_is_passed_over(tmp_path: Path) -> None:
-    supervised.enter(tmp_path, {"run_id": "a", "event": "start"})
-    with open(tmp_path / supervised.JOURNAL_FILE, "a") as file:
+    heartbeat.enter(tmp_path, {"run_id": "a", "event": "start"})
+    with open(tmp_path / heartbeat.JOURNAL_FILE, "a") as file:
         file.write('{"run_id": "a", "eve')
-    supervised.enter(tmp_path, {"run_id": "a", "event": "end", "code": 1, "how": "x"})
-    supervised.enter(tmp_path, {"run_id": "b", "event": "start"})
-    assert [entry["event"] for entry in supervised.journal_of(tmp_path, "a")] == ["start", "end"]
-    summary = supervised.survival(tmp_path, "a", skipped_steps=[4], supervised=True, crash_injection=None)
+    heartbeat.enter(tmp_path, {"run_id": "a", "event": "end", "code": 1, "how": "x"})
+    heartbeat.enter(tmp_path, {"run_id": "b", "event": "start"})
+    assert [entry["event"] for entry in heartbeat.journal_of(tmp_path, "a")] == ["start", "end"]
+    summary = heartbeat.survival(tmp_path, "a", skipped_steps=[4], supervised=True, crash_injection=None)
     assert (summary["starts"], summary["ends"]) == (1, [{"how": "x", "code": 1}])
 
 
 def test_the_journal_of_another_run_is_another_story(place: Path) -> None:
     (place / "out").mkdir()
     write_record(place / "out", new_record({"stub": 1}))
-    supervised.enter(place / "out", {"run_id": "other", "event": "start"})
+    heartbeat.enter(place / "out", {"run_id": "other", "event": "start"})
     assert run(place, DONE) == 0
     assert [entry["event"] for entry in told(place)] == ["start", "end"]
 
 
 def test_only_a_restart_of_the_same_run_counts_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = {supervised.VARIABLE: str(tmp_path)}
-    assert supervised.is_supervised(environ) and not supervised.is_restart_of("a", environ)
-    monkeypatch.setenv(supervised.VARIABLE, str(tmp_path))
-    supervised.tell_begun(run_id="a", output_dir=tmp_path, resumed_from=None)
-    assert not supervised.is_restart_of("a", environ), "it is this start that has begun"
-    (tmp_path / supervised.BEGUN_FILE).rename(tmp_path / supervised.EARLIER_FILE)
-    assert supervised.is_restart_of("a", environ) and not supervised.is_restart_of("b", environ)
-    assert not supervised.is_restart_of("a", {supervised.VARIABLE: str(tmp_path / "gone")})
-    assert not supervised.is_restart_of("a", {})
+    environ = {heartbeat.VARIABLE: str(tmp_path)}
+    assert heartbeat.is_supervised(environ) and not heartbeat.is_restart_of("a", environ)
+    monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path))
+    heartbeat.tell_begun(run_id="a", output_dir=tmp_path, resumed_from=None)
+    assert not heartbeat.is_restart_of("a", environ), "it is this start that has begun"
+    (tmp_path / heartbeat.BEGUN_FILE).rename(tmp_path / heartbeat.EARLIER_FILE)
+    assert heartbeat.is_restart_of("a", environ) and not heartbeat.is_restart_of("b", environ)
+    assert not heartbeat.is_restart_of("a", {heartbeat.VARIABLE: str(tmp_path / "gone")})
+    assert not heartbeat.is_restart_of("a", {})
 
 
 @pytest.mark.parametrize("content", [b"", b"3", b"3 dancing", b"x step", b"\xff\xfe step", b"3 step 4", None])
 def test_nonsense_in_the_pulse_is_no_sign_of_life(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "pulse").write_bytes(content)
-    assert supervised.read_pulse(tmp_path / "pulse") == (None, 0)
+    assert heartbeat.read_pulse(tmp_path / "pulse") == (None, 0)
 
 
 def test_a_beat_is_read_as_it_was_written(tmp_path: Path) -> None:
-    heart = supervised.Heartbeat({supervised.VARIABLE: str(tmp_path), "LOCAL_RANK": "0"})
+    heart = heartbeat.Heartbeat({heartbeat.VARIABLE: str(tmp_path), "LOCAL_RANK": "0"})
     for step, phase in ((123456, "evaluate"), (7, "step")):  # the second one is shorter
         heart.beat(step=step, phase=phase)  # type: ignore[arg-type]
-        found, stamp = supervised.read_pulse(tmp_path / supervised.PULSE_FILE)
-        assert found == supervised.Pulse(step=step, phase=phase) and stamp > 0  # type: ignore[arg-type]
-    other = supervised.Heartbeat({supervised.VARIABLE: str(tmp_path), "LOCAL_RANK": "1"})
+        found, stamp = heartbeat.read_pulse(tmp_path / heartbeat.PULSE_FILE)
+        assert found == heartbeat.Pulse(step=step, phase=phase) and stamp > 0  # type: ignore[arg-type]
+    other = heartbeat.Heartbeat({heartbeat.VARIABLE: str(tmp_path), "LOCAL_RANK": "1"})
     other.beat(step=9, phase="step")
-    assert found == supervised.read_pulse(tmp_path / supervised.PULSE_FILE)[0]
+    assert found == heartbeat.read_pulse(tmp_path / heartbeat.PULSE_FILE)[0]
 
 
 def test_a_program_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -13,8 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.supervisor import ENTRIES, Death, Ledger, RestartDecision, Settings, decide, place_of, shown, to_start
-from hf_rocm_tune.training.supervised import JOURNAL_FILE, Begun
+from hf_rocm_tune.supervisor import (
+    ENTRIES,
+    Death,
+    Ledger,
+    RestartDecision,
+    Settings,
+    decide,
+    place_of,
+    shown,
+    to_start,
+)
+from hf_rocm_tune.survive.heartbeat import JOURNAL_FILE, Begun
 
 THIS = [sys.executable, "-m"]
 THROUGH = [*THIS, "hf_rocm_tune.launch"]

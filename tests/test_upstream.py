@@ -13,8 +13,8 @@ import pytest
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import SeamError
-from hf_rocm_tune.training import seam_probe
-from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
+from hf_rocm_tune.train import seam_probe
+from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
 from hf_rocm_tune.upstream import SEAMS, Seam
 
 every_seam = pytest.mark.parametrize("row", SEAMS, ids=lambda row: row.name)

@@ -30,11 +30,11 @@ from transformers.utils import logging as transformers_logging
 
 from hf_rocm_tune.bench import report
 from hf_rocm_tune.bench.report import VOCABULARY, Figures, Spread, in_turns, ratios, show_bytes, small_llama, table
+from hf_rocm_tune.cards.averaging import HostAveraging, SyncSettings
+from hf_rocm_tune.cards.gradients import GradientCheck, watch
 from hf_rocm_tune.errors import StallError
 from hf_rocm_tune.machine.child import Task, answer, run_together, step
 from hf_rocm_tune.models.placement import place
-from hf_rocm_tune.ranks.averaging import HostAveraging, SyncSettings
-from hf_rocm_tune.ranks.gradients import GradientCheck, watch
 from hf_rocm_tune.transfer import Mover, TransferSettings
 from hf_rocm_tune.transfer.damage import wait_for
 

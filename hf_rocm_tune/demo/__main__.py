@@ -131,7 +131,7 @@ def _answers(model_folder: Path, adapter: Path | None, questions: list[str]) -> 
 
 def _report(adapter: Path, pairs: list[tuple[str, str]], before: list[str], after: list[str]) -> None:
     from hf_rocm_tune.publish.history import LOG_NAME, series
-    from hf_rocm_tune.training.report import FILE_NAME, closing_line
+    from hf_rocm_tune.train.report import FILE_NAME, closing_line
 
     losses = [loss for _, loss in series(json.loads((adapter / LOG_NAME).read_text())["log"], "eval_loss")]
     for (question, truth), first, then in zip(pairs, before, after, strict=True):

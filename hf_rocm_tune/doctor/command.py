@@ -37,7 +37,6 @@ from rich.text import Text
 from hf_rocm_tune.doctor.diagnose import VARIABLE, Diagnosis, DoctorFault, all_checks, diagnose, listing, select
 from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, Status, read_here
 from hf_rocm_tune.errors import CommandParser, UsageError
-from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.machine.process import FILTERS
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.survey import PACKED_CONFIG, survey
@@ -45,6 +44,7 @@ from hf_rocm_tune.machine.sysfs import RecordedTree
 from hf_rocm_tune.machine.variables import POLICY, link_of
 from hf_rocm_tune.paths import can_be_file
 from hf_rocm_tune.redaction import Private, map_strings, redact
+from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.version import __version__
 
 PROGRAM = "hf-rocm-tune doctor"

@@ -29,13 +29,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from hf_rocm_tune.cards.preflight import DEVICE_ERRORS
 from hf_rocm_tune.machine.child import Outcome
 from hf_rocm_tune.machine.gpus import GpuNode
 from hf_rocm_tune.machine.process import choose, users_environ, visible_nodes
 from hf_rocm_tune.machine.software import Software, TorchDevice, read_software
 from hf_rocm_tune.machine.survey import Gpu, JoinedDevice, Machine, join, record
 from hf_rocm_tune.machine.variables import MARK_SET, MachineFacts
-from hf_rocm_tune.ranks.preflight import DEVICE_ERRORS
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
 #: Tables of values for checks (`knowledge_data`); all other files have rows.

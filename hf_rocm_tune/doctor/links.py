@@ -21,6 +21,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hf_rocm_tune.cards.preflight import (
+    PairTrial,
+    PreflightFault,
+    ReduceTrial,
+    SyncWay,
+    Way,
+    try_all_reduce,
+    try_machine,
+    try_pairs,
+)
 from hf_rocm_tune.doctor.findings import (
     Check,
     Evidence,
@@ -36,16 +46,6 @@ from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.machine.gpus import Link, read_upward
 from hf_rocm_tune.machine.survey import Gpu, survey
 from hf_rocm_tune.machine.sysfs import LiveTree, Reading
-from hf_rocm_tune.ranks.preflight import (
-    PairTrial,
-    PreflightFault,
-    ReduceTrial,
-    SyncWay,
-    Way,
-    try_all_reduce,
-    try_machine,
-    try_pairs,
-)
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _CORRECTED = "correctable"

@@ -23,9 +23,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hf_rocm_tune.doctor.canaries import Canaries, CanarySettings, watch
 from hf_rocm_tune.doctor.drill import DTYPES
 from hf_rocm_tune.doctor.findings import Again, Finding, from_row, problem_lines, size_words, with_evidence
-from hf_rocm_tune.integrity.canaries import Canaries, CanarySettings, watch
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.damage import (

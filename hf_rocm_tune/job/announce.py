@@ -20,7 +20,6 @@ from hf_rocm_tune.doctor.diagnose import all_checks, diagnose
 from hf_rocm_tune.doctor.findings import Evidence, Finding, from_row, own_environ, unknown
 from hf_rocm_tune.doctor.system import of_decision
 from hf_rocm_tune.errors import TuneError, UsageError
-from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.machine import variables
 from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
@@ -29,13 +28,15 @@ from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
 from hf_rocm_tune.publish.page import loss_panel, write_png
 from hf_rocm_tune.redaction import Private, local_paths, one_line
-from hf_rocm_tune.training import report
-from hf_rocm_tune.training.run import deciding_settings
-from hf_rocm_tune.training.telemetry import describe_device
+from hf_rocm_tune.survive.atomic import write_text_atomic
+from hf_rocm_tune.survive.run_directory import deciding_settings
+from hf_rocm_tune.train import report
+from hf_rocm_tune.train.telemetry import describe_device
+from hf_rocm_tune.transfer import triton_refusal
 
 if TYPE_CHECKING:
     from hf_rocm_tune.settings.arguments import Arguments
-    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
+    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
     from hf_rocm_tune.transfer import Mover
 
 PREFIX = "hf-rocm-tune: "
@@ -73,6 +74,8 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
     if ranks > 1 and (sync.way, sync.compression) != ("ddp", "none"):
         where = "through host memory, over gloo" if sync.way == "host" else "by DistributedDataParallel"
         lines.append(f"gradients are averaged {where}, compression {sync.compression}")
+    if mover.device.type != "cpu" and (refusal := triton_refusal(mover.device)):
+        lines.append(f"Triton does not run here: {refusal}; loss and digests are computed without it, which is slower")
     faults = mover.fault_injection()
     if faults is not None:
         lines.append(f"faults are injected on request: {faults}")

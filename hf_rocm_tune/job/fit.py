@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig
 
+from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
 from hf_rocm_tune.job.refusals import is_sharded, refuse
 from hf_rocm_tune.models import recompute
@@ -44,14 +45,13 @@ from hf_rocm_tune.plan.candidates import (
 from hf_rocm_tune.plan.estimate import cpu_rates
 from hf_rocm_tune.plan.fit import even_counts, memory_lines
 from hf_rocm_tune.plan.ways import IN_FLIGHT
-from hf_rocm_tune.ranks.agree import highest, on_main_process
 from hf_rocm_tune.settings.arguments import Arguments
-from hf_rocm_tune.training.probe import set_way, try_on_all_ranks
+from hf_rocm_tune.train.probe import set_way, try_on_all_ranks
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
     from hf_rocm_tune.models.factory import ModelSource
-    from hf_rocm_tune.training.trainer import VerifiedTransferMixin
+    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
 
 Say = Callable[..., None]
 _LOGICAL_CARDS = 2

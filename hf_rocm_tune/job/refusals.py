@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import str_to_bool
 
+from hf_rocm_tune.cards import preflight
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.machine.child import pci_address
-from hf_rocm_tune.ranks import preflight
 from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
 
 if TYPE_CHECKING:

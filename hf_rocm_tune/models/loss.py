@@ -23,7 +23,8 @@ import trl
 from torch import Tensor
 from trl.kernels import chunked_logprob as upstream_head
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import SeamError, UsageError
+from hf_rocm_tune.transfer import triton_refusal
 
 _PLACES = {
     "forward": (
@@ -56,6 +57,21 @@ def install() -> None:
         replacement: Any = functools.wraps(stock[name])(partial(ours, stock[name]))
         replacement.heeds_one_pass_loss = True
         setattr(head, name, staticmethod(replacement))
+
+
+def without_triton(device: torch.device) -> None:
+    """Where Triton's kernels do not run, let TRL's fused head compute in plain torch, in this process.
+
+    TRL asks whether Triton can be imported, which it can where its driver does not compile.
+
+    Raises:
+        SeamError: upstream has changed the fused head.
+    """
+    if device.type == "cpu" or not triton_refusal(device):
+        return
+    upstream_head._TRITON_AVAILABLE = False
+    if upstream_head._use_triton(device):
+        raise SeamError(f"the fused head of TRL {trl.__version__} no longer heeds `_TRITON_AVAILABLE`")
 
 
 @contextmanager

@@ -242,7 +242,7 @@ def _together(plan: Plan) -> list[CardsWay]:
     Raises:
         UsageError: transformers has no tensor parallel plan for this model, or the method is not LoRA.
     """
-    from hf_rocm_tune.ranks.tensor_parallel import RANKS, dims_of, summed  # imports torch
+    from hf_rocm_tune.cards.tensor_parallel import RANKS, dims_of, summed  # imports torch
 
     cards = plan.request.cards
     if cards != RANKS:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from hf_rocm_tune.errors import TuneError, UsageError, checked
-from hf_rocm_tune.integrity.atomic import write_text_atomic
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish import export, say
+from hf_rocm_tune.survive.atomic import write_text_atomic
 
 if TYPE_CHECKING:
     from hf_rocm_tune.publish.generate import Loaded, Messages, Prompt, Sampling

@@ -93,8 +93,8 @@ def export(model: Path, tools: Tools, say: Callable[[str], None]) -> Path:
         UsageError: llama.cpp refuses the model, or the disk is full.
         CorruptionError: a file was read back wrong.
     """
-    from hf_rocm_tune.integrity import manifest
-    from hf_rocm_tune.integrity.atomic import staged_directory
+    from hf_rocm_tune.survive import manifest
+    from hf_rocm_tune.survive.atomic import staged_directory
 
     written = manifest.read(model)
     assert isinstance(written, manifest.Manifest)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,6 +25,7 @@ from hf_rocm_tune.errors import UsageError, shortage_advice
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.loading import cast_verified
 from hf_rocm_tune.models.placement import coverage, place
+from hf_rocm_tune.publish import quiet_unless_terminal
 from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, open_adapter
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
@@ -111,7 +111,7 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
         if (faults := mover.fault_injection()) is not None:
             say(f"faults are injected on request: {faults}")
         model: Any
-        with _quiet_unless_terminal():
+        with quiet_unless_terminal():
             model, seconds = load_model(source, mover)
         if not model.can_generate():
             raise UsageError(
@@ -138,20 +138,6 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
         sent = mover.report.to_dict()["batches"]
         if sent["mismatches"]:
             say(f"inputs: {sent['mismatches']} arrived wrong, {sent['recovered']} of them were recovered")
-
-
-@contextmanager
-def _quiet_unless_terminal() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _source(settings: LoadSettings, adapter: Adapter | None) -> ModelSource:
@@ -202,7 +188,7 @@ def _placer(mover: Mover, dtype: torch.dtype, *, quantised: bool) -> Callable[[T
 
 
 def _tokenizer(source: ModelSource, adapter: Adapter | None) -> PreTrainedTokenizerBase:
-    own = adapter is not None and (adapter.directory / "tokenizer_config.json").is_file()
+    own = adapter is not None and adapter.has_tokenizer
     wanted = ModelSource(
         name=str(adapter.directory) if adapter is not None and own else source.name,
         revision="main" if own else source.revision,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.integrity.atomic import write_text_atomic
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive.atomic import write_text_atomic
 
 LOG_NAME = "training_log.json"
 REPORT_NAME = "transfer_report.json"

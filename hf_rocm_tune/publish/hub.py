@@ -33,9 +33,9 @@ from huggingface_hub.errors import (
 )
 
 from hf_rocm_tune.errors import CorruptionError, TuneError, UsageError
-from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_rocm_tune.redaction import Private, redact, remember, scrub_text
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_rocm_tune.version import __version__
 
 T = TypeVar("T")

@@ -28,10 +28,10 @@ import numpy as np
 from markupsafe import Markup
 
 from hf_rocm_tune.errors import CommandParser, UsageError
-from hf_rocm_tune.integrity.atomic import create_staging, read_plain, write_text_atomic
 from hf_rocm_tune.publish import history, say
 from hf_rocm_tune.publish.history import Row, RunFiles, count, figure, figures, items, number, plain, series, text
 from hf_rocm_tune.redaction import Private, scrub_json, scrub_text
+from hf_rocm_tune.survive.atomic import create_staging, read_plain, write_text_atomic
 from hf_rocm_tune.version import __version__
 
 if TYPE_CHECKING:

@@ -29,14 +29,14 @@ from typing import Any, Literal, get_args
 from huggingface_hub import get_token
 
 from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
-from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.integrity.atomic import create_staging, read_plain
-from hf_rocm_tune.integrity.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
 from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, run_settings, unrecovered
 from hf_rocm_tune.publish.hub import HubError, Pushed, Repository, Say, Staged
 from hf_rocm_tune.redaction import Private, find_in_file, scrub_json
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive.atomic import create_staging, read_plain
+from hf_rocm_tune.survive.manifest import MANIFEST_NAME, FileEntry, Manifest
 
 Checkpoints = Literal["none", "last", "all"]
 LAST_CHECKPOINT = "last-checkpoint/"

@@ -28,6 +28,7 @@ from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import gpus, process, variables
 from hf_rocm_tune.redaction import one_line, remember
+from hf_rocm_tune.settings import early
 
 CONFIG = "--config"
 CONFIG_FLAG = "--accelerate_config"
@@ -128,7 +129,7 @@ def answered(verb: Method, argv: Sequence[str]) -> bool:
 
 
 def check(verb: Method, argv: Sequence[str]) -> None:
-    """Refuse flags, and keys of the recipe, that the verb does not have.
+    """Refuse flags, and keys of the recipe, that the verb does not have, and values that `early` refuses.
 
     Raises:
         UsageError: one line with all of them and the nearest names; or the recipe is unreadable.
@@ -136,21 +137,28 @@ def check(verb: Method, argv: Sequence[str]) -> None:
     if not (known := {option for flag in flags(verb).values() for option in flag.options}):
         return
     path, rest = take_flag(canonical(argv), CONFIG)
-    given = []
+    given: dict[str, Any] = {}
+    last = ""
     for argument in rest:
         if argument == "--":
             break
         # as in argparse: an argument with a space is a value
         if argument.startswith("--") and " " not in argument:
-            given.append(argument.partition("=")[0])
+            last, equals, value = argument.partition("=")
+            given[last] = value if equals else None
+        elif last and given[last] is None:
+            given[last] = argument
     names = list(flags(verb))
     if faults := [unknown(name, names, dashes="--") for name in given if name not in known]:
         raise UsageError("; ".join(faults))
+    values = {bare(name): value for name, value in given.items()}
     if path is not None:
         recipe = read_recipe(path)
         keys = canonical_keys(recipe)
         if faults := [unknown(key, names, dashes="") for key, name in keys.items() if name not in names]:
             raise UsageError(f"recipe {recipe.path}: {'; '.join(faults)}")
+        values = {name: recipe.values[key] for key, name in keys.items()} | values
+    early.check(verb, values)
 
 
 def canonical(argv: Sequence[str]) -> list[str]:
@@ -246,6 +254,7 @@ _MORE = f"""
 more:
   --accelerate_config NAME        launcher settings: of `configs ls`, or a file
   --cards_way auto                two cards, used as the plan finds fastest
+  --dry_run                       show the rows and what counts, and exit
   --print_config                  print all settings as a recipe and exit
   -v                              print more at the start
   {HELP_ALL}                      every flag: ours, TRL's and the launcher's"""

@@ -55,6 +55,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine.toolchain import missing_for_triton
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather
 from hf_rocm_tune.transfer.report import count_crossing
 
@@ -370,6 +371,15 @@ def device_method(device: torch.device) -> DigestMethod:
     return method
 
 
+def triton_refusal(device: torch.device) -> str:
+    """Why Triton's kernels do not run on `device`; empty if they do. Everything that launches one asks here.
+
+    The judgement is that of `device_method`: the digest's kernel was compiled and launched, and its sums were right.
+    """
+    method = device_method(device)
+    return "" if method.name == "triton" else method.reason
+
+
 @_Once
 def _chosen(device: torch.device) -> tuple[Sums, DigestMethod]:
     if device.type != "cuda":
@@ -382,10 +392,11 @@ def _chosen(device: torch.device) -> tuple[Sums, DigestMethod]:
         return _plain(f"Triton cannot be imported: {error}")
     try:
         differs = _differs(triton_sums, device)
-    # Triton can raise anything (no C compiler, an unknown architecture, no driver): plain torch gives the same digest,
-    # and the reason is kept.
+    # Triton can raise anything (no C compiler, no headers, an unknown architecture, no driver): plain torch gives the
+    # same digest, and the reason is kept; of the error its end, where a failed command says how it ended.
     except Exception as error:
-        return _plain(f"Triton cannot run the kernel: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        why = missing_for_triton() or f"{type(error).__name__} ... {' '.join(str(error).split())[-160:]}"
+        return _plain(f"Triton cannot run a kernel: {why}")
     if differs:
         return _plain(f"the Triton kernel gave other sums than plain torch {differs}")
     return triton_sums, DigestMethod(name="triton", reason="gives the same sums as plain torch on this device")

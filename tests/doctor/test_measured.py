@@ -156,7 +156,7 @@ def test_every_fault_of_every_check_can_be_asked_for() -> None:
 def test_the_parents_half_imports_no_torch() -> None:
     code = "import sys, hf_rocm_tune.doctor.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
-    from hf_rocm_tune.ranks import trial_measures
+    from hf_rocm_tune.cards import trial_measures
 
     copies, sums = MEASURED["casts"].faults, MEASURED["all_reduce"].faults
     assert (copies, sums) == (FAULTS, trial_measures.SUM_FAULTS), "copies of what imports torch"

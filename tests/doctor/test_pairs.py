@@ -1,4 +1,4 @@
-"""What the doctor says of copies between cards and of sums over them; tests/ranks tries the trials themselves."""
+"""What the doctor says of copies between cards and of sums over them; tests/cards tries the trials themselves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from hf_rocm_tune.cards.preflight import GradSyncChoice, PairTrial, PreflightFault, ReduceTrial, SyncWay, Way
 from hf_rocm_tune.doctor import links
 from hf_rocm_tune.doctor.diagnose import MEASURED, DoctorFault, run_measured
 from hf_rocm_tune.doctor.findings import Finding
 from hf_rocm_tune.machine.child import Outcome
-from hf_rocm_tune.ranks.preflight import GradSyncChoice, PairTrial, PreflightFault, ReduceTrial, SyncWay, Way
 
 CARDS = {"devices": [{"device": "cuda:0"}, {"device": "cuda:1"}]}
 WRONG = {"cases": 9, "wrong": 2, "problems": [{"case": "cold"}], "staged_wrong": 0, "peer_access": True}

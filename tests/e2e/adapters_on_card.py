@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from trl import SFTConfig
 
 from hf_rocm_tune.models.factory import ModelSource, load_model
-from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
+from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
 from hf_rocm_tune.transfer import Mover
 from tests.simcard.log import Log
 

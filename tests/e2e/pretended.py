@@ -30,7 +30,7 @@ class _Hanging(RecordedTree):
 def pretend(file: str) -> None:
     """Replace the readers of this process by those of the machine in ``file``."""
     from hf_rocm_tune.job import announce as machine_findings
-    from hf_rocm_tune.training import telemetry
+    from hf_rocm_tune.train import telemetry
 
     wanted: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
     tree: Tree = (_Hanging if wanted["hangs"] else RecordedTree)(wanted["recording"])

@@ -14,7 +14,7 @@ def main() -> int:
     """Runs the command line with the trainer slowed down."""
     from transformers import Trainer
 
-    from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
+    from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
 
     seconds = float(sys.argv[1])
 

@@ -21,7 +21,7 @@ from hf_rocm_tune.errors import OutOfMemoryError, TuneError, UsageError
 from hf_rocm_tune.job.fit import before_loading
 from hf_rocm_tune.plan import GIB, CardMemory, from_training, plan_for
 from hf_rocm_tune.settings.arguments import parse
-from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
+from hf_rocm_tune.train.faults import STEP_VARIABLE as VARIABLE
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, report_of

@@ -16,9 +16,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish.card import is_ours
 from hf_rocm_tune.publish.history import collect, judge
+from hf_rocm_tune.survive import manifest
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags
 

@@ -40,8 +40,8 @@ FROM_CARD = {
     "transformers/trainer.py:Trainer.store_flos": "floating point operations, counted",
     "transformers/trainer_pt_utils.py:nested_numpify": "losses of an evaluation",
     "transformers/masking_utils.py:_ignore_causal_mask_sdpa": "whether a mask masks nothing",
-    "training/guard.py:TrainingGuard.judge": "loss and norm, looked at for NaN",
-    "training/guard.py:TrainingGuard.require_finite.<locals>.<listcomp>": "whether a weight is finite",
+    "train/guard.py:TrainingGuard.judge": "loss and norm, looked at for NaN",
+    "train/guard.py:TrainingGuard.require_finite.<locals>.<listcomp>": "whether a weight is finite",
     "transformers/masking_utils.py:find_packed_sequence_indices": "whether positions begin anew",
     "bitsandbytes/functional.py:QuantState.as_dict": "the offset of 4-bit scales, for a state dict that is thrown away",
     "default/ops.py:_": "whether a matrix has outliers, in 8-bit layers",
@@ -50,7 +50,7 @@ FROM_CARD = {
 }
 """Scalars, to be logged or looked at."""
 SAVED = {
-    "training/metrics.py:settle": "what TRL's trainer has noted since the last log, in one read",
+    "train/metrics.py:settle": "what TRL's trainer has noted since the last log, in one read",
     "safetensors/torch.py:_to_ndarray": "an adapter or a model, compared with its file afterwards",
     "transformers/trainer.py:Trainer._save_optimizer_and_scheduler": "likewise",
 }
@@ -61,7 +61,7 @@ BETWEEN_RANKS = {
     "accelerate/accelerator.py:Accelerator.prepare_model": "DistributedDataParallel compares shapes",
     "thread pt_autograd_0": "which parameters were used, for DistributedDataParallel",
     "thread pt_autograd_1": "likewise",
-    "ranks/gradients.py:_pack": "projections of gradients, by which averages are judged",
+    "cards/gradients.py:_pack": "projections of gradients, by which averages are judged",
     "utils/operations.py:_gpu_gather.<locals>._gpu_gather_one": "counted tokens",
 }
 BETWEEN_RANKS_BYTES = 8192

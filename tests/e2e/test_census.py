@@ -36,7 +36,7 @@ from hf_rocm_tune.data import loader as verified_loaders
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.placement import tensors_of
-from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
+from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
 from hf_rocm_tune.transfer import Mover, tree_tensors
 from tests import tiny
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.e2e.command import CommandServer, Result, log_rows
 from tests.e2e.conftest import flags, losses_of, report_of, sampled

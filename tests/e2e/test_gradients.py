@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result
 from tests.e2e.conftest import flags, losses_of, report_of

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.e2e.command import CommandServer, Result, Running, log_rows
 from tests.e2e.test_killed import Job, assert_same_result, wait_for
@@ -177,7 +177,7 @@ def test_a_step_that_is_left_out_computes_nothing_and_the_rest_is_trained(job: J
     argv = job.argv(output, save_steps=1)
     for _ in range(2):
         assert job.server.run(*argv, env=env).code == 1
-    from hf_rocm_tune.training.run import skip_step
+    from hf_rocm_tune.survive.run_directory import skip_step
 
     skip_step(output, 3)
     result = job.server.run(*argv, env=env)

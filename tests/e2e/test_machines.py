@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.survive import manifest
 from tests.e2e.conftest import report_of
 from tests.two_ranks import free_port
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.training.report import closing_line
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.train.report import closing_line
 from tests import simcard, tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, report_of

@@ -283,7 +283,7 @@ SCALARS = {
 }
 
 
-LIMITS = {"training/metrics.py:settle": 512}  # bytes: a double for each figure since the last log, in one read
+LIMITS = {"train/metrics.py:settle": 512}  # bytes: a double for each figure since the last log, in one read
 
 
 @pytest.mark.parametrize("method", sampled(METHODS, "dpo"))

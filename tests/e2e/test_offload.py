@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.training import saved_state as restoring
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive import saved_state as restoring
 from tests import tiny
 from tests.e2e.command import CommandServer
 from tests.e2e.conftest import flags, losses_of, report_of

@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.training.faults import STEP_VARIABLE as VARIABLE
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.train.faults import STEP_VARIABLE as VARIABLE
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result
 from tests.e2e.conftest import flags, report_of

@@ -18,7 +18,7 @@ import torch
 from hf_rocm_tune.data.sources import load_source
 from hf_rocm_tune.models.factory import ModelSource, load_model, load_tokenizer
 from hf_rocm_tune.settings import arguments as command_line
-from hf_rocm_tune.training.trainer import VerifiedSFTTrainer
+from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
 from hf_rocm_tune.transfer import Mover, TransferSettings
 from tests import tiny
 from tests.e2e.conftest import flags

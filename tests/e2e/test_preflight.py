@@ -1,6 +1,6 @@
 """Whole runs of two processes behind a preflight that is harmed: the decision holds for the run, or ends it with 4.
 
-On the CPU, where sums run over gloo; `tests/ranks/test_preflight.py` tries more faults on ranks that do no more.
+On the CPU, where sums run over gloo; `tests/cards/test_preflight.py` tries more faults on ranks that do no more.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.survive import manifest
 from tests.e2e.command import CommandServer, Result, log_rows
 from tests.e2e.conftest import flags
 from tests.publish.hub_server import TOKEN, USER, LoopbackHub, loopback_hub, on_hub

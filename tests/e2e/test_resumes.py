@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, losses_of

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.trainer_pt_utils import safe_globals
 
-from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, report_of

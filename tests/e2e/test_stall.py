@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from hf_rocm_tune import configs
-from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result, log_rows
 from tests.e2e.conftest import report_of
@@ -126,7 +126,7 @@ def test_an_endless_loop_is_named_with_its_line(job: Job, tmp_path: Path, way: d
     assert [result.code for result in results] == [4, 4], [result.stderr[-2000:] for result in results]
     assert "Traceback" not in results[0].stderr + results[1].stderr
     told = stall_report(output)
-    assert "is in _spin() in hf_rocm_tune/training/faults.py:" in told["cause"]
+    assert "is in _spin() in hf_rocm_tune/train/faults.py:" in told["cause"]
     assert "waits for it in all_" in told["cause"]
     assert all(rank["statement"]["complete"] for rank in told["ranks"])
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 4

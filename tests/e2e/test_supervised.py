@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune import configs
-from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.training import supervised
+from hf_rocm_tune.survive import heartbeat, manifest
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result
 from tests.e2e.conftest import report_of
@@ -62,7 +61,7 @@ def supervise(job: Job, output: Path, *, flags: tuple[str, ...] = (), **environ:
 def ends(output: Path) -> list[dict[str, Any]]:
     """How each start ended, by the journal."""
     run_id = json.loads((output / "run.json").read_text())["run_id"]
-    return [entry for entry in supervised.journal_of(output, run_id) if entry["event"] == "end"]
+    return [entry for entry in heartbeat.journal_of(output, run_id) if entry["event"] == "end"]
 
 
 @pytest.mark.long
@@ -76,7 +75,7 @@ def test_killed_at_a_random_step_and_then_hung_it_ends_with_the_same_adapter(job
         ("exit code 4", 6, 4),
         ("exit code 0", STEPS, 0),
     ]
-    assert "_hang() in hf_rocm_tune/training/faults.py" in ends(output)[1]["message"], "the job itself knows the cause"
+    assert "_hang() in hf_rocm_tune/train/faults.py" in ends(output)[1]["message"], "the job itself knows the cause"
     survival = report_of(output)["survival"]
     assert survival["supervised"] and survival["starts"] == 3 and survival["skipped_steps"] == []
     assert [end["code"] for end in survival["ends"]] == [137, 4]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from hf_rocm_tune.training.telemetry import TerminalCallback
+from hf_rocm_tune.train.telemetry import TerminalCallback
 from tests.e2e.command import CommandServer, log_rows
 from tests.e2e.conftest import flags
 
@@ -140,7 +140,7 @@ def test_the_live_line_tells_of_card_and_integrity(
     shown.on_train_begin(args, state, control)
     logs = {"loss": 1.5, "speed/tokens_per_second": 1234.5, "rewards/margins": 0.25, "gpu/hotspot_max_c": 80.0, **now}
     shown.on_log(args, state, control, logs=logs)
-    monkeypatch.setattr("hf_rocm_tune.training.telemetry._REFRESH_S", 0.0)
+    monkeypatch.setattr("hf_rocm_tune.train.telemetry._REFRESH_S", 0.0)
     shown.on_step_end(args, state, control)
     shown.on_train_end(args, state, control)
     sent = capsys.readouterr().out

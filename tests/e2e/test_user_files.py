@@ -19,9 +19,8 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.supervisor import Ledger
-from hf_rocm_tune.training import supervised
+from hf_rocm_tune.survive import heartbeat, manifest
 from tests import tiny
 from tests.e2e.command import CommandServer, Result, Running
 from tests.e2e.conftest import flags
@@ -164,7 +163,7 @@ def test_the_journal_is_never_somebody_elses_file(place: Place) -> None:
     (place.out / "integrity.json").unlink()  # so that it goes on
     (place.out / "survival.jsonl").symlink_to(place.thesis)
     assert "survival.jsonl" in place.refused(max_steps=1)
-    begun = supervised.Begun(run_id="run", output_dir=str(place.out), resumed_from=None)
+    begun = heartbeat.Begun(run_id="run", output_dir=str(place.out), resumed_from=None)
     ledger = Ledger()
     ledger.add("start")
     ledger.belongs_to(begun)
@@ -231,7 +230,7 @@ def test_a_terminal_that_is_closed_ends_the_supervised_job_with_a_checkpoint(pla
         os.close(master)
     assert process.wait(120) == 130
     run_id = json.loads((place.out / "run.json").read_text())["run_id"]
-    assert [entry["code"] for entry in supervised.journal_of(place.out, run_id) if entry["event"] == "end"] == [130]
+    assert [entry["code"] for entry in heartbeat.journal_of(place.out, run_id) if entry["event"] == "end"] == [130]
     newest = max(place.out.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     assert manifest.verify(newest) == [] and not list(place.out.glob("_*"))
 

@@ -14,9 +14,9 @@ from tests.simcard.log import Event, Log
 
 VERDICT = "transfer/backend.py:_EventDigest.result"
 """A batch's, which must be there before its forward. It follows the copy on a queue of its own, not the computation."""
-GUARD = "training/guard.py:TrainingGuard.judge"
+GUARD = "train/guard.py:TrainingGuard.judge"
 """Loss and gradient norm, before they are used."""
-LOGGED = "training/metrics.py:settle"
+LOGGED = "train/metrics.py:settle"
 """What TRL's trainer notes in each micro-step, once a log."""
 UPSTREAM = ("transformers/", "trainer/sft_trainer.py", "accelerate/")
 

@@ -33,11 +33,18 @@ class LaunchArguments(ctypes.Structure):
 
 
 class Stats(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_uint64) for name in COUNTS), *((n, ctypes.c_uint32) for n in ("sgprs", "vgprs", "lds_bytes")))
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in COUNTS),
+        *((n, ctypes.c_uint32) for n in ("sgprs", "vgprs", "lds_bytes")),
+    )
 
 
 LOOKUP = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
+    ctypes.c_int,
+    ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_uint64),
+    ctypes.POINTER(ctypes.c_uint64),
+    ctypes.POINTER(ctypes.c_uint32),
 )
 
 
@@ -116,7 +123,13 @@ def run(
         kernel.lines.encode() if kernel.lines is not None else None,
     )  # fmt: skip
     launch = LaunchArguments(
-        (ctypes.c_uint32 * 3)(*grid), (ctypes.c_uint32 * 3)(*block), ctypes.addressof(arguments), len(kernarg), dynamic_lds, seed, checks
+        (ctypes.c_uint32 * 3)(*grid),
+        (ctypes.c_uint32 * 3)(*block),
+        ctypes.addressof(arguments),
+        len(kernarg),
+        dynamic_lds,
+        seed,
+        checks,
     )
     stats, message, callback = Stats(), ctypes.create_string_buffer(2000), LOOKUP(lookup)
     if lib().gfx_run(launched, launch, ctypes.cast(callback, ctypes.c_void_p), stats, message, len(message)):

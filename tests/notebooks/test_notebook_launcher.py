@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hf_rocm_tune import notebook
-from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.e2e.command import log_rows
 from tests.e2e.conftest import flags, report_of

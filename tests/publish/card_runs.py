@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, Trained, write_log
+from hf_rocm_tune.survive import manifest
 
 RUN_ID = "20260101-000000-0badcafe"
 TRAINED = Trained(

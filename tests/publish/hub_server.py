@@ -23,7 +23,7 @@ import yaml
 from huggingface_hub import constants, hf_api
 from safetensors.numpy import save_file
 
-from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.survive import manifest
 
 TOKEN = "hf_PlantedTokenThatMustNeverBeSeen0123"
 USER = "tester"

@@ -24,8 +24,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig, PreTrainedTokenizerFast
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish import export
+from hf_rocm_tune.survive import manifest
 from tests.publish.merge_cases import Case, lora, write_adapter
 
 LLAMA_CPP = Path(os.environ["LLAMA_CPP"]) if "LLAMA_CPP" in os.environ else None

@@ -19,9 +19,9 @@ from peft import IA3Config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish.commands import Chat
 from hf_rocm_tune.publish.generate import Loaded, LoadSettings, Sampling, answer, apply_template, loaded_model
+from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.publish.hub_server import USER, LoopbackHub
 from tests.publish.merge_cases import EXPERTS, Case, build_base, ids, logits, lora, merged, reference, write_adapter

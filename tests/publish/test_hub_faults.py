@@ -18,9 +18,9 @@ from huggingface_hub import constants
 
 from hf_rocm_tune.cli import main
 from hf_rocm_tune.errors import CorruptionError, TuneError, UsageError
-from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.publish.hub import HubError, Pushed
 from hf_rocm_tune.publish.push import PushSettings, push
+from hf_rocm_tune.survive import manifest
 from tests.publish.hub_server import ATTEMPTS, TOKEN, USER, LoopbackHub, bytes_of, loopback_hub, on_hub, write_run
 
 # huggingface_hub 2.4 passes files as httpx2 no longer likes them (lfs.py, _upload_single_part).

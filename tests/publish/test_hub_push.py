@@ -12,11 +12,11 @@ import yaml
 from huggingface_hub import ModelCard
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.integrity.manifest import Manifest
 from hf_rocm_tune.publish.card import clean_card
 from hf_rocm_tune.publish.push import PushSettings, push
 from hf_rocm_tune.redaction import Private, find_in_file, hub_id_of, local_paths, scrub_json, scrub_text
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive.manifest import Manifest
 from tests.publish.hub_server import (
     BASE,
     DATA,

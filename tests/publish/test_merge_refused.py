@@ -15,7 +15,7 @@ from peft import LNTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.integrity import manifest
+from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.publish.merge_cases import load_base, lora, write_adapter
 
@@ -187,7 +187,7 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
     ),
     "a base without its configuration": (lambda here: drop(here / "base" / "config.json"), [], ["no config.json"]),
     "a base that lacks a tensor": (
-        base_without("model.layers.1.self_attn.v_proj.weight"), [], ["lacks model.layers.1.self_attn.v_proj.weight"]
+        base_without("model.layers.1.self_attn.v_proj.weight"), [], ["lack", "model.layers.1.self_attn.v_proj.weight"]
     ),
     "a wrong value in a configuration": (
         lambda here: edit(here / "base" / "config.json", hidden_size="x"), [], ["config.json", "'hidden_size'"]

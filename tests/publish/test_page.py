@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.integrity import manifest
 from hf_rocm_tune.machine.variables import link_of
 from hf_rocm_tune.publish import page
 from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, RunFiles, collect, last, series, training_seconds
 from hf_rocm_tune.publish.page import Curve, loss_panel, panels, png, write_png
+from hf_rocm_tune.survive import manifest
 from tests.publish.card_runs import RUN_ID, incident, report, rows, stage, write_run
 
 HOSTILE = "\"><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>'&amp;\x00\x1b[31m\ud800"

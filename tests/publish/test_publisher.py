@@ -13,10 +13,10 @@ import pytest
 from transformers.trainer_utils import HubStrategy
 
 from hf_rocm_tune.errors import CorruptionError, Interrupted, TuneError, UsageError
-from hf_rocm_tune.integrity import manifest
-from hf_rocm_tune.integrity.atomic import clean_leftovers
 from hf_rocm_tune.publish.hub import HubError
 from hf_rocm_tune.publish.push import Publisher
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive.atomic import clean_leftovers
 from tests.publish.hub_server import ATTEMPTS, TOKEN, USER, LoopbackHub, on_hub, write_checkpoint, write_run
 
 # huggingface_hub 2.4 passes files as httpx2 no longer likes them (lfs.py, _upload_single_part).

@@ -12,7 +12,7 @@ from tests import simcard
 
 EXPERIMENTS = """
 import torch, simcard
-from hf_rocm_tune.training import device_memory
+from hf_rocm_tune.train import device_memory
 card = torch.device("cuda", 0)
 
 # work runs later than the call; a stream waits for what it is told to, and for nothing else

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from hf_rocm_tune.cards.averaging import HostAveraging, SyncSettings
 from hf_rocm_tune.models.loading import verified_loading
-from hf_rocm_tune.ranks.averaging import HostAveraging, SyncSettings
 from hf_rocm_tune.transfer import Mover, digest
 
 CARD = torch.device("cuda", 1)

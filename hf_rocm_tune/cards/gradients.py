@@ -1,0 +1,671 @@
+"""Checks of gradient averages before the optimizer uses them; a wrong average is computed again through the host.
+
+A communication hook of DistributedDataParallel (its official extension point: buckets, overlap and ``no_sync`` stay)
+records each bucket and starts its average (`averaging`). After backward, before gradients are clipped, each rank packs
+its evidence on all buckets of the step (projections of what it sent and of what it got, see `project`, and a digest of
+the average) into one int64 tensor, and one gather over gloo sends it to all. Every rank computes the verdict from these
+same numbers, so all agree and none waits in a collective that another does not enter. A wrong average is computed again
+through the host from kept gradients, and checked again; if it is still wrong, every rank stops.
+
+Cost: memory of one copy of the trainable gradients from backward to the verdict (LoRA: tens of megabytes), except when
+they are averaged through the host and DistributedDataParallel keeps gradients beside its buckets (its default); over
+gloo, each rank sends the others 2.4 bytes per 1,000 bytes of float32 gradients, 78 per 1,000 bytes of those sent in 16
+bits; one wait for the device per step. ``hf-rocm-tune bench comm`` measures the time.
+
+Covered: the all-reduce on any backend, and the copy of its result into ``parameter.grad``. With a cast to 16 bits, what
+is sent is checked, within 16-bit rounding; the cast itself, which each rank computes, is not. PowerSGD's result is not
+the average, so it is only compared between the ranks. Not covered: a wrong average, equal on all ranks, within the
+rounding bound; averages of buckets with NaN or infinities, which are reported and used; backward itself; all but the
+last of several synchronising backward passes in one step. Nothing is checked with ``verify="off"``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Generic, TypeVar, get_type_hints
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_rocm_tune.cards.averaging import GradBucket, GroupAveraging, HostAveraging, SyncSettings
+from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError, device_shortage
+from hf_rocm_tune.transfer import Mover, digest, digest_on_device
+from hf_rocm_tune.transfer.host_group import host_group
+
+STAGE = "gradients"
+_HEADER, _SENT, _AVERAGED = 3, 3, 2
+"""int64 words of a bucket: failed and the digest; of each of its blocks: projected before and after averaging."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A parameter in a bucket: the index of its first element, and its dimensions in memory order."""
+
+    parameter: nn.Parameter
+    start: int
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bucket:
+    """The gradients of one bucket of DistributedDataParallel.
+
+    Attributes:
+        sent: the local gradients that went into the average, 1-dimensional, kept until the verdict.
+        wire: dtype in which the ranks' gradients are summed; None if the result only approximates their average, and
+            nothing is projected.
+        projected: `project` of what is sent, computed from the bucket itself, not from a copy; float64[blocks, 3].
+    """
+
+    index: int  # DistributedDataParallel's number of the bucket
+    number: int  # counts the buckets of the run, the same on all ranks; for injected faults
+    sent: Tensor
+    wire: torch.dtype | None
+    projected: Tensor
+    places: tuple[_Place, ...]
+
+    @classmethod
+    def before_averaging(
+        cls,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        *,
+        number: int,
+        wire: torch.dtype | None,
+        copied: bool,
+    ) -> Bucket:
+        """Record a bucket given to the communication hook; ``copied``: keep a copy, because it will be overwritten."""
+        buffer = bucket.buffer()
+        places, start = [], 0
+        for parameter in bucket.parameters():
+            places.append(_Place(parameter=parameter, start=start, order=_order_in_bucket(parameter)))
+            start += parameter.numel()
+        return cls(
+            index=bucket.index(),
+            number=number,
+            sent=buffer.clone() if copied else buffer,
+            wire=wire,
+            projected=_project_sent(buffer, wire),
+            places=tuple(places),
+        )
+
+    @property
+    def name(self) -> str:
+        """Name in incidents and for the patterns of injected faults."""
+        return f"bucket {self.index}"
+
+    def averaged(self) -> Tensor:
+        """The parameters' current gradients, which the optimizer will read, in the layout of `sent`.
+
+        A parameter that no rank used has no gradient; its elements are zero.
+        """
+        flat = []
+        for place in self.places:
+            gradient = place.parameter.grad
+            if gradient is None:
+                flat.append(self.sent.new_zeros(place.parameter.numel()))
+            else:
+                flat.append(gradient.detach().permute(place.order).reshape(-1))
+        return torch.cat(flat)
+
+    def write(self, average: Tensor) -> None:
+        """Write `average`, in the layout and on the device of `sent`, into the parameters' gradients."""
+        for place in self.places:
+            gradient = place.parameter.grad
+            if gradient is not None:
+                ordered = gradient.permute(place.order)
+                piece = average[place.start : place.start + gradient.numel()].view(ordered.shape)
+                ordered.copy_(piece)  # device: both are on the parameter's device
+
+    def pack(self, *, failed: bool) -> Tensor:
+        """int64 words on the gradients' device: failed, digest of the average, projections of both; see `_judge`."""
+        average = self.averaged()
+        got = self.projected if self.wire is None else project(average, wire=self.wire)
+        return torch.cat(
+            [
+                torch.full((1,), int(failed), dtype=torch.int64, device=average.device),
+                digest_words(average),
+                self.projected.flatten().view(torch.int64),
+                got[:, :MAGNITUDE].flatten().view(torch.int64),
+            ]
+        )
+
+    def changed_since(self) -> str | None:
+        """An error if the kept local gradients have changed; else None."""
+        if self.wire is None:
+            return None
+        before, now = self.projected.cpu(), _project_sent(self.sent, self.wire).cpu()
+        # With one rank only the projections themselves are rounded.
+        bound = rounding_bound(before[:, MAGNITUDE], dtype=torch.float64, ranks=1)
+        if ((now - before).abs() > bound[:, None]).any():
+            return "the kept copy of its local gradients changed in memory"
+        return None
+
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongAverage(Generic[Record]):
+    """An average that is wrong, or (not ``finite``) could not be checked because gradients held NaN or infinity.
+
+    Attributes:
+        record: this rank's record of it.
+        ranks: the ranks with a wrong average, or with gradients that were not finite.
+        kind: ``zeros``, ``wrong average``, ``differs between ranks``, ``not made``, ``not finite``.
+        first, last: first and last element of the wrong blocks, or of the bucket if the position is unknown.
+    """
+
+    record: Record
+    ranks: tuple[int, ...]
+    kind: str
+    finite: bool = True
+    first: int = 0
+    last: int = 0
+
+
+class AverageJudge(ABC, Generic[Record]):
+    """Handles verdicts on averages, for DistributedDataParallel and FSDP2."""
+
+    _rung: str  # the collective that computes averages first
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._named_not_finite = False
+
+    def _conclude(self, judged: Sequence[WrongAverage[Record]], step: int) -> None:
+        """Compute wrong averages again through the host. Collective: the verdicts are the same on all ranks."""
+        bad = [each for each in judged if not each.finite]
+        if not self._named_not_finite:  # once per series of steps: NaN from backward is not a transfer fault
+            self._report(bad, step, "none", "passed on")
+        self._named_not_finite = bool(bad)
+        wrong = [each for each in judged if each.finite]
+        if not wrong:
+            return
+        self._mover.report.count(STAGE, mismatches=len(wrong))
+        if self._mover.settings.on_corruption == "stop":
+            self._report(wrong, step, self._rung, "stopped")
+            raise self._refusal(wrong, step, "--on_corruption stop is set")
+        records = [each.record for each in wrong]
+        failures = [self._average_again(record) for record in records]
+        again = self._judge_again(records, [failure is not None for failure in failures])
+        bad_again = {id(each.record) for each in again if each.finite}
+        still = [each for each in wrong if id(each.record) in bad_again]
+        right = [each for each in wrong if id(each.record) not in bad_again]
+        self._report(right, step, "host_staged", "recovered")
+        self._report(still, step, "host_staged", "failed")
+        self._mover.report.count(STAGE, recovered=len(right))
+        if still:
+            own = next((failure for failure in failures if failure), "averaging it again through the host failed too")
+            raise self._refusal(still, step, own)
+
+    @abstractmethod
+    def _average_again(self, record: Record) -> str | None:
+        """Average through the host. Collective: a rank with an error takes part as well.
+
+        Returns:
+            None, or the error of this rank.
+        """
+
+    @abstractmethod
+    def _judge_again(self, records: Sequence[Record], failed: Sequence[bool]) -> Sequence[WrongAverage[Record]]:
+        """Check averages that were computed again; ``failed``: those that failed on this rank. Collective."""
+
+    @abstractmethod
+    def _refusal(self, wrong: Sequence[WrongAverage[Record]], step: int, why: str) -> CorruptionError:
+        """The error for averages that stay wrong."""
+
+    def _report(self, found: Sequence[WrongAverage[Record]], step: int, rung: str, outcome: str) -> None:
+        for each in found:
+            common = {"step": step, "stage": STAGE, "ranks": list(each.ranks), "kind": each.kind}
+            self._mover.report.incident({**common, **self._place(each), "rung": rung, "outcome": outcome})
+
+    @abstractmethod
+    def _place(self, wrong: WrongAverage[Record]) -> dict[str, Any]:
+        """The position of a wrong average, for an incident."""
+
+
+class GradientCheck(AverageJudge[Bucket]):
+    """Averages the gradients of one wrapped model and checks the averages. The constructor is collective.
+
+    Args:
+        model: wrapped, before its first backward.
+        mover: copies averages back to the device; its settings, report and injected faults apply.
+        settings: how gradients are averaged.
+
+    Attributes:
+        model, settings: see above.
+        judging: whether averages are checked; not with ``verify="off"``.
+
+    Raises:
+        UsageError: the model has a communication hook already.
+    """
+
+    _rung = "all_reduce"
+
+    def __init__(self, model: DistributedDataParallel, mover: Mover, settings: SyncSettings | None = None) -> None:
+        if model._comm_hooks:
+            raise UsageError(
+                "the DDP communication hook of this model is in use, so gradient averages cannot be checked: remove "
+                "comm_hook from the DistributedDataParallelKwargs, or train with --verify off, --grad_sync ddp and "
+                "--grad_compression none"
+            )
+        super().__init__(mover)
+        self.model = model
+        self.settings = settings or SyncSettings()
+        self.judging = mover.settings.verify != "off"
+        self._through_host = HostAveraging(mover, self.settings)
+        self._averaging = self._through_host if self.settings.way == "host" else GroupAveraging(model, self.settings)
+        self._copies = not self._averaging.keeps_buckets or model.gradient_as_bucket_view
+        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        host_group()  # created here, on every rank, not in the middle of a step
+        self._pending: list[Bucket] = []
+        self._packed: Tensor | None = None
+        self._short_of_memory = False
+        self._backwards = self._recorded = 0
+        model.register_comm_hook(self, _record_and_average)
+
+    @property
+    def pending(self) -> bool:
+        """Whether any average has not been checked yet."""
+        return bool(self._pending)
+
+    def describe(self) -> dict[str, Any]:
+        """For the report: how gradients were averaged, bytes moved and seconds waited, on this rank."""
+        steps = max(self._backwards, 1)
+        facts = self._averaging.facts()
+        between, waited = facts["bytes_between_ranks"], facts["wait_seconds"]
+        compressed = self.settings.compression == "powersgd"
+        return {
+            "way": self.settings.way,
+            "compression": self.settings.compression,
+            "process_group": dist.get_backend(self.model.process_group),
+            "judged": "no" if not self.judging else "equal on all ranks" if compressed else "projections",
+            "averages": self._backwards,
+            "bytes_between_ranks_per_step": None if between is None else round(between / steps),
+            "bytes_to_host_and_back_per_step": round(facts["bytes_crossed"] / steps),
+            "wait_seconds": waited,
+            "wait_seconds_per_step": None if waited is None else round(waited / steps, 6),
+        }
+
+    def before_averaging(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The hook: record the bucket and start its average."""
+        if bucket.index() == 0:
+            self._pending.clear()  # another backward of the same step: its average includes the earlier one
+            self._packed, self._short_of_memory = None, False
+            self._averaging.step_begins()
+            self._backwards += 1
+        number, self._recorded = self._recorded, self._recorded + 1
+        record = self._record(bucket, number) if self.judging else None
+        average = self._averaging.start(bucket, number=number)
+        if record is None or self._mover.fault_injection() is None:
+            return average
+        injected = average.then(lambda done: self._injected(done.value(), record, attempt=0))
+        injected.wait()  # one bucket at a time, so that a specification selects the same buckets on every rank
+        return injected
+
+    def _record(self, bucket: GradBucket, number: int) -> Bucket | None:
+        wire = self._averaging.wire(bucket.buffer().dtype)
+        try:
+            record = Bucket.before_averaging(bucket, number=number, wire=wire, copied=self._copies)
+        except RuntimeError as error:
+            if device_shortage(error) is None:
+                raise
+            self._short_of_memory = True  # the other ranks wait for this average; `collect` raises afterwards
+            return None
+        self._pending.append(record)
+        return record
+
+    def collect(self) -> None:
+        """Collect this rank's evidence on the averages of this step. Not collective.
+
+        `settle` then needs device memory only to compute a wrong average again.
+
+        Raises:
+            torch.OutOfMemoryError: no memory for an average, a copy or the evidence: the averages must not be used.
+            BaseException: see `averaging.HostAveraging.check`.
+        """
+        self._averaging.check()
+        if self._short_of_memory:
+            raise torch.OutOfMemoryError("no memory for a copy of the gradients to be averaged")
+        if self._pending:
+            failed = [self._averaging.failure(bucket.number) is not None for bucket in self._pending]
+            self._packed = _pack(self._pending, failed)
+
+    def settle(self, *, step: int) -> None:
+        """Check the averages of this step and compute wrong ones again. Collective; afterwards they may be used.
+
+        Args:
+            step: number of the step, for incidents.
+
+        Raises:
+            CorruptionError: on every rank: an average is wrong and cannot be corrected.
+            SeamError: no gradients were averaged since the last call, although they must be synchronised.
+            torch.OutOfMemoryError: see `collect`, which is called here if it was not called before.
+        """
+        if not self.judging:
+            self.collect()
+            return
+        if not (self._pending or self._short_of_memory):
+            raise SeamError(
+                "cannot verify: DistributedDataParallel averaged no gradients in a step that ends with the optimizer; "
+                "use the library versions that this package was tested with, or report the trainer that does this"
+            )
+        if self._packed is None:
+            self.collect()
+        buckets, self._pending = self._pending, []
+        packed, self._packed = self._packed, None
+        assert packed is not None
+        self._mover.report.count(STAGE, buckets=len(buckets))
+        self._conclude(_verdicts(buckets, packed), step)
+
+    def _judge_again(self, records: Sequence[Bucket], failed: Sequence[bool]) -> list[WrongAverage[Bucket]]:
+        return _verdicts(records, _pack(records, failed))
+
+    def _average_again(self, record: Bucket) -> str | None:
+        # The same operations as the stock average over gloo, in the same dtype: bit-identical. Only PowerSGD's result
+        # is replaced by the average itself.
+        bucket = record
+        changed = bucket.changed_since()
+        self._through_host.step_begins()
+        average = self._through_host.begin(bucket.sent, name=bucket.name, number=bucket.number, is_last=False).wait()
+        failure = self._through_host.failure(bucket.number)
+        try:
+            self._through_host.check()
+        except RuntimeError as error:
+            if device_shortage(error) is None:
+                raise
+            failure = "there was no memory to compute it again"
+        if failure is None:
+            bucket.write(self._injected(average, bucket, attempt=1))
+        self._averaging.forget(bucket.index)
+        return changed or failure
+
+    def _injected(self, average: Tensor, bucket: Bucket, *, attempt: int) -> Tensor:
+        self._mover.inject(average, name=bucket.name, stage=STAGE, number=bucket.number, attempt=attempt)
+        return average
+
+    def _refusal(self, wrong: Sequence[WrongAverage[Bucket]], step: int, why: str) -> CorruptionError:
+        first = wrong[0]
+        more = f" (and {len(wrong) - 1} more buckets)" if len(wrong) > 1 else ""
+        return CorruptionError(
+            f"the average of the gradients in {first.record.name}{more} is wrong at step {step} on ranks "
+            f"{list(first.ranks)} ({first.kind} in {self._where(first)}), and {why}. It was not used; "
+            "the checkpoints already written are intact: run the doctor, then start the same command again to continue "
+            "from the newest one"
+        )
+
+    def _place(self, wrong: WrongAverage[Bucket]) -> dict[str, Any]:
+        size, first = wrong.record.sent.element_size(), wrong.first
+        place = {"first_offset": first * size, "length": (wrong.last + 1 - first) * size}
+        return {"tensor": self._where(wrong), "bucket": wrong.record.index, **place}
+
+    def _where(self, wrong: WrongAverage[Bucket]) -> str:
+        """The parameter whose gradient is wrong, or the first and the last of several."""
+        names = [
+            self._names[id(place.parameter)]
+            for place in wrong.record.places
+            if place.start <= wrong.last and wrong.first < place.start + place.parameter.numel()
+        ]
+        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+def watch(
+    model: nn.Module, mover: Mover, earlier: GradientCheck | None, settings: SyncSettings | None = None
+) -> GradientCheck | None:
+    """The check of a model's averages, which also computes them as the settings say.
+
+    Args:
+        model: the wrapped model.
+        mover: see `GradientCheck`.
+        earlier: the check of an earlier training, kept if it is for the same model, with its settings.
+        settings: see `GradientCheck`.
+
+    Returns:
+        None if nothing is verified and the settings are DistributedDataParallel's defaults, or if the model is not
+        wrapped by DistributedDataParallel.
+
+    Raises:
+        UsageError: see `GradientCheck`; or the settings need DistributedDataParallel, and the model is not wrapped.
+    """
+    settings = settings or SyncSettings()
+    stock = settings.way == "ddp" and settings.compression == "none"
+    wrapped = getattr(model, "_orig_mod", model)  # torch.compile wraps DistributedDataParallel
+    if not isinstance(wrapped, DistributedDataParallel):
+        if stock:
+            return None
+        raise UsageError(
+            f"--grad_sync {settings.way} with --grad_compression {settings.compression} needs DistributedDataParallel, "
+            f"and this model is a {type(wrapped).__name__}: choose --grad_sync ddp with --grad_compression none"
+        )
+    if stock and mover.settings.verify == "off":
+        return None
+    return earlier if earlier is not None and earlier.model is wrapped else GradientCheck(wrapped, mover, settings)
+
+
+def _pack(buckets: Sequence[Bucket], failed: Sequence[bool]) -> Tensor:
+    return torch.cat([bucket.pack(failed=flag) for bucket, flag in zip(buckets, failed, strict=True)]).cpu()
+
+
+def exchange(mine: Tensor) -> list[Tensor]:
+    """The int64 words of all ranks, the same number on each. One collective, over gloo."""
+    group = host_group()
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return everyone
+
+
+def _verdicts(buckets: Sequence[Bucket], mine: Tensor) -> list[WrongAverage[Bucket]]:
+    """Exchange the packed evidence. Returns averages that are wrong or could not be checked. Collective."""
+    everyone, start = exchange(mine), 0
+    found: list[WrongAverage[Bucket]] = []
+    for bucket in buckets:
+        end = start + _HEADER + bucket.projected.shape[0] * (_SENT + _AVERAGED)
+        verdict = _judge(bucket, [words[start:end] for words in everyone])
+        found += [verdict] if verdict is not None else []
+        start = end
+    return found
+
+
+def _judge(bucket: Bucket, words: Sequence[Tensor]) -> WrongAverage[Bucket] | None:
+    """The verdict on a bucket from all ranks' words, on the host; None if its average is right.
+
+    An average is wrong if a projection on some rank differs from the mean of the sent ones by more than rounding, if
+    the ranks' bits differ, or if a rank reports a failure. For a bucket without projections (PowerSGD) only the last
+    two are checked.
+    """
+    blocks = bucket.projected.shape[0]
+    header = torch.stack([each[:_HEADER] for each in words])
+    numbers = torch.stack([each[_HEADER:] for each in words]).view(torch.float64)
+    sent = numbers[:, : blocks * _SENT].view(len(words), blocks, _SENT)
+    averaged = numbers[:, blocks * _SENT :].view(len(words), blocks, _AVERAGED)
+    last = bucket.sent.numel() - 1
+    if failed := marked(header[:, 0] != 0):
+        return WrongAverage(record=bucket, ranks=failed, kind="not made", last=last)
+    differing = marked((header[:, 1:] != header[0, 1:]).any(dim=1))
+    if bucket.wire is not None:
+        expected = sum(sent[1:], start=sent[0]) / len(words)
+        if not expected.isfinite().all():
+            first, last = _span(~expected.isfinite().all(dim=1), bucket)
+            ranks = marked((~sent.isfinite()).flatten(1).any(dim=1))
+            return WrongAverage(record=bucket, ranks=ranks, kind="not finite", finite=False, first=first, last=last)
+        wrong = beyond_rounding(averaged, expected, dtype=bucket.wire, ranks=len(words))
+        if wrong.any():
+            first, last = _span(wrong.any(dim=0), bucket)
+            ranks, kind = marked(wrong.any(dim=1)), kind_of(averaged[wrong])
+            return WrongAverage(record=bucket, ranks=ranks, kind=kind, first=first, last=last)
+    if differing:
+        return WrongAverage(record=bucket, ranks=differing, kind="differs between ranks", last=last)
+    return None
+
+
+def kind_of(wrong: Tensor) -> str:
+    """The kind of a wrong average, from its wrong projections."""
+    return "zeros" if bool((wrong == 0).all()) else "wrong average"
+
+
+def beyond_rounding(averaged: Tensor, expected: Tensor, *, dtype: torch.dtype, ranks: int) -> Tensor:
+    """The blocks of an average that differ by more than rounding, or in which only the average is NaN.
+
+    Args:
+        averaged: float64[ranks, blocks, 2], the projections of the average on each rank.
+        expected: float64[..., blocks, 3], the mean over the ranks of `project` of what they sent.
+        dtype: in which gradients were summed.
+        ranks: number of ranks.
+
+    Returns:
+        bool[ranks, blocks].
+    """
+    bound = rounding_bound(expected[..., MAGNITUDE], dtype=dtype, ranks=ranks)
+    off = (averaged - expected[..., :MAGNITUDE]).abs() / bound[..., None]
+    return ~(off <= 1).all(dim=2)
+
+
+def marked(mask: Tensor) -> tuple[int, ...]:
+    """The indices of the true elements of a 1-dimensional mask."""
+    return tuple(mask.nonzero().flatten().tolist())
+
+
+def _span(blocks: Tensor, bucket: Bucket) -> tuple[int, int]:
+    """First and last element of the blocks that are true in a mask."""
+    places, size = marked(blocks), block_elements(bucket.wire or bucket.sent.dtype)
+    return places[0] * size, min((places[-1] + 1) * size, bucket.sent.numel()) - 1
+
+
+def _project_sent(flat: Tensor, wire: torch.dtype | None) -> Tensor:
+    if wire is None:
+        return torch.empty(0, MAGNITUDE + 1, dtype=torch.float64, device=flat.device)
+    return project(flat.to(wire))
+
+
+def _order_in_bucket(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The dimensions in the order in which torch's reducer lays the gradient out (``initialize_bucket_views``): the
+    parameter's memory order if that is dense. `GradBucket.gradients` is right only for contiguous parameters.
+    """
+    order = tuple(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
+    return order if parameter.permute(order).is_contiguous() else tuple(range(parameter.dim()))
+
+
+def _record_and_average(
+    check: GradientCheck,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # see `averaging.GradBucket`
+) -> torch.futures.Future[Tensor]:
+    return check.before_averaging(bucket)
+
+
+# DistributedDataParallel compares annotations by identity, and here they are strings.
+_record_and_average.__annotations__ = get_type_hints(_record_and_average)
+
+
+# ---- projections --------------------------------------------------------------------------------------------
+#
+# A bucket of gradients `g` is divided into blocks. For each block are computed, in float64,
+#
+#     P1 = sum(g[i])        P2 = sum(w[i] * g[i])        A = sum(|g[i]|)
+#
+# with fixed weights `-1 <= w[i] < 1`, all different within a block, and those of neighbours far apart. Both projections
+# are linear, so those of an average over R ranks equal the average of the ranks' projections, except for rounding. P1
+# detects lost, zeroed or added values; P2 detects swapped values. Blocks are short (`block_elements`), because the
+# bound below grows with the block and a fault does not.
+#
+# Gradients that are cast before they are sent are projected after the cast, which each rank computes itself: what is
+# sent is compared, and the rounding of the cast needs no allowance.
+#
+# **The bound.** `e` is the spacing at 1 (torch.finfo.eps) of the dtype in which the ranks' gradients are summed, twice
+# the error of rounding to nearest, so it holds for any faithful rounding. An element of the average comes from R
+# divisions by R and R-1 additions, in any order. A division by a power of two is exact, so each term passes through
+# `k = R-1` (R a power of two) or `k = R` roundings, and the element's error is at most
+# `((1+e)^k - 1) * mean_r |g_r[i]|` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). With
+# `|w| <= 1` the errors of both projections of a block are at most `((1+e)^k - 1) * mean_r A_r`. Added to that are
+#
+# * `3 R t` per element for underflow: each input, quotient and partial sum may lose up to `t`, the smallest normal
+#   number if an accelerator may flush denormals (float32, bfloat16), else the smallest denormal (float16);
+# * the rounding of the projections themselves: with n elements per block and `u = 2^-53`, computing them costs at most
+#   `(n+1) u A` on each side, averaging them and the magnitudes `(n+2R) u A` more; `(4n + 4R + 16) u A` covers it
+#   as long as the first term is below A.
+#
+# A block that holds NaN or infinity has no bound: it is not compared.
+#
+# Not detected: a wrong average within the bound. For float32 that is a change below `5e-4` of the mean magnitude of an
+# element, for bfloat16 (two ranks) below 2 of them, in a block of 4,096 and of 256 elements.
+
+MAGNITUDE = 2
+"""Column of `project` with the sum of magnitudes, after the projections."""
+
+_SLAB = 1 << 18
+"""Elements converted to float64 at a time: 2 MiB, which stays in a processor's cache."""
+_DEVICE_SLAB = 1 << 22
+
+
+def block_elements(dtype: torch.dtype) -> int:
+    """Elements per block of gradients of this dtype: 256 for 16 bits, 4,096 for wider ones."""
+    return 256 if dtype.itemsize < 4 else 4096
+
+
+def project(flat: Tensor, *, wire: torch.dtype | None = None) -> Tensor:
+    """The projections of a bucket of gradients, as defined above.
+
+    Args:
+        flat: floating point, 1-dimensional and contiguous, on any device.
+        wire: dtype in which the ranks' gradients are summed, which determines the size of the blocks; by default that
+            of `flat`. `flat` is not cast to it.
+
+    Returns:
+        float64[blocks, 3] on the same device: sum, weighted sum, sum of magnitudes. The last block may be short.
+    """
+    size = block_elements(wire or flat.dtype)
+    weights = _weights(size, flat.device)
+    columns = torch.empty(-(-flat.numel() // size), 3, dtype=torch.float64, device=flat.device)
+    step = min(_SLAB if flat.device.type == "cpu" else _DEVICE_SLAB, columns.shape[0] * size)
+    scratch = torch.empty(step, dtype=torch.float64, device=flat.device)
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step]
+        slab = scratch[: -(-piece.numel() // size) * size]
+        slab[: piece.numel()] = piece
+        slab[piece.numel() :] = 0
+        slab = slab.view(-1, size)
+        rows = columns[start // size : start // size + slab.shape[0]]
+        rows[:, :MAGNITUDE] = slab @ weights.t()
+        rows[:, MAGNITUDE] = slab.abs_().sum(1)
+    return columns
+
+
+def rounding_bound(magnitude: Tensor, *, dtype: torch.dtype, ranks: int) -> Tensor:
+    """The largest difference between a projection of an average and the average of the projections; see above.
+
+    Args:
+        magnitude: float64[blocks], mean over the ranks of each block's sum of magnitudes.
+        dtype: in which the gradients were averaged.
+        ranks: number of ranks.
+
+    Returns:
+        float64[blocks], in the unit of the gradients.
+    """
+    kind = torch.finfo(dtype)
+    elements = block_elements(dtype)
+    roundings = ranks - 1 if ranks & (ranks - 1) == 0 else ranks
+    averaging = math.expm1(roundings * math.log1p(kind.eps))
+    projecting = (4 * elements + 4 * ranks + 16) * 2.0**-53
+    lost = kind.smallest_normal * (kind.eps if dtype == torch.float16 else 1.0)
+    return magnitude * (averaging + projecting) + 3 * ranks * elements * lost
+
+
+def digest_words(flat: Tensor) -> Tensor:
+    """int64[2]: the digest's sums, on the device of ``flat``, without a wait on an accelerator."""
+    if flat.device.type != "cpu":
+        return digest_on_device(flat)
+    found = digest(flat)
+    return torch.tensor([found.s1, found.s2], dtype=torch.uint64).view(torch.int64)
+
+
+@cache
+def _weights(size: int, device: torch.device) -> Tensor:
+    """float64[2, size]: ones, and multiples of the golden ratio modulo 1, stretched to [-1, 1). Exact everywhere."""
+    index = torch.arange(1, size + 1, device=device)
+    golden = (index * 40503 % 65536).to(torch.float64) / 32768 - 1  # 40503 = 2^16 / 1.618, odd: all values differ
+    return torch.stack([torch.ones_like(golden), golden])

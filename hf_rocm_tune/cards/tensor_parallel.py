@@ -1,0 +1,290 @@
+"""Tensor parallelism for LoRA: the cards of a machine compute each layer together, and every sum is checked.
+
+transformers' own plan (``model.tp_plan``) says how weights are cut: ``colwise`` cuts rows of the weight, so that each
+rank computes some of the outputs; ``rowwise`` cuts columns, so that each rank computes a partial sum of all outputs.
+LoRA's B is cut with the rows of its layer and A with the columns; the other of the two is replicated, with the same
+gradient on all ranks. Embeddings, output head and norms are replicated.
+
+Two kinds of partial sums are added up over the ranks: outputs of rowwise weights in forward, and gradients of the
+inputs of colwise weights in backward. Each rank sends its partial sum to all and adds up what arrived, in the order of
+the ranks. With two ranks that moves as many bytes as an all-reduce, gives the same bits on both, and can be checked
+exactly: by digests of what was sent and of what arrived, which one exchange over gloo compares at the end of the
+micro-step. Results of a wrong partial sum cannot be corrected: every rank stops before the optimizer.
+
+Upstream's own ``from_pretrained(distributed_config=...)`` followed by PEFT is not used: its reductions are not checked,
+and peft 0.21.2 builds A of a rowwise layer with the input size of one rank, so that its forward fails
+(tests/cards/test_upstream_tensor_parallel.py shows this, and that 4-bit and 8-bit bases fail).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.distributed.tensor_parallel import ColwiseParallel, LocalParamsParallel, RowwiseParallel
+
+from hf_rocm_tune.cards.fsdp import GATHERED, Gather, joined, require_right
+from hf_rocm_tune.cards.gradients import digest_words, exchange
+from hf_rocm_tune.errors import SeamError, UsageError
+from hf_rocm_tune.transfer import Mover
+from hf_rocm_tune.transfer.host_group import host_group
+from hf_rocm_tune.transfer.report import BETWEEN_CARDS
+
+# torch 2.13 renamed it
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+RANKS = 2
+"""The number of cards: with more, sending every partial sum to all ranks moves more bytes than an all-reduce."""
+_LEFT_WHOLE = frozenset(
+    {
+        "embedding_rowwise",
+        "colwise_gather_output",
+        "colwise_rep",
+        "rowwise_split_input",
+        "replicated_with_grad_allreduce",
+    }
+)  # styles whose module may be replicated instead: its inputs and outputs are not cut
+
+
+class Reductions:
+    """Sums over the ranks in forward and backward. The constructor is collective.
+
+    Args:
+        mover: its settings, report and injected faults apply.
+        through_host: send partial sums through host memory over gloo, verified in both directions; else over the
+            process group.
+    """
+
+    def __init__(self, mover: Mover, *, through_host: bool) -> None:
+        self._mover, self._through_host = mover, through_host
+        self._judging = mover.settings.verify != "off"
+        self._records: list[Gather] = []
+        self._numbers = itertools.count()  # counts the sums of the run, the same on all ranks
+        self._made = self._made_before = self._steps = self._bytes = 0
+        host_group()  # created here, on every rank, not in the middle of a step
+
+    def total(self, summand: Tensor, name: str) -> Tensor:
+        """The sum of all ranks' partial sums, bit-identical on each rank. Collective."""
+        mine = summand.detach().contiguous()
+        sent = digest_words(mine) if self._judging else None
+        parts = self._exchanged(mine, name)
+        self._mover.inject(parts, name=name, stage=GATHERED, number=next(self._numbers), attempt=0)
+        nbytes = parts.nbytes - mine.nbytes
+        self._made += 1
+        self._bytes += nbytes
+        if sent is not None:
+            arrived = torch.stack([digest_words(part) for part in parts])
+            self._records.append(Gather(name=name, sent=sent, arrived=arrived, nbytes=nbytes))
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def _exchanged(self, mine: Tensor, name: str) -> Tensor:
+        """The partial sums of all ranks on this device, [ranks, ...]."""
+        group = dist.group.WORLD if not self._through_host else host_group()
+        assert group is not None
+        if not self._through_host:
+            parts = mine.new_empty((group.size(), *mine.shape))
+            _gather(parts.view(-1), mine.view(-1), group=group)
+            return parts
+        with self._mover.fetched(mine, name=f"{name} to host", stage=BETWEEN_CARDS) as fetched:
+            host = torch.empty((group.size(), *mine.shape), dtype=mine.dtype)
+            _gather(host.view(-1), fetched.host.view(-1), group=group)
+        return self._mover.move(host, name=f"{name} to device", stage=BETWEEN_CARDS, transient=True)
+
+    # ---- as `Traffic` of FSDP2 ------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether any sum has not been checked yet."""
+        return bool(self._records)
+
+    def require_averages(self) -> None:
+        """Called before gradients are clipped.
+
+        Raises:
+            SeamError: nothing was summed since the last call.
+        """
+        self._steps += 1
+        made, self._made_before = self._made - self._made_before, self._made
+        if made == 0:
+            raise SeamError(
+                "cannot verify: nothing was summed over the ranks in a step that ends with the optimizer; use the "
+                "library versions that this package was tested with, or train without --tensor_parallel"
+            )
+
+    def settle(self, *, step: int) -> None:
+        """Check all sums since the last call. Collective.
+
+        Raises:
+            CorruptionError: on every rank: a partial sum arrived wrong.
+        """
+        records, self._records = self._records, []
+        words = exchange(joined([record.words() for record in records]))
+        message = (
+            f"partial sums of %s from the other card arrived wrong at step {step} on ranks %s. The step was not used "
+            "and the checkpoints already written are intact: run the doctor, then start the same command again to "
+            "continue from the newest one, or train without --tensor_parallel"
+        )
+        require_right(records, words, self._mover, step=step, message=message)
+
+    def describe(self) -> dict[str, Any]:
+        """For the report: how the ranks computed sums, and the bytes that each sent for them."""
+        return {
+            "way": "tensor_parallel",
+            "compression": "none",
+            "process_group": "gloo" if self._through_host else dist.get_backend(),
+            "judged": "digests" if self._judging else "no",
+            "sums": self._made,
+            "bytes_between_ranks_per_step": round(self._bytes / max(self._steps, 1)),
+        }
+
+
+class _Total(torch.autograd.Function):
+    """Sums over the ranks in forward; in backward every rank has the full gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, summand: Tensor, reductions: Reductions, name: str) -> Tensor:
+        return reductions.total(summand, name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None, None
+
+
+class _TotalOfGradients(torch.autograd.Function):
+    """Identity in forward, on a replicated input; in backward its gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, reductions: Reductions, name: str) -> Tensor:
+        ctx.reductions, ctx.name = reductions, name
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.reductions.total(gradients[0], ctx.name), None, None
+
+
+class _Columns(ColwiseParallel):
+    """Upstream's ``colwise`` on plain tensors: the input is replicated, the output is this rank's part."""
+
+    def __init__(self, reductions: Reductions, name: str) -> None:
+        super().__init__()
+        self._reductions, self._name = reductions, f"{name}, gradient of its input"
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        return True
+
+    def transform_inputs_pre_forward(self, module: nn.Module, args: Any, kwargs: Any, mesh: Any) -> Any:
+        return (_TotalOfGradients.apply(args[0], self._reductions, self._name), *args[1:]), kwargs
+
+    def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: Any) -> Tensor:
+        return output
+
+
+class _Rows(RowwiseParallel):
+    """Upstream's ``rowwise`` on plain tensors: the input is this rank's part, the output the sum over the ranks."""
+
+    def __init__(self, reductions: Reductions, name: str) -> None:
+        super().__init__()
+        self._reductions, self._name = reductions, name
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        return True
+
+    def transform_inputs_pre_forward(self, module: nn.Module, args: Any, kwargs: Any, mesh: Any) -> Any:
+        return args, kwargs
+
+    def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: Any) -> Tensor:
+        total: Tensor = _Total.apply(output, self._reductions, self._name)
+        bias = module._parameters.get("bias")  # upstream hides it from the forward, so it is added here, once
+        return total if bias is None else total + bias
+
+
+def planned(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The layers that are cut: name, module (with or without LoRA), and whether by columns.
+
+    Args:
+        model: a PEFT model or the base model.
+        ranks: number of ranks.
+
+    Raises:
+        UsageError: transformers has no plan for this model, or one that is not supported.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    plan, family = dict(base.tp_plan or {}), type(base).__name__
+    text = base.config.get_text_config()
+    if others := sorted(set(plan.values()) - _LEFT_WHOLE - {"colwise", "rowwise"}):
+        raise UsageError(f"--tensor_parallel: transformers' plan for {family} has {others[0]}, which is not supported")
+    for heads in ("num_attention_heads", "num_key_value_heads"):
+        if (getattr(text, heads, 0) or 0) % ranks:
+            raise UsageError(f"--tensor_parallel: {getattr(text, heads)} {heads} cannot be shared by {ranks} cards")
+    found = [
+        (name, module, plan[generic] == "rowwise")
+        for name, module in base.named_modules()
+        if plan.get(generic := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in ("colwise", "rowwise")
+    ]
+    if not found:
+        raise UsageError(f"--tensor_parallel: transformers has no plan that cuts weights of {family}")
+    yield from found
+
+
+def dims_of(model: nn.Module, ranks: int) -> dict[str, int | None]:
+    """The dimension along which each parameter of the planned layers is cut, by name; see `models.sharding.cut`.
+
+    Raises:
+        UsageError: see `planned`; or a trained parameter is not a LoRA weight of a planned layer.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    dims: dict[str, int | None] = {}
+    for _, module, by_columns in planned(model, ranks):
+        path = names[id(module)]
+        layer = getattr(module, "base_layer", module)
+        if type(layer) is not nn.Linear or getattr(module, "lora_variant", None):
+            what = f"{path} is a {type(layer).__name__}" if type(layer) is not nn.Linear else f"{path} has DoRA"
+            raise UsageError(f"--tensor_parallel: {what}; only plain LoRA of linear layers can be cut")
+        own = f"{path}.base_layer" if layer is not module else path
+        for name, parameter in layer.named_parameters():
+            dims[f"{own}.{name}"] = (1 if parameter.dim() == 2 else None) if by_columns else 0
+        for side, cut in (("lora_A", 1 if by_columns else None), ("lora_B", None if by_columns else 0)):
+            for adapter in getattr(module, side, ()):
+                dims[f"{path}.{side}.{adapter}.weight"] = cut
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in dims:
+            raise UsageError(f"--tensor_parallel: {name} is trained but is not a LoRA weight of a layer that is cut")
+    return dims
+
+
+def summed(model: nn.Module, ranks: int, *, recomputed: bool) -> Iterator[tuple[nn.Module, int]]:
+    """For each layer that is cut, the number of elements that a rank sends per token, forward and backward together.
+
+    For the planner; a run counts them as ``bytes_between_ranks_per_step``. Without checkpointing the first block's
+    inputs have no gradient, but are counted here.
+
+    Args:
+        model: as for `dims_of`.
+        ranks: number of ranks.
+        recomputed: with checkpointing the sums of the forward pass are computed twice.
+    """
+    for _, module, by_columns in planned(model, ranks):
+        layer: Any = getattr(module, "base_layer", module)
+        ways = sum(each.out_features for each in getattr(module, "lora_A", {}).values())
+        yield module, (2 if recomputed else 1) * (layer.out_features + ways) if by_columns else layer.in_features + ways
+
+
+def install(model: nn.Module, mesh: Any, reductions: Reductions) -> None:
+    """Let the planned layers, which have been cut, compute with this rank's part and sum over the ranks."""
+    for name, module, by_columns in planned(model, mesh.size()):
+        layer = getattr(module, "base_layer", module)
+        style = _Rows if by_columns else _Columns
+        style(reductions, name).install_forward(layer, mesh)
+        cut, whole = ("lora_A", "lora_B") if by_columns else ("lora_B", "lora_A")
+        for adapter in getattr(module, cut, ()):
+            style(reductions, f"{name}.{cut}").install_forward(getattr(module, cut)[adapter], mesh)
+            LocalParamsParallel().install_forward(getattr(module, whole)[adapter], mesh)

@@ -1,0 +1,283 @@
+"""``integrity.json``: which files belong to a checkpoint or a finished run, their sizes and SHA-256 digests.
+
+Each digest is taken of the file as it lies on disk: it is flushed (fsync), dropped from the page cache where the system
+allows it (posix_fadvise), and read again. On a local disk that read comes from the device and shows that the device
+accepted and returns these bytes now. It does not show that they lie on the medium (a drive may answer from its own
+cache), nor anything on a file system that ignores the advice (tmpfs, some network mounts), and it says nothing about
+what the bytes *should* be: that comparison is `training.saved_state`, with the bytes of the same reading (`read_once`).
+
+``verify`` never raises on what it finds: a manifest is input like any other and may hold anything.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import stat
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO, Literal
+
+from hf_rocm_tune.survive.atomic import write_text_atomic
+
+MANIFEST_NAME = "integrity.json"
+SCHEMA = 1
+Status = Literal["checkpoint", "final"]
+
+_CHUNK_BYTES = 1 << 20
+_LARGEST_MANIFEST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """Size in bytes and SHA-256 (64 hexadecimal digits) of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What one ``integrity.json`` says."""
+
+    run_id: str
+    step: int  # optimizer steps done when it was written
+    status: Status  # "checkpoint" in the middle of a run, "final" for its result
+    created: str  # UTC time, ISO 8601
+    files: Mapping[str, FileEntry]  # by name relative to the directory, with "/" between folders
+    tensors: Mapping[str, str] = field(default_factory=dict)  # digests by tensor name, where the writer had them
+    extra: Mapping[str, Any] = field(default_factory=dict)  # whatever else the writer wanted to keep
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileProblem:
+    """One thing that is wrong: the file, "missing", "truncated", "changed", "unreadable", "refused" or "damaged"."""
+
+    file: str
+    kind: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.file} is {self.kind} ({self.detail})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """The outcome of `inspect`."""
+
+    problems: list[FileProblem]
+    unlisted: list[str]  # files that the manifest does not list
+    manifest: Manifest | None  # None where it cannot be read
+
+
+def write(
+    directory: Path,
+    *,
+    run_id: str,
+    step: int,
+    status: Status,
+    files: Iterable[str] | None = None,
+    entries: Mapping[str, FileEntry] | None = None,
+    tensors: Mapping[str, str] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    created: str | None = None,
+) -> Manifest:
+    """Digest the files of ``directory`` as they lie on disk and write its ``integrity.json``, last and atomically.
+
+    Args:
+        files: names relative to ``directory``; without them, every regular file below it.
+        entries: of those among them that were read already; they are not read again.
+        created: of a copy, the time of the original; now unless given.
+
+    Raises:
+        OSError: a file cannot be read, or the manifest cannot be written. An older manifest is still there.
+    """
+    names = sorted(set(files)) if files is not None else list_files(directory)
+    known = entries or {}
+    manifest = Manifest(
+        run_id=run_id,
+        step=step,
+        status=status,
+        created=created or datetime.now(UTC).isoformat(timespec="seconds"),
+        files={name: known.get(name) or entry_of(directory / name) for name in names},
+        tensors=dict(tensors or {}),
+        extra=dict(extra or {}),
+    )
+    write_text_atomic(directory / MANIFEST_NAME, _to_json(manifest))
+    return manifest
+
+
+def read(directory: Path) -> Manifest | FileProblem:
+    """The manifest of ``directory``, or what is wrong with it. Never raises on its content."""
+    path = directory / MANIFEST_NAME
+    try:
+        details = path.stat()
+        if not stat.S_ISREG(details.st_mode) or details.st_size > _LARGEST_MANIFEST_BYTES:
+            return FileProblem(
+                file=MANIFEST_NAME, kind="damaged", detail="not a manifest: no plain file, or far too large"
+            )
+        return _from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return FileProblem(file=MANIFEST_NAME, kind="missing", detail="the directory was never completed, or not by us")
+    except (OSError, ValueError) as error:  # a NUL in the path, invalid UTF-8 and JSON are ValueErrors
+        return FileProblem(file=MANIFEST_NAME, kind="damaged", detail=str(error))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        return FileProblem(file=MANIFEST_NAME, kind="damaged", detail=f"not of the expected form: {error!r}")
+
+
+def inspect(directory: Path) -> Inspection:
+    """Compare every listed file with its entry, and name the files that are not listed."""
+    manifest = read(directory)
+    if isinstance(manifest, FileProblem):
+        return Inspection(problems=[manifest], unlisted=[], manifest=None)
+    problems = compare(directory, manifest.files)
+    unlisted = [name for name in list_files(directory) if name not in manifest.files]
+    return Inspection(problems=problems, unlisted=unlisted, manifest=manifest)
+
+
+def compare(directory: Path, entries: Mapping[str, FileEntry]) -> list[FileProblem]:
+    return [found for name, entry in entries.items() if (found := _check(directory, name, entry))]
+
+
+def verify(directory: Path) -> list[FileProblem]:
+    """All problems of ``directory`` against its manifest; empty means that every listed file is as it was written."""
+    return inspect(directory).problems
+
+
+def _check(directory: Path, name: str, entry: FileEntry) -> FileProblem | None:
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
+        return FileProblem(file=name, kind="refused", detail="the manifest names a path outside of its directory")
+    path = directory / name
+    try:
+        # A link is followed (the Hub's cache is made of links), but only to a plain file: a pipe would block for ever.
+        details = path.stat()
+        if not stat.S_ISREG(details.st_mode):
+            return FileProblem(file=name, kind="refused", detail="not a plain file")
+        if details.st_size != entry.bytes:
+            kind = "truncated" if details.st_size < entry.bytes else "changed"
+            return FileProblem(file=name, kind=kind, detail=f"{details.st_size} bytes, {entry.bytes} were written")
+        found = _digest(path)
+    except FileNotFoundError:
+        return FileProblem(file=name, kind="missing", detail=f"{entry.bytes} bytes were written")
+    except (OSError, ValueError) as error:
+        return FileProblem(file=name, kind="unreadable", detail=str(error))
+    if found != entry:
+        return FileProblem(file=name, kind="changed", detail="its bytes are not those that were written")
+    return None
+
+
+def list_files(directory: Path) -> list[str]:
+    """Names of the plain files below ``directory`` but its manifest, relative, in the order of folders and names."""
+    found = sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+    return [path.as_posix() for path in found if path.as_posix() != MANIFEST_NAME]
+
+
+def entry_of(path: Path) -> FileEntry:
+    drop_from_cache(path)
+    return _digest(path)
+
+
+@contextmanager
+def read_once(path: Path) -> Iterator[tuple[Path, FileEntry]]:
+    """One reading of a file as it lies on disk, for as much host memory as it is long.
+
+    Yields:
+        A path, for the length of the block, to the very bytes that were read, in memory of this process; and their size
+        and SHA-256. What happens to the file meanwhile changes neither, and nobody can write to the copy.
+    """
+    drop_from_cache(path)
+    descriptor = os.memfd_create(path.name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(descriptor, "wb", closefd=False) as copy:
+            entry = _digest(path, copy)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}"), entry
+    finally:
+        os.close(descriptor)
+
+
+class PrivateCopy:
+    """The files of a directory as they were read once; `directory` shows the copies, and nobody can write to them.
+
+    Args:
+        directory: where they are.
+        names: of the files; those that are not there are left out.
+        entries: what they must be; the others are not compared.
+
+    Raises:
+        FileNotFoundError: a file of `entries` is not there.
+        ValueError: a file differs from its entry; the message names it.
+    """
+
+    def __init__(self, directory: Path, names: Iterable[str], entries: Mapping[str, FileEntry] | None = None) -> None:
+        self._open, self.entries = ExitStack(), dict[str, FileEntry]()
+        weakref.finalize(self, self._open.close)
+        self.directory = Path(self._open.enter_context(TemporaryDirectory(prefix="hf-rocm-tune-")))
+        for name in names:
+            wanted = (entries or {}).get(name)
+            if wanted is None and not (directory / name).is_file():
+                continue
+            copy, self.entries[name] = self._open.enter_context(read_once(directory / name))
+            if wanted not in (None, self.entries[name]):
+                raise ValueError(f"{name} is changed (its bytes are not those that were written)")
+            (self.directory / name).symlink_to(copy)
+
+
+def drop_from_cache(path: Path) -> None:
+    """Flush a file and have the system forget its cached pages, so that the next read comes from the device."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path, copy: BinaryIO | None = None) -> FileEntry:
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+            if copy is not None:
+                copy.write(chunk)
+    return FileEntry(bytes=size, sha256=digest.hexdigest())
+
+
+def _to_json(manifest: Manifest) -> str:
+    body: dict[str, Any] = {"schema": SCHEMA, **asdict(manifest)}
+    return json.dumps(body | {"digest": _own_digest(body)}, indent=1)
+
+
+def _from_json(text: str) -> Manifest:
+    body = json.loads(text)
+    recorded = body.pop("digest")
+    if recorded != _own_digest(body):
+        raise ValueError("its own digest does not match: the manifest was changed after it was written")
+    if body["schema"] != SCHEMA:
+        raise ValueError(f"schema {body['schema']!r}, this version reads {SCHEMA}")
+    status, step = body["status"], body["step"]
+    if status not in ("checkpoint", "final") or not isinstance(step, int):
+        raise ValueError(f"status {status!r} and step {step!r}")
+    return Manifest(
+        run_id=str(body["run_id"]),
+        step=step,
+        status=status,
+        created=str(body["created"]),
+        files={str(n): FileEntry(bytes=int(e["bytes"]), sha256=str(e["sha256"])) for n, e in body["files"].items()},
+        tensors=dict(body["tensors"]),
+        extra=dict(body["extra"]),
+    )
+
+
+def _own_digest(body: Mapping[str, Any]) -> str:
+    """SHA-256 of everything else in the manifest, so that a flipped bit in a name or a step is seen as well."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,503 @@
+"""Saved weights and training state: comparison with the live state, and loading.
+
+A file is read once, on the host, after it was dropped from the page cache (`integrity.manifest.read_once`): the bytes
+that are compared are those whose SHA-256 goes into the manifest. A live tensor is digested on its device by a compute
+kernel, so that a faulty copy engine cannot damage both sides alike.
+
+PEFT's ``load_adapter`` is not used to resume: it reads directly to the device, and by default
+(``autocast_adapter_dtype=True``) converts the bf16 adapters of a QLoRA run to fp32, so that a resumed run would differ
+from an uninterrupted one.
+
+Not covered: the other files of a checkpoint (tokenizer, configuration, card); the manifest has their SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
+from transformers import TrainerState
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import safe_globals
+
+from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.models.quantised import is_written_buffer, set_buffer
+from hf_rocm_tune.models.shards import local, own_part
+from hf_rocm_tune.survive.manifest import FileEntry, read_once
+from hf_rocm_tune.transfer.digest import digest
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import Tensor, nn
+    from transformers import TrainingArguments
+
+    from hf_rocm_tune.transfer import Mover
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_FILE = "adapter_model.safetensors"
+RNG_OF_CARDS = "rng_state_cards.pth"
+"""Random states of all cards of a split model; upstream saves the current card's only."""
+_READS = 3
+# bitsandbytes 0.50.2, ``Optimizer8bit.get_state_buffer``: the state that it pages, and the fewest elements.
+_PAGED = frozenset({"state1", "state2"})
+_PAGED_FROM = 100_000
+
+Place = Callable[..., Any]
+"""Moves one host tensor to the device: ``place(tensor, name=..., stage=...)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readback:
+    """Outcome of reading one file and comparing it with the live state."""
+
+    entry: FileEntry | None = None  # of the bytes that were compared; None if the file could not be read
+    digests: Mapping[str, str] = field(default_factory=dict)  # by "<file>:<tensor>"; "<file>:" for all but tensors
+    differing: list[str] = field(default_factory=list)  # labels that differ, are missing, or cannot be read
+
+
+# ---- comparison with the live state -------------------------------------------------------------------------
+
+
+def compare_model(
+    directory: Path,
+    model: nn.Module,
+    trained: Mapping[str, Tensor] | None = None,
+    plain: Mapping[str, Tensor] | None = None,
+) -> dict[str, Readback]:
+    """Compare the safetensors files in ``directory`` with the live adapters of a PEFT model, or with a full model.
+
+    Args:
+        directory: holds the files.
+        model: the live model.
+        trained: full trained weights by name, for a sharded PEFT model; None: the model's own.
+        plain: tensors that an adapter's file must hold if not the live ones; see `models.adapter.plain_lora`.
+
+    Returns:
+        One `Readback` per file, by its name relative to ``directory``.
+    """
+    stored = {file.name: _names(file) for file in sorted(directory.glob("*.safetensors"))}
+    found = {
+        file: _compare_tensors(directory, file, live, required)
+        for file, live, required in _expected(model, stored, trained, plain)
+    }
+    return found or {"model.safetensors": Readback(differing=["no .safetensors file was written"])}
+
+
+def compare_recorded(
+    recorded: Mapping[str, str], model: nn.Module, trained: Mapping[str, Tensor] | None = None
+) -> list[str] | None:
+    """Labels of live tensors that differ from the digests recorded in a manifest; None if it records none of them."""
+    stored: dict[str, set[str]] = {}
+    for label in recorded:
+        file, _, name = label.partition(":")
+        if file.endswith(".safetensors"):
+            stored.setdefault(file, set()).add(name)
+    if not stored:
+        return None
+    differing = []
+    for file, live, required in _expected(model, stored, trained):
+        names = stored.get(file, set())
+        differing += [f"{file}:{name}" for name in sorted(required - names)]
+        for name in sorted(names):
+            if name not in live or digest(live[name].detach()).hex() != recorded[f"{file}:{name}"]:
+                differing.append(f"{file}:{name}")
+    return differing
+
+
+def _expected(
+    model: nn.Module,
+    stored: Mapping[str, set[str]],
+    trained: Mapping[str, Tensor] | None,
+    plain: Mapping[str, Tensor] | None = None,
+) -> Iterator[tuple[str, Mapping[str, Tensor], set[str]]]:
+    """(file, live tensors by their names in that file, names that must be in it)."""
+    if hasattr(model, "peft_config"):
+        for adapter in cast("PeftModel", model).peft_config:
+            live, required = _live_adapter(model, adapter, trained) if plain is None else (plain, set(plain))
+            yield adapter_file(adapter), live, required
+        return
+    live, required = _live_model(model, set().union(*stored.values()))
+    for file in stored:
+        elsewhere = set().union(*(names for other, names in stored.items() if other != file))
+        yield file, live, required - elsewhere
+
+
+def _live_adapter(
+    model: nn.Module, adapter: str, state: Mapping[str, Tensor] | None
+) -> tuple[Mapping[str, Tensor], set[str]]:
+    from peft import get_peft_model_state_dict
+
+    # Whether the file has embeddings was decided when it was written (which may ask the Hub): if it has them, they are
+    # found by PEFT's names or the model's.
+    found, required = (
+        get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter, save_embedding_layers=embeddings)
+        for embeddings in (True, False)
+    )
+    return {**(model.state_dict() if state is None else state), **found, **required}, set(required)
+
+
+def adapter_on_host(model: nn.Module, mover: Mover, trained: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Host copies of a model's only adapter by the names of its file, fetched and verified by ``mover``.
+
+    Args:
+        model: a PEFT model.
+        mover: of its device.
+        trained: of a sharded model, the trained weights by name, whole and on the host.
+
+    Raises:
+        CorruptionError: a tensor could not be fetched right.
+    """
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
+    if trained is not None:
+        return found
+    for name, tensor in found.items():
+        with mover.fetched(tensor.detach(), name=name, stage="adapter") as fetched:
+            found[name] = fetched.host.clone()
+    return found
+
+
+def _live_model(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], set[str]]:
+    """Live tensors by their names in the files, and the names that must be there; a tied weight is stored once."""
+    live = model.state_dict()
+    if not stored <= live.keys():
+        from transformers.core_model_loading import revert_weight_conversion
+
+        # Fused experts are split when they are written: the same function converts the live tensors.
+        live = revert_weight_conversion(model, live)
+    kept = {live[name].data_ptr() for name in stored & live.keys()}
+    return live, {name for name, tensor in live.items() if tensor.data_ptr() not in kept}
+
+
+def _compare_tensors(directory: Path, file: str, live: Mapping[str, Tensor], required: set[str]) -> Readback:
+    digests: dict[str, str] = {}
+    differing: list[str] = []
+    try:
+        with read_once(directory / file) as (copy, entry), safe_open(copy, framework="pt", device="cpu") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                saved, now = opened.get_tensor(name), live.get(name)
+                label = f"{file}:{name}"
+                digests[label] = digest(saved).hex()
+                if (
+                    now is None
+                    or (saved.dtype, saved.shape) != (now.dtype, now.shape)
+                    or digest(now.detach()).hex() != digests[label]
+                ):
+                    differing.append(label)
+    except (OSError, SafetensorError) as error:
+        return Readback(differing=[f"{file}: {_line(error)}"])
+    differing += [f"{file}:{name}" for name in sorted(required) if f"{file}:{name}" not in digests]
+    return Readback(entry=entry, digests=digests, differing=differing)
+
+
+def compare_state(path: Path, live: Any) -> Readback:
+    """Compare a file of ``torch.save`` with the live state of an optimizer, scheduler, scaler or random generator."""
+    _, found = read_state(path)
+    if found.entry is None or found.differing:
+        return found
+    wanted = state_digests(path.name, live)
+    labels = wanted.keys() | found.digests.keys()
+    differing = sorted(label for label in labels if wanted.get(label) != found.digests.get(label))
+    return Readback(entry=found.entry, digests=found.digests, differing=differing)
+
+
+def read_state(path: Path) -> tuple[Any, Readback]:
+    """Load a file of ``torch.save`` to the host: content and digests; a file that cannot be read is ``differing``."""
+    try:
+        with read_once(path) as (copy, entry), safe_globals():
+            state = torch.load(copy, map_location="cpu", weights_only=True, mmap=True)
+            return state, Readback(entry=entry, digests=state_digests(path.name, state))
+    except Exception as error:  # a damaged pickle or archive can raise anything
+        return None, Readback(differing=[f"{path.name}: cannot be read ({_line(error)})"])
+
+
+def compare_trainer_state(path: Path, live: TrainerState) -> Readback:
+    """Compare ``trainer_state.json`` with the live state."""
+    try:
+        with read_once(path) as (copy, entry):
+            found = json.loads(copy.read_bytes())
+    except (OSError, ValueError) as error:
+        return Readback(differing=[f"{path.name}: cannot be read ({_line(error)})"])
+    same = json.dumps(found, sort_keys=True) == json.dumps(json.loads(json.dumps(asdict(live))), sort_keys=True)
+    return Readback(entry=entry, differing=[] if same else [path.name])
+
+
+def state_digests(file: str, state: Any) -> dict[str, str]:
+    """Digests of the tensors in nested dicts and sequences by "<file>:<path>"; "<file>:" is that of everything else."""
+    tensors: dict[str, str] = {}
+    rest = hashlib.sha256()
+    for path, leaf in sorted(leaves(state), key=lambda item: item[0]):
+        if torch.is_tensor(leaf):
+            tensors[f"{file}:{path}"] = digest(leaf.detach()).hex()
+            leaf = (leaf.dtype, tuple(leaf.shape))
+        rest.update(f"{path} {leaf!r}\n".encode())
+    return {f"{file}:": rest.hexdigest(), **tensors}
+
+
+def not_loaded(saved: Any, live: Any) -> list[str]:
+    """Paths of saved values that the live object does not hold; it may hold more, and tensors in another dtype."""
+    now = dict(leaves(live))
+    return [path for path, leaf in leaves(saved) if path not in now or not _same(leaf, now[path])]
+
+
+def _same(saved: Any, live: Any) -> bool:
+    if torch.is_tensor(saved) and torch.is_tensor(live):
+        if isinstance(live, DTensor) and saved.dim() > 0:
+            saved, live = own_part(saved, live), local(live)
+        return saved.shape == live.shape and digest(saved.to(live.dtype)) == digest(live.detach())
+    return bool(saved == live or (saved != saved and live != live))  # NaN equals NaN here
+
+
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested dicts and sequences with its path; arrays as tensors."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, f"{prefix}/{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{prefix}/{index}")
+    else:
+        yield prefix, torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+# ---- on the host --------------------------------------------------------------------------------------------
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the host and compare its digest with the device's; a wrong copy is repeated up to twice."""
+    right = digest(tensor.detach())
+    for _ in range(_READS):
+        host = tensor.detach().cpu()
+        if digest(host) == right:
+            break
+    return host.contiguous()  # one that stays wrong is found when the file written from it is compared
+
+
+def model_on_host(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model with its saved tensors on the host (PEFT: the trained ones). Tied weights stay tied."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    state: dict[str, Tensor] = model.state_dict()
+    copies: dict[int, Tensor] = {}
+    for name, tensor in state.items():
+        if name in trained or not hasattr(model, "peft_config"):
+            address = tensor.data_ptr() or id(tensor)
+            state[name] = copies[address] = copies[address] if address in copies else host_copy(tensor)
+    return state
+
+
+# ---- loading ------------------------------------------------------------------------------------------------
+
+
+def require_complete(directory: Path) -> None:
+    """Refuse a checkpoint that upstream would load only in part, or fail on.
+
+    Raises:
+        UsageError: it does not exist, is incomplete or cannot be read.
+    """
+    if not directory.is_dir():
+        raise UsageError(f"Can't find a valid checkpoint at {directory}: choose another one or start a new run")
+    try:
+        step = TrainerState.load_from_json(str(directory / TRAINER_STATE_NAME)).global_step
+        if not isinstance(step, int):
+            raise ValueError(f"global_step is {step!r}")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        text = " ".join(str(error).split())
+        raise UsageError(
+            f"{directory}: {TRAINER_STATE_NAME} cannot be read ({text}); choose another checkpoint or start a new run"
+        ) from error
+    parts = {name: (directory / name).is_file() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)}
+    parts["rng_state.pth"] = any(directory.glob("rng_state*.pth"))
+    missing = [name for name, there in parts.items() if not there]
+    if len(missing) == len(parts):
+        logger.warning(
+            "%s holds weights only: optimizer, schedule and random state start from the beginning", directory
+        )
+    elif missing:
+        raise UsageError(
+            f"{directory} has no {' and no '.join(missing)}: a run resumed from it would differ; choose another "
+            "checkpoint or start a new run"
+        )
+
+
+def rng_file(args: TrainingArguments) -> str:
+    """The file to which ``Trainer._save_rng_state`` writes this rank's random states."""
+    return "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
+
+
+def random_states(*, all_cards: bool) -> dict[str, Any]:
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    if torch.cuda.is_available():
+        read = torch.cuda.random.get_rng_state_all if all_cards else torch.cuda.random.get_rng_state
+        states["cuda"] = read()
+    return states
+
+
+def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
+    """Set every adapter of a PEFT model from ``directory``; dtypes and trainability stay as they are."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    for adapter in cast("PeftModel", model).peft_config:
+        file = directory / adapter_file(adapter)
+        with _opened(file) as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+        live = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+        _check_fit(file, tensors, live)
+        placed = {name: place(tensor, name=name, stage="adapter") for name, tensor in tensors.items()}
+        set_peft_model_state_dict(model, placed, adapter_name=adapter)
+
+
+def load_model(directory: Path, model: nn.Module, place: Place) -> None:
+    """Set the weights of a full model from the safetensors files in ``directory``, one tensor at a time.
+
+    Tied weights are in the files once, and set once.
+    """
+    live = model.state_dict()
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{directory} holds no .safetensors file: choose a checkpoint of this run's model")
+    for file in files:
+        with _opened(file) as opened:
+            names = set(opened.keys())
+            if not names <= live.keys():
+                _load_converted(directory, model, place)
+                return
+            for name in sorted(names):
+                tensor = opened.get_tensor(name)
+                if tensor.shape != live[name].shape and is_written_buffer(model, name):
+                    set_buffer(model, name, place(tensor, name=name, stage="adapter"))
+                    continue
+                _check_fit(file, {name: tensor}, {name: live[name]})
+                live[name].copy_(place(tensor, name=name, stage="adapter"))  # device: both are there
+
+
+def _load_converted(directory: Path, model: nn.Module, place: Place) -> None:
+    """As `load_model` for files whose tensors are not the model's: fused experts are split when written."""
+    host, info = type(model).from_pretrained(directory, dtype="auto", output_loading_info=True)  # type: ignore[attr-defined]
+    lost = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
+    if lost:
+        raise UsageError(f"{directory} is of another model, it lacks or adds {lost[0]}: choose another checkpoint")
+    saved, live = host.state_dict(), model.state_dict()
+    _check_fit(directory, saved, live)
+    for name, tensor in live.items():
+        tensor.copy_(place(saved[name], name=name, stage="adapter"))  # device: both are there
+
+
+def load_optimizer(state: Any, optimizer: Any, place: Place) -> None:
+    """Load the optimizer state; step counts stay on the host unless the optimizer computes with them on the device.
+
+    bitsandbytes' paged state stays paged: its own ``load_state_dict`` would move all of it to the device.
+    """
+    own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper does not forward options
+    if getattr(own, "is_paged", False):
+        own.load_state_dict(state, move_to_device=False)
+        _place_paged(own, place)
+        return
+    # The rule of torch's `Optimizer._process_value_according_to_param_policy`, which would move them itself.
+    steps_on_device = {
+        number
+        for group in state["param_groups"]
+        if group.get("fused") or group.get("capturable")
+        for number in group["params"]
+    }
+    placed = {
+        number: _placed(values, place, f"optimizer.state.{number}", steps=number in steps_on_device)
+        for number, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": placed})
+
+
+def _place_paged(optimizer: Any, place: Place) -> None:
+    """Move loaded state to where bitsandbytes creates it: large moments to paged memory, the rest to the device."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if not torch.is_tensor(value) or value.dim() == 0:
+                continue
+            if name in _PAGED and parameter.numel() >= _PAGED_FROM and parameter.device.type != "cpu":
+                values[name] = _in_pages(value, parameter.device, optimizer)
+            else:
+                values[name] = place(value, name=f"optimizer.state.{numbers[id(parameter)]}.{name}", stage="optimizer")
+
+
+def _in_pages(value: Tensor, device: torch.device, optimizer: Any) -> Tensor:
+    pages = importlib.import_module("bitsandbytes.functional").get_paged(*value.shape, dtype=value.dtype, device=device)
+    pages.copy_(value)  # device: to torch both are host memory; the driver moves the pages
+    if digest(pages) != digest(value):
+        raise CorruptionError(
+            "paged optimizer state differs from the checkpoint after it was copied: start the same command again; if "
+            "it happens again, train with another --optim"
+        )
+    optimizer.page_mng.paged_tensors.append(pages)
+    return cast("Tensor", pages)
+
+
+def _placed(value: Any, place: Place, name: str, *, steps: bool) -> Any:
+    if torch.is_tensor(value):
+        if name.endswith(".step") and not steps:
+            return value.clone()  # a view would keep the whole mapped file alive
+        return place(value, name=name, stage="optimizer")
+    if isinstance(value, dict):
+        return {key: _placed(item, place, f"{name}.{key}", steps=steps) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_placed(item, place, f"{name}.{index}", steps=steps) for index, item in enumerate(value))
+    return value
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            yield opened
+    except FileNotFoundError as error:
+        raise UsageError(f"{file.parent} holds no {file.name}: choose a checkpoint of this run's adapter") from error
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{file} cannot be read ({error}): choose another checkpoint or start a new run") from error
+
+
+def _check_fit(file: Path, saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
+    missing = sorted(live.keys() - saved.keys())
+    if missing:
+        raise UsageError(
+            f"{file} is of another model or adapter: it lacks {len(missing)} of {len(live)} tensors, {missing[0]} "
+            "first; use the settings it was trained with"
+        )
+    for name, tensor in live.items():
+        if (saved[name].shape, saved[name].dtype) != (tensor.shape, tensor.dtype):
+            raise UsageError(
+                f"{file} does not fit: {name} is {_form(saved[name])} there and {_form(tensor)} in this run; "
+                "use the settings it was trained with"
+            )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def adapter_file(adapter: str) -> str:
+    """PEFT's file for this adapter: in the directory itself for "default", else in a folder of the adapter's name."""
+    return ADAPTER_FILE if adapter == "default" else f"{adapter}/{ADAPTER_FILE}"
+
+
+def _names(file: Path) -> set[str]:
+    with suppress(SafetensorError, OSError), safe_open(file, framework="pt", device="cpu") as opened:
+        return set(opened.keys())
+    return set()  # the comparison reports it
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,1 @@
+"""Training: the mixin with all seams, checkpoints, callbacks and the report of a run."""

@@ -1,0 +1,231 @@
+"""Injected crashes, out-of-memory errors and NaN, to try how a run handles them; the report says that they were used.
+
+``HF_ROCM_TUNE_CRASH="step=4,kind=kill"``; several are joined by ";". Occurrences are counted in the output directory,
+across restarts, so a run gets past a crash with ``times=1``.
+
+``HF_ROCM_TUNE_STEP_FAULT="kind=oom,rate=0.1,seed=3,rows=2,rank=1"`` is raised inside one of the model's layers, so an
+aborted backward leaves some gradients behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm_tune.machine.variables import read_spec
+from hf_rocm_tune.survive.atomic import write_text_atomic
+from hf_rocm_tune.transfer import TransferReport, tree_tensors
+
+CRASH_VARIABLE = "HF_ROCM_TUNE_CRASH"
+STEP_VARIABLE = "HF_ROCM_TUNE_STEP_FAULT"
+# The underscore keeps it out of transformers' uploads, which ignore "_*".
+COUNT_FILE = "_crashes.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrashSpec:
+    """One crash: where it happens, how, and how often.
+
+    Attributes:
+        kind: ``kill`` (SIGKILL), ``segv`` (SIGSEGV), ``exit`` (with code 1), ``hang`` (sleeps for ever, without a
+            reaction to SIGTERM), ``spin`` (the same in a busy loop), ``stop`` (SIGSTOP, until SIGCONT).
+        at: ``step``: just before the step's batch is used, so a skipped step does not crash; ``save``: just before the
+            step's checkpoint is written; ``start``: before the first step, whatever ``step`` is.
+        step: number of the step, from 1.
+        times: how often, over all starts of a run.
+        rank: the rank that crashes.
+    """
+
+    kind: str
+    at: str = "step"
+    step: int = 1
+    times: int = 1
+    rank: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> CrashSpec:
+        """Read ``key=value`` pairs joined by commas.
+
+        Raises:
+            UsageError: names the key that is unknown, given twice, missing or has a wrong value, and what is valid.
+        """
+        kinds = {"kind": tuple(_CRASHES), "at": ("start", "step", "save")}
+        return read_spec(cls, CRASH_VARIABLE, text, allowed=kinds, least={"step": 1, "times": 1, "rank": 0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFaultSpec:
+    """Which micro-steps get a fault, and which fault.
+
+    Attributes:
+        kind: ``oom``: ``torch.OutOfMemoryError`` is raised; ``nan``: the gradient of a layer's output becomes NaN.
+        rate: share of the micro-steps that get the fault, 0 to 1.
+        seed: the same seed selects the same micro-steps of a process, counted from its start.
+        rows: only micro-batches of more rows than this (packed: more sequences).
+        tokens: only micro-batches of more tokens than this.
+        rank: only this rank; None for all.
+        where: ``forward`` or ``backward``; None: drawn from the seed. NaN is always injected in backward.
+        first: the first optimizer step (from 1) that may get a fault.
+        count: stop after this many.
+    """
+
+    kind: str
+    rate: float = 1.0
+    seed: int = 0
+    rows: int = 0
+    tokens: int = 0
+    rank: int | None = None
+    where: str | None = None
+    first: int = 1
+    count: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> StepFaultSpec:
+        """Read ``key=value`` pairs joined by commas; raises as `CrashSpec.parse`."""
+        kinds = {"kind": ("oom", "nan"), "where": ("forward", "backward")}
+        least = {"rows": 0, "tokens": 0, "rank": 0, "first": 1, "count": 1}
+        return read_spec(cls, STEP_VARIABLE, text, allowed=kinds, least=least)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> StepFaultSpec | None:
+        """The specification in `HF_ROCM_TUNE_STEP_FAULT`; None when it is unset or empty. Raises as `parse`."""
+        text = environ.get(STEP_VARIABLE, "").strip()
+        return cls.parse(text) if text else None
+
+
+# ---- crashes ------------------------------------------------------------------------------------------------
+
+
+class Crashes:
+    """The crashes that `HF_ROCM_TUNE_CRASH` requests of this process; raises as `CrashSpec.parse`.
+
+    Attributes:
+        text: the value of the variable; None when it is unset or empty.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self.text = environ.get(CRASH_VARIABLE, "").strip() or None
+        self._specs = [CrashSpec.parse(part) for part in (self.text or "").split(";") if part.strip()]
+        rank = environ.get("RANK", "0")
+        self._rank = int(rank) if rank.isdecimal() else 0
+
+    def crash_if_due(self, at: str, step: int, *, directory: Path, run_id: str) -> None:
+        """Crash if a crash is due here. It is counted in ``directory`` first, separately for each run."""
+        for number, spec in enumerate(self._specs):
+            if spec.at != at or spec.rank != self._rank or (at != "start" and spec.step != step):
+                continue
+            key, done = f"{number}: {spec}", _counts(directory, run_id)
+            if done.get(key, 0) < spec.times:
+                counts = done | {key: done.get(key, 0) + 1}
+                write_text_atomic(directory / COUNT_FILE, json.dumps({"run_id": run_id, "done": counts}))
+                _CRASHES[spec.kind]()
+
+
+def _counts(directory: Path, run_id: str) -> dict[str, int]:
+    try:
+        body = json.loads((directory / COUNT_FILE).read_text(encoding="utf-8"))
+        return dict(body["done"]) if body["run_id"] == run_id else {}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(3600)
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+_CRASHES: dict[str, Callable[[], Any]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "exit": lambda: os._exit(1),
+    "hang": _hang,
+    "spin": _spin,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
+# ---- faults in micro-steps ----------------------------------------------------------------------------------
+
+
+class StepFaults:
+    """Injects faults into the micro-steps of one process; ``report`` counts them."""
+
+    def __init__(self, spec: StepFaultSpec | None, *, rank: int, report: TransferReport) -> None:
+        self._asked = spec
+        self._spec = spec if spec is not None and spec.rank in (None, rank) else None
+        self._report = report
+        self._injected = 0
+        self._seen = 0
+
+    def describe(self, counted: Mapping[str, int]) -> dict[str, Any] | None:
+        """The specification and the counts of all ranks; None when no rank was asked to inject faults."""
+        asked = {} if self._asked is None else dataclasses.asdict(self._asked)
+        return {**asked, **counted} if asked or any(counted.values()) else None
+
+    @contextmanager
+    def during(self, model: nn.Module, *, step: int, rows: int, tokens: int) -> Iterator[None]:
+        """A context around one micro-step of optimizer step ``step`` with ``rows`` rows (or sequences)."""
+        drawn = self._draw(step=step, rows=rows, tokens=tokens)
+        if drawn is None:
+            yield
+            return
+        place, layer = drawn
+        layers = next((list(one) for one in model.modules() if isinstance(one, nn.ModuleList) and len(one)), [model])
+        handle = layers[int(layer * len(layers))].register_forward_hook(partial(self._in_layer, place))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _draw(self, *, step: int, rows: int, tokens: int) -> tuple[str, float] | None:
+        """Forward or backward, and the layer (as a share of all), of this micro-step's fault; None without one."""
+        spec = self._spec
+        if spec is None or step < spec.first or (spec.count is not None and self._injected >= spec.count):
+            return None
+        if rows <= spec.rows or tokens <= spec.tokens:
+            return None
+        self._seen += 1
+        chooser = random.Random(f"{spec.seed} {self._seen}")
+        chance, half, layer = chooser.random(), chooser.random(), chooser.random()
+        if chance >= spec.rate:
+            return None
+        drawn = "forward" if half < 0.5 else "backward"
+        return ("backward" if spec.kind == "nan" else spec.where or drawn), layer
+
+    def _in_layer(self, place: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if place == "forward":
+            self._run_out_of_memory()
+        produced = next((tensor for tensor in tree_tensors(output) if tensor.requires_grad), None)
+        if produced is not None:
+            assert self._spec is not None
+            produced.register_hook(self._to_nan if self._spec.kind == "nan" else self._run_out_of_memory)
+
+    def _run_out_of_memory(self, _gradient: Tensor | None = None) -> None:
+        self._count()
+        raise torch.OutOfMemoryError(f"out of memory, because {STEP_VARIABLE} asks for it")
+
+    def _to_nan(self, gradient: Tensor) -> Tensor:
+        self._count()
+        return torch.full_like(gradient, torch.nan)
+
+    def _count(self) -> None:
+        self._injected += 1
+        self._report.count("step_faults", injected=1)

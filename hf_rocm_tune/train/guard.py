@@ -1,0 +1,285 @@
+"""Checks of each optimizer step's loss and gradient norm: steps that are not finite are skipped, dead runs stopped.
+
+`StepGuard` judges the loss and gradient norm of one optimizer step after another, without a trainer:
+
+- NaN or infinity in either: the step is skipped. More than ``max_skipped`` of the last 100 steps: the run stops.
+- Loss and gradient norm exactly 0: nothing is learned. A warning after 3 steps in a row; the run stops after 20.
+- A loss spike: a warning. It is 10 robust standard deviations (1.4826 times the median absolute deviation, as for a
+  normal distribution) above the median of the last losses, and at least 1.5 times that median.
+
+`TrainingGuard` reads both numbers once a step, after clipping and before the optimizer, the only place where a step can
+still be skipped. Ranks exchange theirs over gloo, so that all skip the same steps. A skipped step counts: its samples
+are not repeated in this epoch, and the learning rate schedule advances.
+
+`MovementCallback` compares digests of the trainable weights at intervals and warns when they do not change.
+
+Not covered: values that are wrong but plausible; LOMO, which updates weights during backward. With fp16 the gradient
+scaler handles gradients that overflow.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from hf_rocm_tune.cards.agree import everyone, highest
+from hf_rocm_tune.errors import DivergedError, listed
+from hf_rocm_tune.models.shards import local
+from hf_rocm_tune.survive.run_directory import list_checkpoints
+from hf_rocm_tune.transfer import Digest, QueuedDigests
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+SKIPPED_AMONG = 100
+"""Steps among which skipped ones are counted."""
+FIRST_LOOK, LATER_LOOKS = 10, 100
+"""Steps from the start of training to the first comparison of weights, and between later ones."""
+
+_HOST = torch.device("cpu")
+_DEAD_WARNS, _DEAD_STOPS = 3, 20
+_REMEMBERED, _ENOUGH = 100, 30
+_DEVIATIONS, _MAD_TO_SIGMA, _AT_LEAST = 10.0, 1.4826, 1.5
+_SPIKE_PAUSE = 20
+
+_NOT_FINITE_CAUSES = (
+    "a learning rate that is too high, fp16 overflow, NaN in the data or the base weights, or wrong arithmetic on the "
+    "device, which has been reported on these cards (the doctor tests it)"
+)
+_DEAD_CAUSES = (
+    "no label counts in the loss (answers cut off by --max_length, a mask that covers everything), or weights or "
+    "activations that are zero on the device: https://github.com/huggingface/accelerate/issues/3043 (the doctor tests "
+    "its arithmetic)"
+)
+_SPIKE_CAUSES = "unusual rows in this batch, a learning rate that is too high, or wrong arithmetic on the device"
+_STILL_CAUSES = (
+    "a learning rate that is too small for the dtype of the weights (bfloat16 loses changes below about 0.4 %), "
+    "gradients that do not reach them, or arithmetic on the device that gives zeros (the doctor tests it)"
+)
+_UNUSED = "these layers take no part in the loss (experts that no token is routed to, for example), or get no gradient"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFinding:
+    """A problem with a step."""
+
+    step: int  # from 1
+    kind: str  # short, for the report, such as "loss spike"
+    text: str  # one line: the problem and its likely causes
+    stops: bool = False  # whether the run must end here
+    skips: bool = False  # whether the gradients of this step must not be used
+
+
+class StepGuard:
+    """Judges the steps of one run, in order; more than ``max_skipped`` skipped steps of the last 100 end it."""
+
+    def __init__(self, *, max_skipped: int) -> None:
+        self._max_skipped = max_skipped
+        self._skips: deque[int] = deque()
+        self._dead = 0
+        self._losses: deque[float] = deque(maxlen=_REMEMBERED)
+        self._quiet_until = 0
+
+    def judge(self, step: int, loss: float, grad_norm: float, *, scaled: bool = False) -> StepFinding | None:
+        """Judge a step (from 1) whose gradients have not been used yet.
+
+        Args:
+            loss: of the whole effective batch.
+            grad_norm: of all trainable gradients, before clipping.
+            scaled: whether a gradient scaler (fp16) handles gradients that overflow: then only the loss counts.
+
+        Returns:
+            The problem; None if the step is sound.
+        """
+        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaled):
+            return self._not_finite(step, loss, grad_norm)
+        dead = loss == 0 and grad_norm == 0
+        self._dead = self._dead + 1 if dead else 0
+        if dead:
+            return self._nothing_learned(step)
+        found = self._spike(step, loss)
+        self._losses.append(loss)
+        return found
+
+    def _not_finite(self, step: int, loss: float, grad_norm: float) -> StepFinding:
+        self._skips.append(step)
+        while self._skips[0] <= step - SKIPPED_AMONG:
+            self._skips.popleft()
+        count = len(self._skips)
+        text = (
+            f"step {step}: loss {loss:.4g}, gradient norm {grad_norm:.4g}: the step was skipped ({count} of the last "
+            f"{SKIPPED_AMONG}; at most {self._max_skipped} are allowed). Likely causes: {_NOT_FINITE_CAUSES}"
+        )
+        return StepFinding(step=step, kind="not finite", text=text, stops=count > self._max_skipped, skips=True)
+
+    def _nothing_learned(self, step: int) -> StepFinding | None:
+        if self._dead not in (_DEAD_WARNS, _DEAD_STOPS):
+            return None
+        text = (
+            f"step {step}: loss and gradient norm are exactly 0, for {self._dead} steps now: nothing is learned. "
+            f"Likely causes: {_DEAD_CAUSES}"
+        )
+        return StepFinding(step=step, kind="dead", text=text, stops=self._dead == _DEAD_STOPS)
+
+    def _spike(self, step: int, loss: float) -> StepFinding | None:
+        if len(self._losses) < _ENOUGH or step < self._quiet_until:
+            return None
+        median = statistics.median(self._losses)
+        if loss <= _AT_LEAST * abs(median):
+            return None
+        spread = _MAD_TO_SIGMA * statistics.median(abs(each - median) for each in self._losses)
+        if loss <= median + _DEVIATIONS * spread:
+            return None
+        self._quiet_until = step + _SPIKE_PAUSE
+        text = (
+            f"step {step}: the loss is {loss:.4g}, far above those of the last {len(self._losses)} steps (median "
+            f"{median:.4g}). Likely causes: {_SPIKE_CAUSES}"
+        )
+        return StepFinding(step=step, kind="loss spike", text=text)
+
+
+class TrainingGuard:
+    """Judges the steps of a trainer and the weights it is about to save; ``max_skipped``: see `StepGuard`."""
+
+    def __init__(self, trainer: Any, *, max_skipped: int) -> None:
+        self._trainer = trainer
+        self._steps = StepGuard(max_skipped=max_skipped)
+        self._losses: list[Tensor] = []  # of the micro-steps so far, on the device
+
+    def begin_step(self) -> None:
+        self._losses.clear()
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of a micro-step, shape []; it stays on the device until the end of the step."""
+        self._losses.append(loss)
+
+    def judge(self, model: nn.Module, norm: Any, settle: Callable[[int], None]) -> None:
+        """Judge the step before the optimizer uses it; the gradients of a step to be skipped are dropped. Collective.
+
+        Args:
+            model: holds the gradients.
+            norm: of the gradients, a number or a tensor of shape [].
+            settle: called with the number of the step, once the host has waited for the device.
+
+        Raises:
+            DivergedError: the run must end here.
+        """
+        losses, self._losses = self._losses, []
+        if not losses:
+            return  # one of ``skip_steps``
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        if type(norm) is torch.Tensor and norm.device == loss.device != _HOST:
+            same = norm.dtype == loss.dtype
+            mine = torch.stack([loss, norm] if same else [loss.double(), norm.double()]).tolist()
+        else:
+            mine = [loss.item(), float(norm)]
+        rows = everyone(mine)  # NaN on one rank is NaN on all
+        mean = sum(row[0] for row in rows) / len(rows)
+        worst = max((row[1] for row in rows), key=lambda one: one if one < math.inf else math.inf)
+        step = self._trainer.state.global_step + 1
+        settle(step)
+        finding = self._steps.judge(step, mean, worst, scaled=self._trainer.accelerator.scaler is not None)
+        if finding is None:
+            return
+        if finding.skips:
+            model.zero_grad()  # optimizers do not update a parameter without a gradient
+            if self._trainer.is_world_process_zero():
+                self._trainer.transfer_report.count("guard", skipped_steps=1)
+        self.report(finding)
+
+    def require_finite(self, model: nn.Module) -> None:
+        """Refuse to save weights that hold NaN or infinity. Collective.
+
+        Raises:
+            DivergedError: names them.
+        """
+        bad = [name for name, each in _trainable(model) if not each.detach().isfinite().all()]
+        if not highest([int(bool(bad))])[0]:
+            return
+        named = f": {listed(bad)}" if bad else " on another rank"
+        step = self._trainer.state.global_step
+        text = (
+            f"step {step}: {len(bad) or 'some'} trainable weights hold NaN or infinity{named}, so they are not saved. "
+            "Likely causes: a learning rate that is too high, or wrong arithmetic on the device (the doctor tests it)"
+        )
+        self.report(StepFinding(step=step, kind="weights not finite", text=text, stops=True))
+
+    def report(self, finding: StepFinding) -> None:
+        """Warn and add an incident once for all ranks; raises `DivergedError` if the run must end."""
+        trainer = self._trainer
+        if trainer.is_world_process_zero():
+            outcome = "stopped" if finding.stops else "skipped" if finding.skips else "named"
+            row = {"step": finding.step, "stage": "guard", "kind": finding.kind, "text": finding.text}
+            trainer.transfer_report.incident({**row, "outcome": outcome})
+            trainer.transfer_report.count("guard", warnings=1)
+        if finding.stops:
+            saved = list_checkpoints(Path(trainer.args.output_dir))
+            kept = f"{saved[-1][1].name} is the newest checkpoint and intact" if saved else "no checkpoint was written"
+            raise DivergedError(f"{finding.text}. {kept}: fix the cause and start again")
+        if trainer.is_world_process_zero():
+            logger.warning("%s", finding.text)
+
+
+class MovementCallback(TrainerCallback):
+    """Checks that the trainable weights change; each rank checks its own (replicas, or its shards).
+
+    LoRA's ``B`` starts at zero, so one that is still zero has never had a gradient.
+    """
+
+    def __init__(self, model: nn.Module, report: Callable[[StepFinding], None]) -> None:
+        self._model, self._report = model, report
+        self._before: dict[str, Digest] = {}
+        self._since = self._next = 0
+        self._rate = 0.0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._look(state.global_step, wait=FIRST_LOOK)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Compares at the intervals. Steps with a learning rate of 0 change nothing and do not count."""
+        optimizer = more.get("optimizer")
+        self._rate += max((group["lr"] for group in optimizer.param_groups), default=0.0) if optimizer else 0.0
+        if state.global_step < self._next:
+            return
+        before, steps, moved = self._before, state.global_step - self._since, self._rate > 0
+        self._look(state.global_step, wait=LATER_LOOKS)
+        if not (moved and before):
+            return
+        if before == self._before:
+            kind = "nothing moves"
+            what = f"none of the {len(before)} trainable weights has changed in {steps} steps. Likely causes: "
+            what += _STILL_CAUSES
+        elif steps == FIRST_LOOK and (zero := self._zero()):
+            kind = "adapters do not move"
+            what = f"{len(zero)} LoRA matrices B are still zero after {steps} steps ({listed(zero)}): {_UNUSED}"
+        else:
+            return
+        self._report(StepFinding(step=state.global_step, kind=kind, text=f"step {state.global_step}: {what}"))
+
+    def _look(self, step: int, *, wait: int) -> None:
+        rows = _trainable(self._model)
+        digests = QueuedDigests([weight.detach() for _, weight in rows]).result()
+        self._before = {name: found for (name, _), found in zip(rows, digests, strict=True)}
+        self._since, self._next, self._rate = step, step + wait, 0.0
+
+    def _zero(self) -> list[str]:
+        rows = [(name, weight.detach().any()) for name, weight in _trainable(self._model) if "lora_B" in name]
+        moved = torch.stack([each.reshape(()) for _, each in rows]).tolist() if rows else []  # one wait for all of them
+        return [name for (name, _), some in zip(rows, moved, strict=True) if not some]
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """This rank's part of each weight that requires gradients, by name."""
+    return [(name, local(weight)) for name, weight in model.named_parameters() if weight.requires_grad]

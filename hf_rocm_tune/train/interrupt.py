@@ -1,0 +1,193 @@
+"""Ctrl-C, SIGTERM, SIGHUP and the file ``CHECKPOINT``: a checkpoint at the end of the current step.
+
+The signal handler only records the signal; the Trainer writes the checkpoint where it writes its own, after the step's
+log and evaluation, so a resumed run equals an uninterrupted one. Then `Interrupted` (always exit code 130) ends the
+run. ``touch output_dir/CHECKPOINT`` requests a checkpoint without ending the run; the file is removed when the
+checkpoint is in place.
+
+With several ranks one small all-reduce a step, over gloo on the host, makes all of them save and stop at the same step.
+
+Not covered: a step that never ends (a device that hangs): Python's signal handlers do not run while a call into a
+library does not return. The stall watchdog (`stall`) and the supervisor end such a job.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_rocm_tune.cards.agree import highest
+from hf_rocm_tune.errors import Interrupted
+from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase, leave_terminal
+from hf_rocm_tune.survive.manifest import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+REQUEST_FILE = "CHECKPOINT"
+"""Name of the file in ``output_dir`` that requests a checkpoint."""
+
+SAME_PRESS_SECONDS = 1.0
+"""A launcher and a terminal may both deliver one Ctrl-C; only a later signal counts as a second Ctrl-C."""
+
+
+class StopRequests:
+    """The signals that ask for the end of the run, recorded until a step is complete.
+
+    The first one is recorded; a Ctrl-C after it raises ``KeyboardInterrupt`` at once, any other signal after it has no
+    effect. Handlers that the user has set, and signals that are ignored (``nohup``), are left alone.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        """Number of the signal that asked for the end; 0 for none."""
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+        self._owner = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals within the block; does nothing outside the main thread, and when nested."""
+        if self._before or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.received, self._owner = 0, os.getpid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            current = signal.getsignal(number)
+            if current in (signal.SIG_DFL, signal.default_int_handler) or getattr(current, "ends_the_process", False):
+                self._before[number] = signal.signal(number, self._remember)
+        try:
+            yield
+        finally:
+            for taken, handler in self._before.items():
+                if signal.getsignal(taken) == self._remember:  # not ignored since: the result may be complete
+                    signal.signal(taken, handler)
+            self._before.clear()
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            _in_a_forked_worker(number)
+            return
+        if number == signal.SIGHUP:
+            leave_terminal()
+        now = time.monotonic()
+        if not self.received:
+            self.received, self._since = number, now
+            _acknowledge(number)
+        elif number == signal.SIGINT and now - self._since > SAME_PRESS_SECONDS:
+            raise KeyboardInterrupt
+
+
+class InterruptCallback(TrainerCallback):
+    """Requests a save for a signal or the file; after a signal's save `Interrupted` is raised on every rank."""
+
+    def __init__(self, requests: StopRequests) -> None:
+        self._requests = requests
+        self.save_wanted = False  # all ranks have agreed on a checkpoint of the step that has just ended
+        self._stop = 0
+        self._refused: int | None = None
+        """Time stamp of a request file whose checkpoint could not be written: it counts when it is touched again."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.save_wanted, self._stop = False, 0
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Agrees with the other ranks. Collective."""
+        asked_by_file = state.is_world_process_zero and self._file_stamp(args) not in (None, self._refused)
+        self._stop, by_file = highest([self._requests.received, int(asked_by_file)])
+        self.save_wanted = bool(self._stop or by_file)
+        if self.save_wanted:
+            control.should_save = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self.save_wanted:
+            return
+        self.save_wanted = False
+        checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        saved = (checkpoint / MANIFEST_NAME).exists()
+        if state.is_world_process_zero and saved:
+            if self._file_stamp(args) is not None:  # not a file of the user's that has the same name
+                (Path(args.output_dir) / REQUEST_FILE).unlink(missing_ok=True)
+        elif state.is_world_process_zero:
+            self._refused = self._file_stamp(args)
+        if self._stop:
+            raise Interrupted(_ending(self._stop, checkpoint, saved=saved))
+
+    def _file_stamp(self, args: TrainingArguments) -> int | None:
+        try:
+            found = os.lstat(os.path.join(args.output_dir, REQUEST_FILE))
+        except OSError:
+            return None
+        # Only an empty file is a request, because it will be deleted.
+        return found.st_mtime_ns if stat.S_ISREG(found.st_mode) and found.st_size == 0 else None
+
+
+class HeartbeatCallback(TrainerCallback):
+    """Sends a heartbeat at every event of the trainer."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        events: tuple[tuple[str, Phase, bool], ...] = (
+            ("on_train_begin", "between", True),
+            ("on_epoch_begin", "between", True),
+            ("on_step_begin", "step", False),
+            ("on_substep_end", "step", False),
+            ("on_step_end", "between", False),
+            ("on_prediction_step", "evaluate", False),
+            ("on_evaluate", "between", False),
+            ("on_train_end", "end", False),
+        )
+        for event, phase, fresh in events:
+            setattr(self, event, partial(_beat, heartbeat, phase, fresh))
+
+
+def _beat(
+    heartbeat: Heartbeat,
+    phase: Phase,
+    fresh: bool,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    **_: Any,
+) -> None:
+    heartbeat.beat(step=state.global_step, phase=phase, fresh=fresh)
+
+
+def signal_name(number: int) -> str:
+    """ "Ctrl-C" for SIGINT, else the signal's own name."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def _acknowledge(number: int) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        name = signal_name(number)
+        text = f"hf-rocm-tune: {name}: the run saves what it has and ends; another Ctrl-C ends it at once\n"
+        with suppress(OSError):  # a terminal that is gone
+            os.write(2, text.encode())  # not print(): it may be what was interrupted
+
+
+def _ending(number: int, checkpoint: Path, *, saved: bool) -> str:
+    kept = (
+        f"{checkpoint.name} is written"
+        if saved
+        else f"{checkpoint.name} could not be written, earlier checkpoints are intact"
+    )
+    return f"stopped by {signal_name(number)}, {kept}; the same command continues from there"
+
+
+def _in_a_forked_worker(number: int) -> None:
+    """Data loader workers inherit the handler: SIGTERM ends them, the signals of a terminal do not."""
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

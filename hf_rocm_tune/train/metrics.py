@@ -1,0 +1,201 @@
+"""Logged metrics of TRL's trainers stay on the device in each micro-step and are read when they are logged.
+
+TRL's ``compute_loss`` gathers each metric over the ranks and reads it at once: several collectives and several waits
+for the card in each micro-step. Within `DeferredMetrics.deferring`, ``Accelerator.gather`` and ``gather_for_metrics``
+return a `Deferred` instead. `settle` then evaluates all of them with TRL's own operations in TRL's own order, so the
+values are bit-identical, with one gather and one read. Used only for the trainers in `TRAINERS`, in the tested version
+of TRL: their metrics only go into the log, while KTO and GRPO compute with what they gather. Upstream adds up the
+losses; only its check that each is finite is done on the device, see `DeferredMetrics.loss_to_log`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from trl import DPOTrainer, RewardTrainer, SFTTrainer
+
+from hf_rocm_tune.train.sentinels import is_foreign
+from hf_rocm_tune.upstream import TESTED
+
+TRAINERS = (SFTTrainer, DPOTrainer, RewardTrainer)
+_AT_MOST = 100
+"""Micro-steps whose metrics may be outstanding; they are small tensors on the device."""
+
+
+def is_tried(library: str) -> bool:
+    """Whether the installed version is the one whose private names are used here."""
+    return importlib.metadata.version(library) == TESTED[library]
+
+
+class Deferred:
+    """The result of an operation on tensors or numbers, some of which are not known yet."""
+
+    def __init__(self, operation: Callable[..., Any], *parts: Any) -> None:
+        self._operation, self.parts = operation, parts
+        self.known: Any = None
+
+    def sum(self) -> Deferred:
+        return Deferred(Tensor.sum, self)
+
+    def mean(self) -> Deferred:
+        return Deferred(Tensor.mean, self)
+
+    def min(self) -> Deferred:
+        return Deferred(Tensor.min, self)
+
+    def max(self) -> Deferred:
+        return Deferred(Tensor.max, self)
+
+    def item(self) -> Deferred:
+        return _Read(self)
+
+    def __gt__(self, other: int) -> bool:
+        """True: TRL asks whether a count is above 0 before it divides by it, and `_ratio` checks that later."""
+        assert other == 0, other
+        return True
+
+    def __truediv__(self, other: Any) -> Deferred:
+        return Deferred(_ratio, self, other)
+
+    def __floordiv__(self, other: Any) -> Deferred:
+        return Deferred(operator.floordiv, self, other)
+
+    def __add__(self, other: Any) -> Deferred:
+        return Deferred(operator.add, self, other)
+
+    __radd__ = __add__
+
+    def value(self) -> Any:
+        """The value, after everything it depends on has been gathered and read."""
+        if self.known is None:
+            self.known = self._operation(*map(value_of, self.parts))
+            self.parts = ()
+        return self.known
+
+
+class _Leaf(Deferred):
+    """A tensor to be gathered from all ranks; ``rows``: how many gathered rows count, None for all."""
+
+    def __init__(self, tensor: Tensor, rows: int | None) -> None:
+        super().__init__(lambda: None)
+        self.tensor, self.rows = tensor.detach(), rows  # its graph would keep all activations alive
+
+
+class _Read(Deferred):
+    """The number in a tensor of one element."""
+
+    def __init__(self, tensor: Deferred) -> None:
+        super().__init__(lambda: None, tensor)
+
+
+def value_of(figure: Any) -> Any:
+    """The value of a metric, deferred or not."""
+    return figure.value() if isinstance(figure, Deferred) else figure
+
+
+def _ratio(part: Any, whole: Any) -> Any:
+    if isinstance(whole, Tensor):
+        return torch.where(whole > 0, part / whole, 0.0)
+    return part / whole if whole > 0 else 0.0
+
+
+class DeferredMetrics:
+    """The outstanding metrics of one trainer, and the losses that it logs."""
+
+    def __init__(self, trainer: Any, *, filters_losses: bool) -> None:
+        self._trainer, self._filters_losses = trainer, filters_losses
+        tried = isinstance(trainer, TRAINERS) and is_tried("trl")
+        # User code may gather by itself, and read TRL's metrics.
+        self._wanted = tried and not is_foreign(type(trainer)) and trainer.compute_loss_func is None
+        self._micro_steps = 0
+        self._within = 0  # micro-batches that are in `deferring` now: several in a pipeline
+
+    def loss_to_log(self, loss: Tensor) -> Tensor:
+        """Apply ``--logging_nan_inf_filter`` on the device; upstream would read the loss of each micro-step."""
+        if not self._filters_losses or (loss.device.type == "cpu" and math.isfinite(loss.item())):
+            return loss
+        trainer = self._trainer
+        steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+        return torch.where(loss - loss == 0, loss, trainer._tr_loss / steps)  # fewer kernels than isfinite
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Within the block gathers are deferred, unless they are replaced by `oom.local_gathers` already."""
+        accelerator = self._trainer.accelerator
+        if not self._wanted or ("gather" in vars(accelerator) and not self._within):
+            yield
+            return
+        self._micro_steps += 1
+        self._within += 1
+        ending = accelerator.gradient_state
+        accelerator.gather = lambda tensor: _Leaf(tensor, None)
+        accelerator.gather_for_metrics = lambda tensor: _Leaf(
+            tensor, ending.remainder if ending.end_of_dataloader and ending.remainder > 0 else None
+        )
+        try:
+            yield
+        finally:
+            self._within -= 1
+            if not self._within:
+                del accelerator.gather, accelerator.gather_for_metrics
+        if self._micro_steps >= _AT_MOST and not self._within:
+            self.settle()
+
+    def settle(self) -> None:
+        """Evaluate all outstanding metrics. Collective."""
+        if not self._micro_steps:
+            return
+        self._micro_steps = 0
+        trainer = self._trainer
+        figures = [figure for metrics in trainer._metrics.values() for values in metrics.values() for figure in values]
+        settle([*figures, trainer._total_train_tokens], trainer.accelerator)
+        trainer._total_train_tokens = value_of(trainer._total_train_tokens)
+        for metrics in trainer._metrics.values():
+            for values in metrics.values():
+                values[:] = map(value_of, values)
+
+
+def settle(figures: Iterable[Any], accelerator: Any) -> None:
+    """Gather and read what these metrics depend on, so that each has its value. Collective."""
+    found: dict[int, Deferred] = {}
+    pending = [figure for figure in figures if isinstance(figure, Deferred)]
+    while pending:
+        figure = pending.pop()
+        if id(figure) not in found and figure.known is None:
+            found[id(figure)] = figure
+            pending += [part for part in figure.parts if isinstance(part, Deferred)]
+    _gather([each for each in found.values() if isinstance(each, _Leaf)], accelerator)
+    reads = [each for each in found.values() if isinstance(each, _Read)]
+    if reads:
+        tensors = [each.parts[0].value().reshape(()) for each in reads]
+        numbers = torch.stack([one.double() for one in tensors]).tolist()  # exact for float32, and counts below 2^53
+        for each, tensor, number in zip(reads, tensors, numbers, strict=True):
+            each.known = number if tensor.is_floating_point() else int(number)
+
+
+def _gather(leaves: list[_Leaf], accelerator: Any) -> None:
+    """Gather all leaves in one collective, as bytes; with one process there is nothing to gather."""
+    ranks = accelerator.num_processes
+    if ranks == 1:
+        for each in leaves:
+            each.known = each.tensor[: each.rows] if each.tensor.dim() else each.tensor
+        return
+    if not leaves:
+        return
+    flat = [each.tensor.reshape(-1).contiguous().view(torch.uint8) for each in leaves]
+    sizes = [-(-one.numel() // 8) * 8 for one in flat]  # a multiple of 8 is aligned for every dtype
+    packed = torch.cat([functional.pad(one, (0, size - one.numel())) for one, size in zip(flat, sizes, strict=True)])
+    rows, begin = accelerator.gather(packed).view(ranks, -1), 0
+    for each, one, size in zip(leaves, flat, sizes, strict=True):
+        shape = each.tensor.shape or (1,)
+        mine = rows[:, begin : begin + one.numel()].contiguous().view(each.tensor.dtype)
+        each.known = mine.reshape(ranks * shape[0], *shape[1:])[: each.rows]
+        begin += size

@@ -1,0 +1,625 @@
+"""Out-of-memory recovery: a step that does not fit on the device is repeated with smaller micro-batches.
+
+`OutOfMemoryRecovery.run` wraps every micro-step. In one process the optimizer step is rewound to its start, each
+micro-batch is split into more parts than before, and the same samples are repeated. If a library or the driver ran out
+of memory rather than torch's allocator, whose cache they cannot use, the first retry is unchanged: the cache has been
+returned by then (pytorch#128601). With several ranks the others wait in a collective that cannot be undone, so the job
+ends with one line (code 5) and a record in the output directory: the same command continues from the newest checkpoint
+with smaller parts.
+
+Each part's loss is scaled so that the parts add up to the whole: effective batch, number of optimizer steps, learning
+rate, loss and gradients (up to rounding) are unchanged. Exact for losses normalised by the label tokens of the
+optimizer step (``num_items_in_batch``) and for means over a micro-batch, whose parts are weighted by their labels. Not
+exact: terms that are not sums over tokens (the load-balancing loss of a mixture of experts), random draws (dropout),
+TRL's logged entropy and accuracy, and losses of a micro-batch as a whole (KTO's estimate of the KL divergence, DPO's
+``aot`` and ``sft``).
+
+A padded batch is split between rows, preference pairs between pairs, KTO's rows together with their mismatched ones. A
+packed batch is one row in which the position restarts at 0 with each sequence: it is split there, and the tensors that
+describe the sequences (``cu_seq_lens``, ``max_length``, ``seq_idx``) are recomputed. Batches with tensors of unknown
+meaning (images), and those that a trainer generates, are not split: they end the run when they do not fit.
+
+Not covered (the error ends the run): evaluation, clipping, the optimizer's own step; FSDP, DeepSpeed, tensor and
+context parallelism, static graphs; host memory; buffers of a model that change in ``forward``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_rocm_tune.cards.agree import everyone, on_main_process
+from hf_rocm_tune.cards.gradients import GradientCheck
+from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
+from hf_rocm_tune.models.placement import release_memory
+from hf_rocm_tune.survive.atomic import write_text_atomic
+from hf_rocm_tune.survive.run_directory import EVIDENCE_DIRECTORY
+from hf_rocm_tune.transfer import map_tensors
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.train.owner import Owner
+
+logger = logging.getLogger(__name__)
+
+Stock = Callable[[nn.Module, Any, Any], Tensor]
+"""Upstream's ``Trainer.training_step``: model, micro-batch, label tokens of the optimizer step."""
+
+STATE_FILE = "_step_down.json"
+
+
+# ---- splitting a micro-batch --------------------------------------------------------------------------------
+
+_BY_ROW = frozenset([
+    "input_ids", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds",
+    "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "completion_mask", "assistant_masks",
+    "special_tokens_mask", "global_attention_mask",
+])  # fmt: skip
+"""Tensors of shape [rows, ...] in which row ``i`` is about example ``i`` and no other."""
+_BY_TOKEN = frozenset([
+    "input_ids", "labels", "shift_labels", "position_ids", "seq_idx", "completion_mask", "assistant_masks",
+])  # fmt: skip
+"""Tensors of shape [1, tokens] of a packed batch."""
+_BY_PAIR = frozenset(
+    ["input_ids", "attention_mask", "completion_mask", "ref_chosen_logps", "ref_rejected_logps", "margin"]
+)
+"""Tensors of a batch of pairs: of shape [2 * pairs, ...], chosen before rejected, or [pairs]."""
+_UNPAIRED = frozenset([
+    "input_ids", "attention_mask", "completion_mask", "KL_input_ids", "KL_attention_mask", "KL_completion_mask",
+    "label", "ref_logps", "ref_KL_logps",
+])  # fmt: skip
+"""Tensors of shape [rows, ...] of KTO's batch."""
+_BOUNDARIES = frozenset(["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"])
+_IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a batch may be split."""
+
+    kind: Literal["rows", "pairs", "unpaired", "packed", "whole"]
+    sizes: tuple[int, ...]  # tokens of each unit (row, pair, sequence, or the batch) in order, padding included
+    reason: str | None = None  # why it cannot be split
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPart:
+    """One part of a micro-batch."""
+
+    inputs: dict[str, Any]  # given to the trainer instead of the batch
+    units: range  # the rows, pairs or sequences of the batch that it holds
+    tokens: int  # padding included
+    share: float  # of the batch's labels that count in the loss; the shares of all parts add up to 1
+
+
+def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
+    """How this batch of host tensors may be split; ``pairs``: its rows are all chosen, then all rejected answers."""
+    first = batch.get("input_ids", batch.get("labels"))
+    if not isinstance(first, Tensor) or first.dim() == 0:
+        return Layout(kind="whole", sizes=(1,), reason="it has no input_ids")
+    tokens = first.numel()
+    unpaired = isinstance(batch.get("label"), Tensor) and "completion_mask" in batch
+    if pairs or unpaired:
+        units = len(first) // 2 if pairs else len(first)
+        known, lengths = (_BY_PAIR, (units, 2 * units)) if pairs else (_UNPAIRED, (units,))
+        for name, value in batch.items():
+            if isinstance(value, Tensor) and (name not in known or value.dim() == 0 or len(value) not in lengths):
+                return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to split its {name}")
+        tokens += batch["KL_input_ids"].numel() if "KL_input_ids" in batch else 0
+        return Layout(kind="pairs" if pairs else "unpaired", sizes=(tokens // units,) * units)
+    if not isinstance(batch.get("labels"), Tensor):
+        return Layout(kind="whole", sizes=(tokens,), reason="it has no labels by which to weight its parts")
+    positions = batch.get("position_ids")
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    if isinstance(positions, Tensor) and positions.shape == first.shape == (1, tokens):
+        return _packed(batch, positions, tensors)
+    rows = len(first)
+    for name, value in tensors.items():
+        if name not in _BY_ROW or value.dim() == 0 or len(value) != rows:
+            return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to split its {name}")
+    return Layout(kind="rows", sizes=(tokens // rows,) * rows)
+
+
+def _packed(batch: Mapping[str, Any], positions: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
+    tokens = positions.numel()
+    for name, value in tensors.items():
+        if not (name in _BOUNDARIES or (name in _BY_TOKEN and value.shape == (1, tokens))):
+            return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to split its {name}")
+    starts = _starts(positions)
+    if positions.any():
+        # Padding at the end has position 0 too; it stays with the last real sequence.
+        starts[int(positions[0].nonzero()[-1]) + 1 :] = False
+    if "shift_labels" not in batch:
+        # A label at a start is predicted from the last token of the sequence before: those two stay together.
+        starts[1:] &= batch["labels"][0, 1:] == _IGNORED_LABEL
+    begins = starts.nonzero().flatten().tolist()
+    sizes = tuple(end - begin for begin, end in zip(begins, [*begins[1:], tokens], strict=True))
+    return Layout(kind="packed", sizes=sizes)
+
+
+def _starts(positions: Tensor) -> Tensor:
+    starts = positions[0] == 0
+    starts[0] = True
+    return starts
+
+
+def group(sizes: Sequence[int], parts: int) -> list[range]:
+    """Join units of these sizes, in order, into at most ``parts`` groups; the largest is as small as possible."""
+    if parts >= len(sizes):
+        return [range(number, number + 1) for number in range(len(sizes))]
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(sizes, middle)) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(sizes, low)
+
+
+def _fill(sizes: Sequence[int], capacity: int) -> list[range]:
+    """Groups of at most ``capacity``, each filled before the next is begun; no size is above it."""
+    groups, begin, held = [], 0, 0
+    for number, size in enumerate(sizes):
+        if held + size > capacity:
+            groups.append(range(begin, number))
+            begin, held = number, 0
+        held += size
+    return [*groups, range(begin, len(sizes))]
+
+
+def next_divisor(sizes: Sequence[int], divisor: int, units: range) -> int | None:
+    """The next power of two times ``divisor`` that separates these units of a batch; None for a single unit."""
+    if len(units) < 2:
+        return None
+    while any(units[0] in each and units[-1] in each for each in group(sizes, divisor)):
+        divisor *= 2
+    return divisor
+
+
+def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs: bool = False) -> list[BatchPart]:
+    """Split a batch of host tensors into at most ``divisor`` parts, which are views of it where possible.
+
+    Args:
+        batch: as made by the data collator; not changed.
+        divisor: 1 or more.
+        labels_shifted: whether the loss compares each token with the label after it (causal language models), so that
+            the first label of a row is ignored.
+        pairs: as in `layout`.
+
+    Returns:
+        The parts in order; a batch that cannot be split is returned as a single part.
+    """
+    found = layout(batch, pairs=pairs)
+    groups = group(found.sizes, divisor)
+    if len(groups) == 1:
+        return [BatchPart(inputs=dict(batch), units=groups[0], tokens=sum(found.sizes), share=1.0)]
+    tokens = [sum(found.sizes[number] for number in each) for each in groups]
+    if found.kind != "packed":
+        rows = len(found.sizes)
+        inputs = [{name: _rows(value, each, rows) for name, value in batch.items()} for each in groups]
+    else:
+        ends = itertools.accumulate(tokens)
+        inputs = [_sequences(batch, end - size, end) for end, size in zip(ends, tokens, strict=True)]
+    if found.kind in ("pairs", "unpaired"):
+        weights = [len(each) for each in groups]
+    else:
+        counts = [_labels_that_count(one, shifted=labels_shifted) for one in inputs]
+        weights = counts if any(counts) else tokens
+    return [
+        BatchPart(inputs=one, units=each, tokens=size, share=weight / sum(weights))
+        for one, each, size, weight in zip(inputs, groups, tokens, weights, strict=True)
+    ]
+
+
+def _rows(value: Any, units: range, count: int) -> Any:
+    """The rows of some units of a tensor with ``count`` rows, or with ``2 * count`` rows: then those of both halves."""
+    if not isinstance(value, Tensor):
+        return value
+    if len(value) == count:
+        return value[units.start : units.stop]
+    return value.unflatten(0, (2, count))[:, units.start : units.stop].flatten(0, 1)
+
+
+def _labels_that_count(inputs: Mapping[str, Any], *, shifted: bool) -> int:
+    if "shift_labels" in inputs:
+        labels = inputs["shift_labels"]
+    else:
+        labels = inputs["labels"][..., 1:] if shifted and inputs["labels"].dim() > 1 else inputs["labels"]
+    return int(labels.ne(_IGNORED_LABEL).sum())
+
+
+def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """The sequences in tokens [begin, end) of a packed batch."""
+    inputs = {
+        name: value[:, begin:end] if isinstance(value, Tensor) and name in _BY_TOKEN else value
+        for name, value in batch.items()
+    }
+    if "seq_idx" in inputs:
+        inputs["seq_idx"] = inputs["seq_idx"] - inputs["seq_idx"][0, 0]
+    starts = _starts(inputs["position_ids"]).nonzero().flatten()
+    boundaries = torch.cat([starts, starts.new_tensor([end - begin])])
+    for name in _BOUNDARIES & inputs.keys():
+        value, like = boundaries if name.startswith("cu_seq_lens") else boundaries.diff().max(), batch[name]
+        inputs[name] = value.to(like.dtype) if isinstance(like, Tensor) else int(value)
+    return inputs
+
+
+def parts_of(trainer: Owner, batch: Mapping[str, Any], divisor: int) -> list[BatchPart]:
+    """`split` with the arguments that fit this trainer's loss and collator."""
+    return split(batch, divisor, labels_shifted=trainer._loss_shifts_labels, pairs=has_pairs(trainer))
+
+
+def has_pairs(trainer: Owner) -> bool:
+    """Whether the rows of a batch are chosen answers, then as many rejected ones (TRL's DPO and reward models)."""
+    return type(trainer.data_collator).__name__ == "DataCollatorForPreference"
+
+
+# ---- rewinding an optimizer step ----------------------------------------------------------------------------
+
+
+class RandomState:
+    """The random state of this process and its devices at the time of construction."""
+
+    def __init__(self, *devices: torch.device) -> None:
+        self._python = random.getstate()
+        self._numpy = numpy.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._accelerators = [(torch.cuda.get_rng_state(each), each) for each in devices if each.type == "cuda"]
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        for state, device in self._accelerators:
+            torch.cuda.set_rng_state(state, device)
+
+
+class StepWindow:
+    """The current optimizer step: its micro-batches so far, and the state needed to repeat them.
+
+    Rewinding restores random states and what the trainer has logged (TRL's metrics and token count), and drops
+    gradients (there are none at the start of a step). Offloaded activations are freed with the graph that saved them.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.batches: list[Mapping[str, Any]] = []  # of the micro-steps so far, as host tensors
+        self._random = RandomState(*trainer.devices)
+        self._metrics: dict[str, list[float]] = getattr(trainer, "_metrics", {}).get("train", {})
+        self._lengths = {name: len(values) for name, values in self._metrics.items()}
+        self._tokens = self.tokens
+
+    @property
+    def tokens(self) -> Any:
+        """The tokens that TRL's trainers have counted so far and log as ``num_tokens``; 0 for other trainers."""
+        return getattr(self._trainer, "_total_train_tokens", 0)
+
+    @tokens.setter
+    def tokens(self, number: Any) -> None:
+        if number is not self.tokens:
+            self._trainer._total_train_tokens = number
+            if "num_tokens" in self._metrics:
+                self._metrics["num_tokens"] = [number]
+
+    def rewind(self, model: nn.Module) -> None:
+        """Return to the start of the step and release the memory that was taken since."""
+        model.zero_grad()
+        release_memory()
+        for name in list(self._metrics):
+            del self._metrics[name][self._lengths.get(name, 0) :]
+            if name not in self._lengths:
+                del self._metrics[name]
+        self.tokens = self._tokens
+        self._random.restore()
+
+
+# ---- the recovery -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shortage:
+    """A micro-batch, or a part of one, that ran out of memory."""
+
+    wanted: int | None  # the divisor that makes this micro-batch smaller; None when it cannot be made smaller
+    what: str  # description for messages
+    said: str  # the allocator's message
+    incident: dict[str, Any]  # for the report, without its outcome
+
+
+class OutOfMemoryRecovery:
+    """See the module's description.
+
+    Args:
+        trainer: prepared to train, with model, optimizer and accelerator.
+        resumed: whether training resumes from a checkpoint.
+
+    Attributes:
+        divisor: the most parts into which micro-batches are split; the same on all ranks; never decreases.
+        loss_factor: the factor by which the trainer must multiply the loss of the current part.
+    """
+
+    def __init__(self, trainer: Owner, *, resumed: bool) -> None:
+        self._trainer = trainer
+        self._window: StepWindow | None = None
+        self._at: tuple[int, BatchPart] | None = None  # index of the current micro-step in the window, and its part
+        self._shortages = 0
+        self._cache_was_returned = False  # in this optimizer step
+        self.loss_factor = 1.0
+        self.divisor, incident = on_main_process(lambda: read_state(trainer, resumed=resumed))
+        if incident is not None and trainer.is_world_process_zero():
+            self._report([incident], "recovered")  # by this restart
+
+    def begin_step(self) -> None:
+        self._window = None
+        self._cache_was_returned = False
+
+    def run(self, stock: Stock, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> Tensor:
+        """One micro-step: the loss of the micro-batch as upstream's ``stock`` would give it, detached, shape [].
+
+        Raises:
+            OutOfMemoryError: a micro-batch that cannot be split further does not fit, or there are several ranks.
+        """
+        window = self._window = self._window or StepWindow(self._trainer)
+        window.batches.append(self._trainer.host_batch(inputs))
+        shortages: list[dict[str, Any]] = []
+        todo: Sequence[Mapping[str, Any]] = [inputs]
+        while (found := self._try(window, stock, model, todo, num_items))[1] is not None:
+            shortages.append(found[1].incident)
+            self._step_down(shortages, found[1])
+            window.rewind(model)
+            todo = window.batches
+        if shortages:
+            self._report(shortages, "recovered")
+        if self._trainer.accelerator.sync_gradients:
+            self._window = None
+        assert found[0] is not None
+        return found[0]
+
+    def _try(
+        self, window: StepWindow, stock: Stock, model: nn.Module, todo: Sequence[Mapping[str, Any]], num_items: Any
+    ) -> tuple[Tensor | None, _Shortage | None]:
+        """Run ``todo``, the last micro-batches of the window: the loss of the last one, or what ran out of memory."""
+        first = len(window.batches) - len(todo)
+        loss = None
+        try:
+            for number, batch in enumerate(todo, start=first):
+                loss = self._micro_step(window, stock, model, number, batch, num_items)
+            check = self._trainer.grad_sync.check
+            if isinstance(check, GradientCheck) and self._trainer.accelerator.sync_gradients:
+                check.collect()
+        except RuntimeError as error:
+            return None, self._describe(window, error)
+        finally:
+            self._at = None
+        return loss, None
+
+    def _micro_step(
+        self, window: StepWindow, stock: Stock, model: nn.Module, number: int, batch: Mapping[str, Any], num_items: Any
+    ) -> Tensor:
+        """Compute the gradients of one micro-batch, part by part. Returns its loss."""
+        trainer = self._trainer
+        whole = window.batches[number]
+        # The host tensors are verified again if they are used: without a split or a repetition only their shapes are.
+        used = self.divisor > 1 or batch is whole
+        parts = parts_of(trainer, trainer.unchanged(whole) if used else whole, self.divisor)
+        apart = self.divisor > 1 and trainer.args.world_size > 1
+        before = window.tokens
+        losses = []
+        with local_gathers(trainer.accelerator, apart):  # ranks may have different numbers of parts
+            for part in parts:
+                self._at = number, part
+                with ExitStack() as stack:
+                    stack.enter_context(self._as_one_of(len(parts), part, num_items))
+                    stack.enter_context(trainer.step_fault(model, rows=len(part.units), tokens=part.tokens))
+                    if part is not parts[-1]:
+                        stack.enter_context(trainer.accelerator.no_sync(model))
+                    losses.append(stock(model, batch if self.divisor == 1 else part.inputs, num_items))
+                trainer.beat("step")
+        if apart:
+            counted = window.tokens - before
+            window.tokens += round(sum(row[0] for row in everyone([counted]))) - counted
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    @contextmanager
+    def _as_one_of(self, parts: int, part: BatchPart, num_items: Any) -> Iterator[None]:
+        """Adjust upstream's division by the accumulation steps of losses that no token count has normalised."""
+        trainer = self._trainer
+        steps = trainer.current_gradient_accumulation_steps
+        trainer.current_gradient_accumulation_steps = steps * parts
+        if parts > 1 and _takes_a_mean(trainer, num_items):
+            self.loss_factor = part.share * parts
+        elif parts > 1 and num_items is None:
+            self.loss_factor = part.share
+        try:
+            yield
+        finally:
+            trainer.current_gradient_accumulation_steps = steps
+            self.loss_factor = 1.0
+
+    # ---- after running out of memory ------------------------------------------------------------------------
+
+    def _describe(self, window: StepWindow, error: RuntimeError) -> _Shortage:
+        """Describe a shortage without a reference to the error, which keeps every activation alive.
+
+        Allocates no device memory. An error of another kind is raised again.
+        """
+        if device_shortage(error) is None:
+            raise error
+        trainer, args = self._trainer, self._trainer.args
+        number, part = self._at or (len(window.batches) - 1, parts_of(trainer, window.batches[-1], 1)[0])
+        found = layout(window.batches[number], pairs=has_pairs(trainer))
+        alone = args.world_size == 1
+        outside = not (isinstance(error, torch.OutOfMemoryError) or self._cache_was_returned)
+        self._cache_was_returned |= outside
+        again = trainer.fewer_in_flight() or outside
+        wanted = self.divisor if alone and again else next_divisor(found.sizes, self.divisor, part.units)
+        if wanted is not None and not alone:
+            wanted *= 2  # each further shortage costs a restart
+        self._shortages += 1
+        step, rank, said = trainer.state.global_step + 1, args.process_index, " ".join(str(error).split())
+        units = {"packed": "sequence", "pairs": "pair"}.get(found.kind, "row")
+        kept_in, name = Path(args.output_dir) / EVIDENCE_DIRECTORY, f"step-{step}-rank-{rank}-{self._shortages}"
+        evidence = _keep_evidence(kept_in, name, part, found, args.device, said)
+        return _Shortage(
+            wanted=wanted,
+            what=f"{len(part.units)} {units}{'s' if len(part.units) > 1 else ''} ({part.tokens} tokens)"
+            + (f" ({found.reason})" if found.reason else ""),
+            said=said.split(". ")[0],
+            incident={
+                "step": step,
+                "stage": "memory",
+                "kind": "out of memory",
+                "micro_step": number + 1,
+                "rows": len(part.units),
+                "tokens": part.tokens,
+                "shapes": {name: list(value.shape) for name, value in part.inputs.items() if torch.is_tensor(value)},
+                "divisor": self.divisor,
+                "said": said,
+                "evidence": evidence,
+            },
+        )
+
+    def _step_down(self, shortages: Sequence[dict[str, Any]], found: _Shortage) -> None:
+        """Use smaller parts from now on, or end the run."""
+        args, step = self._trainer.args, found.incident["step"]
+        several = args.world_size > 1
+        who = f"rank {args.process_index}: " if several else ""
+        if found.wanted is None:
+            self._report(shortages, "failed")
+            raise OutOfMemoryError(f"{who}{self._refusal(found)}")
+        cut = f"micro-batches split into up to {found.wanted} parts (the effective batch stays the same)"
+        self._write_state(found.wanted, found.incident | {"on_rank": args.process_index} if several else None)
+        if several:
+            raise OutOfMemoryError(
+                f"{who}no memory for {found.what} at step {step} ({found.said}): start the same command again, it "
+                f"continues from the newest checkpoint with {cut}"
+            )
+        now = f"with {cut} from now on" if found.wanted > self.divisor else "unchanged"
+        logger.warning("step %d: no memory for %s; the step is repeated, %s", step, found.what, now)
+        self.divisor = found.wanted
+
+    def _refusal(self, found: _Shortage) -> str:
+        args, model = self._trainer.args, self._trainer.model
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        advice = []
+        if getattr(args, "max_length", None):
+            advice.append(f"lower --max_length (it is {args.max_length})")
+        if not args.activation_checkpointing:
+            advice.append("turn --activation_checkpointing on")
+        elif self._trainer.recompute_layers is not None:
+            advice.append("recompute more layers (--recompute_layers)")
+        if not getattr(base, "is_loaded_in_4bit", False) and hasattr(model, "peft_config"):
+            advice.append("add --load_in_4bit")
+        advice.append("see what fits with `hf-rocm-tune plan`")
+        kept = found.incident["evidence"]
+        seen = f"; the batch and the allocator's state are in {kept}" if kept else ""
+        return (
+            f"no memory for {found.what} at step {found.incident['step']}, and the micro-batch cannot be made smaller "
+            f"({found.said}): {', or '.join(advice)}{seen}"
+        )
+
+    def _report(self, shortages: Sequence[dict[str, Any]], outcome: str) -> None:
+        report = self._trainer.transfer_report
+        report.count("memory", shortages=len(shortages), recovered=len(shortages) if outcome == "recovered" else 0)
+        for each in shortages:
+            report.incident({**each, "outcome": outcome})
+
+    def _write_state(self, divisor: int, incident: Mapping[str, Any] | None) -> None:
+        """Record the divisor beside the checkpoints, so that a restart begins with it."""
+        trainer = self._trainer
+        directory, size = Path(trainer.args.output_dir), trainer.args.per_device_train_batch_size
+        body = {"run_id": trainer.run_id, "batch_size": size, "divisor": divisor, "incident": incident}
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_text_atomic(directory / STATE_FILE, json.dumps(body) + "\n")
+        except OSError as error:
+            logger.warning(
+                "%s could not be written (%s): a restart begins with undivided micro-batches", STATE_FILE, error
+            )
+
+
+def recovery_for(trainer: Owner, *, on_oom: str, resumed: bool) -> OutOfMemoryRecovery | None:
+    """The recovery of a trainer that is prepared to train; None where steps are not repeated. Collective."""
+    wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # torch.compile stands around DDP
+    shared = max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size(), trainer.args.n_gpu) > 1
+    plain = isinstance(wrapped, DistributedDataParallel) and not wrapped.static_graph
+    if on_oom == "stop" or shared or trainer.is_sharded or (trainer.args.world_size > 1 and not plain):
+        return None
+    return OutOfMemoryRecovery(trainer, resumed=resumed)
+
+
+def read_state(trainer: Any, *, resumed: bool) -> tuple[int, dict[str, Any] | None]:
+    """The divisor recorded for this run (1 without a record), and the incident that ended its last start, if any.
+
+    A user's own trainer has no run id: then the record is used when training resumes from a checkpoint.
+    """
+    file = Path(trainer.args.output_dir) / STATE_FILE
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+        same = (body["run_id"], body["batch_size"]) == (trainer.run_id, trainer.args.per_device_train_batch_size)
+        if same and (trainer.run_id or resumed):
+            incident = body.get("incident")
+            return max(1, int(body["divisor"])), incident if isinstance(incident, dict) else None
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s cannot be read (%s): micro-batches are not divided", STATE_FILE, error)
+    return 1, None
+
+
+@contextmanager
+def local_gathers(accelerator: Any, on: bool = True) -> Iterator[None]:
+    """Within the block gathering metrics returns this rank's values only, so that no rank waits for another."""
+    if not on:
+        yield
+        return
+    accelerator.gather = lambda tree: map_tensors(tree, torch.atleast_1d)  # as upstream's shapes
+    try:
+        yield
+    finally:
+        del accelerator.gather
+
+
+def _keep_evidence(
+    directory: Path, name: str, part: BatchPart, found: Layout, device: torch.device, said: str
+) -> str | None:
+    """Save the batch and the allocator's snapshot (https://pytorch.org/memory_viz): the directory, None on failure."""
+    accelerator = device.type == "cuda"
+    content = {
+        "said": said,
+        "inputs": map_tensors(part.inputs, torch.clone),  # a view would be saved with the whole batch
+        "layout": found.kind,
+        "lengths": list(found.sizes),
+        "units": [part.units.start, part.units.stop],
+        "memory_stats": dict(torch.cuda.memory_stats(device)) if accelerator else None,
+    }
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.save(content, directory / f"{name}.pt")
+        if accelerator:
+            (directory / f"{name}.pickle").write_bytes(pickle.dumps(torch.cuda.memory._snapshot(device)))
+    except (OSError, RuntimeError) as failure:  # torch.save raises RuntimeError when a disk is full
+        logger.warning("the batch that ran out of memory could not be kept in %s: %s", directory, failure)
+        return None
+    return str(directory)
+
+
+def _takes_a_mean(trainer: Any, num_items: Any) -> bool:
+    """Whether upstream treats the loss as a mean over the micro-batch and divides it by the accumulation steps."""
+    if trainer.loss_is_scaled_for_ga is not None:
+        return not trainer.loss_is_scaled_for_ga
+    counted = trainer.model_accepts_loss_kwargs and num_items is not None
+    return not counted and trainer.compute_loss_func is None

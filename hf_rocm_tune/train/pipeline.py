@@ -1,0 +1,296 @@
+"""Pipelined micro-batches of a split model: its cards compute at the same time instead of taking turns.
+
+Each micro-batch of an accumulation window has a thread that runs upstream's own ``training_step``. Only one thread runs
+Python at a time (`_Scheduler`), since neither Trainer nor PEFT is thread-safe; they switch at the crossings between
+cards, where a micro-batch waits for its copies and their verification while kernels of others run. The autograd graph
+is cut at each crossing, so backward also runs card by card, and no autograd thread ever waits.
+
+Micro-batches pass each crossing in order, so every weight's gradients add up in the same order as without a pipeline:
+losses, gradients and results are bit-identical, except for weights used in two places (a trained embedding that is also
+the output head: same sums, other order) and dropout on logical cards, which share a random generator. Memory:
+activations of twice as many micro-batches as there are cards.
+
+An error in one micro-batch ends all of them and is raised where that micro-batch is requested. After running out of
+memory (`training.oom`) the step is repeated one by one, and fewer micro-batches run concurrently from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hf_rocm_tune.data.loader import AccumulationWindow
+from hf_rocm_tune.models.quantised import writable_buffers
+from hf_rocm_tune.models.split import Crossing, Hops, SplitMover
+from hf_rocm_tune.plan.ways import IN_FLIGHT
+from hf_rocm_tune.train.faults import StepFaultSpec
+from hf_rocm_tune.train.oom import Stock
+from hf_rocm_tune.transfer.copies import Fetcher
+from hf_rocm_tune.transfer.redirect import READERS
+
+logger = logging.getLogger(__name__)
+
+
+class _Cancelled(BaseException):
+    """Another micro-batch has failed."""
+
+
+class _Scheduler:
+    """Lets one micro-batch run at a time, and lets micro-batches begin each stage in order.
+
+    A stage is what runs between two crossings: forward on the first card is stage 0, on the next card stage 1, and so
+    on; ``loss_stage`` computes the loss, on the first card again; the stages of backward follow.
+    """
+
+    def __init__(self, loss_stage: int) -> None:
+        self._loss_stage = loss_stage
+        self._changed = threading.Condition()
+        self._waiting: dict[int, int] = {}  # by micro-batch: the stage that it waits for
+        self._reached: dict[int, float] = {}  # by micro-batch: its current stage, plus a half when the stage is done
+        self._running: int | None = None
+        self._failed = False
+
+    def enter(self, number: int, stage: int) -> None:
+        """Wait until this micro-batch may run ``stage``. Of several that may run, the one furthest on goes first.
+
+        Raises:
+            _Cancelled: another micro-batch has failed.
+        """
+        with self._changed:
+            self._waiting[number] = stage
+            self._changed.wait_for(lambda: self._failed or (self._running is None and self._next() == number))
+            del self._waiting[number]
+            if self._failed:
+                raise _Cancelled
+            self._running, self._reached[number] = number, stage
+
+    def _next(self) -> int | None:
+        # The last card waits for a loss: no forward pass begins before the rest of it has run on the first card.
+        loss_running = any(stage in (self._loss_stage, self._loss_stage + 1) for stage in self._reached.values())
+        ready = [
+            (-stage, number)
+            for number, stage in self._waiting.items()
+            if all(self._reached.get(earlier, -1.0) > stage for earlier in range(number))
+            and not (stage == 0 and loss_running)
+        ]
+        return min(ready)[1] if ready else None
+
+    def leave(self, number: int, *, for_good: bool = False) -> None:
+        """The micro-batch has ended its stage: others may run, in that stage too."""
+        with self._changed:
+            self._running = None
+            self._reached[number] = float("inf") if for_good else self._reached[number] + 0.5
+            self._changed.notify_all()
+
+    def pause(self, number: int) -> int:
+        """Let others run within the current stage, without overtaking. Returns the stage, for `enter`."""
+        with self._changed:
+            assert self._running == number, "nothing is read from a card during a crossing"
+            self._running = None
+            self._changed.notify_all()
+            return int(self._reached[number])
+
+    def fail(self) -> None:
+        """Let no micro-batch continue."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a micro-batch has failed."""
+        return self._failed
+
+
+class _Flight:
+    """One micro-batch in the pipeline; see `models.split.Flight`."""
+
+    def __init__(self, pipeline: Pipeline, number: int, fetchers: Sequence[Fetcher]) -> None:
+        self._pipeline, self.number, self._fetchers = pipeline, number, fetchers
+        self._cuts: list[tuple[Tensor, Tensor, Crossing]] = []
+
+    @contextmanager
+    def cross(self, place: int) -> Iterator[Callable[[int], tuple[Fetcher, Any]]]:
+        pipeline = self._pipeline
+        marks = [card.mark() for card in pipeline.mover.cards]
+        pipeline.scheduler.leave(self.number)
+        yield lambda card: (self._fetchers[card], marks[card])
+        pipeline.scheduler.enter(self.number, place)
+
+    def wait(self, tensor: Tensor) -> None:
+        """Wait for the kernels that compute ``tensor`` before it is read, and let other micro-batches run meanwhile."""
+        mark = next(card for card in self._pipeline.mover.cards if card.serves(tensor.device)).mark()
+        stage = self._pipeline.scheduler.pause(self.number)
+        if mark is not None:
+            mark.synchronize()
+        self._pipeline.scheduler.enter(self.number, stage)
+
+    def cut(self, tensor: Tensor, moved: Tensor, way: Crossing) -> Tensor:
+        leaf = moved.detach().requires_grad_()
+        self._cuts.append((tensor, leaf, way))
+        return leaf
+
+    def backward(self) -> None:
+        """Run the backward passes that remain after the last stage's: card by card, back to the first."""
+        cards = len(self._pipeline.mover.cards)
+        for card in range(cards - 1, -1, -1):
+            mine = [cut for cut in self._cuts if cut[2].source == card]
+            self._cuts = [cut for cut in self._cuts if cut[2].source != card]  # frees what is no longer needed
+            used = [(tensor, leaf.grad, way) for tensor, leaf, way in mine if leaf.grad is not None]
+            if used:
+                with self.cross(2 * cards + 1 - card) as crossing:
+                    gradients = [way.backward(gradient, *crossing(way.target)) for _, gradient, way in used]
+                torch.autograd.backward([tensor for tensor, _, _ in used], gradients)
+
+
+class _YieldOnRead(TorchFunctionMode):
+    """Lets others run while a micro-batch waits to read a number from its card, as transformers does for each mask."""
+
+    def __init__(self, flight: _Flight) -> None:
+        super().__init__()
+        self._flight = flight
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READERS and args[0].device.type != "cpu":
+            self._flight.wait(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class Pipeline:
+    """Runs the micro-batches of a trainer whose model is split.
+
+    Args:
+        hops: the crossings of the model.
+        mover: the movers of the cards.
+
+    Attributes:
+        in_flight: how many micro-batches may run concurrently; fewer after running out of memory.
+    """
+
+    def __init__(self, hops: Hops, mover: SplitMover) -> None:
+        self.mover, self._hops = mover, hops
+        # Measured: with only one more than there are cards, the cards still wait for each other.
+        self.in_flight = IN_FLIGHT * len(mover.cards)
+        # One set a thread: in a shared queue a fetch would wait behind copies that another micro-batch waits for.
+        self._fetchers = [[card.another_fetcher() for card in mover.cards] for _ in range(self.in_flight)]
+        self.scheduler = _Scheduler(len(mover.cards))
+        self._window: list[Any] = []
+        self._asked = 0
+        self._threads: list[threading.Thread] = []
+
+    def begin_step(self, window: list[Any]) -> None:
+        """Begin an optimizer step with these micro-batches."""
+        self._window, self._asked = window, 0
+
+    def step(self, stock: Stock, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
+        """One micro-step, as ``Trainer.training_step``; the first of a window starts all of its micro-batches.
+
+        Raises:
+            BaseException: the error of the first micro-batch that failed.
+        """
+        if self.in_flight == 1 or len(self._window) < 2:
+            return stock(model, inputs, num_items)
+        if self._asked == 0:
+            self._start(stock, model, inputs, num_items)
+        number, self._asked = self._asked, self._asked + 1
+        try:
+            with self._finished:
+                self._finished.wait_for(lambda: self._errors or number in self._losses)
+            if self._asked == len(self._window) or self._errors:
+                self._join()
+            if self._errors:
+                raise self._errors[min(self._errors)]
+            return self._losses.pop(number)
+        except BaseException:
+            self.scheduler.fail()  # also if this thread was interrupted
+            self._join()
+            self._errors.clear()  # they keep activations alive
+            self._losses.clear()
+            self._window = []  # the rest of this step, and its repetition, run one by one
+            raise
+
+    def halve(self) -> bool:
+        """Halve the number of concurrent micro-batches, after running out of memory; False if it is one already."""
+        if self.in_flight == 1:
+            return False
+        logger.warning(
+            "no memory for %d concurrent micro-batches; continuing with %d", self.in_flight, self.in_flight // 2
+        )
+        self.in_flight //= 2
+        return True
+
+    def _start(self, stock: Stock, model: nn.Module, first: Any, num_items: Any) -> None:
+        self.scheduler = _Scheduler(len(self.mover.cards))
+        self._finished = threading.Condition()
+        self._losses: dict[int, Tensor] = {}
+        self._errors: dict[int, BaseException] = {}
+        self._left = iter(range(len(self._window)))
+        if isinstance(self._window, AccumulationWindow):
+            self._window.begin_all()
+        batches = [first, *(self._window[number] for number in range(1, len(self._window)))]
+        job = (stock, model, batches, num_items)
+        self._threads = [
+            threading.Thread(target=self._run, args=(fetchers, *job), name=f"micro-batch {number}", daemon=True)
+            for number, fetchers in enumerate(self._fetchers[: min(self.in_flight, len(batches))])
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(
+        self, fetchers: Sequence[Fetcher], stock: Stock, model: nn.Module, batches: list[Any], num_items: Any
+    ) -> None:
+        """The function of each thread: runs one micro-batch after another while some are left."""
+        if self.mover.device.type == "cuda":
+            torch.cuda.set_device(self.mover.device)  # a new thread's current device is card 0
+        while not self.scheduler.failed:
+            with self._finished:
+                number = next(self._left, None)
+            if number is None:
+                return
+            flight = _Flight(self, number, fetchers)
+            try:
+                self.scheduler.enter(number, 0)
+                with self._hops.flying(flight), _YieldOnRead(flight):
+                    loss = stock(model, batches[number], num_items)
+                flight.backward()
+                self.scheduler.leave(number, for_good=True)
+                batches[number] = None
+                self._end(self._losses, number, loss)
+            except _Cancelled:
+                return
+            except BaseException as error:  # raised where the micro-batch is requested
+                self.scheduler.fail()
+                self._end(self._errors, number, error)
+
+    def _end(self, results: dict[int, Any], number: int, result: Any) -> None:
+        with self._finished:
+            results[number] = result
+            self._finished.notify_all()
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+
+def can_pipeline(trainer: Any) -> bool:
+    """Whether micro-batches of this trainer may run concurrently.
+
+    Not with a single accumulation step, injected step faults, offloaded activations, a router's auxiliary loss, or
+    modules that write to their buffers.
+    """
+    args, config = trainer.args, trainer.model.config
+    return (
+        args.gradient_accumulation_steps > 1
+        and not getattr(args, "activation_offloading", False)
+        and not getattr(config.get_text_config(), "output_router_logits", False)
+        and StepFaultSpec.from_environment() is None
+        and not any(True for _ in writable_buffers(trainer.model))
+    )

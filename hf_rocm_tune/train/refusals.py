@@ -1,0 +1,251 @@
+"""Checks of the settings before anything is loaded, one-line errors for upstream's own checks, and what is unverified.
+
+The pages of bitsandbytes' paged optimizers do not pass through the mover. The code tables of 8-bit optimizers are
+compared afterwards; the rest is listed in the coverage, and ``--verify full`` then asks for consent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import replace
+from traceback import walk_tb
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import TrainerCallback, get_scheduler
+
+from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.models.quantised import require_bitsandbytes
+from hf_rocm_tune.transfer import digest, triton_refusal
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    from hf_rocm_tune.models.placement import Coverage
+
+_OUR_UPSTREAM = frozenset({"trl", "peft", "transformers", "accelerate"})
+
+
+@contextmanager
+def as_usage_errors(packages: Collection[str] = _OUR_UPSTREAM) -> Iterator[None]:
+    """Within the block a ``ValueError`` or ``ImportError`` that upstream raises itself becomes a ``UsageError``.
+
+    Args:
+        packages: only what these raise; the others keep their tracebacks.
+
+    Upstream checks combinations of settings that no parser sees (an ``eos_token`` outside the vocabulary, an adapter on
+    ``lm_head``, ``padding_free`` with ``max_length``). An error raised elsewhere is a bug and keeps its traceback. A
+    chat template that cannot render the rows, and a Hub that cannot be reached, are usage errors as well.
+    """
+    try:
+        yield
+    except (TemplateError, TypeError) as error:
+        if isinstance(error, TypeError) and not _in_template(error):
+            raise
+        raise UsageError(
+            f"the chat template cannot render these rows: {error}; change the rows, or give another template with "
+            "--chat_template_path"
+        ) from error
+    except ConnectionError as error:
+        raise UsageError(f"{error}; check the network, or leave --push_to_hub out") from error
+    except (ValueError, ImportError) as error:
+        if _raised_by(error) not in packages:
+            raise
+        raise UsageError(f"these settings do not go together: {' '.join(str(error).split())}") from error
+
+
+def _in_template(error: BaseException) -> bool:
+    """Whether a chat template did it, for example by adding text to a list of content parts."""
+    return any(frame.f_code.co_filename == "<template>" for frame, _ in walk_tb(error.__traceback__))
+
+
+@contextmanager
+def metric_as_usage_error() -> Iterator[None]:
+    """Within the block upstream's ``KeyError`` about ``--metric_for_best_model`` becomes a ``UsageError``."""
+    try:
+        yield
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise UsageError(f"--metric_for_best_model: {error.args[0]}") from error
+
+
+def _raised_by(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    return str(name).partition(".")[0]
+
+
+#: Packages whose name differs from transformers' name of the service.
+_PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
+
+
+def check_loggers(names: str | Iterable[str] | None) -> None:
+    """Check that transformers can report to each of these services (``report_to``).
+
+    Raises:
+        UsageError: one is unknown or not installed.
+    """
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    available = get_available_reporting_integrations()
+    wanted = [names] if isinstance(names, str) else list(names or ())
+    lacking = [name for name in wanted if name not in (*available, "none", "all")]
+    if not lacking:
+        return
+    there = ", ".join(available) or "none of those that transformers supports"
+    if any("," in name or " " in name for name in lacking):
+        fix = "Give several as a list in a --config file, or `all`"
+    elif all(name in INTEGRATION_TO_CALLBACK for name in lacking):
+        packages = " ".join(_PACKAGES.get(name, name) for name in lacking)
+        raise UsageError(
+            f"--report_to {' '.join(lacking)}: not installed; installed here: {there}. Install it "
+            f"(`pip install {packages}`), or leave the flag out"
+        )
+    else:
+        fix = "Install it (`pip install 'hf-rocm-tune[loggers]'` brings tensorboard and trackio), or leave the flag out"
+    raise UsageError(f"--report_to {' '.join(lacking)}: unknown or not installed; installed here: {there}. {fix}")
+
+
+def check_scheduler(args: TrainingArguments) -> None:
+    """Build the learning rate scheduler once, for an optimizer of nothing.
+
+    Raises:
+        UsageError: it does not take its ``--lr_scheduler_kwargs``.
+    """
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    try:
+        get_scheduler(args.lr_scheduler_type, optimizer, 0, 1000, args.lr_scheduler_kwargs)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"--lr_scheduler_type {getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)} does not work "
+            f"with --lr_scheduler_kwargs {args.lr_scheduler_kwargs}: {error}"
+        ) from error
+
+
+def check_rows(trainer: Trainer) -> None:
+    """Check that the trainer has left rows to use, and a whole batch of them if only whole ones are used.
+
+    Raises:
+        UsageError: says how many rows there are.
+    """
+    args: Any = trainer.args
+    for split, rows in (("training", trainer.train_dataset), ("evaluation", trainer.eval_dataset)):
+        if isinstance(rows, Sized) and not len(rows):
+            raise UsageError(
+                f"no {split} row is left: within --max_length {getattr(args, 'max_length', None)} none has a token to "
+                "learn from; give a larger one, or other rows"
+            )
+    found, batch = trainer.train_dataset, args.per_device_train_batch_size
+    answers = getattr(args, "num_generations", 1)  # GRPO's batches count those
+    if args.dataloader_drop_last and isinstance(found, Sized) and len(found) * answers < batch:
+        raise UsageError(
+            f"--dataloader_drop_last: {len(found)} rows make no batch of {batch}: give a smaller "
+            "--per_device_train_batch_size, or leave it out"
+        )
+
+
+def check_offloads(args: TrainingArguments) -> None:
+    """Refuse an optimizer of bitsandbytes that cannot work on this device, and upstream's offload of activations.
+
+    Raises:
+        UsageError: the library is missing or does not support the device; activations would be moved unverified.
+    """
+    if (args.activation_checkpointing_kwargs or {}).get("offload"):
+        raise UsageError(
+            "--activation_checkpointing_kwargs: `offload` moves activations unverified; use --activation_offloading"
+        )
+    if _of_bitsandbytes(args):
+        require_bitsandbytes(args.device, f"--optim {optimizer_name(args)}")
+
+
+def check_compiled(args: TrainingArguments) -> None:
+    """Refuse kernels that cannot be compiled here: Liger's, and those of torch.compile.
+
+    Raises:
+        UsageError: names what is missing.
+    """
+    card = args.device.type != "cpu"
+    if args.use_liger_kernel:
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise UsageError(
+                "--use_liger_kernel needs the package liger-kernel, which is not installed: "
+                "`pip install liger-kernel`, or leave it out"
+            )
+        _require_triton("--use_liger_kernel", args.device)
+    if args.torch_compile and args.torch_compile_backend in (None, "inductor"):
+        if card:
+            _require_triton("--torch_compile", args.device)
+        elif not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+            raise UsageError(
+                "--torch_compile on a CPU needs a C++ compiler, and there is no g++: install it, or leave it out"
+            )
+
+
+def _require_triton(flag: str, device: torch.device) -> None:
+    if refusal := triton_refusal(device):
+        raise UsageError(f"{flag} needs Triton, which does not run here ({refusal}): leave it out")
+
+
+def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool = False) -> Coverage:
+    """The coverage of a model, with what these settings move to the device outside the mover."""
+    rows, card = {}, args.device.type != "cpu"
+    if deepspeed:
+        name = "weights and gradients under DeepSpeed"
+        rows[name] = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
+    if card and _of_bitsandbytes(args) and "paged" in (optim := optimizer_name(args)):
+        rows["paged optimizer state"] = f"--optim {optim}: the driver moves its pages between host and device"
+    if card and optimizer_name(args) == "adafactor":
+        rows["new optimizer state"] = "--optim adafactor creates it on the host and copies it at the first step"
+    named = [{"tensor": name, "reason": reason} for name, reason in rows.items()]
+    return replace(found, unverified=[*found.unverified, *named])
+
+
+class OptimizerTablesCallback(TrainerCallback):
+    """Compares the code tables that an 8-bit optimizer has created with tables computed on the host.
+
+    bitsandbytes copies them to the device itself at the first step. On resume they go through the mover.
+
+    Raises:
+        CorruptionError: a table on the device is wrong, so the optimizer's 8-bit state is unusable.
+    """
+
+    def __init__(self) -> None:
+        self._compared = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        if self._compared:
+            return
+        self._compared = True
+        optimizer = more["optimizer"]
+        for name, table in getattr(getattr(optimizer, "optimizer", optimizer), "name2qmap", {}).items():
+            functional = importlib.import_module("bitsandbytes.functional")
+            expected = functional.create_dynamic_map(signed=name == "dynamic")
+            if digest(table) != digest(expected.to(table.dtype)):
+                raise CorruptionError(
+                    f"the {name} code table of the 8-bit optimizer arrived wrong on the device, so its state decodes "
+                    "to wrong values. Nothing was saved since: start the same command again; if it happens again, run "
+                    "`hf-rocm-tune drill`"
+                )
+
+
+def optimizer_name(args: TrainingArguments) -> str:
+    """``--optim`` as text."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def _of_bitsandbytes(args: TrainingArguments) -> bool:
+    """By the names in transformers 5.23, ``trainer_optimizer.py``; torchao's and GaLore's 8-bit ones do not count."""
+    name = optimizer_name(args)
+    return name.startswith(("paged_", "ademamix", "lion", "rmsprop_bnb")) or name in ("adamw_bnb_8bit", "adamw_8bit")

@@ -1,0 +1,182 @@
+"""`transfer_report.json`, saved with the adapter: what was moved, what was verified, and what went wrong."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+
+from hf_rocm_tune.errors import listed
+from hf_rocm_tune.redaction import redact_json
+from hf_rocm_tune.survive.atomic import write_text_atomic
+from hf_rocm_tune.survive.heartbeat import is_supervised, survival
+from hf_rocm_tune.train.telemetry import describe_device
+from hf_rocm_tune.transfer import STAGES, TransferReport
+from hf_rocm_tune.transfer.digest import device_method, host_method
+from hf_rocm_tune.transfer.report import BETWEEN_CARDS
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.train.telemetry import Telemetry
+    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
+
+FILE_NAME = "transfer_report.json"
+SCHEMA = 1
+_DISTRIBUTIONS = (
+    "hf-rocm-tune", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "bitsandbytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the report contains besides the counters."""
+
+    run_id: str
+    load_seconds: float  # from the first byte of the model's weights until all are verified
+    attested_files: int = 0  # model files whose content has its recorded SHA-256
+    not_attested: tuple[str, ...] = ()  # names of model files without a recorded SHA-256
+    findings: tuple[dict[str, Any], ...] = ()  # of the doctor and the environment policy, on one rank per machine
+    telemetry: Telemetry | None = None  # of this process's card; None if the user has turned it off
+    auto_fit: Mapping[str, Any] | None = None  # the choice of --auto_fit and the figures behind it
+    data: tuple[Mapping[str, Any], ...] = ()  # see `data.summary.DataSummary`
+    preflight: Mapping[str, Any] | None = None  # how several ranks average gradients, and the evidence
+
+
+def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
+    """Build the report; ``gather``: over all ranks (collective), False for this rank only, after a failure."""
+    looked = facts.telemetry.summary() if facts.telemetry else None
+    mine = (trainer.transfer_report.to_dict(), facts.findings, looked)
+    everyone = gather_object([mine]) if gather and trainer.args.world_size > 1 else [mine]
+    counters = TransferReport.merge([counted for counted, _, _ in everyone])
+    injected = counters.pop("step_faults")
+    weights, described = trainer.weight_coverage(), trainer.describe()
+    batches, between = counters["batches"], counters[BETWEEN_CARDS]
+    seconds = sum(row.get("train_runtime", 0.0) for row in trainer.state.log_history)
+    verified_weights = weights.verified_bytes * len(everyone)
+    return {
+        "schema": SCHEMA,
+        "run_id": facts.run_id,
+        "verify": trainer.mover.settings.verify,
+        "fault_injection": trainer.mover.fault_injection(),
+        "step_fault_injection": trainer.step_faults.describe(injected),
+        "device": describe_device(trainer.mover.device),
+        "digest": {"host": asdict(host_method()), "device": asdict(device_method(trainer.mover.device))},
+        "ranks": len(everyone),
+        "versions": versions(),
+        "data": list(facts.data),
+        "coverage": {
+            "verified_bytes": verified_weights + batches["verified_bytes"] + between["verified_bytes"],
+            "device_bytes": weights.device_bytes * len(everyone) + batches["bytes"] + between["bytes"],
+            "unverified": weights.unverified,
+            "weights_verified_by": weights.verified_by,
+        },
+        **counters,
+        "preflight": facts.preflight,
+        "grad_sync": described["grad_sync"],
+        "weights": {
+            **counters["weights"],
+            "load_seconds": round(facts.load_seconds, 4),
+            "attested_files": facts.attested_files,
+            "not_attested": list(facts.not_attested),
+        },
+        "batches": {**batches, "verify_share_of_step": _share(batches["verify_seconds"], seconds * len(everyone))},
+        "memory": {**counters["memory"], **described["memory"]},
+        "auto_fit": facts.auto_fit,
+        "split": described["split"],
+        "survival": survival(
+            Path(trainer.args.output_dir),
+            facts.run_id,
+            skipped_steps=sorted(trainer.skip_steps),
+            supervised=is_supervised(),
+            crash_injection=described["crash_injection"],
+        ),
+        "findings": [found for _, findings, _ in everyone for found in findings],
+        "telemetry": [{"rank": rank, **seen} for rank, (_, _, seen) in enumerate(everyone) if seen is not None],
+    }
+
+
+def write(report: Mapping[str, Any], output_dir: Path) -> Path:
+    target = output_dir / FILE_NAME
+    write_text_atomic(target, json.dumps(redact_json(report), indent=2, sort_keys=False) + "\n")
+    return target
+
+
+def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts, error: BaseException) -> None:
+    """After a failure: rank 0 writes what it knows, or adds a note to the error if it cannot."""
+    if not trainer.is_world_process_zero():
+        return
+    try:
+        write(build(trainer, facts, gather=False), Path(trainer.args.output_dir))
+    except OSError as also:
+        error.add_note(f"{FILE_NAME} could not be written either: {also}")
+
+
+def closing_line(report: Mapping[str, Any]) -> str:
+    """The line at the end of a run: tensors, bytes, coverage, mismatches, recovered, share of step time."""
+    stages = [report[name] for name in (*STAGES, BETWEEN_CARDS)]
+    tensors, moved, mismatches, recovered = (
+        sum(stage[key] for stage in stages) for key in ("tensors", "bytes", "mismatches", "recovered")
+    )
+    averages = report["gradients"]
+    wrong = f" ({averages['mismatches']} wrong, {averages['recovered']} recovered)" if averages["mismatches"] else ""
+    checked = f"{averages['buckets']:,} averages of gradients checked{wrong}, " if report["ranks"] > 1 else ""
+    covered = report["coverage"]
+    share = 100 * covered["verified_bytes"] / max(covered["device_bytes"], 1)
+    return (
+        f"integrity: {tensors:,} tensors, {_readable(moved)} moved, {share:.4g} % of the bytes on the device verified"
+        f"{_not_verified(covered['unverified'])}, "
+        f"{mismatches} mismatches, {recovered} recovered, {checked}{report['frozen']['passes']} sentinel passes over "
+        f"{report['frozen']['tensors']} frozen tensors ({report['frozen']['mismatches']} changed), "
+        f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification"
+        f"{_events(report)}"
+    )
+
+
+def _not_verified(rows: Sequence[Mapping[str, str]]) -> str:
+    return f" (not: {listed([row['tensor'] for row in rows])})" if rows else ""
+
+
+def _events(report: Mapping[str, Any]) -> str:
+    """Restarts, rollbacks, skipped steps and split micro-batches of a run, and whether faults were injected."""
+    survival = report["survival"]
+    restarts, skipped = survival["starts"] - 1, ", ".join(map(str, survival["skipped_steps"]))
+    cut, unused = report["memory"]["micro_batch_divisor"], report["guard"]["skipped_steps"]
+    undone = report["trained"]["mismatches"]
+    asked = (report["fault_injection"], report["step_fault_injection"], survival["crash_injection"])
+    parts = [
+        f", {restarts} restart{'s' if restarts > 1 else ''}" if restarts > 0 else "",
+        f", steps left out: {skipped}" if skipped else "",
+        f", micro-batches split into up to {cut} parts to fit into memory" if cut > 1 else "",
+        f", trained state changed by {undone} fault{'s' if undone > 1 else ''}, undone by going back" if undone else "",
+        f", {unused} steps skipped because they were not finite" if unused else "",
+        " (faults were injected on request)" if any(asked) else "",
+    ]
+    return "".join(parts)
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "hip": torch.version.hip}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 6) if whole > 0 else 0.0
+
+
+def _readable(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} GB"

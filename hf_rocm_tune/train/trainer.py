@@ -1,0 +1,852 @@
+"""A mixin for `transformers.Trainer` subclasses that trains on verified data only. Overrides stand in call order.
+
+    class VerifiedSFTTrainer(VerifiedTransferMixin, SFTTrainer): ...
+
+is a complete definition, and a user can do the same with a trainer of their own. Batches, evaluation batches, weights,
+adapters and optimizer state go to the device through the :class:`~hf_rocm_tune.transfer.Mover`; Accelerate places
+nothing. Gradient averages computed by DistributedDataParallel are checked before they are clipped and used.
+
+Not covered: tensors that a data collator or a custom ``compute_loss`` puts on the device itself (refused under
+``verify="full"``), and weights that were on an accelerator before the model was handed over and differ from their
+files (listed in the coverage).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from trl import SFTTrainer
+from typing_extensions import override
+
+from hf_rocm_tune import upstream
+from hf_rocm_tune.cards.agree import everyone
+from hf_rocm_tune.cards.averaging import Compression, SyncSettings, Way
+from hf_rocm_tune.data.loader import Prefetch, verify_loader
+from hf_rocm_tune.data.summary import CountedSFTTrainer
+from hf_rocm_tune.errors import CorruptionError, UsageError, listed
+from hf_rocm_tune.models import loss
+from hf_rocm_tune.models.adapter import LearningRates, share_inputs
+from hf_rocm_tune.models.loading import rewrites_base, verified_loading
+from hf_rocm_tune.models.placement import (
+    Coverage,
+    attest,
+    coverage,
+    digests_before,
+    mark_computed,
+    mark_rewritten,
+    place,
+    tensors_of,
+)
+from hf_rocm_tune.models.quantised import (
+    follow_bias_casts,
+    follow_written_buffers,
+    keep_trainable_on_cpu,
+    writable_buffers,
+)
+from hf_rocm_tune.models.recompute import recompute
+from hf_rocm_tune.models.shards import is_sharded, local
+from hf_rocm_tune.models.split import SplitMover
+from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase, PulseListener
+from hf_rocm_tune.survive.saved_state import adapter_on_host
+from hf_rocm_tune.train import ranks
+from hf_rocm_tune.train.checkpoint import Checkpoints, Uploader
+from hf_rocm_tune.train.device_memory import FragmentationCallback, read
+from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
+from hf_rocm_tune.train.guard import MovementCallback, TrainingGuard
+from hf_rocm_tune.train.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
+from hf_rocm_tune.train.metrics import DeferredMetrics, is_tried
+from hf_rocm_tune.train.offload import ActivationOffload
+from hf_rocm_tune.train.oom import OutOfMemoryRecovery, parts_of, recovery_for
+from hf_rocm_tune.train.pipeline import Pipeline, can_pipeline
+from hf_rocm_tune.train.refusals import (
+    OptimizerTablesCallback,
+    as_usage_errors,
+    metric_as_usage_error,
+    with_offloads,
+)
+from hf_rocm_tune.train.sentinels import SentinelCallback, is_foreign
+from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry
+from hf_rocm_tune.transfer import (
+    FaultSpec,
+    Mover,
+    TransferReport,
+    TransferSettings,
+    map_tensors,
+    redirected,
+    tree_tensors,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader
+
+    from hf_rocm_tune.train.owner import Owner as _Base
+    from hf_rocm_tune.train.ranks import FullState, ShardedModel
+    from hf_rocm_tune.transfer import Digest
+else:
+    _Base = object
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, Any]
+
+
+class VerifiedTransferMixin(_Base):
+    """Goes in front of a trainer class; see the module's description.
+
+    Args:
+        mover: the mover that loaded the model and so knows which tensors are verified. Without one, a mover is created
+            and a model that is already on an accelerator counts as unverified.
+        transfer_settings: how to verify, when no mover is given.
+        sentinel_every: number of steps in which each frozen tensor is checked once; 0: never. All are checked before a
+            save.
+        prefetch_batches: batches that may be in transfer beyond the one in use; 0: no overlap.
+        compare_optimizer_every: steps between two comparisons of the optimizer state across ranks; 0: never.
+        consent_unverified: train although ``verify="full"`` did not reach every byte.
+        recompute_layers: with activation checkpointing: how many layers, from the first, are recomputed fully, and how
+            many after them except matrix products and attention; None: all fully. See `models.recompute`.
+        one_pass_loss: compute the gradient of TRL's fused head in forward where the head is not trained, see
+            `models.loss`; only for losses without a gradient of the entropy, as `SFTTrainer`'s.
+        pipeline: run several micro-batches of a split model concurrently where possible; only for losses that run the
+            model once, through all of its layers. See :mod:`~hf_rocm_tune.train.pipeline`.
+        on_oom: ``step_down``: a step that runs out of memory is repeated with smaller micro-batches, see
+            :mod:`~hf_rocm_tune.train.oom`; ``stop``: it ends the run.
+        max_skipped_steps: how many of the last 100 steps may be skipped because they are not finite.
+        grad_sync: how several ranks average gradients: ``ddp``: over the process group; ``host``: through host memory
+            over a gloo group, whatever the process group is.
+        grad_compression: what is sent between ranks: ``none``, ``fp16``, ``bf16``, or ``powersgd`` (with ``ddp``).
+        tensor_parallel: the ranks compute each layer together, see `ranks.tensor_parallel`; ``grad_sync`` selects how
+            partial sums are sent.
+        run_id: written into every manifest.
+        skip_steps: optimizer steps (from 1) to leave out, the same on all ranks: they are counted and consume their
+            batches, but nothing is computed.
+        publisher: uploads, on the first rank; required for ``push_to_hub``.
+        card_writer: writes ``README.md`` into each saved directory, on rank 0, after its tensors were compared and
+            before its manifest is written; None: upstream's cards.
+        telemetry: of this process's card, for the logs.
+        listener: receives each heartbeat, in addition to the supervisor.
+        plain_lora: save the result of an adapter that was initialised from the weights (PiSSA, OLoRA) as plain LoRA
+            for the original weights.
+        rates: learning rates of parameters that differ from the optimizer's; see `LearningRates`.
+
+    Attributes:
+        mover, recompute_layers, run_id, skip_steps: see above.
+        transfer_report: counters and incidents.
+        grad_sync: averages gradients.
+        stop_requests: the signals that end training early; its ``installed`` may be entered around more than `train`.
+
+    Raises:
+        SeamError: an upstream library has moved a place on which verification depends.
+        CorruptionError: a tensor could not be transferred correctly.
+        MemoryFaultError: from `train`, a weight changed in memory.
+        DivergedError: from `train`, nothing is learned, or weights to be saved are not finite.
+        OutOfMemoryError: from `train`, a micro-batch that cannot be made smaller does not fit.
+        Interrupted: from `train`, after the checkpoint, when a signal asked for the end.
+        UsageError: settings that do not go together, or ``HF_ROCM_TUNE_STEP_FAULT`` or ``HF_ROCM_TUNE_CRASH`` is wrong.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        mover: Mover | None = None,
+        transfer_settings: TransferSettings | None = None,
+        sentinel_every: int = 50,
+        prefetch_batches: int = 1,
+        compare_optimizer_every: int = 0,
+        consent_unverified: bool = False,
+        recompute_layers: tuple[int, int] | None = None,
+        one_pass_loss: bool = False,
+        pipeline: bool = False,
+        on_oom: Literal["step_down", "stop"] = "step_down",
+        max_skipped_steps: int = 5,
+        grad_sync: Way = "ddp",
+        grad_compression: Compression = "none",
+        tensor_parallel: bool = False,
+        run_id: str = "",
+        skip_steps: Collection[int] = (),
+        publisher: Uploader | None = None,
+        card_writer: Callable[[Path], None] | None = None,
+        telemetry: Telemetry | None = None,
+        listener: PulseListener | None = None,
+        plain_lora: bool = False,
+        rates: LearningRates | None = None,
+        **keywords: Any,
+    ) -> None:
+        upstream.check_all()
+        upstream.check_overrides(type(self))
+        step_faults = StepFaultSpec.from_environment()
+        args = keywords.get("args", next((each for each in arguments if isinstance(each, TrainingArguments)), None))
+        self.mover = mover or _new_mover(args, transfer_settings)
+        self.transfer_report: TransferReport = self.mover.report
+        self.run_id, self.skip_steps = run_id, frozenset(skip_steps)
+        self.stop_requests = StopRequests()
+        self.grad_sync = ranks.GradientSync(SyncSettings(way=grad_sync, compression=grad_compression))
+        self.recompute_layers = recompute_layers
+        self._loss_way: Callable[[], AbstractContextManager[None]] = nullcontext
+        loss.without_triton(self.mover.device)
+        if one_pass_loss:
+            loss.install()
+            self._loss_way = loss.one_pass_loss
+        self._checkpoints, self._card_writer = Checkpoints(self, publisher), card_writer
+        self._consent_unverified, self._on_oom = consent_unverified, on_oom
+        self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=listener)
+        self._guard = TrainingGuard(self, max_skipped=max_skipped_steps)
+        self._interrupts = InterruptCallback(self.stop_requests)
+        self._prefetch_batches = prefetch_batches
+        self._training_prefetch = Prefetch(self.mover, prefetch_batches)
+        self._rates = rates or LearningRates()
+        self._tensor_parallel = tensor_parallel
+        self._shards: ShardedModel | None = None
+        self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
+        self._recovery: OutOfMemoryRecovery | None = None
+        self._operations: int | None = None  # floating point operations a token
+        own = _own_arguments(args)
+        if "args" in keywords:
+            keywords["args"] = own
+        arguments = tuple(own if each is args else each for each in arguments)
+        before = self._digests_before(keywords.get("model", next(iter(arguments), None)), keywords.get("peft_config"))
+        # `redirected`: PEFT moves new adapters to the device itself.
+        with verified_loading(self.mover), redirected(self.mover, stage="adapter"):
+            super().__init__(*arguments, **keywords)
+        self._pipeline = self._connect_cards(pipeline)
+        self._offload: ActivationOffload | None = None
+        if getattr(args, "activation_offloading", False):
+            self.args.activation_offloading = True
+            self._offload = ActivationOffload(self.model, self.mover)
+        self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
+        self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
+        mark_rewritten(self.model, before, self.mover)
+        mark_computed(self.model, self.mover)
+        share_inputs(self.model)
+        self._place(self.model)
+        if before and plain_lora:
+            self._checkpoints.start = adapter_on_host(self.model, self.mover, None)
+        self._sentinel = SentinelCallback(
+            self.model,
+            self.mover,
+            every=sentinel_every,
+            compare_optimizer_every=compare_optimizer_every,
+            excuse_writes=is_foreign(type(self)),
+            references=() if getattr(self.args, "sync_ref_model", False) else self._references,
+        )
+        self._add_callbacks(telemetry)
+
+    # ---- while the trainer is built -------------------------------------------------------------------------
+
+    def _digests_before(self, model: Any, peft_config: Any) -> dict[str, Digest]:
+        """Attest a model that was handed over. Returns its digests if the adapter's initialisation changes weights."""
+        if not isinstance(model, torch.nn.Module):
+            return {}
+        attest(model, self.mover)
+        return digests_before(model, self.mover) if rewrites_base(peft_config) else {}
+
+    def _connect_cards(self, pipeline: bool) -> Pipeline | None:
+        if not isinstance(self.mover, SplitMover):
+            return None
+        hops = ranks.install_hops(self.model, self.mover)
+        return Pipeline(hops, self.mover) if pipeline and can_pipeline(self) else None
+
+    def _add_callbacks(self, telemetry: Telemetry | None) -> None:
+        for callback in (
+            MovementCallback(self.model, self._guard.report),
+            self._interrupts,
+            HeartbeatCallback(self._heartbeat),
+            self._sentinel,
+            OptimizerTablesCallback(),
+            FragmentationCallback(self.mover.device, self.transfer_report),
+        ):
+            self.add_callback(callback)
+        # Before all others: a logging service sees only what an earlier callback has added to a log.
+        self.callback_handler.callbacks.insert(0, MetricsCallback(self.transfer_report, telemetry, self._memory))
+        self.callback_handler.call_event = partial(self._call_event, self.callback_handler.call_event)
+
+    @override
+    def create_accelerator_and_postprocess(self) -> None:
+        """As upstream; the accelerator then leaves models where the mover put them and clips over all cards."""
+        with ranks.before_accelerator(self.args, tensor_parallel=self._tensor_parallel):
+            super().create_accelerator_and_postprocess()
+        # Even with the device right, `model.to("cpu:0")` copies every weight that is on "cpu".
+        self.accelerator.prepare_model = partial(self._prepare_in_place, self.accelerator.prepare_model)
+        if isinstance(self.mover, SplitMover):
+            self.accelerator.clip_grad_norm_ = partial(self._clip_over_cards, self.mover)
+        if self._tensor_parallel:
+            self._shards = ranks.TensorParallelModel(
+                self.accelerator, self.mover, self.args.world_size, through_host=self.grad_sync.way == "host"
+            )
+        elif self.is_fsdp_enabled or ranks.is_wanted(os.environ):
+            self._shards = ranks.ShardedModel(self.accelerator, self.mover, self.args.world_size)
+
+    @override
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        del device  # the mover has it, or the devices of a split
+        self._place(model)
+
+    @override
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Upstream creates the repository here; the publisher does that."""
+        del token, private
+        self.hub_model_id = self.args.hub_model_id
+
+    def _prepare_in_place(
+        self,
+        stock: Callable[..., nn.Module],
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        plain = extract_model_from_parallel(model, keep_torch_compile=False)
+        if evaluation_mode:
+            device_placement = False  # GRPO asks for its reward models to be moved; they are placed below
+        if evaluation_mode and not any(plain is known for known in (self.model, *self._references)):
+            attest(model, self.mover)
+            place(model, self.mover)
+            follow_bias_casts(model, self.mover)
+            self._references.append(model)
+        return stock(model, device_placement=bool(device_placement), evaluation_mode=evaluation_mode)
+
+    def _place(self, model: nn.Module) -> None:
+        if self._shards is not None:
+            self._shards.shard(model)
+        else:
+            place(model, self.mover)
+        keep_trainable_on_cpu(model)
+        follow_bias_casts(model, self.mover)
+        follow_written_buffers(model, self.mover)
+
+    @override
+    def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
+        """As upstream; parameters with a learning rate of their own get their own groups."""
+        optimizer = super().create_optimizer(*arguments, **keywords)
+        self._rates.split(self.model, optimizer)
+        return optimizer
+
+    # ---- a training begins ----------------------------------------------------------------------------------
+
+    @override
+    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any) -> TrainOutput:
+        """As upstream, if the coverage is complete; Ctrl-C and SIGTERM write a checkpoint and end training."""
+        self.require_coverage()
+        with self.stop_requests.installed():
+            self._crash_if_asked("start", 0)
+            resume_from_checkpoint = self._checkpoints.check_start(resume_from_checkpoint)
+            return super().train(resume_from_checkpoint, *arguments, **keywords)
+
+    @override
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load_weights(
+            resume_from_checkpoint, partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        )
+
+    @override
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        self._choose_recomputed()
+        replicated = self.args.world_size > 1 and not is_sharded(self.model)
+        if replicated:
+            self.grad_sync.before_wrapping(self.model, self._sentinel)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if replicated:
+            self._sentinel.check_replicas(tensors_of(self.model), "after DistributedDataParallel")
+        if self.args.world_size > 1:
+            traffic = self._shards.traffic if self._shards is not None else None
+            self.grad_sync.start(self.model_wrapped, self.mover, traffic, max_steps=max_steps)
+        if self.full_state is not None:
+            self.full_state.optimizer = self.optimizer
+        self._recovery = recovery_for(self, on_oom=self._on_oom, resumed=bool(resume_from_checkpoint))
+        return prepared
+
+    @override
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self._checkpoints.load_optimizer(checkpoint, super()._load_optimizer_and_scheduler)
+
+    @override
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        self._checkpoints.load_scaler(checkpoint)
+
+    @override
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        self._checkpoints.load_random_state(checkpoint, super()._load_rng_state)
+
+    # ---- batches --------------------------------------------------------------------------------------------
+
+    @override
+    def _get_dataloader(self, *arguments: Any, **keywords: Any) -> DataLoader[Any]:
+        prefetch = Prefetch(self.mover, self._prefetch_batches)
+        loader = verify_loader(super()._get_dataloader(*arguments, **keywords), prefetch)
+        if keywords.get("is_training"):
+            self._training_prefetch = prefetch
+        key = keywords.get("dataloader_key")
+        if key is not None and self.args.dataloader_persistent_workers:
+            self._eval_dataloaders[key] = loader  # filled inside with the stock object
+        return loader
+
+    @override
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """As upstream, at the start of an optimizer step; iterating over the list starts the transfers."""
+        self._guard.begin_step()
+        if self._recovery is not None:
+            self._recovery.begin_step()
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        window = self._training_prefetch.window(batches)
+        if self._pipeline is not None:
+            self._pipeline.begin_step(window)
+        return window, count
+
+    @override
+    def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Any:
+        """Count label tokens in the host tensors: the device copies are not verified yet.
+
+        Returns a device tensor of shape [], as upstream does, without a copy or a wait: ranks add up over gloo, and the
+        number reaches the device as an argument of the kernel that fills the tensor.
+        """
+        sources = [map_tensors(batch, self._source_of) for batch in batch_samples]
+        across = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False  # added up below
+        try:
+            count = super()._get_num_items_in_batch(sources, torch.device("cpu"))
+        finally:
+            self.args.average_tokens_across_devices = across
+        self.mover.require_unchanged(sources)
+        if not torch.is_tensor(count):
+            return count
+        counted = everyone([count.item()]) if across else [[count.item()]]
+        return torch.full((), sum(row[0] for row in counted), dtype=count.dtype, device=self.mover.device)
+
+    @override
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As upstream; repeated with smaller parts if memory runs out. Gradient averages are checked before clipping.
+
+        The batch of a skipped step is verified and not used.
+        """
+        if self.state.global_step + 1 in self.skip_steps:
+            self._prepare_inputs(inputs)
+            self._zero_missing_gradients()
+            return torch.zeros((), device=self.args.device)
+        self._crash_if_asked("step", self.state.global_step + 1)
+        stock = super().training_step
+        if self._pipeline is not None and (self._recovery is None or self._recovery.divisor == 1):
+            stock = partial(self._pipeline.step, stock)
+        if not isinstance(inputs, Mapping):  # prompts from which the trainer generates its batch: cannot be split
+            loss: Tensor = stock(model, inputs, num_items_in_batch)
+        elif self._recovery is not None:
+            loss = self._recovery.run(stock, model, inputs, num_items_in_batch)
+        else:
+            (part,) = parts_of(self, self.host_batch(inputs), 1)
+            with self.step_fault(model, rows=len(part.units), tokens=part.tokens):
+                loss = stock(model, inputs, num_items_in_batch)
+        self.grad_sync.settle(step=self.state.global_step + 1, synced=self.accelerator.sync_gradients)
+        self._guard.add_loss(loss)
+        return self._metrics_queue.loss_to_log(loss)
+
+    @override
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
+        """The last check: every tensor is verified before ``forward`` sees it."""
+        self.mover.step = self.state.global_step + 1
+        self.mover.settle(inputs)
+        unknown = [tensor for tensor in tree_tensors(inputs) if self.mover.provenance(tensor) is None]
+        if any(tensor.device.type != "cpu" for tensor in unknown):
+            self._refuse_unverified(inputs)
+        if unknown:
+            self.mover.require_unchanged(unknown)
+            inputs = self.mover.begin(inputs)
+            self.mover.settle(inputs)
+        # GRPO builds its batch from prompts in this thread: it generates, reads, scores and sends the rows.
+        generates = not isinstance(inputs, Mapping)
+        with redirected(self.mover, stage="batches") if generates else nullcontext():
+            batch: Batch = super()._prepare_inputs(inputs)
+        if generates:
+            self._choose_recomputed()  # generation turned checkpointing off and on again, for all layers
+        return batch
+
+    @override
+    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+        """As upstream; the mean of a part of a micro-batch is weighted by the part's labels."""
+        with (
+            self._metrics_queue.deferring(),
+            self._keep_checkpointing_choice(),
+            self._offload or nullcontext(),
+            self._loss_way(),
+            as_usage_errors({"trl"}),  # TRL checks --loss_type and the like here
+        ):
+            result = super().compute_loss(*arguments, **keywords)
+        factor = 1.0 if self._recovery is None else self._recovery.loss_factor
+        if factor == 1.0:
+            return result
+        return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
+
+    @override
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """As upstream. The trained state is checked here, before the optimizer uses it, and the step is judged."""
+        self._sentinel.look()
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self._guard.judge(model, norm, self._sentinel.settle)
+        return norm
+
+    @override
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """As upstream, which walks over all modules in each micro-step; here they are counted once."""
+        stock = super().floating_point_ops
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if stock.__func__ is not Trainer.floating_point_ops or name not in inputs or not inputs[name].numel():
+            return int(stock(inputs))
+        if self._operations is None:
+            self._operations = stock(inputs) // inputs[name].numel()
+        return int(inputs[name].numel() * self._operations)
+
+    @override
+    def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
+        """As upstream; the heartbeat allows more time for the first batch."""
+        self.beat("evaluate")
+        if self._tensor_parallel:
+            # Each rank has all rows: gathered, they are duplicates, and upstream miscounts those of a short last batch.
+            self.gather_function = self._own_rows
+        return super().evaluation_loop(*arguments, **keywords)
+
+    @override
+    def prediction_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+        """As upstream; the weights that FSDP2 gathered for it are checked."""
+        if not isinstance(inputs, list):  # TRL's ORPO does not prepare its inputs, GRPO's are a list
+            inputs = self._prepare_inputs(inputs)
+        result = super().prediction_step(model, inputs, *arguments, **keywords)
+        if self._shards is not None and self._shards.traffic is not None:
+            self._shards.traffic.settle(step=self.state.global_step)
+        return result
+
+    @override
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As upstream; metrics that TRL has recorded since the last log are computed and read first."""
+        self._metrics_queue.settle()
+        super().log(logs, start_time)
+
+    @override
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        # With save_strategy="best" this alone decides whether to save, and would cancel a requested save.
+        with metric_as_usage_error():
+            return bool(super()._determine_best_metric(metrics, trial)) or self._interrupts.save_wanted
+
+    @override
+    def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        with metric_as_usage_error():  # from a scheduler that follows a metric
+            return super()._evaluate(*arguments, **keywords)
+
+    # ---- saving ---------------------------------------------------------------------------------------------
+
+    @override
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.beat("save")
+        self._crash_if_asked("save", self.state.global_step)
+        final = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._checkpoints.save(partial(super()._save_checkpoint, model, trial), final)
+        self.beat("between")
+
+    @override
+    def _get_output_dir(self, trial: Any) -> str:
+        staging = self._checkpoints.staging
+        return str(staging) if staging is not None else super()._get_output_dir(trial)
+
+    @override
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._checkpoints.save_optimizer(super()._save_optimizer_and_scheduler, output_dir)
+
+    @override
+    def _save_scaler(self, output_dir: str) -> None:
+        self._checkpoints.attempt(super()._save_scaler, output_dir)
+
+    @override
+    def _save_rng_state(self, output_dir: str) -> None:
+        self._checkpoints.save_random_state(super()._save_rng_state, output_dir)
+
+    @override
+    def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
+        """As upstream, unless a card writer was given."""
+        if self._card_writer is None:
+            self._checkpoints.attempt(partial(super().create_model_card, *arguments, **keywords))
+
+    @override
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save model, tokenizer and arguments: written to a staging directory, compared with the live tensors, renamed.
+
+        A manifest that marks ``output_dir`` as finished is removed first; `seal_output` writes the new one. Nothing is
+        pushed here, because files without a manifest are not published: see `push_to_hub`.
+        """
+        self._checkpoints.save_model(output_dir, for_push=_internal_call)
+
+    @override
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._checkpoints.push_checkpoint(Path(checkpoint_folder))
+
+    @override
+    def _load_best_model(self) -> None:
+        self._load_weights(self.state.best_model_checkpoint, super()._load_best_model)
+
+    @override
+    def push_to_hub(self, *arguments: Any, **keywords: Any) -> Any:
+        """Save and seal the result if that has not been done, and have the publisher upload it. Collective."""
+        del arguments, keywords  # the publisher has its own settings
+        return self._checkpoints.push_result()
+
+    # ---- for the caller -------------------------------------------------------------------------------------
+
+    def require_coverage(self) -> None:
+        """Refuse to train when ``verify="full"`` does not reach every byte of the model, unless the user consents.
+
+        Raises:
+            UsageError: names what is not covered.
+        """
+        if (missing := self._not_covered()) is not None:
+            raise UsageError(missing)
+
+    def weight_coverage(self) -> Coverage:
+        """The share of the models' bytes on their devices that is verified, and what is moved outside the mover."""
+        found = coverage(self.model, self.mover)
+        for model in self._references:
+            found += coverage(model, self.mover)
+        return with_offloads(found, self.args, deepspeed=self.is_deepspeed_enabled)
+
+    def seal_output(self, output_dir: str | None = None, *, also: Iterable[str] = ()) -> None:
+        """Write the final ``integrity.json`` over the files of the last `save_model` and ``also``: the run is finished.
+
+        Raises:
+            OSError: a named file does not exist, or the disk is full; then the directory does not look finished.
+            CorruptionError: files of the result keep changing.
+        """
+        self._checkpoints.seal(Path(output_dir or self.args.output_dir), also)
+
+    def beat(self, phase: Phase) -> None:
+        """Send one heartbeat to the watchdog, and to the supervisor if there is one."""
+        self._heartbeat.beat(step=self.state.global_step, phase=phase)
+
+    def describe(self) -> dict[str, Any]:
+        """What the report says of this training in addition to the counters, as seen by this rank."""
+        return {
+            "grad_sync": self.grad_sync.describe(self.model, self.args.world_size),
+            "split": ranks.describe_split(self.mover, self.model, self._pipeline.in_flight if self._pipeline else 1)
+            if isinstance(self.mover, SplitMover)
+            else None,
+            "memory": {
+                "steps_down": self._recovery is not None,
+                "micro_batch_divisor": 1 if self._recovery is None else self._recovery.divisor,
+                "recompute_layers": self.recompute_layers,
+                "offload_host_bytes": self._offload.host_bytes if self._offload else 0,
+            },
+            "crash_injection": self._crashes.text,
+            "shard_seconds": 0.0 if self._shards is None else self._shards.seconds,
+        }
+
+    # ---- for the objects that the trainer owns --------------------------------------------------------------
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices of the model: the trainer's, or those of all cards of a split."""
+        cards = self.mover if isinstance(self.mover, SplitMover) and not self.mover.logical else None
+        return tuple(card.device for card in cards.cards) if cards else (self.args.device,)
+
+    def fewer_in_flight(self) -> bool:
+        """Run fewer micro-batches concurrently from now on; False if they already run one by one."""
+        return self._pipeline is not None and self._pipeline.halve()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds only a part of the model."""
+        elsewhere = self.is_deepspeed_enabled or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
+        return bool(elsewhere or self._tensor_parallel)
+
+    @property
+    def full_state(self) -> FullState | None:
+        """Gathers what is saved of a sharded model; None for a model that is not sharded."""
+        return None if self._shards is None else self._shards.full_state
+
+    def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch with each device tensor replaced by the host tensor it was copied from, where that is known."""
+        return dict(map_tensors(inputs, self._source_of))
+
+    def unchanged(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch, after a check that its host tensors still hold what the loader gave."""
+        self.mover.require_unchanged(batch)
+        return batch
+
+    def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]:
+        """A context in which the fault that was asked for, if any, is injected into the current micro-step."""
+        return self.step_faults.during(model, step=self.state.global_step + 1, rows=rows, tokens=tokens)
+
+    def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor:
+        """Move one host tensor of a checkpoint to the device, verified; ``stage`` is "adapter" or "optimizer".
+
+        Optimizer state is named after its parameter, which tells a split model its card.
+        """
+        if found := re.match(r"optimizer\.state\.(\d+)\.(.*)", name):
+            names = {id(parameter): each for each, parameter in self.model.named_parameters()}
+            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            name = f"{names.get(id(parameters[int(found[1])]), found[1])}/{found[2]}"
+        return self.mover.move(tensor, name=name, stage=stage)
+
+    def before_save(self) -> None:
+        """Check every weight, on every rank, before anything is written; what it raises prevents the save."""
+        self._guard.require_finite(self.model)
+        self._sentinel.check_all(self.state.global_step)
+        if (missing := self._not_covered()) is not None:
+            raise CorruptionError(f"since the start of the training {missing}")
+
+    def before_manifest(self, directory: Path) -> None:
+        """Write the card, then check that the live weights are still those of the last update."""
+        if self._card_writer is not None and self.is_world_process_zero():
+            self._card_writer(directory)
+        self._sentinel.check_trained(f"while saving at step {self.state.global_step}", self.state.global_step)
+
+    def write_model(self, directory: str) -> None:
+        if self._tensor_parallel and self.full_state is not None:  # upstream would save each rank's parts
+            state = self.full_state.model()
+            if self.args.should_save:
+                self._save(directory, state_dict=state)
+            return
+        super().save_model(directory, _internal_call=True)
+
+    # ---- details --------------------------------------------------------------------------------------------
+
+    def _choose_recomputed(self) -> None:
+        if self.recompute_layers is not None and self.args.activation_checkpointing:
+            recompute(self.model, self.recompute_layers)
+
+    @contextmanager
+    def _keep_checkpointing_choice(self) -> Iterator[None]:
+        """Keep TRL from turning checkpointing off and on around a reference's forward: only ``use_reentrant`` needs it.
+
+        Each time the choice of layers would be lost, and one more hook left at the embeddings.
+        """
+        model: Any = self.model
+        if isinstance(self, SFTTrainer) or (self.args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+            yield
+            return
+        model.gradient_checkpointing_disable = model.gradient_checkpointing_enable = lambda *_, **__: None
+        try:
+            yield
+        finally:
+            del model.gradient_checkpointing_disable, model.gradient_checkpointing_enable
+
+    def _load_weights(self, checkpoint: str, stock: Callable[[], None]) -> None:
+        directory = Path(checkpoint)
+        self._checkpoints.load_weights(directory, stock)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                self.mover.mark_derived(local(parameter), f"loaded from {directory.name}")
+        for buffer in writable_buffers(self.model):
+            self.mover.mark_derived(buffer, f"loaded from {directory.name}")
+        self._sentinel.take()
+
+    def _source_of(self, tensor: Tensor) -> Tensor:
+        source = self.mover.host_source(tensor)
+        return tensor if source is None else source
+
+    def _refuse_unverified(self, inputs: Batch) -> None:
+        unverified = [
+            name
+            for name, value in inputs.items()
+            if torch.is_tensor(value) and value.device.type != "cpu" and self.mover.provenance(value) is None
+        ]
+        if self.mover.settings.verify == "full":
+            raise CorruptionError(
+                f"batch tensors {', '.join(unverified)} were put on the device by something other than the mover, so "
+                "their bytes cannot be verified: return host tensors from the data collator, or choose --verify sample"
+            )
+
+    def _clip_over_cards(self, mover: SplitMover, *given: Any, **more: Any) -> Tensor:
+        return ranks.clip_over_cards(mover, ranks.cards_of_parameters(self.model, mover), *given, **more)
+
+    def _own_rows(self, data: Any) -> Any:
+        """As ``Accelerator.gather_for_metrics`` with a single process: padding rows of the last batch are dropped."""
+        state = self.accelerator.gradient_state
+        last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        return map_tensors(data, lambda each: each[:last])
+
+    def _memory(self) -> dict[str, float]:
+        return read(self.args.device).for_log() if self.args.device.type == "cuda" else {}
+
+    def _call_event(self, stock: Callable[..., Any], event: str, *arguments: Any, **keywords: Any) -> Any:
+        """Calls the callbacks of an event. What a user's callback writes to trained weights becomes their new state."""
+        written = _has_writer(event, *map(type, self.callback_handler.callbacks))
+        if written and event != "on_optimizer_step":  # the update has just changed them
+            self._sentinel.look()
+        result = stock(event, *arguments, **keywords)
+        if written:
+            self._sentinel.take()
+        return result
+
+    def _crash_if_asked(self, at: str, step: int) -> None:
+        if self._crashes.text is not None:
+            self._crashes.crash_if_due(at, step, directory=Path(self.args.output_dir), run_id=self.run_id)
+
+    def _zero_missing_gradients(self) -> None:
+        """The gradient scaler of fp16 refuses a step without gradients; with zeros only the moments decay."""
+        if self.accelerator.scaler is None:
+            return
+        self.accelerator.scaler.scale(torch.zeros((), device=self.args.device))  # creates its scale at the first step
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _not_covered(self) -> str | None:
+        """A message on what ``verify="full"`` does not reach and the user has not consented to; None if nothing."""
+        found = self.weight_coverage()
+        if self.mover.settings.verify != "full" or found.complete or self._consent_unverified:
+            return None
+        share = 100 * found.verified_bytes / max(found.device_bytes, 1)
+        by_reason: dict[str, list[str]] = {}
+        for row in found.unverified:
+            by_reason.setdefault(row["reason"], []).append(row["tensor"])
+        named = [f"{listed(names, 1)} ({reason})" for reason, names in by_reason.items()]
+        return (
+            f"--verify full covers {share:.4g} % of the model's bytes; not verified: {', '.join(named[:3])}. Pass the "
+            "model by name, or on the host (loaded without device_map and without .to()), so that the trainer moves "
+            "and verifies it; or consent with --consent_unverified (consent_unverified=True)"
+        )
+
+
+@functools.cache
+def _has_writer(event: str, *callbacks: type) -> bool:
+    """Whether one of these callback classes has user code for this event, which may write to weights."""
+    stock = getattr(TrainerCallback, event, None)
+    return any(is_foreign(each) and getattr(each, event, None) is not stock for each in callbacks)
+
+
+class VerifiedSFTTrainer(VerifiedTransferMixin, CountedSFTTrainer):
+    """Supervised fine-tuning in which every weight and batch is verified on its way to the device."""
+
+
+def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:
+    if args is None:
+        from accelerate import PartialState
+
+        device = PartialState().device
+    else:
+        device = args.device
+    return Mover(device, settings=settings or TransferSettings(), faults=FaultSpec.from_environment())
+
+
+def _own_arguments(args: Any) -> Any:
+    if args is None:
+        return None
+    args = copy.copy(args)
+    if args.logging_nan_inf_filter and is_tried("transformers"):  # see `DeferredMetrics.loss_to_log`
+        args.logging_nan_inf_filter, args.filters_losses = False, True  # the latter for a trainer made with this copy
+    args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
+    if args.enable_jit_checkpoint:
+        # Upstream's own writes in place and lets the run look finished.
+        logger.warning("enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint without it")
+        args.enable_jit_checkpoint = False
+    if getattr(args, "activation_offloading", False):
+        args.activation_offloading = False  # TRL's own bypasses the mover; `ActivationOffload` replaces it
+    return args

@@ -1,1 +1,0 @@
-"""Training: the mixin with all seams, checkpoints, run identity, callbacks and the report of a run."""

@@ -1,0 +1,444 @@
+"""Attacks on the choice of what a start does: nothing is lost, nothing foreign is touched, the newest good one wins."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.survive import heartbeat, manifest
+from hf_rocm_tune.survive.run_directory import StartPlan, fingerprint, prepare_output_dir, read_record, skip_step
+
+SETTINGS = {"learning_rate": 2e-4, "seed": 1, "model_name_or_path": "some/model", "logging_steps": 5}
+
+
+def _start(out: Path, settings: dict[str, Any] | None = None, **options: Any) -> StartPlan:
+    """One start of a run that is killed right after it: the lock goes with the process."""
+    plan = prepare_output_dir(out, settings or SETTINGS, **options)
+    plan.lock.release()
+    return plan
+
+
+def _begin(out: Path, *steps: int, settings: dict[str, Any] | None = None) -> StartPlan:
+    """A run in ``out`` that has written these checkpoints."""
+    plan = _start(out, settings)
+    plan.commit()
+    for step in steps:
+        _checkpoint(out / f"checkpoint-{step}", plan.run_id, step)
+    return plan
+
+
+def _checkpoint(path: Path, run_id: str, step: int, *, attested: bool = True) -> Path:
+    path.mkdir(parents=True)
+    (path / "adapter_model.safetensors").write_bytes(os.urandom(64))
+    (path / "trainer_state.json").write_text("{}")
+    if attested:
+        manifest.write(path, run_id=run_id, step=step, status="checkpoint")
+    return path
+
+
+def _finish(out: Path, plan: StartPlan) -> None:
+    (out / "adapter_model.safetensors").write_bytes(b"result")
+    (out / "README.md").write_text("card")
+    files = ["adapter_model.safetensors", "README.md"]
+    manifest.write(out, run_id=plan.run_id, step=9, status="final", files=files)
+
+
+def test_a_new_directory_is_fresh_and_the_same_command_resumes_the_newest(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b"
+    first = _begin(out, 9, 10, 2)
+    assert first.action == "fresh" and first.checkpoint is None
+    again = _start(out)
+    assert (again.action, again.run_id) == ("resume", first.run_id)
+    assert again.checkpoint == out / "checkpoint-10", "10 comes after 9"
+    assert again.notes == ()
+
+
+def test_a_packed_run_that_did_not_record_its_processes_goes_on(tmp_path: Path) -> None:
+    packed = {**SETTINGS, "packing": True}
+    first = _begin(tmp_path, 3, settings=packed)
+    assert _start(tmp_path, {**packed, "dataset_num_proc": None}).run_id == first.run_id
+    with pytest.raises(UsageError, match="dataset_num_proc"):
+        _start(tmp_path, {**packed, "dataset_num_proc": 2})
+
+
+def test_nothing_changes_before_commit(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _begin(out, 3)
+    (out / "checkpoint-3" / "trainer_state.json").write_text("damaged")
+    before = sorted(path.name for path in out.iterdir())
+    _start(out)
+    _start(out, {**SETTINGS, "seed": 2}, overwrite=True)
+    assert sorted(path.name for path in out.iterdir()) == before
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "manifest"])
+def test_damaged_checkpoints_are_named_set_aside_and_passed_over(tmp_path: Path, damage: str) -> None:
+    out = tmp_path / "out"
+    _begin(out, 1, 2, 3)
+    for step in (2, 3):
+        file = out / f"checkpoint-{step}" / "adapter_model.safetensors"
+        if damage == "flip":
+            file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+        elif damage == "truncate":
+            file.write_bytes(file.read_bytes()[:10])
+        elif damage == "delete":
+            file.unlink()
+        else:
+            (file.parent / manifest.MANIFEST_NAME).write_text('{"schema": 1')
+    plan = _start(out)
+    assert plan.action == "resume" and plan.checkpoint == out / "checkpoint-1"
+    assert [note.split()[0] for note in plan.notes[:2]] == ["checkpoint-3", "checkpoint-2"]
+    wanted = "integrity.json" if damage == "manifest" else "adapter_model.safetensors"
+    assert all(wanted in note for note in plan.notes[:2])
+    plan.commit()
+    assert {"damaged-checkpoint-2", "damaged-checkpoint-3"} <= {path.name for path in out.iterdir()}
+    assert not (out / "checkpoint-3").exists()
+
+
+def test_with_no_sound_checkpoint_it_starts_at_step_0_and_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _begin(out, 1)
+    (out / "checkpoint-1" / "trainer_state.json").unlink()
+    plan = _start(out)
+    assert plan.action == "fresh" and "starting at step 0" in plan.notes[-1]
+    with pytest.raises(UsageError, match=r"none of its checkpoints is usable.*trainer_state\.json is missing"):
+        _start(out, resume="true")
+
+
+def test_a_finished_run_is_finished_until_its_result_is_damaged(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = _begin(out, 4)
+    _finish(out, first)
+    assert _start(out).action == "finished"
+    (out / "README.md").write_text("my own words")
+    assert _start(out).action == "finished"
+    (out / "adapter_model.safetensors").write_bytes(b"resulT")
+    plan = _start(out)
+    assert plan.action == "resume" and plan.checkpoint == out / "checkpoint-4" and "trained again" in plan.notes[0]
+    plan.commit()
+    record = read_record(out)
+    assert record is not None and not (out / manifest.MANIFEST_NAME).exists()
+
+
+def test_another_run_is_refused_with_the_settings_that_differ(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _begin(out, 1)
+    with pytest.raises(
+        UsageError, match=r"differs in learning_rate 0\.0002 -> 0\.1, seed 1 -> None: .*--overwrite_out"
+    ):
+        _start(out, {"learning_rate": 0.1, "model_name_or_path": "some/model"})
+    assert (out / "checkpoint-1").is_dir()
+
+
+def test_what_is_only_shown_or_kept_may_change_and_secrets_are_not_written(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    secret = {"hub_token": "hf_secret", "model_init_kwargs": {"token": "hf_secret", "x": 1}, "nan": float("nan")}
+    _begin(out, 1, settings={**SETTINGS, **secret})
+    assert "hf_secret" not in (out / "run.json").read_text()
+    other = {"logging_steps": 1, "report_to": "wandb", "output_dir": "x", "save_steps": 7, "verify": "off"}
+    assert _start(out, {**SETTINGS, **secret, **other, "push_to_hub": True}).action == "resume"
+    assert fingerprint({"a": (1, 2), "b": {"y": 1, "x": 2}}) == fingerprint({"b": {"x": 2, "y": 1}, "a": [1, 2]})
+    assert fingerprint({"a": 1}) != fingerprint({"a": "1"})
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "model-00001-of-00002.safetensors", "checkpoint-5/x"])
+def test_artefacts_without_a_record_are_another_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("x")
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match=f"no run of hf-rocm-tune has written .*{name.partition('/')[0]}"):
+            _start(tmp_path, overwrite=overwrite)
+    assert (tmp_path / name).read_text() == "x"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 1}', "\0", '{"schema": 1, "run_id": []}', "[" * 9999])
+def test_a_record_that_is_not_ours_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match=r"run\.json cannot be read .* move that file elsewhere"):
+            _start(tmp_path, overwrite=overwrite)
+    assert (tmp_path / "run.json").read_text() == content
+
+
+def test_overwriting_deletes_runs_and_nothing_foreign(tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    first = _begin(out, 1, 2)
+    _finish(out, first)
+    (elsewhere / "data").mkdir(parents=True)
+    for name in ("notes.txt", "checkpoint-final", "my.safetensors", "checkpoint-12b"):
+        (out / name).write_text("mine")
+    (out / "checkpoint-7").symlink_to(elsewhere)
+    (out / "checkpoint-2" / "thesis.tex").write_text("mine")
+    plan = _start(out, overwrite=True)
+    assert plan.action == "fresh" and plan.run_id != first.run_id
+    assert plan.notes[-1].endswith(
+        "deletes in " + f"{out}: integrity.json, adapter_model.safetensors, checkpoint-1 (3 files), "
+        "checkpoint-2 (3 files)"
+    )
+    plan.commit()
+    left = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir() or path.is_symlink()}
+    mine = {"notes.txt", "checkpoint-final", "my.safetensors", "checkpoint-12b", "checkpoint-7"}
+    assert left == mine | {"README.md", "run.json", "checkpoint-2/thesis.tex"} and (elsewhere / "data").is_dir()
+    (out / "tokenizer.json").write_text("mine")
+    with pytest.raises(UsageError, match=r"no run of hf-rocm-tune has written .*\(tokenizer\.json\)"):
+        _start(out, overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_a_run_reads_is_not_where_it_writes(tmp_path: Path, overwrite: bool) -> None:
+    out, data = tmp_path / "out", tmp_path / "data"
+    _begin(out, 1)
+    (data / "train").mkdir(parents=True)
+    (out / "rows.jsonl").write_text("{}")
+    for reads in (
+        {"model_name_or_path": str(out)},
+        {"model_name_or_path": str(out / "checkpoint-1")},
+        {"dataset_name": str(out / "rows.jsonl")},
+        {"datasets": [{"path": "json", "data_files": {"train": [str(data), str(out / "rows.jsonl")]}}]},
+        {"datasets": [{"path": str(out)}]},
+    ):
+        with pytest.raises(UsageError, match=f"lies in --output_dir {out}, where a run replaces"):
+            _start(out, {**SETTINGS, **reads}, overwrite=overwrite)
+    for reads in (
+        {"dataset_name": str(data)},
+        {"datasets": [{"path": "json", "data_files": f"{data}/**/*.json*"}]},
+        {"datasets": [{"path": str(tmp_path)}]},
+    ):
+        with pytest.raises(UsageError, match="would be read as data when it resumes"):
+            _start(data / "train" / "out", {**SETTINGS, **reads}, overwrite=overwrite)
+    assert not (data / "train" / "out").exists()
+
+
+def test_overwriting_never_deletes_the_checkpoint_that_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _begin(out, 1)
+    with pytest.raises(UsageError, match="would delete --resume_from_checkpoint"):
+        _start(out, resume=str(out / "checkpoint-1"), overwrite=True)
+    with pytest.raises(UsageError, match="give one of them"):
+        _start(out, resume=True, overwrite=True)
+    assert _start(out, {**SETTINGS, "prompt": "x" * 9000, "dir": "\0"}, overwrite=True).action == "fresh"
+
+
+def test_a_restart_by_the_launcher_does_not_overwrite_its_own_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    _begin(out, 3)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert _start(out, overwrite=True).checkpoint == out / "checkpoint-3"
+    assert _start(out, {**SETTINGS, "seed": 5}, overwrite=True).action == "fresh"
+
+
+def test_named_checkpoints(tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    _begin(other, 1, 2)
+    plan = _start(out, resume=str(other / "checkpoint-1"))
+    assert plan.action == "resume" and plan.checkpoint == other / "checkpoint-1" and plan.notes == ()
+    for wrong in ("", "/nowhere", "/checkpoint-1/adapter_model.safetensors"):
+        with pytest.raises(UsageError, match="there is no checkpoint"):
+            _start(out, resume=str(other) + wrong)
+    with pytest.raises(UsageError, match=r"did you mean .*checkpoint-2\?"):
+        _start(out, resume=str(other))
+    with pytest.raises(UsageError, match="it holds no checkpoint of this run"):
+        _start(out, resume=True)
+    (other / "checkpoint-1" / "adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(UsageError, match=r"adapter_model\.safetensors is truncated"):
+        _start(out, resume=str(other / "checkpoint-1"))
+
+
+def test_a_checkpoint_without_a_manifest_counts_only_when_named(tmp_path: Path) -> None:
+    plain = _checkpoint(tmp_path / "trl" / "checkpoint-8", "", 8, attested=False)
+    with pytest.raises(UsageError, match=r"no run of hf-rocm-tune has written .*\(checkpoint-8\)"):
+        _start(tmp_path / "trl")
+    for out in (tmp_path / "new", tmp_path / "trl"):
+        plan = _start(out, resume=str(plain))
+        assert plan.action == "resume" and "not attested" in plan.notes[0]
+    run = _begin(tmp_path / "out", 5)
+    _checkpoint(tmp_path / "out" / "checkpoint-6", run.run_id, 6, attested=False)
+    _checkpoint(tmp_path / "out" / "checkpoint-7", "someone-else", 7)
+    plan = _start(tmp_path / "out")
+    assert plan.checkpoint == tmp_path / "out" / "checkpoint-5"
+    assert "belongs to run someone-else" in plan.notes[0] and "not attested" in plan.notes[1]
+
+
+def test_unusable_directories_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere/out"), tmp_path / ("x" * 300)):
+        with pytest.raises(UsageError, match="cannot be written") as caught:
+            _start(path)
+        assert "\n" not in str(caught.value)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_full_disk_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0:
+        pytest.skip("no permission to mount a small disk (user namespaces are off)")
+    script = f"""
+import subprocess, sys
+from pathlib import Path
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.survive.run_directory import prepare_output_dir
+disk = Path({str(tmp_path)!r})
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "small", str(disk)], check=True)
+try:
+    (disk / "ballast").write_bytes(bytes(1 << 20))
+except OSError:
+    pass
+try:
+    prepare_output_dir(disk, {{}})
+except UsageError as error:
+    assert "no space left" in str(error), error
+else:
+    raise SystemExit("a full disk was accepted")
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(["unshare", "-rm", sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+_HOLD = """
+import sys, time
+from hf_rocm_tune.survive.run_directory import prepare_output_dir
+plan = prepare_output_dir(sys.argv[1], {"seed": 1})
+print("holding", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+    first = subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert first.stdout is not None and first.stdout.readline() == b"holding\n"
+        with pytest.raises(UsageError, match=f"in use by process {first.pid} on "):
+            _start(tmp_path, {"seed": 1})
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+    assert _start(tmp_path, {"seed": 1}).action == "fresh"
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_forked_worker_that_outlives_the_run_does_not_hold_the_lock(tmp_path: Path) -> None:
+    plan = prepare_output_dir(tmp_path, SETTINGS)
+    worker = os.fork()
+    if worker == 0:
+        signal.pause()
+    try:
+        with pytest.raises(UsageError, match="in use"):
+            _start(tmp_path)
+        plan.lock.release()
+        os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG)  # the worker is still there
+        assert _start(tmp_path).action == "fresh"
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+
+
+def test_a_plan_can_be_sent_to_other_ranks(tmp_path: Path) -> None:
+    plan = prepare_output_dir(tmp_path, SETTINGS)
+    copy = pickle.loads(pickle.dumps(plan))
+    copy.lock.release()
+    assert (copy.run_id, copy.action, copy.checkpoint) == (plan.run_id, plan.action, plan.checkpoint)
+    with pytest.raises(UsageError, match="in use"):
+        _start(tmp_path)
+    plan.lock.release()
+
+
+def test_a_killed_save_is_cleaned_up_and_reported(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _begin(out, 1)
+    (out / "_staging.checkpoint-2.0123456789ab-999999-5-0").mkdir()
+    plan = _start(out)
+    assert plan.checkpoint == out / "checkpoint-1" and "removed (left by a process that was killed)" in plan.notes[0]
+    assert json.loads((out / "run.json").read_text())["run_id"] == plan.run_id
+
+
+# ---- started again by the supervisor: what was overwritten or named before stays as it is now ------------------
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The supervisor's directory."""
+    (tmp_path / "supervisor").mkdir()
+    monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path / "supervisor"))
+    return tmp_path / "supervisor"
+
+
+def began(told: Path, plan: StartPlan) -> None:
+    """The run began, and its supervisor starts it once more."""
+    plan.commit()
+    heartbeat.tell_begun(run_id=plan.run_id, output_dir=plan.directory, resumed_from=None)
+    (told / heartbeat.BEGUN_FILE).replace(told / heartbeat.EARLIER_FILE)
+
+
+def test_a_directory_is_overwritten_once(tmp_path: Path, told: Path) -> None:
+    out = tmp_path / "out"
+    earlier = _start(out)
+    earlier.commit()
+    _checkpoint(out / "checkpoint-8", earlier.run_id, 8)
+    first = _start(out, overwrite=True)
+    assert first.action == "fresh" and first.overwritten
+    # it died before it began: what is there is still the earlier run, and the wish still stands
+    assert _start(out, overwrite=True).action == "fresh"
+    began(told, first)
+    assert not (out / "checkpoint-8").exists()
+    _checkpoint(out / "checkpoint-2", first.run_id, 2)
+    again = _start(out, overwrite=True)
+    assert (again.action, again.checkpoint, again.overwritten) == ("resume", out / "checkpoint-2", ())
+    assert again.run_id == first.run_id
+
+
+def test_a_checkpoint_that_is_named_is_where_it_began_and_not_where_it_goes_on(tmp_path: Path, told: Path) -> None:
+    out, other = tmp_path / "out", _checkpoint(tmp_path / "other" / "checkpoint-50", "other", 50)
+    first = _start(out, resume=str(other))
+    assert first.checkpoint == other
+    began(told, first)
+    assert _start(out, resume=str(other)).checkpoint == other, "nothing newer is there yet"
+    _checkpoint(out / "checkpoint-60", first.run_id, 60)
+    assert _start(out, resume=str(other)).checkpoint == out / "checkpoint-60"
+
+
+def test_without_a_supervisor_what_is_named_counts(tmp_path: Path) -> None:
+    out, other = tmp_path / "out", _checkpoint(tmp_path / "other" / "checkpoint-50", "other", 50)
+    first = _start(out, resume=str(other))
+    first.commit()
+    _checkpoint(out / "checkpoint-60", first.run_id, 60)
+    assert _start(out, resume=str(other)).checkpoint == other
+
+
+def test_a_step_that_is_left_out_stays_so_in_this_run_and_is_said(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(UsageError, match=r"no run\.json"):
+        skip_step(tmp_path, 3)
+    first = _start(out)
+    first.commit()
+    for step in (7, 3, 7):
+        skip_step(out, step)
+    again = _start(out)
+    again.commit()
+    record = read_record(out)
+    assert record is not None and record.skipped_steps == again.record.skipped_steps == (3, 7)
+    assert record.run_id == first.run_id and record.fingerprint == first.record.fingerprint, "it is the same run"
+    assert any("steps 3, 7" in note for note in again.notes)
+    assert _start(out, overwrite=True).record.skipped_steps == (), "another run leaves nothing out"
+
+
+@pytest.mark.parametrize("steps", ["3", ["x"], 3, None])
+def test_nonsense_in_the_steps_to_leave_out_is_refused(tmp_path: Path, steps: Any) -> None:
+    _start(tmp_path / "out").commit()
+    file = tmp_path / "out" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"skipped_steps": steps}))
+    if steps == "3":
+        assert _start(tmp_path / "out").record.skipped_steps == (3,)
+        return
+    with pytest.raises(UsageError, match=r"run\.json cannot be read"):
+        _start(tmp_path / "out")

@@ -1,0 +1,212 @@
+"""However a batch is cut, the parts are the batch: every row, token and label once, in order, nothing invented."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DataCollatorWithFlattening
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+from trl.trainer.reward_trainer import DataCollatorForPreference as CollatorOfRewardModels
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from hf_rocm_tune.train.oom import group, layout, next_divisor, split
+
+# The long way round: which labels count, as `Trainer._get_num_items_in_batch` has it.
+ROWS = [
+    {"input_ids": list(range(5, 5 + n)), "labels": [-100] * (n // 2) + list(range(5, 5 + n - n // 2))}
+    for n in (7, 3, 12, 5, 9)
+]
+
+
+def padded(**more: Any) -> dict[str, Any]:
+    return {**DataCollatorForLanguageModeling(pad_token_id=0)(ROWS), **more}
+
+
+def packed(**options: Any) -> dict[str, Any]:
+    batch: dict[str, Any] = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, **options)(ROWS)
+    return batch
+
+
+sizes = st.lists(st.integers(1, 300), min_size=1, max_size=40)
+
+
+@given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=7), parts=st.integers(1, 7))
+@settings(deadline=None)
+def test_no_other_cut_has_a_smaller_largest_part(sizes: list[int], parts: int) -> None:
+    def largest(cuts: tuple[int, ...]) -> int:
+        ends = [0, *cuts, len(sizes)]
+        return max(sum(sizes[begin:end]) for begin, end in itertools.pairwise(ends))
+
+    wanted = min(parts, len(sizes))
+    best = min(largest(cuts) for cuts in itertools.combinations(range(1, len(sizes)), wanted - 1))
+    assert max(sum(sizes[unit] for unit in each) for each in group(sizes, parts)) == best
+
+
+@given(sizes=sizes, data=st.data())
+@settings(deadline=None)
+def test_stepping_down_ends_with_every_unit_alone_and_always_tears_the_part_that_failed(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    divisor = 1
+    while any(len(each) > 1 for each in group(sizes, divisor)):
+        failed = data.draw(st.sampled_from([each for each in group(sizes, divisor) if len(each) > 1]))
+        after = next_divisor(sizes, divisor, failed)
+        assert after is not None and after > divisor and (after // divisor).bit_count() == 1
+        assert failed not in group(sizes, after)
+        divisor = after
+    assert next_divisor(sizes, divisor, range(1)) is None
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 4, 8])
+def test_the_parts_of_a_padded_batch_are_its_rows(divisor: int) -> None:
+    batch = padded(use_cache=False)
+    parts = split(batch, divisor, labels_shifted=True)
+    assert len(parts) <= divisor
+    for name in ("input_ids", "labels", "attention_mask"):
+        assert torch.equal(torch.cat([part.inputs[name] for part in parts]), batch[name])
+    assert all(part.inputs["use_cache"] is False for part in parts)
+    assert max(len(part.units) for part in parts) == -(-len(ROWS) // divisor)
+    assert [part.tokens for part in parts] == [part.inputs["input_ids"].numel() for part in parts]
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("options", [{}, {"pad_to_multiple_of": 8}], ids=["tight", "padded"])
+def test_a_part_of_a_packed_batch_is_what_the_collator_makes_of_its_rows(divisor: int, options: Any) -> None:
+    batch = packed(**options)
+    parts = split(batch, divisor, labels_shifted=True)
+    seen = 0
+    for part in parts:
+        alone: dict[str, Any] = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(
+            [ROWS[row] for row in part.units]
+        )
+        size = alone["input_ids"].shape[1]
+        assert part.inputs.keys() == batch.keys()
+        for name in ("input_ids", "labels", "position_ids", "seq_idx"):
+            assert torch.equal(part.inputs[name][:, :size], alone[name])
+            assert part.inputs[name].dtype == batch[name].dtype
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            assert torch.equal(part.inputs[name][: len(alone[name])], alone[name])
+            assert part.inputs[name].dtype == torch.int32 and part.inputs[name][-1] == part.tokens
+        assert part.inputs["max_length_q"] == alone["max_length_q"] and type(part.inputs["max_length_q"]) is int
+        seen += part.tokens
+    assert seen == batch["input_ids"].numel()
+    assert len(parts) == len(ROWS) or divisor < len(ROWS)
+
+
+@pytest.mark.parametrize("batch", [padded(), packed(), packed(pad_to_multiple_of=8)], ids=["padded", "packed", "both"])
+@pytest.mark.parametrize("divisor", [2, 4, 8])
+def test_no_label_is_lost_or_counted_twice(batch: dict[str, Any], divisor: int) -> None:
+    parts = split(batch, divisor, labels_shifted=True)
+    counts = [int(part.inputs["labels"][:, 1:].ne(-100).sum()) for part in parts]
+    whole = int(batch["labels"][:, 1:].ne(-100).sum())
+    assert sum(counts) == whole
+    assert [part.share for part in parts] == pytest.approx([count / whole for count in counts])
+
+
+def test_shares_of_a_batch_without_any_label_are_by_size() -> None:
+    batch = padded()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    assert [part.share for part in split(batch, 2, labels_shifted=True)] == [3 / 5, 2 / 5]
+
+
+def test_a_label_that_belongs_to_the_sequence_before_keeps_the_two_together() -> None:
+    batch = packed()
+    starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    batch["labels"][0, starts[2]] = 7
+    assert len(layout(batch).sizes) == len(ROWS) - 1
+    for part in split(batch, 8, labels_shifted=True):
+        assert torch.equal(part.inputs["cu_seq_lens_q"].diff().cumsum(0)[-1:], torch.tensor([part.tokens]))
+    assert any(len(part.inputs["cu_seq_lens_q"]) == 3 for part in split(batch, 8, labels_shifted=True))
+
+
+def test_transformers_own_packed_batches_are_cut_as_well() -> None:
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(
+        [{"input_ids": row["input_ids"], "labels": list(row["input_ids"])} for row in ROWS]
+    )
+    parts = split(batch, 8, labels_shifted=True)
+    assert [part.tokens for part in parts] == [len(row["input_ids"]) for row in ROWS]
+    assert all(part.inputs["cu_seq_lens_k"].tolist() == [0, part.tokens] for part in parts)
+    assert all(not part.inputs["seq_idx"].any() for part in parts)
+
+
+def preference() -> dict[str, Any]:
+    rows = [{"prompt_ids": [5, 6], "chosen_ids": [7, 8, 9], "rejected_ids": [10]} for _ in range(4)]
+    batch: dict[str, Any] = DataCollatorForPreference(pad_token_id=0)(rows)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "kind"),
+    [
+        ({name: value[:1] for name, value in padded().items()}, "rows"),
+        (DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(ROWS[:1]), "packed"),
+    ],
+)
+def test_a_single_row_or_sequence_is_as_small_as_can_be(batch: dict[str, Any], kind: str) -> None:
+    found = layout(batch)
+    assert (found.kind, found.reason, len(found.sizes)) == (kind, None, 1)
+    (whole,) = split(batch, 4, labels_shifted=True)
+    assert whole.inputs == batch and next_divisor(found.sizes, 1, whole.units) is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"),
+    [
+        (preference(), "no labels"),
+        ({**padded(), "pixel_values": torch.zeros(5, 3)}, "pixel_values"),
+        ({**padded(), "attention_mask": torch.zeros(3, 12)}, "attention_mask"),
+        ({**packed(), "image_grid_thw": torch.zeros(1, 3)}, "image_grid_thw"),
+        ({}, "no input_ids"),
+        ({"input_ids": ["text"], "labels": torch.zeros(2)}, "no input_ids"),
+    ],
+)
+def test_what_might_belong_together_is_never_cut(batch: dict[str, Any], reason: str) -> None:
+    assert reason in (layout(batch).reason or "")
+    (whole,) = split(batch, 4, labels_shifted=True)
+    assert whole.inputs == batch and whole.share == 1 and len(whole.units) == 1
+    assert next_divisor(layout(batch).sizes, 1, whole.units) is None
+
+
+PAIRS = [
+    {"prompt_ids": [1] * n, "chosen_ids": list(range(5, 5 + n)), "rejected_ids": list(range(50, 52 + n))}
+    for n in (2, 5, 3, 4, 1)
+]
+TOLD = {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2.5}
+
+
+@pytest.mark.parametrize("divisor", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["dpo", "dpo, precomputed", "reward", "kto"])
+def test_a_part_of_a_batch_of_pairs_holds_both_answers_of_each(kind: str, divisor: int) -> None:
+    rows: list[dict[str, Any]] = [{**row, **(TOLD if "precomputed" in kind else {})} for row in PAIRS]
+    collate: Any = DataCollatorForPreference(pad_token_id=0)
+    if kind == "reward":
+        rows = [{**row, "margin": float(number)} for number, row in enumerate(rows)]
+        collate = CollatorOfRewardModels(pad_token_id=0)
+    if kind == "kto":
+        collate = DataCollatorForUnpairedPreference(pad_token_id=0)
+        rows = [
+            {
+                **row,
+                "completion_ids": row["chosen_ids"],
+                "KL_completion_ids": row["rejected_ids"],
+                "label": number % 2 > 0,
+            }
+            for number, row in enumerate(rows)
+        ]
+    batch = collate(rows)
+    pairs = kind != "kto"
+    parts = split(batch, divisor, labels_shifted=True, pairs=pairs)
+    assert 1 < len(parts) <= divisor and sum(len(part.units) for part in parts) == len(PAIRS)
+    for part in parts:
+        alone = collate(rows[part.units.start : part.units.stop])
+        assert part.share == len(part.units) / len(PAIRS) and part.inputs.keys() == alone.keys()
+        for name, value in alone.items():
+            found = part.inputs[name]
+            assert torch.equal(found[:, : value.shape[1]] if value.dim() > 1 else found, value)
+    assert layout({**batch, "pixel_values": torch.zeros(3)}, pairs=pairs).kind == "whole"

@@ -1,0 +1,214 @@
+"""Checkpoints and results: what they hold is what was live, in the right order, and what was harmed is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive.manifest import Manifest
+from tests.train.trainers import STEPS, Make, VerifiedPlain, files, names
+
+
+def _adapter(trainer: Any) -> dict[str, torch.Tensor]:
+    state = get_peft_model_state_dict(trainer.model, save_embedding_layers=False)
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_resume_is_bit_equal_to_an_uninterrupted_run(saver: Make, tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = saver(adapter=dtype)
+    whole.train()
+    out = tmp_path / "out"
+    assert names(out) == ["checkpoint-2", "checkpoint-4"]
+    for step in (2, 4):
+        found = manifest.inspect(out / f"checkpoint-{step}")
+        assert found.problems == [] and found.unlisted == [] and found.manifest is not None
+        assert (found.manifest.run_id, found.manifest.step, found.manifest.status) == ("run-1", step, "checkpoint")
+        assert found.manifest.extra == {"compared": True} and found.manifest.tensors
+        assert {"optimizer.pt", "trainer_state.json", "rng_state.pth"} <= set(found.manifest.files)
+    # each time: adapter, optimizer, scheduler, random state, trainer state
+    assert files(whole) == (10, 0)
+
+    resumed = saver("resumed", adapter=dtype)
+    placed: list[tuple[str, torch.dtype]] = []
+    place = resumed.place_tensor
+
+    def noting(tensor: torch.Tensor, *, name: str, stage: str) -> torch.Tensor:
+        placed.append((stage, tensor.dtype))
+        return place(tensor, name=name, stage=stage)
+
+    resumed.place_tensor = noting
+    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    # fused AdamW counts steps in float32 where it computes
+    assert set(placed) == {("adapter", dtype), ("optimizer", dtype), ("optimizer", torch.float32)}
+    assert _equal(_adapter(resumed), _adapter(whole))
+    assert {p.dtype for n, p in resumed.model.named_parameters() if "lora_" in n} == {dtype}
+
+
+def test_best_checkpoint_is_named_by_its_final_place_and_survives_rotation(saver: Make, tmp_path: Path) -> None:
+    trainer = saver(
+        adapter=torch.bfloat16,
+        learning_rate=5.0,  # it diverges, so the first checkpoint stays the best
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        save_total_limit=2,
+    )
+    trainer.train()
+    out = tmp_path / "out"
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.parent == out and manifest.verify(best) == []
+    assert names(out) == sorted({best.name, f"checkpoint-{STEPS}"}) and best.name != f"checkpoint-{STEPS}"
+    for name in names(out):
+        state = json.loads((out / name / "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == str(best)
+    assert _equal(_adapter(trainer), load_file(best / "adapter_model.safetensors")), "the best model was not loaded"
+
+
+class Recorder:
+    """A publisher that only notes what it is given, and in what state it found it."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.checkpoints: list[tuple[str, bool, list[str]]] = []
+        self.results: list[bool] = []
+
+    def checkpoint(self, directory: Path) -> None:
+        self.checkpoints.append((directory.name, not manifest.verify(directory), names(self.out)))
+
+    def result(self, directory: Path) -> None:
+        found = manifest.read(directory)
+        self.results.append(isinstance(found, manifest.Manifest) and found.status == "final")
+
+
+def test_saved_push_rotate_in_that_order(saver: Make, tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "out")
+    trainer = saver(save_total_limit=1, ours={"publisher": recorder})
+    before: list[int] = []
+    trainer.before_save = lambda: before.append(trainer.state.global_step)
+    trainer.args.push_to_hub = True
+    trainer.train()
+    assert recorder.checkpoints == [
+        ("checkpoint-2", True, ["checkpoint-2"]),
+        ("checkpoint-4", True, ["checkpoint-2", "checkpoint-4"]),
+    ]
+    assert before == [2, 4] and names(tmp_path / "out") == ["checkpoint-4"]
+
+
+def test_a_push_is_of_a_sealed_result_and_needs_a_publisher(saver: Make, tmp_path: Path) -> None:
+    trainer = saver(save_strategy="no")
+    trainer.args.push_to_hub = True
+    with pytest.raises(UsageError, match="needs a publisher"):
+        trainer.train()
+    recorder = Recorder(tmp_path / "out")
+    trainer = saver(save_strategy="no", ours={"publisher": recorder})
+    trainer.args.push_to_hub = True
+    trainer.train()
+    trainer.save_model()
+    assert recorder.results == [], "a save alone publishes nothing: its files have no manifest yet"
+    trainer.push_to_hub()
+    sealed = (tmp_path / "out" / manifest.MANIFEST_NAME).read_bytes()
+    trainer.push_to_hub(commit_message="again")
+    assert recorder.results == [True, True] and manifest.verify(tmp_path / "out") == []
+    assert (tmp_path / "out" / manifest.MANIFEST_NAME).read_bytes() == sealed, "a push must not rewrite the result"
+
+
+def _damage(path: Path) -> None:
+    tensors = load_file(path)
+    first = next(name for name in tensors if "lora_A" in name)
+    tensors[first].view(torch.int32).view(-1)[0] ^= 1
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_result_is_sealed_last_and_a_failed_save_does_not_look_finished(
+    saver: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = saver(max_steps=1)
+    trainer.train()
+    out = tmp_path / "out"
+    trainer.save_model()
+    assert not (out / manifest.MANIFEST_NAME).exists(), "finished before the report was written"
+    (out / "transfer_report.json").write_text("{}")
+    trainer.seal_output(also=["transfer_report.json"])
+    sealed = manifest.read(out)
+    assert isinstance(sealed, Manifest) and sealed.status == "final" and manifest.verify(out) == []
+    wanted = {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json", "transfer_report.json"}
+    assert wanted <= set(sealed.files) and not any("checkpoint" in name for name in sealed.files)
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    trainer.save_model(_internal_call=True)
+    assert before == {path.name: path.stat().st_mtime_ns for path in out.iterdir()}, "a push rewrote a sealed result"
+
+    _damage(out / "adapter_model.safetensors")
+    monkeypatch.setattr(Trainer, "_save", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(UsageError, match="no space left"):
+        trainer.save_model()
+    assert manifest.verify(out) != [] and not [name for name in names(out) if name.startswith("_")]
+
+
+def test_damaged_checkpoints_are_refused_by_name(saver: Make, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Can't find a valid checkpoint at"):  # upstream's words
+        saver().train(resume_from_checkpoint=str(tmp_path / "none"))
+    trainer = saver(max_steps=2)
+    trainer.train()
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    _damage(checkpoint / "adapter_model.safetensors")
+    with pytest.raises(UsageError, match=r"adapter_model\.safetensors is changed"):
+        saver().train(resume_from_checkpoint=str(checkpoint))
+    (checkpoint / manifest.MANIFEST_NAME).unlink()  # as plain TRL leaves it
+    whole = (checkpoint / "adapter_model.safetensors").read_bytes()
+    (checkpoint / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UsageError, match="cannot be read"):
+        saver().train(resume_from_checkpoint=str(checkpoint))
+    (checkpoint / "adapter_model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"holds no adapter_model\.safetensors"):
+        saver().train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_whole_models_and_a_plain_trainer_are_verified_too(model_path: Path, tmp_path: Path) -> None:
+    rows = [{"input_ids": [5, 6, 7, 8 + n], "labels": [5, 6, 7, 8 + n]} for n in range(8)]
+
+    def build(out: str) -> VerifiedPlain:
+        args = TrainingArguments(
+            output_dir=str(tmp_path / out), max_steps=2, save_steps=1, report_to="none", use_cpu=True,
+            disable_tqdm=True, dataloader_pin_memory=False,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(model_path, tie_word_embeddings=True)
+        return VerifiedPlain(model=model, args=args, train_dataset=rows, run_id="run-2")
+
+    whole = build("a")
+    whole.train()
+    assert files(whole) == (10, 0)
+    checkpoint = tmp_path / "a" / "checkpoint-1"
+    for form in ("one file", "shards"):
+        resumed = build(form)
+        placed: list[str] = []
+        resumed.place_tensor = lambda tensor, *, name, stage, to=placed, place=resumed.place_tensor: (
+            to.append(name) or place(tensor, name=name, stage=stage)
+        )
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert _equal(dict(whole.model.state_dict()), dict(resumed.model.state_dict()))
+        assert set(resumed.model.state_dict()) <= set(placed)
+        if form == "one file":
+            tensors = load_file(checkpoint / "model.safetensors")
+            for number in (1, 2):
+                part = dict(sorted(tensors.items())[number - 1 :: 2])
+                save_file(part, checkpoint / f"model-0000{number}-of-00002.safetensors", metadata={"format": "pt"})
+            (checkpoint / "model.safetensors").unlink()
+            (checkpoint / manifest.MANIFEST_NAME).unlink()

@@ -1,0 +1,164 @@
+"""Saves that are cut short: full disks, other failures and kills never cost the checkpoint before."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive.atomic import clean_leftovers
+from tests.train.trainers import Make, VerifiedPlain, names, two_ranks
+
+
+@pytest.mark.parametrize("writer", ["_save", "_save_optimizer_and_scheduler", "_save_rng_state"])
+def test_a_full_disk_is_survived_at_a_checkpoint(
+    saver: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, writer: str
+) -> None:
+    honest, calls = getattr(Trainer, writer), []
+
+    @functools.wraps(honest)
+    def sometimes_full(self: Any, *arguments: Any, **keywords: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        honest(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Trainer, writer, sometimes_full)
+    trainer = saver(save_steps=1, max_steps=3, save_total_limit=1)
+    trainer.train()
+    said = [record.getMessage() for record in caplog.records if "No space left" in record.getMessage()]
+    assert len(said) == 1 and "checkpoint-2 was not saved" in said[0] and "\n" not in said[0]
+    assert trainer.state.global_step == 3 and names(tmp_path / "out") == ["checkpoint-3"]
+
+
+def test_another_failure_is_not_taken_for_a_full_disk(
+    saver: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @functools.wraps(Trainer._save_scaler)
+    def failing(*_: Any) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(Trainer, "_save_scaler", failing)
+    with pytest.raises(RuntimeError, match="something else"):
+        saver().train()
+    assert names(tmp_path / "out") == []
+
+
+def test_every_writer_s_way_of_reporting_a_full_disk_is_understood(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0:
+        pytest.skip("no permission to mount a small disk (user namespaces are off)")
+    script = f"""
+import errno, os, subprocess, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+from hf_rocm_tune.train.checkpoint import StagedSave, drop_stage, is_disk_full
+disk = Path({str(tmp_path)!r})
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "small", str(disk)], check=True)
+big = torch.zeros(2_000_000)
+for write in (
+    lambda path: torch.save(big, path),
+    lambda path: save_file({{"a": big}}, path),
+    lambda path: path.write_bytes(bytes(8 << 20)),
+):
+    stage = StagedSave(root=disk, need_bytes=0)
+    stage.attempt(write, disk / "file")
+    assert is_disk_full(stage.failure, disk, 8_000_000), repr(stage.failure)
+    (disk / "file").unlink(missing_ok=True)
+    drop_stage(stage, rank=0)
+    assert not is_disk_full(RuntimeError("other"), disk, 2_000_000), "the space was not given back"
+"""
+    done = subprocess.run(["unshare", "-rm", sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_kills_during_training_always_leave_a_checkpoint_to_resume_from(saver: Make, tmp_path: Path) -> None:
+    out, newest = tmp_path / "out", 0
+    for die_at in (60, 4, 21, 33, 38):  # the first one past the first checkpoint; one save makes about 35 calls
+        child = os.fork()
+        if child == 0:
+            _train_until_killed(saver, out, newest, die_at)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        clean_leftovers(out)
+        left = names(out)
+        assert all(manifest.verify(out / name) == [] for name in left), left
+        assert not (out / manifest.MANIFEST_NAME).exists()
+        reached = max(int(name.removeprefix("checkpoint-")) for name in left)
+        assert reached >= newest, "an interrupted save lost the checkpoint before it"
+        newest = reached
+    assert newest > 1
+
+
+def _train_until_killed(saver: Make, out: Path, newest: int, die_at: int) -> None:
+    """Train with one checkpoint kept, and die at the n-th flush or rename of the saves: never returns."""
+    try:
+        calls = [0]
+        for name in ("fsync", "rename", "replace"):
+            setattr(os, name, _counting(getattr(os, name), calls, die_at))
+        trainer = saver(save_steps=1, max_steps=40, save_total_limit=1)
+        trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{newest}") if newest else None)
+    finally:
+        os._exit(1)
+
+
+def _counting(call: Callable[..., Any], calls: list[int], die_at: int) -> Callable[..., Any]:
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **keywords)
+
+    return counted
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_two_ranks_save_together_and_survive_a_full_disk_on_either(model_path: Path, tmp_path: Path) -> None:
+    said = two_ranks(lambda rank: _save_with_full_disks(rank, model_path, tmp_path), tmp_path)
+    assert said[0].count("was not saved") == 2 and said[1].count("was not saved") == 0
+    out = tmp_path / "out"
+    assert names(out) == ["checkpoint-1", "checkpoint-4"]
+    for path in (out, out / "checkpoint-1", out / "checkpoint-4"):
+        found = manifest.inspect(path)
+        assert found.problems == [] and found.manifest is not None and found.manifest.run_id == "run-2"
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= {path.name for path in (out / "checkpoint-4").iterdir()}
+    assert "staging" not in (out / "checkpoint-4" / "trainer_state.json").read_text()
+
+
+def _save_with_full_disks(rank: int, model_path: Path, tmp_path: Path) -> None:
+    """One rank of a CPU job whose disk is full on rank 0 at step 2 and on rank 1 at step 3."""
+    rows = [{"input_ids": [5, 6, 7, 8 + n], "labels": [5, 6, 7, 8 + n]} for n in range(16)]
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=4, save_steps=1, eval_strategy="steps", eval_steps=1,
+        per_device_train_batch_size=1, load_best_model_at_end=True, report_to="none", disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    assert args.world_size == 2
+    _full_disk(Trainer, "_save", lambda trainer: rank == 0 and trainer.state.global_step == 2)
+    _full_disk(Trainer, "_save_rng_state", lambda trainer: rank == 1 and trainer.state.global_step == 3)
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    trainer = VerifiedPlain(model=model, args=args, train_dataset=rows, eval_dataset=rows, run_id="run-2")
+    trainer.train()
+    trainer.save_model()
+    trainer.seal_output()
+
+
+def _full_disk(owner: type, name: str, when: Callable[[Any], bool]) -> None:
+    honest = getattr(owner, name)
+
+    @functools.wraps(honest)
+    def write(self: Any, *arguments: Any, **keywords: Any) -> None:
+        if when(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        honest(self, *arguments, **keywords)
+
+    setattr(owner, name, write)

@@ -1,0 +1,110 @@
+"""Faults on request: what is asked for is checked, and crashes strike as often as asked over all starts of a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.train.faults import (
+    COUNT_FILE,
+    CRASH_VARIABLE,
+    STEP_VARIABLE,
+    Crashes,
+    CrashSpec,
+    StepFaultSpec,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("step=4", "'kind' is missing"),
+        ("kind=melt", "kind=melt"),
+        ("kind", "'kind' is not understood"),
+        ("kind=kill,when=4", "'when=4' is not understood"),
+        ("kind=kill,kind=hang", "'kind' is given twice"),
+        ("kind=kill,step=x", "step=x"),
+        ("kind=kill,step=0", "step=0"),
+        ("kind=kill,times=0", "times=0"),
+        ("kind=kill,rank=-1", "rank=-1"),
+        ("kind=kill,at=noon", "at=noon"),
+        ("kind=kill;;step=3", "'kind' is missing"),
+    ],
+)
+def test_a_wrong_text_is_one_message(text: str, named: str) -> None:
+    with pytest.raises(UsageError, match=CRASH_VARIABLE) as caught:
+        Crashes({CRASH_VARIABLE: text})
+    assert named in str(caught.value)
+
+
+def test_several_are_read_in_order() -> None:
+    crashes = Crashes({CRASH_VARIABLE: " kind=kill, step=4 ; at=save,kind=exit,times=3,rank=1 "})
+    assert crashes._specs == [CrashSpec(kind="kill", step=4), CrashSpec(kind="exit", at="save", times=3, rank=1)]
+    assert Crashes({}).text is None
+
+
+CODE = """
+import sys
+from pathlib import Path
+from hf_rocm_tune.train.faults import Crashes
+crashes = Crashes({"HF_ROCM_TUNE_CRASH": sys.argv[2], "RANK": sys.argv[3]})
+for step in range(1, 6):
+    for at in ("step", "save"):
+        crashes.crash_if_due(at, step, directory=Path(sys.argv[1]), run_id=sys.argv[4])
+        print(at, step, flush=True)
+"""
+
+
+def start(place: Path, text: str, *, rank: int = 0, run_id: str = "a") -> tuple[int, str]:
+    """Exit code, and the last thing that was passed."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(place), text, str(rank), run_id], capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    return done.returncode, ["", *done.stdout.splitlines()][-1]
+
+
+@pytest.mark.long
+def test_it_strikes_as_often_as_asked_over_all_starts(tmp_path: Path) -> None:
+    text = "kind=kill,step=3,times=2;at=save,kind=exit,step=3"
+    assert start(tmp_path, text, rank=1) == (0, "save 5"), "another rank"
+    assert [start(tmp_path, text) for _ in range(4)] == [(-9, "save 2"), (-9, "save 2"), (1, "step 3"), (0, "save 5")]
+    assert start(tmp_path, text, run_id="b") == (-9, "save 2"), "another run counts again"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": "a"}', '{"run_id": "a", "done": 3}'])
+def test_nonsense_in_the_counts_counts_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / COUNT_FILE).write_text(content)
+    assert start(tmp_path, "kind=segv,step=1")[0] == -11
+    assert json.loads((tmp_path / COUNT_FILE).read_text())["run_id"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("kind=ooom", "one of oom nan"),
+        ("rate=1", "'kind' is missing"),
+        ("kind=oom,rate=2", "from 0 to 1"),
+        ("kind=oom,rows=-1", "from 0 on"),
+        ("kind=oom,rows=two", "expected a whole number"),
+        ("kind=oom,where=left", "forward backward"),
+        ("kind=oom,first=0", "from 1 on"),
+        ("kind=oom,count=0", "from 1 on"),
+        ("kind=oom,kind=nan", "given twice"),
+        ("kind=oom;rate=1", "one of oom nan"),
+        ("oom", "valid keys"),
+    ],
+)
+def test_a_step_fault_that_is_not_understood_is_refused(text: str, named: str) -> None:
+    with pytest.raises(UsageError, match=STEP_VARIABLE) as caught:
+        StepFaultSpec.parse(text)
+    assert named in str(caught.value)
+
+
+def test_no_fault_is_asked_for_by_an_empty_variable() -> None:
+    assert StepFaultSpec.from_environment({}) is StepFaultSpec.from_environment({STEP_VARIABLE: " "}) is None

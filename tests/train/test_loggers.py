@@ -1,0 +1,136 @@
+"""What the logging services hear beside the loss: counters that equal the report's, and a pace without interruptions.
+
+The services themselves are tried in ``tests/e2e/test_loggers.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import TrainerControl, TrainerState
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.train.refusals import check_loggers
+from hf_rocm_tune.train.telemetry import MetricsCallback, integrity_counters
+from hf_rocm_tune.transfer import TransferReport
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Run:
+    """A trainer's events, in the order in which transformers has them, with a clock."""
+
+    def __init__(self, report: TransferReport | None = None) -> None:
+        self.clock = Clock()
+        self.state = TrainerState()
+        self.callback = MetricsCallback(report or TransferReport(), clock=self.clock)
+        self.tell("on_train_begin")
+
+    def tell(self, event: str, **more: Any) -> None:
+        getattr(self.callback, event)(None, self.state, TrainerControl(), **more)
+
+    def step(self, seconds: float, *, fetching: float = 0.0) -> None:
+        self.clock.now += fetching
+        self.tell("on_step_begin")
+        self.clock.now += seconds
+        self.tell("on_step_end")
+
+    def log(self, **logs: float) -> dict[str, float]:
+        said = {"loss": 1.0, **logs}
+        self.state.log_history.append(dict(said))
+        self.tell("on_log", logs=said)
+        assert self.state.log_history[-1] == said  # what the services hear is what the history keeps
+        return said
+
+
+def test_pace_counts_fetching_and_neither_evaluation_nor_saving() -> None:
+    run = Run()
+    run.step(2.0)
+    run.step(2.0, fetching=1.0)
+    assert run.log(num_tokens=500.0)["speed/seconds_per_step"] == 2.5
+    for event in ("on_evaluate", "on_save"):
+        run.clock.now += 1000.0
+        run.tell(event)
+        run.step(4.0)
+        found = run.log(num_tokens=900.0)
+        assert found["speed/seconds_per_step"] == 4.0
+
+
+def test_tokens_a_second_are_those_since_the_last_log() -> None:
+    run = Run()
+    run.step(2.0)
+    assert run.log(num_tokens=500.0)["speed/tokens_per_second"] == 250.0
+    run.step(4.0)
+    assert run.log(num_tokens=540.0)["speed/tokens_per_second"] == 10.0
+    run.step(1.0)
+    assert "speed/tokens_per_second" not in run.log()  # a trainer that counts no tokens
+
+
+def test_no_pace_is_claimed_without_a_step() -> None:
+    run = Run()
+    assert not [name for name in run.log(num_tokens=10.0) if name.startswith("speed/")]
+    run.tell("on_step_end")  # an end without a beginning
+    assert not [name for name in run.log(num_tokens=20.0) if name.startswith("speed/")]
+
+
+def test_a_second_training_starts_anew() -> None:
+    run = Run()
+    run.step(2.0)
+    run.clock.now += 1000.0
+    run.tell("on_train_begin")
+    run.step(3.0)
+    assert run.log()["speed/seconds_per_step"] == 3.0
+
+
+def test_counters_are_the_reports() -> None:
+    report = TransferReport()
+    report.add("weights", tensors=2, bytes=3_000_000_000, verified_bytes=2_000_000_000, mismatches=3, recovered=3)
+    report.add("batches", bytes=10, verified_bytes=500_000_000, mismatches=1)
+    report.count("gradients", buckets=4, mismatches=2, recovered=1)
+    report.count("memory", shortages=5, recovered=5)  # a shortage that was overcome is no wrong byte
+    report.count("casts", checked=1, mismatches=1, recovered=1)
+    report.watched("frozen", passes=1, tensors=2, new_mismatches=1)
+    report.incident({"mismatches": 99, "kind": "not a section"})
+    assert integrity_counters(report.to_dict()) == {
+        "integrity/verified_gb": 2.5,
+        "integrity/mismatches": 8,
+        "integrity/recovered": 5,
+    }
+    assert Run(report).log()["integrity/mismatches"] == 8
+
+
+def test_evaluation_logs_are_left_as_they_are() -> None:
+    run = Run()
+    logs = {"eval_loss": 1.0}
+    run.tell("on_log", logs=logs)
+    run.tell("on_log", logs=None)
+    assert logs == {"eval_loss": 1.0}
+
+
+def test_several_services_in_one_word_are_explained() -> None:
+    with pytest.raises(UsageError, match=r"as a list in a --config file"):
+        check_loggers("tensorboard,trackio")
+    with pytest.raises(UsageError, match=r"hf-rocm-tune\[loggers\]"):
+        check_loggers(["nobody"])
+    check_loggers("none")
+    check_loggers([])
+
+
+@pytest.mark.parametrize(("service", "package"), [("wandb", "wandb"), ("azure_ml", "azureml-core")])
+def test_a_service_that_is_not_installed_is_told_with_its_package(
+    service: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = "transformers.integrations.integration_utils.get_available_reporting_integrations"
+    monkeypatch.setattr(utils, lambda: ["trackio"])
+    with pytest.raises(UsageError, match=rf"--report_to {service}: not installed.*`pip install {package}`") as caught:
+        check_loggers([service])
+    assert "loggers" not in str(caught.value)

@@ -1,0 +1,161 @@
+"""What TRL logs is the same bit for bit although it is gathered and read only when it is logged."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTTrainer
+
+from hf_rocm_tune import VerifiedTransferMixin
+from tests import tiny
+from tests.train.trainers import VerifiedSFT, build, two_ranks
+
+
+class VerifiedDPO(VerifiedTransferMixin, DPOTrainer):
+    """Preferences."""
+
+
+class VerifiedReward(VerifiedTransferMixin, RewardTrainer):
+    """A reward model."""
+
+
+TEXTS = [text[: 40 + 3 * number] for number, text in enumerate(tiny.training_text()[:14])]
+PAIRS = [{"prompt": text, "chosen": text[:9], "rejected": text[-5:]} for text in TEXTS]
+OPTIONS: dict[str, Any] = {
+    "max_steps": 7,
+    "gradient_accumulation_steps": 3,
+    "logging_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "per_device_eval_batch_size": 3,
+}
+KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "sft": (SFTTrainer, VerifiedSFT, None),
+    "dpo": (DPOTrainer, VerifiedDPO, DPOConfig),
+    "reward": (RewardTrainer, VerifiedReward, RewardConfig),
+}
+
+
+def trained(trainer: Any) -> list[dict[str, float]]:
+    """The log without times and without what we add to it."""
+    trainer.train()
+    ours = ("runtime", "per_second", "seconds", "integrity/", "memory/")
+    return [
+        {name: value for name, value in row.items() if not any(part in name for part in ours)}
+        for row in trainer.state.log_history
+    ]
+
+
+def both(kind: str, model: Path, out: Path, rows: Dataset, **options: Any) -> tuple[list[Any], list[Any]]:
+    """The log of TRL's trainer and of ours."""
+    *trainers, config = KINDS[kind]
+    logs = []
+    for trainer in trainers:
+        loaded: Any = model
+        if kind == "reward":
+            options["lora"] = {"task_type": "SEQ_CLS"}
+            torch.manual_seed(3)
+            loaded = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+        ours = {"eval_dataset": rows.select(range(4))}
+        logs.append(trained(build(trainer, loaded, rows, out, config=config, ours=ours, **{**OPTIONS, **options})))
+    return logs[0], logs[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_log_is_trls(kind: str, model_path: Path, tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"text": text} for text in TEXTS] if kind == "sft" else PAIRS)
+    theirs, ours = both(kind, model_path, tmp_path / "out", rows)
+    assert ours == theirs
+    assert any("eval_num_tokens" in row for row in ours) and len(ours) == 7
+
+
+def test_a_reference_leaves_the_choice_of_layers_and_the_embeddings_alone(model_path: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"activation_checkpointing": True, "max_steps": 2, "ours": {"recompute_layers": (1, 0)}}
+    trainer = build(VerifiedDPO, model_path, Dataset.from_list(PAIRS), tmp_path / "out", config=DPOConfig, **options)
+    trainer.train()
+    model = trainer.model.get_base_model()
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]
+    assert len(model.get_input_embeddings()._forward_hooks) <= 2, "PEFT's and transformers', not one a micro-step"
+
+
+class Harmed:
+    """Adds to the loss of one micro-step what has no gradient."""
+
+    bad = 0.0
+    micro_steps = 0
+
+    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+        """As upstream, and more in the fourth."""
+        self.micro_steps += 1
+        return super().compute_loss(*arguments, **keywords) + (self.bad if self.micro_steps == 4 else 0)  # type: ignore[misc]
+
+
+class HarmedStock(Harmed, SFTTrainer):
+    """TRL's."""
+
+
+class HarmedOurs(Harmed, VerifiedSFT):
+    """Ours."""
+
+
+class HarmedAgain(HarmedOurs):
+    """Ours, with the arguments of an earlier trainer, as after a rollback."""
+
+    def __init__(self, *, model: Any, args: Any, **more: Any) -> None:
+        earlier = VerifiedSFT(model=copy.deepcopy(model), args=args, **more)
+        super().__init__(model=model, args=earlier.args, **more)
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_logged_as_upstream_does(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: float, filtered: bool
+) -> None:
+    monkeypatch.setattr(Harmed, "bad", bad)
+    rows = Dataset.from_list([{"text": text} for text in TEXTS])
+    options = {"max_steps": 2, "gradient_accumulation_steps": 3, "logging_nan_inf_filter": filtered}
+    kinds = (HarmedStock, HarmedOurs, HarmedAgain)
+    logs = [trained(build(kind, model_path, rows, tmp_path / "out", **options)) for kind in kinds]
+    theirs, ours, again = ([row["loss"] for row in log if "loss" in row] for log in logs)
+    assert len(ours) == 2 and repr(ours) == repr(again) == repr(theirs)
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_the_log_of_two_ranks_is_trls_with_one_collective_a_log(model_path: Path, tmp_path: Path) -> None:
+    two_ranks(lambda _: _compare(model_path, tmp_path), tmp_path)
+
+
+def _compare(model: Path, tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"text": text} for text in TEXTS[:13]])  # the last batch has fewer rows than ranks need
+    counts: list[Counter[str]] = []
+    for name in ("all_gather", "all_gather_into_tensor"):
+        setattr(torch.distributed, name, _counted(getattr(torch.distributed, name), counts))
+    options = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "max_steps": -1}
+    logs = []
+    for number, trainer in enumerate(KINDS["sft"][:2]):
+        counts.append(Counter())
+        out = tmp_path / f"out-{number}-{os.environ['RANK']}"
+        logs.append(trained(build(trainer, model, rows, out, **{**OPTIONS, "eval_strategy": "no", **options})))
+    assert logs[0] == logs[1], logs
+    logged = sum("loss" in row for row in logs[1])
+    stock, ours = (count["metrics"] for count in counts)
+    assert stock >= 2 * 4 * logged and ours <= logged + 1, (stock, ours, logged)
+
+
+def _counted(gather: Callable[..., Any], counts: list[Counter[str]]) -> Callable[..., Any]:
+    def counting(*arguments: Any, **keywords: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_name
+        counts[-1]["metrics" if caller == "_gpu_gather_one" else caller] += 1
+        return gather(*arguments, **keywords)
+
+    return counting

@@ -1,0 +1,276 @@
+"""Whatever trainer stands behind the mixin, nothing reaches `forward` without a verdict, and its numbers stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+from trl import SFTTrainer
+
+from hf_rocm_tune import VerifiedTransferMixin, was_verified
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
+from hf_rocm_tune.models.quantised import BIAS_CAST
+from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
+from tests.train.trainers import Make, VerifiedPlain, VerifiedSFT, build
+
+OPTIONS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "seed": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Dataset:
+    """Token rows with labels, part of them masked."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(5, 500, (23, 16), generator=generator).tolist()
+    return Dataset.from_list(
+        [{"input_ids": row, "labels": [-100] * (n % 7) + row[n % 7 :]} for n, row in enumerate(rows)]
+    )
+
+
+@pytest.fixture
+def make(model_path: Path, tokens: Dataset, tmp_path: Path) -> Make:
+    """Builds a trainer with an adapter on a model that plain transformers loaded."""
+
+    def make(
+        kind: Any = VerifiedPlain, *, model: Any = None, extra: dict[str, Any] | None = None, **options: Any
+    ) -> Any:
+        ours = {"eval_dataset": tokens.select(range(5)), **(extra or {})}
+        return build(kind, model or model_path, tokens, tmp_path / "out", ours=ours, **{**OPTIONS, **options})
+
+    return make
+
+
+class AlignedPlain(Trainer):
+    """Takes a second model before its arguments, as TRL's DPOTrainer does."""
+
+    def __init__(self, model: Any, ref_model: Any, args: TrainingArguments, **keywords: Any) -> None:
+        super().__init__(model, args, **keywords)
+
+
+class VerifiedAligned(VerifiedTransferMixin, AlignedPlain):
+    """As a user would define it."""
+
+
+def test_positional_arguments_are_found_wherever_the_trainer_takes_them(model_path: Path, tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    trainer = VerifiedAligned(AutoModelForCausalLM.from_pretrained(model_path), None, args)
+    assert args.logging_nan_inf_filter and not trainer.args.logging_nan_inf_filter
+
+
+def test_a_first_step_that_is_left_out_does_not_stop_the_gradient_scaler(make: Make) -> None:
+    trainer = make(VerifiedSFT, extra={"skip_steps": {1}})
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # as --fp16 has one on a card
+    trainer.train()
+    assert trainer.state.global_step == OPTIONS["max_steps"]
+
+
+@contextmanager
+def judged(trainer: Any) -> Iterator[list[bool]]:
+    """Whether each tensor that reached a ``forward`` in the block had been verified."""
+    verdicts: list[bool] = []
+
+    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = {name: value for name, value in kwargs.items() if name in ("input_ids", "labels", "attention_mask")}
+        found = [was_verified(tensor) for tensor in tree_tensors([args, given])]
+        assert found
+        verdicts.extend(found)
+
+    hook = trainer.model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    try:
+        yield verdicts
+    finally:
+        hook.remove()
+
+
+def losses(trainer: Any) -> list[float]:
+    return [row[key] for row in trainer.state.log_history for key in ("loss", "grad_norm", "eval_loss") if key in row]
+
+
+@pytest.mark.parametrize(("ours", "stock"), [(VerifiedPlain, Trainer), (VerifiedSFT, SFTTrainer)])
+def test_every_batch_is_verified_before_forward_and_training_is_as_without(make: Make, ours: Any, stock: Any) -> None:
+    verified = make(ours, eval_strategy="steps", eval_steps=2)
+    with judged(verified) as verdicts:
+        verified.train()
+    assert all(verdicts)
+    plain = make(stock, eval_strategy="steps", eval_steps=2)
+    plain.train()
+    assert losses(verified) == losses(plain)
+    assert len(losses(verified)) >= 7
+    assert verified.state.total_flos == plain.state.total_flos > 0
+    adapters = [{n: p for n, p in t.model.named_parameters() if p.requires_grad} for t in (verified, plain)]
+    assert all(torch.equal(adapters[0][name], tensor) for name, tensor in adapters[1].items())
+    batches = verified.transfer_report.to_dict()["batches"]
+    assert batches["bytes"] == batches["verified_bytes"] > 0
+
+
+@pytest.mark.parametrize(("ours", "stock"), [(VerifiedPlain, Trainer), (VerifiedSFT, SFTTrainer)])
+def test_evaluate_alone_is_verified_and_gives_the_stock_loss(make: Make, ours: Any, stock: Any) -> None:
+    verified, plain = make(ours), make(stock)
+    with judged(verified) as verdicts:
+        assert verified.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    assert all(verdicts)
+
+
+def test_predict_alone_sees_every_sample_once(make: Make, tokens: Dataset) -> None:
+    verified, plain = make(VerifiedPlain), make(Trainer)
+    with judged(verified) as verdicts:
+        found, expected = (trainer.predict(tokens.select(range(7))) for trainer in (verified, plain))
+    assert all(verdicts)
+    assert len(found.label_ids) == 7
+    assert (found.label_ids == expected.label_ids).all()
+    assert (found.predictions == expected.predictions).all()
+    assert found.metrics["test_loss"] == expected.metrics["test_loss"]
+
+
+def test_persistent_evaluation_loaders_stay_verified(make: Make) -> None:
+    trainer = make(dataloader_num_workers=1, dataloader_persistent_workers=True)
+    results = []
+    with judged(trainer) as verdicts:
+        for _ in range(2):
+            results.append(trainer.evaluate()["eval_loss"])
+    assert all(verdicts) and results[0] == results[1]
+    (loader,) = trainer._eval_dataloaders.values()
+    loader.base_dataloader._iterator._shutdown_workers()  # a collected iterator waits 5 s for it
+
+
+def test_label_tokens_are_counted_as_upstream_counts_them_before_any_verdict(make: Make) -> None:
+    trainer = make()
+    iterator = iter(trainer.get_train_dataloader())
+    window = [next(iterator) for _ in range(3)]
+    # Two are on their way, the third is a host tensor until its turn.
+    assert [trainer.mover.is_pending(batch["labels"]) for batch in window] == [True, True, False]
+    count = trainer._get_num_items_in_batch(window, trainer.args.device)
+    window = [trainer._prepare_inputs(batch) for batch in window]
+    stock = Trainer._get_num_items_in_batch(trainer, window, trainer.args.device)
+    assert int(count) == int(stock) == sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
+    assert trainer._get_num_items_in_batch([], trainer.args.device) is None
+    unlabelled = [{"input_ids": batch["input_ids"]} for batch in window]
+    assert trainer._get_num_items_in_batch(unlabelled, trainer.args.device) is None
+
+
+def test_tensors_that_the_loader_never_saw_are_verified_by_the_guard(make: Make) -> None:
+    class Adding(VerifiedPlain):
+        """Puts tensors of its own into the batch."""
+
+        def training_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Tensor:
+            """Adds a mask, as a custom trainer may."""
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            result: Tensor = super().training_step(model, inputs, *rest, **more)
+            return result
+
+    trainer = make(Adding)
+    with judged(trainer) as verdicts:
+        trainer.train()
+    assert len(verdicts) == 3 * 6 and all(verdicts)
+
+
+def test_a_nested_batch_is_verified_to_its_leaves(make: Make) -> None:
+    trainer = make()
+    batch = {"a": [torch.ones(2), (torch.zeros(3), {"b": torch.arange(4)})], "text": "kept", "none": None}
+    prepared = trainer._prepare_inputs(batch)
+    assert all(was_verified(tensor) for tensor in tree_tensors(prepared))
+    assert (prepared["text"], prepared["none"]) == ("kept", None)
+
+
+def test_a_tensor_that_has_no_plain_bytes_is_refused_with_its_name(make: Make) -> None:
+    def collate(rows: list[Any]) -> dict[str, Tensor]:
+        return {**default_data_collator(rows), "graph": torch.eye(4).to_sparse()}
+
+    trainer = make(extra={"data_collator": collate})
+    with pytest.raises(UsageError, match="graph"):
+        trainer.train()
+
+
+def test_a_batch_that_cannot_be_brought_over_never_reaches_forward(make: Make) -> None:
+    spec = FaultSpec(kind="zero", stage="batches", tensor="labels", persist=True)
+    with Mover(torch.device("cpu"), faults=spec) as mover:
+        trainer = make(extra={"mover": mover})
+        with judged(trainer) as verdicts, pytest.raises(CorruptionError, match="labels"):
+            trainer.train()
+    assert verdicts == []
+
+
+def test_a_model_without_files_is_digested_where_it_lies_and_watched(make: Make, model_path: Path) -> None:
+    config = AutoConfig.from_pretrained(model_path)
+    config._name_or_path = ""
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = make(model=get_peft_model(AutoModelForCausalLM.from_config(config), lora))
+    assert trainer.weight_coverage().complete
+    assert "on this device nothing crosses" in str(trainer.weight_coverage().verified_by)
+    with torch.no_grad():
+        trainer.model.get_base_model().model.layers[0].mlp.up_proj.weight[3, 5] += 1  # after its digest, before step 1
+    with pytest.raises(MemoryFaultError, match=r"layers\.0\.mlp\.up_proj"):
+        trainer.train()
+
+
+def test_accelerate_leaves_the_weights_where_the_mover_put_them(make: Make) -> None:
+    trainer = make()
+    before = {name: parameter.data_ptr() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    assert {name: parameter.data_ptr() for name, parameter in trainer.model.named_parameters()} == before
+
+
+def test_a_trainer_trains_again_and_so_does_another_one_on_its_model(make: Make) -> None:
+    trainer = make()
+    trainer.train()
+    trainer.train()
+    another = make(model=trainer.model)
+    another.train()
+    assert trainer.weight_coverage().complete and another.weight_coverage().complete
+
+
+def test_the_loader_pins_nothing_beside_the_mover_s_ring_and_the_user_s_arguments_stay(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make()
+    given = TrainingArguments(**{**OPTIONS, "output_dir": str(tmp_path / "out")}, enable_jit_checkpoint=True)
+    given.dataloader_pin_memory = True  # on a CPU it is not the default
+    again = VerifiedPlain(model=trainer.model, args=given, train_dataset=trainer.train_dataset)
+    assert not again.args.dataloader_pin_memory and not again.args.enable_jit_checkpoint
+    assert given.dataloader_pin_memory and given.enable_jit_checkpoint
+    assert "enable_jit_checkpoint is set to False" in caplog.text
+
+
+def test_biases_that_bitsandbytes_casts_in_forward_stay_verified_and_watched(
+    make: Make, model_path: Path, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(model_path, attention_bias=True)
+    biased = tmp_path / "biased"
+    AutoModelForCausalLM.from_config(config).save_pretrained(biased)
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(biased, dtype=torch.float32, quantization_config=four_bit)
+    trainer = make(model=get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM")), save_strategy="steps")
+    trainer.train()
+    bias = model.model.layers[0].self_attn.o_proj.bias
+    assert bias.dtype == torch.bfloat16
+    assert trainer.mover.reason(bias) == BIAS_CAST
+    assert trainer.weight_coverage().complete
+    bias.data[0] += 1
+    with pytest.raises(MemoryFaultError, match=r"o_proj\.bias"):
+        trainer._save_checkpoint(trainer.model, trial=None)
