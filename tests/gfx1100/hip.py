@@ -106,7 +106,9 @@ def install() -> None:
 
     _kept.append(_Loader(load))
     log = os.environ.get("SIMCARD_GFX1100_LOG", "")
-    seed, checks = (int(os.environ.get(f"SIMCARD_{name}", default)) for name, default in (("SEED", 1), ("GFX1100_CHECKS", 3)))
+    seed, checks = (
+        int(os.environ.get(f"SIMCARD_{name}", default)) for name, default in (("SEED", 1), ("GFX1100_CHECKS", 3))
+    )
     loaded.gfx_hip_start(_kept[-1], log.encode(), seed, checks)
 
 
