@@ -26,7 +26,7 @@ from hf_rocm_tune.data import turns
 from hf_rocm_tune.data.formats import Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.data.summary import of_trained
-from hf_rocm_tune.errors import MemoryFaultError, TuneError, UsageError
+from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview
 from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
 from hf_rocm_tune.job.refusals import (
@@ -57,8 +57,8 @@ from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.survive.heartbeat import tell_begun
 from hf_rocm_tune.survive.run_directory import StartPlan, prepare_output_dir
-from hf_rocm_tune.train import report, seam_probe, stall, telemetry
-from hf_rocm_tune.train.device_memory import explain_native_exits, warm_up
+from hf_rocm_tune.train import report, stall, telemetry
+from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
 from hf_rocm_tune.train.ranks import check_fsdp, check_tensor_parallel, is_wanted
 from hf_rocm_tune.train.refusals import (
@@ -130,8 +130,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     if arguments.training.disable_tqdm or not sys.stderr.isatty():
         telemetry.quieten_bars()
     if newer := upstream.untested():
-        on_main_process(lambda: seam_probe.require(newer, announce.say))
-    explain_native_exits(_tell)
+        announce.say(f"newer than the tested versions: {', '.join(newer)}; a seam that has moved is an error")
     several = arguments.training.world_size > 1
     if several_machines(os.environ):
         announce.say(
@@ -165,11 +164,6 @@ def _dry_run(arguments: Arguments, form: str) -> int:
     if int(os.environ.get("RANK", "0")) == 0:
         print(preview.shown(trainer, form, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
-
-
-def _tell(error: TuneError) -> None:
-    telemetry.clear_live_line()
-    exits.speak(error)
 
 
 def _run(arguments: Arguments, guard: StallGuard) -> int:
@@ -433,7 +427,6 @@ def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
     ranks, tune = arguments.ranks, arguments.tune
     return {
         "--auto_fit": tune.auto_fit != "off",
-        "--compare_optimizer_every": tune.compare_optimizer_every > 0,
         "--grad_sync host": ranks.grad_sync == "host",
         "--grad_compression": ranks.grad_compression != "none",
         "--recompute_layers": tune.recompute_layers is not None,
@@ -494,7 +487,6 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             mover=job.mover,
             sentinel_every=tune.sentinel_every,
             prefetch_batches=tune.prefetch_batches,
-            compare_optimizer_every=tune.compare_optimizer_every,
             consent_unverified=tune.consent_unverified,
             recompute_layers=job.fit.choice.recompute if job.fit else tune.recompute,
             one_pass_loss=job.arguments.one_pass_loss,

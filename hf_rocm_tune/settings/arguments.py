@@ -63,9 +63,6 @@ class TuneArguments:
     )
     consent_unverified: bool = _option(False, "Train although `--verify full` does not cover every byte on the device.")
     sentinel_every: int = _option(50, "Steps between two checks of weights that must not change. 0: no checks.")
-    compare_optimizer_every: int = _option(
-        0, "Steps between two comparisons of the optimizer state across ranks. 0: never."
-    )
     prefetch_batches: int = _option(
         1,
         "Batches transferred ahead of the one in use; values above 1 apply within an accumulation window only. "

@@ -640,7 +640,7 @@ class SentinelCallback(TrainerCallback):
     # ---- which tensors are checked --------------------------------------------------------------------------
 
     def _frozen(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
-        counted = running_statistics(self._model)
+        counted = {name for name, _ in running_statistics(self._model)}
         found = findable_tensors_of(self._model)
         yield from (each for each in found if not each[1].requires_grad and each[0] not in counted)
         for number, model in enumerate(self._references):

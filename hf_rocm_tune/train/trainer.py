@@ -52,9 +52,8 @@ from hf_rocm_tune.models.placement import (
 )
 from hf_rocm_tune.models.quantised import (
     follow_bias_casts,
-    follow_written_buffers,
     keep_trainable_on_cpu,
-    writable_buffers,
+    running_statistics,
 )
 from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.models.shards import is_sharded, local
@@ -68,7 +67,6 @@ from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.train.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.train.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
 from hf_rocm_tune.train.metrics import DeferredMetrics, is_tried
-from hf_rocm_tune.train.offload import ActivationOffload
 from hf_rocm_tune.train.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.train.pipeline import Pipeline, can_pipeline
 from hf_rocm_tune.train.refusals import (
@@ -221,10 +219,6 @@ class VerifiedTransferMixin(_Base):
         with verified_loading(self.mover), redirected(self.mover, stage="adapter"):
             super().__init__(*arguments, **keywords)
         self._pipeline = self._connect_cards(pipeline)
-        self._offload: ActivationOffload | None = None
-        if getattr(args, "activation_offloading", False):
-            self.args.activation_offloading = True
-            self._offload = ActivationOffload(self.model, self.mover)
         self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
@@ -322,7 +316,6 @@ class VerifiedTransferMixin(_Base):
             place(model, self.mover)
         keep_trainable_on_cpu(model)
         follow_bias_casts(model, self.mover)
-        follow_written_buffers(model, self.mover)
 
     @override
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
@@ -648,7 +641,6 @@ class VerifiedTransferMixin(_Base):
                 "steps_down": self._recovery is not None,
                 "micro_batch_divisor": 1 if self._recovery is None else self._recovery.divisor,
                 "recompute_layers": self.recompute_layers,
-                "offload_host_bytes": self._offload.host_bytes if self._offload else 0,
             },
             "crash_injection": self._crashes.text,
             "shard_seconds": 0.0 if self._shards is None else self._shards.seconds,
@@ -750,7 +742,7 @@ class VerifiedTransferMixin(_Base):
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 self.mover.mark_derived(local(parameter), f"loaded from {directory.name}")
-        for buffer in writable_buffers(self.model):
+        for _, buffer in running_statistics(self.model):
             self.mover.mark_derived(buffer, f"loaded from {directory.name}")
         self._sentinel.take()
 
@@ -861,6 +853,4 @@ def _own_arguments(args: Any) -> Any:
         # Upstream's own writes in place and lets the run look finished.
         logger.warning("enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint without it")
         args.enable_jit_checkpoint = False
-    if getattr(args, "activation_offloading", False):
-        args.activation_offloading = False  # TRL's own bypasses the mover; `ActivationOffload` replaces it
     return args

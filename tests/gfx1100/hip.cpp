@@ -211,11 +211,12 @@ struct Operations {
 #define API extern "C" __attribute__((visibility("default")))
 
 // ---- for the loader -------------------------------------------------------------------------------------------------
-API void gfx_hip_start(Loader load, const char *log_path, uint32_t first_seed, uint32_t wanted_checks) {
-    loader = load;
+API void gfx_hip_loader(Loader load) { loader = load; }
+API void gfx_hip_configure(const char *log_path, uint32_t first_seed, uint32_t wanted_checks) {
     seed = first_seed;
     checks = wanted_checks;
-    if (*log_path) log_file = open(log_path, O_WRONLY | O_CREAT | O_APPEND, 0644);
+    if (log_file >= 0) close(log_file);
+    log_file = *log_path ? open(log_path, O_WRONLY | O_CREAT | O_APPEND, 0644) : -1;
 }
 API void gfx_hip_add(void *module, const char *name, Function *function) { static_cast<Module *>(module)->functions[name] = function; }
 

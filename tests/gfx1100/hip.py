@@ -1,6 +1,6 @@
 """Puts the HIP runtime's stand-in below torch: libraries by the names that ROCm's have, and the loader of their kernels.
 
-Variables, read when it is installed:
+Variables, read by `configure`:
 
     SIMCARD_GFX1100_LOG=file    a line for each kernel that ran: see `Ran`
     SIMCARD_GFX1100_CHECKS=n    1: uninitialised registers and LDS, 2: races in LDS; 3 by default
@@ -49,6 +49,7 @@ class _Function(ctypes.Structure):
 
 
 _kept: list[object] = []
+_runtime: ctypes.CDLL
 
 
 def library() -> Path:
@@ -87,6 +88,7 @@ def _run(command: list[str]) -> None:
 
 def install() -> None:
     """Loads it all; the simulated card's library is loaded already."""
+    global _runtime
     runtime = library()
     ctypes.CDLL(str(build.library()), mode=ctypes.RTLD_GLOBAL)
     loaded = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
@@ -105,11 +107,15 @@ def install() -> None:
             os._exit(70)
 
     _kept.append(_Loader(load))
-    log = os.environ.get("SIMCARD_GFX1100_LOG", "")
-    seed, checks = (
-        int(os.environ.get(f"SIMCARD_{name}", default)) for name, default in (("SEED", 1), ("GFX1100_CHECKS", 3))
-    )
-    loaded.gfx_hip_start(_kept[-1], log.encode(), seed, checks)
+    loaded.gfx_hip_loader(_kept[-1])
+    _runtime = loaded
+
+
+def configure() -> None:
+    """Takes over what the environment says now."""
+    environ = os.environ
+    seed, checks = int(environ.get("SIMCARD_SEED", "1")), int(environ.get("SIMCARD_GFX1100_CHECKS", "3"))
+    _runtime.gfx_hip_configure(environ.get("SIMCARD_GFX1100_LOG", "").encode(), seed, checks)
 
 
 def _function(kernel: code_objects.Kernel) -> _Function:

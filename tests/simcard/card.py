@@ -165,6 +165,10 @@ def configure() -> None:
     lib.sim_refusal(refusal, int(environ.get("SIMCARD_LIBRARY", "0")))
     if "SIMCARD_LOG" in environ:
         log_to(environ["SIMCARD_LOG"])
+    if gfx1100():
+        from tests.gfx1100 import hip
+
+        hip.configure()
 
 
 def capacity() -> int:
