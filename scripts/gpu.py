@@ -237,8 +237,8 @@ def _text(result: dict[str, Any]) -> str:
         if row["part"] == "methods" and row["result"]:
             lines += [f"  {each['method']}: {each['outcome']}" for each in row["result"]["methods"]]
         if "printed" in row:
-            said = [line for line in row["printed"].splitlines() if line.strip()]
-            lines += [f"  {line[-200:]}" for line in said[-3:]]
+            said = [line for line in row["printed"].splitlines() if line.strip() and line[0] != "{"]
+            lines += [f"  {line[:240]}" for line in said[-3:]]
     lines += [f"left out for time: {', '.join(result['left_out']) or 'nothing'}", "", *_headlines(result)]
     return "\n".join(lines) + "\n"
 
