@@ -24,6 +24,7 @@ from hf_rocm_tune.errors import TuneError, UsageError
 from hf_rocm_tune.machine import variables
 from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
+from hf_rocm_tune.models import products
 from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
@@ -78,6 +79,8 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
         lines.append(f"gradients are averaged {where}, compression {sync.compression}")
     if mover.device.type != "cpu" and (refusal := triton_refusal(mover.device)):
         lines.append(f"Triton does not run here: {refusal}; loss and digests are computed without it, which is slower")
+    if training.bf16 and (choice := products.choose(mover.device)) is not None:
+        lines.append(choice.describe())
     faults = mover.fault_injection()
     if faults is not None:
         lines.append(f"faults are injected on request: {faults}")

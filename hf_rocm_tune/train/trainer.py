@@ -193,7 +193,7 @@ class VerifiedTransferMixin(_Base):
         self.grad_sync = ranks.GradientSync(SyncSettings(way=grad_sync, compression=grad_compression))
         self.recompute_layers = recompute_layers
         self._loss_way: Callable[[], AbstractContextManager[None]] = nullcontext
-        loss.without_triton(self.mover.device)
+        loss.fit_to(self.mover.device, compiled=bool(args is not None and args.torch_compile))
         if one_pass_loss:
             loss.install()
             self._loss_way = loss.one_pass_loss
