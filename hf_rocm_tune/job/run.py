@@ -26,7 +26,7 @@ from hf_rocm_tune.data.formats import FormatInfo, Method, as_trl, check_format, 
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.errors import MemoryFaultError, TuneError, UsageError
 from hf_rocm_tune.job import announce
-from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
+from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover
 from hf_rocm_tune.job.refusals import (
     check_adapter,
     check_method,
@@ -78,7 +78,7 @@ class Job:
     arguments: Arguments
     asked: dict[str, Any]  # the settings before --auto_fit chose; they identify a run
     plan: StartPlan
-    fit: Fit | None
+    fit: Choice | None
     source: ModelSource
     data: Splits
     tokenizer: PreTrainedTokenizerBase
@@ -215,8 +215,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     announce.say(announce.model(trainer, facts))
     trainer.require_coverage()
     if job.fit is not None:
-        job.fit = probed(job.fit, trainer, say=announce.say)
-        chosen = dict(vars(job.fit.choice))  # for a resumed run
+        chosen = dict(vars(job.fit))  # for a resumed run
         job.plan = replace(job.plan, record=replace(job.plan.record, auto_fit=chosen))
         facts = replace(facts, auto_fit=chosen)
     if trainer.is_world_process_zero():
@@ -449,7 +448,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             prefetch_batches=tune.prefetch_batches,
             compare_optimizer_every=tune.compare_optimizer_every,
             consent_unverified=tune.consent_unverified,
-            recompute_layers=job.fit.choice.recompute if job.fit else tune.recompute,
+            recompute_layers=job.fit.recompute if job.fit else tune.recompute,
             one_pass_loss=job.arguments.one_pass_loss,
             pipeline=job.arguments.ranks.pipeline == "auto",
             on_oom=tune.on_oom,
