@@ -348,14 +348,11 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 def _train(verb: Method, argv: Sequence[str]) -> int:
     """Launch a training verb; the names of its flags are checked before large imports."""
-    from hf_rocm_tune.launch import launch, split, with_cards_way
+    from hf_rocm_tune.launch import launch, split
 
-    way, argv = names.take_flag(argv, names.CARDS_WAY)
     line = split(argv)
     if names.answered(verb, line.job):
         return 0
-    if way is not None:
-        line = with_cards_way(way, verb, line)
     return launch(f"hf_rocm_tune.{verb}", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
 
 
