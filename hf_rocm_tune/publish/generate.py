@@ -103,8 +103,11 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
     if settings.base and not has_adapter:
         raise UsageError(f"--base {settings.base}: {settings.model} is not an adapter, so it has no base: leave it out")
     adapter = open_adapter(settings.model, settings.revision) if has_adapter else None
+    if adapter is not None and adapter.is_reward:
+        raise _gives_scores(adapter.name, "an adapter of a reward model")
     source = _source(settings, adapter)
-    check_source(source, device)
+    if any("ForSequenceClassification" in str(name) for name in check_source(source, device).architectures or ()):
+        raise _gives_scores(source.name, "a reward model, or another that classifies")
     if compare and adapter is None:
         raise UsageError(f"--compare needs an adapter, and {settings.model} is a whole model")
     with Mover(device, settings=TransferSettings(), faults=FaultSpec.from_environment()) as mover:
@@ -138,6 +141,10 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
         sent = mover.report.to_dict()["batches"]
         if sent["mismatches"]:
             say(f"inputs: {sent['mismatches']} arrived wrong, {sent['recovered']} of them were recovered")
+
+
+def _gives_scores(name: str, what: str) -> UsageError:
+    return UsageError(f"{name} is {what}: it gives scores and no text; the code in its README.md scores a text")
 
 
 def _source(settings: LoadSettings, adapter: Adapter | None) -> ModelSource:
