@@ -208,12 +208,14 @@ class Cards:
     Args:
         arguments: of the command line.
         data: one line about the rows.
+        columns: of the rows.
         trainer: whose run it is.
         facts: see `report.RunFacts`.
     """
 
     arguments: Arguments
     data: str
+    columns: tuple[str, ...]
     trainer: VerifiedTransferMixin
     facts: report.RunFacts
     _reported: set[str] = field(default_factory=set)
@@ -308,6 +310,7 @@ class Cards:
             revision=model.model_revision,
             datasets=self._datasets(),
             data=self.data,
+            columns=self.columns,
             trained=self._trained(),
             settings=deciding_settings({**self.arguments.resolved(), "world_size": training.world_size}),
             rows=state.log_history,

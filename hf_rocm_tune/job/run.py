@@ -259,6 +259,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     cards = job.cards = announce.Cards(
         arguments=job.arguments,
         data=job.data.description,
+        columns=tuple(job.data.train.column_names or ()),
         trainer=trainer,
         facts=facts,
     )
