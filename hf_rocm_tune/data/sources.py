@@ -154,7 +154,7 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
         elif os.path.isdir(path):
             splits = dict(load_dataset(str(path), name=config, streaming=streaming))
         else:
-            _refuse_missing_path(name)
+            refuse_missing(name)
             return _load_from_hub(name, config=config, streaming=streaming)
         # Arrow's JSON reader accepts invalid UTF-8, which would fail during tokenizing
         for rows in splits.values():
@@ -202,10 +202,15 @@ def _load_from_hub(name: str, *, config: str | None, streaming: bool) -> dict[st
         raise UsageError(f"'{name}': choose a configuration with --dataset_config NAME: {error}") from error
 
 
-def _refuse_missing_path(name: str) -> None:
-    """Refuses a name that is no Hub id (``name`` or ``owner/name``) and does not exist."""
+def refuse_missing(name: str) -> None:
+    """Refuses a name that is no Hub id (``name`` or ``owner/name``) and does not exist.
+
+    Raises:
+        UsageError: it is one.
+    """
     path = Path(name)
-    if path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or _reader_of(path) is not None:
+    is_path = path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or _reader_of(path) is not None
+    if is_path and not os.path.exists(expand_user(name)):
         raise UsageError(f"no such file or folder: '{name}' (looked in {Path.cwd()})")
 
 

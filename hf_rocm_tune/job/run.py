@@ -22,12 +22,13 @@ from typing_extensions import override
 
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.cards.agree import highest, on_main_process
+from hf_rocm_tune.data import turns
 from hf_rocm_tune.data.formats import Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.data.summary import of_trained
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview
-from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
+from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover
 from hf_rocm_tune.job.refusals import (
     check_adapter,
     check_method,
@@ -38,7 +39,14 @@ from hf_rocm_tune.job.refusals import (
 )
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import LearningRates, check_targets, target_names
-from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
+from hf_rocm_tune.models.factory import (
+    ModelSource,
+    attest_files,
+    check_source,
+    load_model,
+    load_tokenizer,
+    named_templates,
+)
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
@@ -79,7 +87,7 @@ class Job:
     arguments: Arguments
     asked: dict[str, Any]  # the settings before --auto_fit chose; they identify a run
     plan: StartPlan
-    fit: Fit | None
+    fit: Choice | None
     source: ModelSource
     data: Splits
     tokenizer: PreTrainedTokenizerBase
@@ -150,7 +158,7 @@ def _dry_run(arguments: Arguments, form: str) -> int:
     telemetry.quieten_bars()
     with redirect_stdout(sys.stderr):  # stdout is the preview's
         source, config = _source(arguments)
-        tokenizer = load_tokenizer(source, getattr(arguments.training, "chat_template_path", None))
+        tokenizer = _tokenizer(arguments, source)
         data = _data(arguments, tokenizer, getattr(config.get_text_config(), "vocab_size", None))
         trainer = preview.prepared(arguments, source, data, tokenizer)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -181,6 +189,8 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
             group = exits.RankGroup.of(os.environ)
             why = ((group and group.last_message()) or "a process ended without a message").partition(". ")[0]
             announce.say(f"the launcher has restarted all processes ({why}): the run continues from {where}")
+        elif plan.checkpoint is not None:
+            announce.say(announce.resumption(plan.checkpoint))
         publisher = _open_publisher(arguments)
         if plan.action == "finished":
             announce.say(f"this run is finished in {plan.directory}; give --overwrite_output_dir to train again")
@@ -231,8 +241,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     announce.say(announce.model(trainer, facts))
     trainer.require_coverage()
     if job.fit is not None:
-        job.fit = probed(job.fit, trainer, say=announce.say)
-        chosen = dict(vars(job.fit.choice))  # for a resumed run
+        chosen = dict(vars(job.fit))  # for a resumed run
         job.plan = replace(job.plan, record=replace(job.plan.record, auto_fit=chosen))
         facts = replace(facts, auto_fit=chosen)
     if trainer.is_world_process_zero():
@@ -250,6 +259,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     cards = job.cards = announce.Cards(
         arguments=job.arguments,
         data=job.data.description,
+        columns=tuple(job.data.train.column_names or ()),
         trainer=trainer,
         facts=facts,
     )
@@ -349,7 +359,7 @@ def _prepare(
         announce.say(f"crashes are injected on request: {crashes}")
     if step_faults := StepFaultSpec.from_environment():
         announce.say(f"faults in steps are injected on request: {step_faults}")
-    tokenizer = load_tokenizer(source, getattr(training, "chat_template_path", None))
+    tokenizer = _tokenizer(arguments, source)
     # an adapter may have added tokens to the vocabulary
     known = None if tune.adapter_name_or_path else getattr(config.get_text_config(), "vocab_size", None)
     data = _data(arguments, tokenizer, known)
@@ -391,6 +401,16 @@ def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
         quantization=get_quantization_config(arguments.model),
     )
     return source, check_source(source, training.device)
+
+
+def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer; TRL is not told of a chat template by name, which the tokenizer then has."""
+    training = arguments.training
+    path = getattr(training, "chat_template_path", None)
+    tokenizer = load_tokenizer(source, path)
+    if path in named_templates() and not os.path.exists(path):
+        training.chat_template_path = None
+    return tokenizer
 
 
 def _warm_up(mover: Mover, source: ModelSource) -> int:
@@ -468,7 +488,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             sentinel_every=tune.sentinel_every,
             prefetch_batches=tune.prefetch_batches,
             consent_unverified=tune.consent_unverified,
-            recompute_layers=job.fit.choice.recompute if job.fit else tune.recompute,
+            recompute_layers=job.fit.recompute if job.fit else tune.recompute,
             one_pass_loss=job.arguments.one_pass_loss,
             pipeline=job.arguments.ranks.pipeline == "auto",
             on_oom=tune.on_oom,
@@ -553,8 +573,11 @@ def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: 
             seed=seed,
         )
     understand = partial(_understood, arguments, tokenizer, vocabulary)
+    train = understand(found.train, "train")
     evaluation = None if found.eval is None else understand(found.eval, "evaluation")
-    return replace(found, train=understand(found.train, "train"), eval=evaluation)
+    if getattr(training, "assistant_only_loss", False) and "labels" in (train.column_names or next(iter(train))):
+        training.assistant_only_loss = False  # done, see `turns`; TRL would ask its template for marks
+    return replace(found, train=train, eval=evaluation)
 
 
 def _understood(
@@ -579,4 +602,15 @@ def _understood(
     if found.unusual_roles:
         roles = ", ".join(found.unusual_roles)
         announce.say(f"the {split} rows have roles that the chat template may not support: {roles}")
-    return as_trl(rows, found)
+    rows = as_trl(rows, found)
+    wanted = getattr(training, "assistant_only_loss", False) and found.kind == "messages"
+    # a model's template is known to TRL only, and a processor's rows have pictures
+    readable = not getattr(training, "chat_template_path", None) or training.chat_template_path.endswith(
+        (".jinja", ".j2")
+    )
+    if wanted and readable and hasattr(tokenizer, "is_fast") and not turns.template_is_marked(tokenizer):
+        announce.say(
+            f"the chat template has no marks: the assistant's turns of the {split} rows are found by their prefixes"
+        )
+        return turns.with_labels(rows, tokenizer, split)
+    return rows

@@ -238,7 +238,7 @@ def check_files(
     right = {file: seen.get(str(file.resolve()), {}) for file in known}
     fresh = [file for file in known if right[file].get("state") != states[file]]
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
-        found = dict(zip(fresh, pool.map(_sums, fresh), strict=True))
+        found = dict(zip(fresh, pool.map(sums, fresh), strict=True))
     for file, (sha256, tensors) in found.items():
         if sha256 != known[file]:
             raise UsageError(
@@ -281,7 +281,7 @@ def default_memory() -> Path:
     return Path(HF_HOME) / "hf_rocm_tune" / "attested_files.json"
 
 
-def _sums(file: Path) -> tuple[str, dict[str, str]]:
+def sums(file: Path) -> tuple[str, dict[str, str]]:
     """A file's SHA-256 and its tensors' digests, from one read."""
     hashing = hashlib.sha256()
     tensors: dict[str, str] = {}

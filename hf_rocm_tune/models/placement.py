@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError, listed
 from hf_rocm_tune.models.files import MappedFile, check_model_directory, hub_snapshot
 from hf_rocm_tune.models.shards import local, reshard
 from hf_rocm_tune.transfer import Digest, digest, redirected, was_verified
@@ -70,7 +70,7 @@ def require_as_read(model: nn.Module) -> None:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Coverage:
     """How much of a model's device memory holds verified bytes."""
 
@@ -86,6 +86,12 @@ class Coverage:
             unverified=[*self.unverified, *other.unverified],
             verified_by=dict(Counter(self.verified_by) + Counter(other.verified_by)),
         )
+
+    def __repr__(self) -> str:
+        """One line with the share, and what is not verified."""
+        share = 100 * self.verified_bytes / max(self.device_bytes, 1)
+        rest = f", not: {listed([row['tensor'] for row in self.unverified])}" if self.unverified else ""
+        return f"Coverage({share:.4g} % of {self.device_bytes:,} bytes verified{rest})"
 
     @property
     def complete(self) -> bool:

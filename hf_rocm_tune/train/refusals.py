@@ -22,8 +22,7 @@ from transformers import TrainerCallback, get_scheduler
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.quantised import require_bitsandbytes
-from hf_rocm_tune.transfer import digest
-from hf_rocm_tune.transfer.digest import device_method
+from hf_rocm_tune.transfer import digest, triton_refusal
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -195,8 +194,8 @@ def check_compiled(args: TrainingArguments) -> None:
 
 
 def _require_triton(flag: str, device: torch.device) -> None:
-    if (method := device_method(device)).name != "triton":
-        raise UsageError(f"{flag} needs Triton, which does not run here ({method.reason}): leave it out")
+    if refusal := triton_refusal(device):
+        raise UsageError(f"{flag} needs Triton, which does not run here ({refusal}): leave it out")
 
 
 def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool = False) -> Coverage:

@@ -37,6 +37,7 @@ from hf_rocm_tune.cards.averaging import Compression, SyncSettings, Way
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError, UsageError, listed
+from hf_rocm_tune.models import loss
 from hf_rocm_tune.models.adapter import LearningRates, share_inputs
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import (
@@ -192,9 +193,8 @@ class VerifiedTransferMixin(_Base):
         self.grad_sync = ranks.GradientSync(SyncSettings(way=grad_sync, compression=grad_compression))
         self.recompute_layers = recompute_layers
         self._loss_way: Callable[[], AbstractContextManager[None]] = nullcontext
+        loss.fit_to(self.mover.device, compiled=bool(args is not None and args.torch_compile))
         if one_pass_loss:
-            from hf_rocm_tune.models import loss  # TRL's private kernels, only where they are used
-
             loss.install()
             self._loss_way = loss.one_pass_loss
         self._checkpoints, self._card_writer = Checkpoints(self, publisher), card_writer

@@ -110,3 +110,21 @@ def test_a_dry_run_shows_what_counts_and_writes_nothing(start: Start, tmp_path: 
     page = start("--assistant_only_loss", "--dry_run", "html", dataset_name=chats).stdout
     assert page.startswith("<!doctype html>") and "<mark>" in page
     assert sorted(tmp_path.rglob("*")) == before
+
+
+BARE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_answers_alone_count_with_a_template_without_marks(start: Start, tmp_path: Path) -> None:
+    chats = tiny.write_messages_jsonl(tmp_path / "chats.jsonl", ROWS)
+    (tmp_path / "bare.jinja").write_text(BARE)
+    asked = ("--assistant_only_loss", "--dataset_name", str(chats))
+    found = counted(start(*asked, chat_template_path=tmp_path / "bare.jinja"), tmp_path / "out")
+    by_name = start(*asked, "--overwrite_output_dir", chat_template_path="chatml")
+    assert 0 < found["trained"] < found["tokens"] and counted(by_name, tmp_path / "out") == found
+    (tmp_path / "bare.jinja").write_text(BARE.replace("assistant\n{% endif", "bot\n{% endif"))
+    refused = start(*asked, "--overwrite_output_dir", chat_template_path=tmp_path / "bare.jinja")
+    assert refused.code == 2 and len(refused.error_lines) == 1 and "row 1 of the 'train' split" in refused.stderr
