@@ -71,12 +71,12 @@ def execute(case: Case, inputs: np.ndarray, *, ieee: bool = True, flush: bool = 
             addresses,
             asm.sop2(0x08, 8, 2, const(6)), asm.smem(4, 16, 4, soffset=8), asm.WAIT,
             asm.sopc(0x0D, 22, const(0)), list(case.words),  # scc: bit 0 of s22
-            asm.sop2(0x30, 24, const(1), const(0)),
+            asm.sop2(0x30, 24, const(1), const(0)), asm.sop1(0, asm.EXEC, const(-1)),
             asm.sop2(0x08, 8, 2, const(4)), asm.vop1(1, 1, 8),
             asm.vop1(1, 2, 20), asm.vop1(1, 3, 21), asm.vop1(1, 4, 24), asm.vop1(1, 5, const(0)),
             asm.flat(0x1D, addr=1, data=2, saddr=6),
         )  # fmt: skip
-        grid, block = (count, 1, 1), (1, 1, 1)
+        grid, block = (count, 1, 1), (32, 1, 1)
     else:
         code = asm.program(
             addresses, asm.smem(2, 16, 0, 16), asm.WAIT,  # s16: a mask

@@ -17,7 +17,7 @@ FORMATS = {"f16": (11, 5), "f32": (24, 8), "f64": (53, 11), "bf16": (8, 8)}  # b
 TOKEN = re.compile(
     r"\s+|//[^\n]*|(?P<cast>\d+'[UIFB](?=\s*[\(\[;]|\s*$))|(?P<sized>\d+'(?:0x[0-9a-fA-F]+|\d+(?:\.\d+)?)U?)"
     r"|(?P<number>0x[0-9a-fA-F]+|\d+\.\d+|\d+)(?P<suffix>ULL|LL|U|F|I)?|(?P<name>[A-Za-z_]\w*)"
-    r"|(?P<sign>\*\*|\+:|\+=|-=|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^~!?:=<>(){}\[\],.;])"
+    r"|(?P<sign>\*\*|\+:|\+=|-=|<<|>>|<=|>=|<>|==|!=|&&|\|\||[-+*/%&|^~!?:=<>(){}\[\],.;])"
 )
 
 
@@ -341,7 +341,7 @@ class Machine:
         self.names[name] = Value(old.kind, max(old.width, width + low), bits)
 
     # --- expressions ----------------------------------------------------------------------------------------------------
-    LEVELS = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", ">", "<=", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%"), ("**",))
+    LEVELS = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!=", "<>"), ("<", ">", "<=", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%"), ("**",))
 
     def expression(self, live: bool) -> Value:
         condition = self.binary(0, live)
@@ -368,12 +368,12 @@ class Machine:
 
     def arithmetic(self, operator: str, a: Value, b: Value) -> Value:
         x, y = a.number, b.number
-        if operator in ("==", "!=", "<", ">", "<=", ">="):
+        if operator in ("==", "!=", "<>", "<", ">", "<=", ">="):
             if (denormal := self.denormal(operator, a, b)) is not None:
                 return of("u", 1, denormal)
             if any(isinstance(v, float) and math.isnan(v) for v in (x, y)):
                 return of("u", 1, operator == "!=")
-            results = {"==": x == y, "!=": x != y, "<": x < y, ">": x > y, "<=": x <= y, ">=": x >= y}
+            results = {"==": x == y, "!=": x != y, "<>": x != y, "<": x < y, ">": x > y, "<=": x <= y, ">=": x >= y}
             return of("u", 1, results[operator])
         if operator in ("&&", "||"):
             return of("u", 1, (bool(x) and bool(y)) if operator == "&&" else bool(x) or bool(y))
@@ -388,8 +388,8 @@ class Machine:
             widest = max((v for v in (a, b) if v.kind in ("f", "bf")), key=lambda v: v.width)
             return of(widest.kind, widest.width, float_operation(operator, x, y))
         if operator in ("<<", ">>"):
-            return of(a.kind, a.width, x << y if operator == "<<" else x >> y) if y < 2000 else of(a.kind, a.width, 0)
-        width = max(a.width, b.width)
+            return of(a.kind, max(a.width, 32), x << y if operator == "<<" else x >> y)
+        width = max(a.width, b.width, 32)
         kind = "i" if a.kind == b.kind == "i" else "b" if a.kind == b.kind == "b" else "u"
         if kind == "u" and "i" in (a.kind, b.kind) and a.width != b.width:
             kind = a.kind if a.width > b.width else b.kind
@@ -613,7 +613,7 @@ class Machine:
 
     def do_pow(self, a: Value, b: Value) -> Value:
         exponent = float(b.number)
-        return of(b.kind, b.width, math.nan if math.isnan(exponent) else math.inf if exponent > 1100 else 0.0 if exponent < -1200 else 2.0**exponent)
+        return of(b.kind, b.width, math.nan if math.isnan(exponent) else math.inf if exponent >= 1024 else 0.0 if exponent < -1200 else 2.0**exponent)
 
     def do_log2(self, a: Value) -> Value:
         number = float(a.number)
@@ -687,13 +687,16 @@ def float_or_infinity(number: Any) -> float:
 def typed(value: Value, kind: str) -> Value:
     """The same bits as another type."""
     name, width = re.fullmatch(r"([a-z]+)(\d+)", kind).groups()  # type: ignore[union-attr]
-    return Value(name, int(width), value.bits & ((1 << int(width)) - 1))
+    bits = value.number if value.kind == "i" else value.bits  # of a shorter signed one, the sign goes up
+    return Value(name, int(width), bits & ((1 << int(width)) - 1))
 
 
 def convert(value: Value, kind: str) -> Value:
     """The same number as another type; the same bits from or to raw ones."""
     name, width_text = re.fullmatch(r"([a-z]+)(\d+)", kind).groups()  # type: ignore[union-attr]
     width = int(width_text)
+    if value.kind == "power":
+        return value
     if name == "b" or value.kind == "b" or (value.kind not in ("f", "bf") and name not in ("f", "bf")):
         return Value(name, width, value.number & ((1 << width) - 1) if value.kind in ("u", "i") else value.bits & ((1 << width) - 1))
     if name in ("f", "bf"):

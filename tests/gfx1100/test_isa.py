@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import zlib
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +109,10 @@ def expected(case: Case, code: str, row: np.ndarray, lane: int, table: dict, *, 
     }  # fmt: skip
     if case.name.startswith("sopk"):
         state["S0"] = pairs[2]
+    if "fmac" in case.name:
+        state["S2"] = pairs[3]
+    if "div_scale" in case.name:
+        state["D0"] = pairs[0]  # unless the pseudo-code says otherwise, which it leaves out
     machine = Machine(other, state, ieee=ieee, toward_zero="rtz" in case.name)
     machine.run(code.replace("declare CVT_OFF_TABLE : 32'F[16];", "").replace("declare S : 32'B[3];", "").replace("declare in : 32'F[3];", "declare in : 32'F[3];"))
     names = machine.names
@@ -135,30 +141,35 @@ def width_of(case: Case) -> int:
 
 
 def float_kind(name: str) -> str | None:
-    import re
-
+    """The format of the result, if it is a float."""
     name = name.split(".")[1].removesuffix("_e32").removesuffix("_e64")
     if "_cmp" in name or "frexp_exp" in name:
         return None
-    if found := re.search(r"cvt_(f16|f32|f64)_", name):
+    if found := re.search(r"cvt_(?:pk_rtz_)?(f16|f32|f64)_", name):
         return found.group(1)
     if "_cvt_" in name or "sat_pk" in name:
         return None
-    found = re.findall(r"(?:^|_)(f16|f32|f64)", name)
+    found = re.findall(r"(?:^|_)(bf16|f16|f32|f64)", name)
     return found[0] if found else None
 
 
 def agrees(case: Case, got: int, want: int, row: np.ndarray) -> bool:
     if got == want:
         return True
+    if "frexp_exp" in case.name:  # of what is not normal LLVM expects the true one, or 0; the pseudo-code the stored one
+        form = re.findall("f16|f32|f64", case.name)[0]
+        source = decode_float((int(row[0]) | int(row[1]) << 32) & ((1 << int(form[1:])) - 1), form)
+        return source == 0 or not isinstance(source, float) and abs(source) < Fraction(2) ** {"f16": -14, "f32": -126, "f64": -1022}[form]
     kind = float_kind(case.name)
     if kind is None:
         return False
     parts = [(got, want)]
     if "_pk_" in case.name:
         parts = [(got & 0xFFFF, want & 0xFFFF), (got >> 16 & 0xFFFF, want >> 16 & 0xFFFF)]
-    bits = 16 if "_pk_" in case.name else int(kind[1:])
-    if bits < 32 and len(parts) == 1 and got >> 16 != want >> 16:
+    if "mixhi" in case.name:
+        parts = [(got >> 16, want >> 16)] if got & 0xFFFF == want & 0xFFFF else parts
+    bits = 16 if "_pk_" in case.name else int(kind.lstrip("bf"))
+    if bits < 32 and parts == [(got, want)] and got >> 16 != want >> 16:
         return False
     for a, b in parts:
         a, b = a & ((1 << bits) - 1), b & ((1 << bits) - 1)
@@ -167,6 +178,12 @@ def agrees(case: Case, got: int, want: int, row: np.ndarray) -> bool:
             continue
         if a == b:
             continue
+        if "rndne" in case.name and x == y == 0:
+            continue  # the pseudo-code loses the sign of what rounds to 0, which LLVM relies on
+        if "rndne" in case.name and x == decode_float((int(row[0]) | int(row[1]) << 32) & ((1 << bits) - 1), kind):
+            continue  # a whole number, to which the pseudo-code adds a half that does not fit
+        if "fract" in case.name and y == 1:
+            continue  # the card's stays below 1: LLVM makes one of min(x - floor(x), the number below 1)
         if not any(f"_{part}_" in case.name for part in APPROXIMATE):
             return False
         tiny = 2.0 ** (-126 if kind == "f32" else -1022)
@@ -174,7 +191,7 @@ def agrees(case: Case, got: int, want: int, row: np.ndarray) -> bool:
         if kind == "f32" and (abs(y) < tiny or 0 < abs(source) < tiny):
             continue  # flushed by these units
         if "_sin_" in case.name or "_cos_" in case.name:
-            if not math.isfinite(source) or abs(source) > 256 or abs(float(x) - float(y)) < 2e-3 * max(1, abs(float(source)) / (8 if kind == "f16" else 1)):
+            if not math.isfinite(source) or abs(source) > 256 or abs(float(x) - float(y)) < (2**-9 if kind == "f16" else 2**-20) * (1 + 8 * abs(source)):
                 continue
             return False
         if abs(a - b) > 1:
@@ -195,10 +212,7 @@ def compare(table: dict) -> tuple[dict[Case, int], list[str]]:
             results = execute(case, inputs, ieee=ieee)
             width = width_of(case)
             for n, (row, out) in enumerate(zip(inputs, results, strict=True)):
-                try:
-                    want, flag = expected(case, code, row, n % 32, table, ieee=ieee)
-                except Exception as e:
-                    wrong.append(f"{case.name} CRASH {e!r}"); break
+                want, flag = expected(case, code, row, n % 32, table, ieee=ieee)
                 mask = (1 << width) - 1
                 got = (int(out[0]) | int(out[1]) << 32) & mask
                 has_flag = case.scalar or any(p in case.name for p in ("_cmp", "_co_", "mad_u64", "mad_i64", "div_scale"))

@@ -85,19 +85,17 @@ Permutation permutation(const Instruction &i, uint32_t exec) {
     }
     unsigned control = c >> 8 & 0x1ff, n = control & 15;
     bool fetch_inactive = c >> 18 & 1, zero = c >> 19 & 1;
-    constexpr int RESERVED = 1000;
     for (int l = 0; l < LANES; l++) {
         int row = l & 16, at = l & 15, from;
         switch (control >> 4) {
         case 0x10: from = at + int(n); break; // row_shl
         case 0x11: from = at - int(n); break;
         case 0x12: from = (at - int(n)) & 15; break;
-        case 0x14: from = n == 0 ? 15 - at : n == 1 ? at ^ 7 : RESERVED; break;
+        case 0x14: from = n == 0 ? 15 - at : at ^ 7; break;
         case 0x15: from = int(n); break;
         case 0x16: from = at ^ int(n); break;
-        default: from = control < 0x100 ? (at & ~3) | (control >> 2 * (at & 3) & 3) : RESERVED;
+        default: from = (at & ~3) | int(control >> 2 * (at & 3) & 3);
         }
-        if (from == RESERVED) fault("dpp_ctrl 0x%x is reserved", control);
         bool there = from >= 0 && from < 16 && (fetch_inactive || exec >> (row | from) & 1);
         p.from[l] = int8_t(row | (from & 15));
         if (!there) (zero ? p.zeros : p.writes) ^= 1u << l;
