@@ -156,6 +156,7 @@ def _environ(wanted: argparse.Namespace, scratch: Path) -> dict[str, str]:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target]
         subprocess.run([*pip, *files], check=True)
         path.insert(1, target)
+    sys.path[:0] = filter(None, path)  # for the redaction, where the package is not installed
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return environ
