@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
@@ -265,21 +265,6 @@ def drill(argv: Sequence[str]) -> int:
     return 0
 
 
-def bench(argv: Sequence[str]) -> int:
-    """measure transfers, loading and training steps on this machine"""
-    from hf_rocm_tune.bench.command import main as run_bench
-
-    def trainer_class() -> Callable[..., Any]:
-        from hf_rocm_tune.machine.process import prepare_process
-
-        prepare_process(os.environ)
-        from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
-
-        return VerifiedSFTTrainer
-
-    return run_bench(argv, trainer_class=trainer_class)
-
-
 def push(argv: Sequence[str]) -> int:
     """upload a finished run to the Hugging Face Hub, and check the hashes there"""
     from hf_rocm_tune.publish.push import main as run_push
@@ -317,13 +302,6 @@ def chat(argv: Sequence[str]) -> int:
     return _with_model(commands.add_chat_flags, commands.chat, chat, argv, sigterm_interrupts=False)
 
 
-def evaluate(argv: Sequence[str]) -> int:
-    """perplexity on a split, and tasks of lm-evaluation-harness"""
-    from hf_rocm_tune.publish import evaluate as evaluate_command
-
-    return _with_model(evaluate_command.add_flags, evaluate_command.run, evaluate, argv, name="eval")
-
-
 @cache
 def _training(verb: Method) -> Callable[[Sequence[str]], int]:
     def command(argv: Sequence[str]) -> int:
@@ -344,7 +322,6 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "configs": configs,
     "recipes": recipes,
     "env": env,
-    "bench": bench,
     "demo": demo,
     "drill": drill,
     "report": report,
@@ -352,7 +329,6 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "merge": merge,
     "generate": generate,
     "chat": chat,
-    "eval": evaluate,
     "version": version,
 }
 
@@ -386,11 +362,10 @@ def _with_model(
     verb: Callable[..., int],
     argv: Sequence[str],
     *,
-    name: str | None = None,
     sigterm_interrupts: bool = True,
 ) -> int:
     """Run a command that loads a model; its flags are checked before torch is imported."""
-    parser = CommandParser(prog=f"{PROGRAM} {name or verb.__name__}", description=verb.__doc__)
+    parser = CommandParser(prog=f"{PROGRAM} {verb.__name__}", description=verb.__doc__)
     add_flags(parser)
     wanted = parser.parse_args(argv)
 

@@ -124,7 +124,7 @@ def test_nvidia_driver_or_tool_gets_the_plain_wheel(setup_env: ModuleType, tmp_p
         ("torch==2.14.0", "custom", ("torch==2.14.0", None)),
         ("torch @ https://example.org/torch.whl", "custom", ("torch @ https://example.org/torch.whl", None)),
         ("https://example.org/torch.whl", "custom", ("https://example.org/torch.whl", None)),
-        ("https://example.org/simple", "custom", ("torch>=2.13.0", "https://example.org/simple")),
+        ("https://example.org/simple", "custom", ("torch~=2.13.0", "https://example.org/simple")),
     ],
 )
 def test_override_wins_over_the_machine(

@@ -25,15 +25,28 @@ __all__ = [
 ]  # fmt: skip
 
 
-def environment() -> dict[str, str]:
+def environment(*, gfx1100: bool = False) -> dict[str, str]:
     """What a process needs to have the card; built first where it is not yet.
+
+    Args:
+        gfx1100: kernels are executed as the machine code of that card.
 
     Raises:
         NoCompiler: it cannot be built here.
     """
     library()
+    kernels = {}
+    if gfx1100:
+        from tests.gfx1100 import build, hip
+
+        try:
+            build.library(), hip.library()
+        except build.NoCompiler as error:
+            raise NoCompiler(str(error)) from None
+        cache = HERE.parents[1] / "build" / "gfx1100" / "triton"
+        kernels = {"SIMCARD_GFX1100": "1", "TRITON_CACHE_DIR": str(cache)}
     path = (str(HERE.parents[1]), str(HERE / "boot"), os.environ.get("PYTHONPATH", ""))
-    return {"SIMCARD": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    return {"SIMCARD": "1", "PYTHONPATH": os.pathsep.join(filter(None, path)), **kernels}
 
 
 def before_torch() -> None:
