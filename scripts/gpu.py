@@ -74,7 +74,7 @@ def parts() -> list[Part]:
     return [
         Part("versions", 60, (*own, "versions")),
         Part("transfer tests", 150, (*tests, "-m", "gpu or not long", "tests/transfer/test_mutants_on_card.py")),
-        Part("drill", 90, (*OURS, "drill", "--faults", count, "--clean", count, *json_to)),
+        Part("drill", 90, (*OURS, "doctor", "--drill", "--faults", count, "--clean", count, *json_to)),
         Part("bench transfer", 60, (*bench, "transfer", "--max_size", size, "--repeats", "3", *json_to)),
         Part("demo", 120, (sys.executable, "-m", "hf_rocm_tune.demo", "--steps", "20", "--output_dir", "{out}")),
         Part("methods", 240, (*own, "methods")),

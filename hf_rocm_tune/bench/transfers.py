@@ -194,7 +194,7 @@ def _notes(device: torch.device, rows: list[Figures]) -> list[str]:
     else:
         notes += [_goal(row) for row in rows if row["way"] == "ours, verified" and row["bytes"] >= 64 << 20]
     if wrong := sum(row["wrong"] for row in rows):
-        notes.append(f"{wrong} copies ARRIVED WRONG, see the column of that name: run `hf-rocm-tune drill`")
+        notes.append(f"{wrong} copies ARRIVED WRONG, see the column of that name: run `hf-rocm-tune doctor --drill`")
     return notes
 
 

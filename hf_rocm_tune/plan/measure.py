@@ -121,7 +121,7 @@ sys.stdin.read()
 def _measure(request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from hf_rocm_tune.machine.survey import identify
+    from hf_rocm_tune.machine.cards import identify
 
     del request
     if not torch.cuda.is_available():
