@@ -552,7 +552,7 @@ class SentinelCallback(TrainerCallback):
 
     def _follow_prompts(self) -> None:
         """PEFT's CPT replaces its trained prompt in each forward, wherever that is called: right from then on."""
-        encoders = getattr(getattr(self._model, "prompt_encoder", None), "values", list)()
+        encoders: Any = getattr(getattr(self._model, "prompt_encoder", None), "values", list)()
         for encoder in encoders:
             encoder.register_forward_pre_hook(lambda *_: self._prompts(adopt=False))
             encoder.register_forward_hook(lambda *_: self._prompts(adopt=True))
