@@ -35,8 +35,9 @@ class FaultSpec:
 
     Attributes:
         kind: ``zero`` the tensor, ``zero_range`` a part of it, ``flip`` one bit, ``bits`` 2 to 6 bits of two
-            neighbouring words, ``stride`` one bit every 64, 256 or 4,096 bytes, ``stale`` bytes of an earlier transfer, ``swap`` two words, ``drop`` the copy, ``late``: the copy arrives only after the digest was taken,
-            ``after``: one bit is flipped just after the tensor was verified.
+            neighbouring words, ``stride`` one bit every 64, 256 or 4,096 bytes, ``stale`` bytes of an earlier transfer,
+            ``swap`` two words, ``drop`` the copy, ``late``: it arrives only after the digest was taken, ``after``:
+            one bit is flipped just after the tensor was verified.
         rate: share of matching tensors that get the fault, 0 to 1.
         seed: the same seed selects the same transfers, whatever the order of the threads.
         persist: whether each retry of a transfer gets the fault as well.
