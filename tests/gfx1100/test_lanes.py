@@ -158,8 +158,10 @@ def test_halves_are_read_and_written_apart() -> None:
     # The same in 32 bits: bit 7 of a register's number means its upper half.
     short = lanes(asm.vop2(0x32, 8 + 128, v(8 + 128), v(9)), given)[0].view(np.float16).reshape(32, 2)
     assert (short == added).all()
-    mixed = lanes(asm.vop3p(0x20, 8, v(8), v(9), v(8), opsel=1, opsel_hi=1), np.stack([given[0], floats(1)[0]]))  # v_fma_mix_f32
-    assert mixed.shape == (8, 32)
+    factor = floats(1)[0]  # v_fma_mix_f32: an upper half times a float, plus a lower half
+    mixed = lanes(asm.vop3p(0x20, 8, v(8), v(9), v(8), opsel=1, opsel_hi=5), np.stack([given[0], factor]))[0].view(np.float32)
+    exactly = halves[0, :, 1].astype(np.float64) * factor.view(np.float32) + halves[0, :, 0]
+    assert (mixed == exactly.astype(np.float32)).all()
     product = lanes(asm.vop2(0x3C, 8, v(9), v(9)), given)[0].view(np.float16).reshape(32, 2)  # v_pk_fmac_f16
     exact = halves[1].astype(np.float64) ** 2 + halves[0]
     assert (product == exact.astype(np.float16)).all()
