@@ -192,7 +192,7 @@ struct Decoder {
         const MemoryOp *op = memory_op(i.op);
         if (!op || i.segment == 3 || (op->flags & ADDTID && i.segment != 2) || (op->flags & ATOMIC && i.segment == 1)) unknown("FLAT", i.op);
         classify(*op);
-        i.offset = int32_t(bits(12, 0) << 19) >> 19;
+        i.offset = i.segment ? int32_t(bits(12, 0) << 19) >> 19 : int32_t(bits(12, 0)); // signed but for flat
         i.address = uint16_t(bits(39, 32)), i.data = uint16_t(bits(47, 40)), i.saddr = uint16_t(bits(54, 48)), i.idxen = bits(55, 55);
         i.dst = uint16_t(bits(63, 56));
     }

@@ -15,6 +15,8 @@ from tests.gfx1100.emulator import Code, descriptor, run
 
 GROUPS = 24
 """Operand sets of a scalar instruction; a vector instruction has one in each lane of two waves."""
+SLOT = 32
+"""Bytes of memory that each lane has for itself, in LDS or outside."""
 SPECIAL = (
     0, 1, 2, 31, 32, 33, 0xFF, 0x7F, 0x80, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFE,
     0x3F800000, 0xBF800000, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0x00000001, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0x3F000000,
@@ -29,11 +31,19 @@ class Case:
 
     name: str
     words: tuple[int, ...]
-    scalar: bool = False
 
     @property
-    def sources(self) -> str:
-        return self.name
+    def scalar(self) -> bool:
+        return self.name.startswith("sop")
+
+    @property
+    def memory(self) -> bool:
+        return self.name.startswith(("ds.", "global.", "flat.", "mubuf."))
+
+    @property
+    def sets(self) -> int:
+        """How many sets of operands it is tried with."""
+        return GROUPS if self.scalar else 64
 
 
 def operands(case: Case, count: int) -> np.ndarray:
@@ -61,8 +71,35 @@ def operands(case: Case, count: int) -> np.ndarray:
     return np.array(rows, dtype=np.uint32)
 
 
+def execute_memory(case: Case, inputs: np.ndarray) -> np.ndarray:
+    """uint32[count, 12]: what the lane's slot holds, and what came back; in v[8:15] the slot as it was, v[16:19] and v[20:23]
+    data, which v[24:27] hold as well before something comes back."""
+    count = len(inputs)
+    memory, slots, out = np.ascontiguousarray(inputs), np.ascontiguousarray(inputs[:, :8]), np.zeros((count, 12), dtype=np.uint32)
+    outside = not case.name.startswith("ds.")
+    code = asm.program(
+        asm.smem(3, 4, 0), asm.WAIT,  # s[4:5] operands, s[6:7] results, s[8:9] slots, s[10:11] their bytes and a buffer's format
+        asm.sop2(0x08, 3, 2, const(5)), asm.vop2(0x25, 0, 3, v(0)),
+        asm.vop2(0x18, 1, const(6), v(0)), asm.vop2(0x18, 3, const(5), v(0)), asm.vop2(0x0B, 2, const(48), v(0)),
+        *(asm.flat(0x17, addr=1, dst=8 + 4 * n, saddr=4, offset=16 * n) for n in range(4)), asm.WAIT,
+        *(asm.vop1(1, 24 + n, v(16 + n)) for n in range(4)),
+        asm.vop2(0x0B, 5, const(0), v(0)), asm.vop1(1, 5, 9), asm.vop3sd(0x300, 4, 20, 8, v(3)), asm.vop3sd(0x120, 5, 20, v(5), const(0), 20),
+        *([] if outside else [asm.ds(0xDF, addr=3, data0=8), asm.ds(0xDF, addr=3, data0=12, offset=16)]),
+        list(case.words), asm.WAIT,
+        *([asm.flat(0x17, addr=3, dst=8, saddr=8), asm.flat(0x17, addr=3, dst=12, saddr=8, offset=16)] if outside else
+          [asm.ds(0xFF, addr=3, dst=8), asm.ds(0xFF, addr=3, dst=12, offset=16)]),
+        *(asm.flat(0x1D, addr=2, data=d, saddr=6, offset=16 * n) for n, d in enumerate((8, 12, 24))),
+    )  # fmt: skip
+    kernarg = struct.pack("<QQQII", memory.ctypes.data, out.ctypes.data, slots.ctypes.data, slots.nbytes, 3 << 28)
+    kernel = Code(case.name, code, descriptor(user_sgprs=2, kernarg_pointer=True, lds=count * SLOT))
+    run(kernel, kernarg, [memory, out, slots], grid=(count // 32, 1, 1), checks=0)
+    return out
+
+
 def execute(case: Case, inputs: np.ndarray, *, ieee: bool = True, flush: bool = False) -> np.ndarray:
-    """uint32[count, 4]: the two words of the result, and the mask's bit or scc; scalar: the same."""
+    """uint32[count, 4]: the two words of the result, and the mask's bit or scc; of memory, see above."""
+    if case.memory:
+        return execute_memory(case, inputs)
     count = len(inputs)
     memory, out = np.ascontiguousarray(inputs), np.zeros((count, 4), dtype=np.uint32)
     addresses = [*asm.smem(2, 4, 0), *asm.WAIT]  # s[4:5]: operands, s[6:7]: results

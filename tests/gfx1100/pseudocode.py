@@ -100,6 +100,17 @@ def zero(number: Any) -> bool:
     return not isinstance(number, bool) and number == 0
 
 
+class Memory(dict):
+    """Bytes by address, read as raw bits and written by type."""
+
+    def __getitem__(self, address: int) -> Value:
+        return Value("b", 128, sum(self.get(address + n, 0) << 8 * n for n in range(16)))
+
+    def write(self, address: int, value: Value) -> None:
+        for n in range(value.width // 8):
+            self.__setitem__(address + n, value.bits >> 8 * n & 255)
+
+
 class Returned(Exception):
     """A lambda's result."""
 
@@ -326,6 +337,9 @@ class Machine:
 
     def store(self, place: tuple[str, str | None, int | None, int, Any], value: Value) -> None:
         name, kind, low, width, element = place
+        if isinstance(self.names.get(name), Memory):
+            self.names[name].write(element, convert(value, str(kind)))
+            return
         if element is not None:
             self.names[name][element] = convert(value, kind) if kind else value
             return
